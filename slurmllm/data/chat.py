@@ -8,6 +8,7 @@ Templates are Hugging Face's: Jinja, in `chat_template.jinja` or in the field `c
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slurmllm.errors import DataError
+from slurmllm.safe_files import read_limited
 
 # The default date of Llama 3.1's template. With the current date, tokens would change every day.
 _DATE = datetime(2024, 7, 26)
@@ -232,7 +234,7 @@ class ChatFormat:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return io.TextIOWrapper(io.BytesIO(read_limited(path)), "utf-8").read()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}; fix it or remove it") from error
 

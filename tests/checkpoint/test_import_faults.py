@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from slurmllm.checkpoint.formats import importing
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
+from slurmllm.safe_files import LARGEST_RECORD
 
 SAVED = ("neox", "llama", "gpt3")
 
@@ -261,6 +263,28 @@ def test_an_index_that_is_wrong(copy: Callable[[str], Path]) -> None:
     for text in ("{", "[]", '{"weight_map": 3}'):
         path.write_text(text)
         assert "is no index of safetensors files" in refused(source, StorageError)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("config.json", ConfigError), ("model.safetensors.index.json", StorageError)],
+)
+def test_files_without_end(
+    copy: Callable[[str], Path], name: str, kind: type[SlurmllmError]
+) -> None:
+    source = copy("sharded")
+    os.truncate(source / name, LARGEST_RECORD + 1)
+    assert f"cannot be read: larger than {LARGEST_RECORD:,} bytes" in refused(source, kind)
+    (source / name).unlink()
+    os.mkfifo(source / name)
+    refused(source, kind)
+
+
+def test_an_index_with_a_name_that_is_too_long(copy: Callable[[str], Path]) -> None:
+    source = copy("sharded")
+    index = {"weight_map": {"x": "x" * 300}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "xx, which is not there; fetch it" in refused(source, StorageError)
 
 
 def test_no_weights_and_pickled_ones(copy: Callable[[str], Path]) -> None:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.rules import broken_rules
+from slurmllm.safe_files import read_limited
 
 CONFIG = "config.json"
 _REQUIRED = object()
@@ -122,7 +123,7 @@ class SourceConfig:
 def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:
     """Returns a model's config.json, None if it has faults, and one line per fault."""
     try:
-        values = json.loads((directory / CONFIG).read_bytes())
+        values = json.loads(read_limited(directory / CONFIG))
     except FileNotFoundError:
         return None, [f"{CONFIG}: is missing; is this the folder of a Hugging Face model?"]
     except OSError as error:

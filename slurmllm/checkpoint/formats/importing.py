@@ -13,6 +13,7 @@ one output file at a time.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ from slurmllm.checkpoint.formats.tokenizer_files import (
 from slurmllm.checkpoint.state import INDEX, MODEL, fingerprint_digest
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
+from slurmllm.safe_files import read_limited
 
 if TYPE_CHECKING:
     from slurmllm.progress import OnProgress
@@ -132,7 +134,7 @@ def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
             ]
         return nothing, [f"neither {WHOLE} nor {SHARDS} is there; fetch the model's weights"]
     try:
-        weight_map = json.loads((source / SHARDS).read_bytes())["weight_map"]
+        weight_map = json.loads(read_limited(source / SHARDS))["weight_map"]
         file_of = {str(key): str(file) for key, file in weight_map.items()}
     except OSError as error:
         return nothing, [f"{SHARDS} cannot be read: {error.strerror or error}"]
@@ -142,7 +144,8 @@ def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
     outside = [name for name in names if Path(name).name != name]
     if outside:  # an index is untrusted input
         return nothing, [f"{SHARDS} names {name!r}, outside the folder" for name in outside]
-    absent = [name for name in names if not (source / name).exists()]
+    # Not Path.exists, which raises for names that are too long.
+    absent = [name for name in names if not os.path.exists(source / name)]  # noqa: PTH110
     present = [name for name in names if name not in absent]
     files, faults = open_safetensors(source, present, file_of)
     missing = [f"{SHARDS} names {name}, which is not there; fetch it" for name in absent]
