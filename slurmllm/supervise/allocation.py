@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,10 +29,11 @@ from slurmllm.config.variables import is_secret_option
 from slurmllm.errors import SlurmError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import SlurmClient, retry_unreachable
+from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SlurmClient, retry_unreachable
 
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
+RECORDED_S = COMMAND_TIMEOUT_S + 10.0  # for sbatch to return, and its job to be recorded
 # On every node: the interpreter is shared. -P: the folder that a job starts in may be another
 # user's, and its modules would be imported.
 SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
@@ -220,6 +222,26 @@ def lost_start(allocation: Allocation) -> str:
         return f"slurmctld shows job {job_id} as pending: it has lost this start of the job"
     if job.state == "RUNNING" and job.host != allocation.nodes[0]:
         return f"slurmctld has lost this start of job {job_id} and started it on {job.host}"
+    return ""
+
+
+def unrecorded(run: RunDir, allocation: Allocation) -> str:
+    """Why a job is none of its run's last submission; empty if it is one.
+
+    `submit` or `resume` was killed right after sbatch. No command knows such a job: it could not be
+    cancelled, and would take the run over from the job of a later `resume`.
+    """
+    deadline = time.monotonic() + RECORDED_S
+    while allocation.job_id is not None:
+        last = JobsRecord.of(run).last
+        if last is None or allocation.job_id in (last.precompile_job, last.train_job):
+            break
+        if time.monotonic() > deadline:
+            return (
+                f"job {allocation.job_id} is not in {run.jobs}: the command that submitted it was "
+                f"killed before it recorded it; `slurmllm resume {run.name}` submits another"
+            )
+        time.sleep(0.5)
     return ""
 
 

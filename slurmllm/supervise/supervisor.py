@@ -45,6 +45,7 @@ from slurmllm.supervise.allocation import (
     current_allocation,
     lost_start,
     started_again,
+    unrecorded,
 )
 from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
 from slurmllm.supervise.attempts import ending_of_orphaned, incarnation, still_runs
@@ -83,6 +84,9 @@ class Supervisor:
             log.warning("%s", reason)
             self._replace_jobs()
             return EXIT_REQUEUE  # Slurm ignores the end of a script that it does not know of
+        if reason := unrecorded(self.run, self.allocation):
+            log.error("%s", reason)
+            return EXIT_NEGATIVE
         stopped = self._close_orphaned()
         if stopped is not None:
             return self._exit_code(stopped)

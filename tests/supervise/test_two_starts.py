@@ -17,6 +17,7 @@ from fake_slurm import FakeSlurm
 from slurmllm.config.resolve import resolve
 from slurmllm.records import AttemptRecord, Heartbeat, JobsRecord, Submission
 from slurmllm.rundir import STAGES, RunDir, Stage
+from slurmllm.supervise import allocation as allocations
 from slurmllm.supervise import attempts, run_lock
 from slurmllm.supervise.allocation import SlurmAllocation
 from slurmllm.supervise.attempts import process_identity, still_runs
@@ -139,3 +140,23 @@ def test_a_lost_job_is_not_replaced_while_another_command_changes_the_run(
     assert (run.jobs.read_bytes(), len(cluster.jobs)) == (before, 2)
     assert "`slurmllm cancel`" in caplog.text
     assert "`slurmllm resume r`" in caplog.text
+
+
+def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
+    lost: tuple[RunDir, FakeSlurm],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, cluster = lost
+    monkeypatch.setattr(allocations, "RECORDED_S", 0.0)
+    unknown = cluster.submit(run.script("train"), exclude="n1")
+    cluster.start(unknown)
+    assert supervisor(run, cluster, "train", unknown).main() == 1
+    assert run.attempts("train") == []
+    assert f"job {unknown} is not in {run.jobs}" in caplog.text
+    # It is waited for while `sbatch` returns.
+    monkeypatch.setattr(allocations, "RECORDED_S", 60.0)
+    (sent,) = JobsRecord.load(run.jobs).submissions
+    late = JobsRecord(submissions=(sent, sent.model_copy(update={"train_job": unknown})))
+    threading.Timer(0.3, late.save, [run.jobs]).start()
+    assert allocations.unrecorded(run, start_of(cluster, unknown)) == ""
