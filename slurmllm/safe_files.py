@@ -285,8 +285,16 @@ def check_private_folder(path: Path) -> None:
 
 
 def why_replaceable(folder: Path, group: str | None = None) -> str:
-    """Why users outside a trusted group may replace what is in a folder; empty if they may not."""
+    """Why users outside a trusted group may replace a folder, one above it, or what is in it."""
+    whole = folder.resolve()
+    return next(filter(None, (_why_replaceable(p, group) for p in (whole, *whole.parents))), "")
+
+
+def _why_replaceable(folder: Path, group: str | None) -> str:
     info, who = folder.stat(), ""
+    own = info.st_uid in (0, os.geteuid()) or _group_id(group) in _groups_of(info.st_uid)
+    if not own and not _is_unmapped(info.st_uid):  # a sticky bit does not stop the owner
+        return f"{folder} belongs to {user_name(info.st_uid)}, who may replace what is in it"
     if info.st_mode & stat.S_IWOTH:
         who = "every user"
     elif info.st_mode & stat.S_IWGRP and info.st_gid not in (_group_id(group), _private_group()):
@@ -297,6 +305,12 @@ def why_replaceable(folder: Path, group: str | None = None) -> str:
         f"{who} may replace what is in {folder}, which has mode {stat.S_IMODE(info.st_mode):o} and "
         f"no sticky bit (`chmod +t {folder}`)"
     )
+
+
+def _is_unmapped(uid: int) -> bool:
+    """Whether this container shows an owner of outside, such as root, as this id."""
+    overflow, users = (Path("/proc", p) for p in ("sys/kernel/overflowuid", "self/uid_map"))
+    return uid == int(overflow.read_text()) and int(users.read_text().split()[2]) < 2**32 - 1
 
 
 def user_name(uid: int) -> str:

@@ -9,11 +9,13 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from slurmllm.backends.environment import load_environment
 from slurmllm.backends.rendezvous import (
     NODE_NAME,
     SHARING,
@@ -67,19 +69,28 @@ class Sample(JsonLine):
 
 
 def main(text: str) -> int:
-    """Run the workers; returns the code of the first that fails, and kills its peers."""
+    """Run the workers; returns the code of the first that fails."""
     task = Task.model_validate_json(text)
     node = own_node_rank()
     name = os.environ.get(NODE_NAME) or socket.gethostname()
     # Load of the last minute, read before the workers add theirs.
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     Sample(kind="busy", of=name, value=busy).write()
+    # A folder of its own: by default torch uses one in /tmp whose name anybody can take, and runs
+    # the libraries that it finds there.
+    with tempfile.TemporaryDirectory(prefix="slurmllm-calibrate-") as cache:
+        return _measure(task, node, cache)
+
+
+def _measure(task: Task, node: int, cache: str) -> int:
+    caches = load_environment("native").cache_variables(cache)
     cpus = task.cpus or int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
     workers = [
         subprocess.Popen(
-            [sys.executable, "-P", "-m", _WORKER, text],
+            [sys.executable, "-P", "-m", _WORKER, task.model_dump_json()],
             env={
-                **os.environ, **task.variables, SHARING: str(task.sharing),
+                **os.environ, **{name: variable.value for name, variable in caches.items()},
+                **task.variables, SHARING: str(task.sharing),
                 **rendezvous_variables(
                     task.address, task.port, nodes=task.nodes, workers_per_node=task.workers,
                     node_rank=node, local_rank=n, threads=max(1, cpus // task.sharing),

@@ -6,10 +6,12 @@ replica with a manifest is complete. A fetched replica is verified before it rep
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from slurmllm.config.operation import CheckpointConfig
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.records import first_problem
 from slurmllm.rundir import RunDir, fsync_dir
+from slurmllm.safe_files import why_untrusted
 
 _STEP = re.compile(r"^step_([0-9]{8,18})$")
 _CHUNK_BYTES = 16 * 2**20  # of a download, hashed as it arrives
@@ -47,6 +50,20 @@ class Replica:
     def url(self, step: int) -> str:
         url: str = self.file_system.unstrip_protocol(self.path(step))
         return url.removeprefix("file://")
+
+    def require_own(self, group: str | None) -> None:
+        """Makes the run's folder on a local file system; refuses one that others may write to.
+
+        They could have their checkpoints restored, and files written through links.
+        """
+        if "file" not in self.file_system.protocol:
+            return
+        with _storage_errors("use", self.folder):
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            info = os.lstat(self.folder)
+            why = why_untrusted(info, group) if stat.S_ISDIR(info.st_mode) else "it is a link"
+            if why:
+                raise PermissionError(errno.EPERM, f"{why}; choose another folder", self.folder)
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete replicas, oldest first."""

@@ -51,7 +51,9 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
         replica_steps: list[int] = []
         try:
             replica = open_replica(backend.config.recipe.checkpoint, run.name)
-            replica_steps = usable_steps(run, replica) if replica is not None else []
+            if replica is not None:
+                replica.require_own(backend.config.cluster.trusted_group)
+                replica_steps = usable_steps(run, replica)
         except StorageError as error:  # the run's own checkpoints do not depend on it
             log.warning("%s", error)
             replica = None

@@ -334,10 +334,16 @@ def _cancel(found: RunDir, client: SlurmClient) -> None:
 
     from slurmllm.errors import RunError
     from slurmllm.records import JobsRecord
+    from slurmllm.safe_files import why_untrusted
     from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import record_cancellation
 
     sent = JobsRecord.of(found).last
+    if sent is not None and (why := why_untrusted(found.jobs.stat())):
+        raise RunError(
+            f"{found.jobs}: {why}; it may name any job or process of yours. Whose run it is can "
+            "cancel it; an administrator uses `scancel`"
+        )
     if sent is None or not is_active(found, client):
         click.echo(f"{found.name} has no pending or running jobs; nothing to cancel")
         return

@@ -178,7 +178,8 @@ def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
             shard.verify(column)
     firsts = np.cumsum([0, *(shard.record.documents for shard in shards)])
     total = int(firsts[-1])
-    keep = np.memmap(scratch, np.bool_, "w+", shape=(max(total, 1),))
+    with scratch.open("x+b") as stream:  # never an existing file, by a link
+        keep = np.memmap(stream, np.bool_, "w+", shape=(max(total, 1),))
     keep[:] = True
     duplicates = 0
     ranges = -(-total // _AT_ONCE)

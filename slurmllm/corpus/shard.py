@@ -30,6 +30,7 @@ from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.data.sources.base import prompt_content
 from slurmllm.errors import DataError, StorageError
 from slurmllm.records import Record
+from slurmllm.safe_files import write_whole
 
 Digests = npt.NDArray[np.uint64]
 
@@ -190,7 +191,7 @@ class _ProgressFile:
         now = time.monotonic()
         if now - self._written_s >= _PROGRESS_S:
             self._written_s = now
-            self._path.write_text(str(done_bytes))
+            write_whole(self._path, str(done_bytes).encode(), durable=False)
 
 
 class _ShardWriter:
@@ -306,7 +307,7 @@ class _ColumnFile:
     """A file of values, hashed while it is written."""
 
     def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("wb")
+        self._file: BinaryIO = path.open("xb")
         self._path = path
         self._digest = xxhash.xxh3_128()
         self._bytes = 0

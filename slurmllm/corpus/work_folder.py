@@ -14,6 +14,7 @@ import io
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO, Self
 
 from slurmllm.errors import DataError, StorageError
 from slurmllm.rundir import fsync_dir
+from slurmllm.safe_files import why_untrusted
 
 _LOCK = "lock"
 # Below this, passing data to a thread takes longer than hashing it.
@@ -123,9 +125,18 @@ class WorkFolder:
     def _lock(self) -> int:
         path = self.path / _LOCK
         while True:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                # Whoever may write to it could have links written through, and shards read.
+                info = self.path.lstat()
+                if reason := why_untrusted(info):
+                    raise PermissionError(errno.EPERM, reason, str(self.path))
+                if not stat.S_ISDIR(info.st_mode):
+                    raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(self.path))
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                descriptor = os.open(path, flags, 0o644)
             except FileNotFoundError:
                 continue  # another build has just finished and removed the folder
             try:
@@ -188,6 +199,7 @@ class OutputFile(io.RawIOBase):
     def finish(self) -> None:
         """Write everything to the disk, and close the file."""
         self._stream.flush()
+        os.fchmod(self._stream.fileno(), 0o644)
         os.fsync(self._stream.fileno())
         self._stream.close()
 
@@ -217,7 +229,7 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
         files: list[OutputFile] = []
         for path in paths:
             try:
-                files.append(OutputFile(work.scratch(path.name).open("wb"), path, hasher))
+                files.append(OutputFile(work.scratch(path.name).open("xb"), path, hasher))
             except OSError as error:
                 raise write_error(path, error) from error
             stack.callback(files[-1].discard)
@@ -225,7 +237,6 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
         for path, file in zip(paths, files, strict=True):
             try:
                 file.finish()
-                work.scratch(path.name).chmod(0o644)
             except OSError as error:
                 raise write_error(path, error) from error
         try:

@@ -152,7 +152,8 @@ def import_torch() -> str | None:
     try:
         # A process of its own: an import that crashes or hangs does not take this one with it.
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True,
+            # -P: not the torch.py of the working directory, which may be another user's.
+            [sys.executable, "-P", "-c", script], capture_output=True, text=True,
             timeout=IMPORT_TIMEOUT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -95,7 +95,7 @@ def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
     elif kind in SHARED_TYPES:
         message = f"{folder} is on {kind}, which all nodes share; choose a disk of the node's own"
         yield warn("node-local disk", free, required, message)
-    elif message := _why_replaceable(folder, cluster):
+    elif message := why_replaceable(folder, cluster.trusted_group):
         yield warn("node-local disk", free, required, message)
     else:
         yield ok("node-local disk", free, required or "")
@@ -129,7 +129,7 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Findi
         yield fail("shared file system", seconds, limit, message)
     elif seconds > SLOW_WRITE_S:
         yield warn("shared file system", seconds, limit or SLOW_WRITE_S, message)
-    elif message := _why_replaceable(folder, cluster):
+    elif message := why_replaceable(folder, cluster.trusted_group):
         yield warn("shared file system", seconds, limit or "", message)
     else:
         yield ok("shared file system", seconds, limit or "")
@@ -155,7 +155,7 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
             yield skipped(check, "the runs folder cannot be written")
     else:
         writable = _writable_runs(runs, cluster.trusted_group)
-        if reason := _why_replaceable(existing, cluster):
+        if reason := why_replaceable(existing, cluster.trusted_group):
             yield warn("runs folder", reason, fix="else others could exchange your runs for theirs")
         elif writable:
             names = ", ".join(path.name for path in writable[:3]) + " …" * (len(writable) > 3)
@@ -178,19 +178,10 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
         yield warn("node-local disk", found, fix=fix)
     elif not os.access(local, os.W_OK):
         yield warn("node-local disk", f"{found}, no write access", fix="cluster.node_local")
-    elif reason := _why_replaceable(local, cluster):
+    elif reason := why_replaceable(local, cluster.trusted_group):
         yield warn("node-local disk", reason, fix="ask an administrator, or cluster.node_local")
     else:
         yield ok("node-local disk", found)
-
-
-def _why_replaceable(folder: Path, cluster: Cluster) -> str:
-    """Why others may replace a folder, one of those that it is in, or what is in it."""
-    whole = folder.resolve()
-    return next(
-        filter(None, (why_replaceable(p, cluster.trusted_group) for p in (whole, *whole.parents))),
-        "",
-    )
 
 
 def _writable_runs(runs: Path, group: str | None) -> list[Path]:

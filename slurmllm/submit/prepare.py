@@ -23,7 +23,7 @@ from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.rundir import RUN_NAME, STAGES, RunDir, Stage, is_run, write_atomic
-from slurmllm.safe_files import read_limited, user_name, why_untrusted
+from slurmllm.safe_files import make_private_folder, read_limited, user_name, why_untrusted
 from slurmllm.submit.render import render
 
 if TYPE_CHECKING:
@@ -265,7 +265,11 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             return config
         from slurmllm.corpus.builtin import ensure_stdlib
 
-        builtin = ensure_stdlib(root / ".data")
+        folder = root / ".data"
+        if os.path.lexists(folder) and why_untrusted(folder.lstat()):
+            # Another user's: what is in it need not be the standard library.
+            folder = make_private_folder(root / f".data-{os.geteuid()}")
+        builtin = ensure_stdlib(folder)
 
     def absolute(path: str, index: int) -> str:
         found = builtin[index] if builtin is not None and path == STDLIB else Path(path)

@@ -177,3 +177,11 @@ def test_columns_that_another_user_may_have_written_are_not_used(run: Path, how:
         case "a pipe":
             os.mkfifo(planted)
     assert read_curve(run).columns["loss"].tobytes() == first.columns["loss"].tobytes()
+
+
+def test_columns_of_terabytes_are_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "attempt_000.jsonl"
+    for path in (file, file.with_name(f".{file.name}.arrow")):
+        path.touch()
+        os.truncate(path, 1 << 40)  # sparse: it takes no space, and all memory when it is read
+    assert column_cache.load_columns(file, 0, file.stat()) is None

@@ -136,10 +136,11 @@ def _make_copier(job: Job) -> ReplicaCopier | None:
     config = job.config.recipe.checkpoint
     try:
         replica = open_replica(config, job.run.name)
+        if replica is None:
+            return None
+        replica.require_own(job.config.cluster.trusted_group)
     except StorageError as error:
         log.warning(error)
-        return None
-    if replica is None:
         return None
 
     def report(step: int, seconds: float, num_bytes: int, fault: str | None) -> None:

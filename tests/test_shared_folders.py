@@ -1,0 +1,175 @@
+"""What other users put into folders that we share: it does not run, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from slurmllm.backends.environment import make_cache_folder
+from slurmllm.calibrate import node as calibrating
+from slurmllm.checkpoint.replicas import open_replica
+from slurmllm.cli.main import cli
+from slurmllm.config.operation import CheckpointConfig
+from slurmllm.config.resolve import resolve
+from slurmllm.corpus.work_folder import WorkFolder, output_files
+from slurmllm.diagnose.login_node import import_torch
+from slurmllm.errors import NodeError, StorageError
+from slurmllm.records import JobsRecord, Submission
+from slurmllm.rundir import RunDir
+from slurmllm.submit import prepare
+from slurmllm.supervise.attempts import process_identity
+
+NOBODY = pwd.getpwnam("nobody")
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+def give_away(path: Path, mode: int = 0o777) -> None:
+    path.chmod(mode)
+    os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
+
+
+def test_doctor_imports_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    import_torch()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_measuring_workers_compile_in_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's default is /tmp/torchinductor_USER, and it runs the libraries that it finds there.
+    worker = tmp_path / "measuring_worker.py"
+    worker.write_text(
+        "import os, json, pathlib, sys\n"
+        "names = 'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR'\n"
+        "folders = [os.path.dirname(os.environ[name]) for name in names]\n"
+        "found = [folders, [os.stat(folder).st_mode & 0o777 for folder in folders]]\n"
+        f"pathlib.Path({str(tmp_path / 'found')!r}).write_text(json.dumps(found))\n"
+    )
+    monkeypatch.setattr(calibrating, "_WORKER", "measuring_worker")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    task = calibrating.Task(
+        nodes=1, workers=1, sharing=1, cpus=1, device="cpu", address="127.0.0.1", port=1,
+        precision="fp32", compiled=True, variables={},
+    )  # fmt: skip
+    assert calibrating.main(task.model_dump_json()) == 0
+    folders, modes = json.loads((tmp_path / "found").read_text())
+    assert modes == [0o700, 0o700]
+    assert not any(Path(folder).exists() for folder in folders)
+
+
+@only_root
+def test_a_build_uses_no_work_folder_of_another_user(tmp_path: Path) -> None:
+    precious, out = tmp_path / "precious", tmp_path / "c.arrow"
+    precious.write_text("precious")
+    precious.chmod(0o600)
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    work = WorkFolder.of(out)
+    work.path.mkdir()
+    work.scratch(out.name).symlink_to(precious)
+    give_away(work.path)
+    found = CliRunner().invoke(
+        cli, ["data", "build", str(tmp_path / "a.txt"), "--out", str(out), "--format", "text"]
+    )
+    assert (found.exit_code, "belongs to nobody" in " ".join(found.output.split())) == (4, True)
+    assert (precious.read_text(), precious.stat().st_mode & 0o777) == ("precious", 0o600)
+
+
+def test_a_build_writes_through_no_link(tmp_path: Path) -> None:
+    precious, out = tmp_path / "precious", tmp_path / "c.arrow"
+    precious.write_text("precious")
+    work = WorkFolder.of(out)
+    with work.lock():
+        assert work.path.stat().st_mode & 0o777 == 0o700
+        # As if somebody who may rename the work folder had put another in its place.
+        work.scratch(out.name).symlink_to(precious)
+        with pytest.raises(StorageError, match="exists"), output_files([out, out], work):
+            pass
+    assert precious.read_text() == "precious"
+
+
+@only_root
+def test_builtin_data_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Path] = []
+
+    def refuse(folder: Path) -> tuple[Path, Path]:
+        used.append(folder)
+        raise StorageError("far enough")
+
+    monkeypatch.setattr("slurmllm.corpus.builtin.ensure_stdlib", refuse)
+    config, planted = resolve("tiny_neox"), tmp_path / ".data"
+    for mode in (None, 0o777):
+        if mode is not None:
+            planted.mkdir()
+            give_away(planted, mode)
+        with pytest.raises(StorageError, match="far enough"):
+            prepare.resolve_inputs(config, tmp_path, build=True)
+    own = tmp_path / f".data-{os.geteuid()}"
+    assert used == [planted, own]
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+@only_root
+def test_a_run_of_another_user_cancels_nothing_of_ours(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "theirs")
+    run.path.mkdir()
+    run.config.write_text(resolve("tiny_neox").to_yaml())
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "slurmllm"]
+    with subprocess.Popen(command) as ours:
+        sent = Submission(
+            submitted_at=1.0, nodes=1, local=True, first_attempt=0, pid=ours.pid,
+            process=process_identity(ours.pid), host=socket.gethostname(),
+        )  # fmt: skip
+        JobsRecord(submissions=(sent,)).save(run.jobs)
+        give_away(run.jobs, 0o644)
+        found = CliRunner().invoke(cli, ["cancel", "theirs", "--runs-dir", str(tmp_path)])
+        alive = ours.poll() is None
+        ours.kill()
+    assert (found.exit_code, alive) == (2, True)
+    assert "belongs to nobody" in " ".join(found.output.split())
+
+
+@only_root
+@pytest.mark.parametrize("below", [False, True])
+def test_a_nodes_disk_of_another_user_is_refused(tmp_path: Path, below: bool) -> None:
+    disk = tmp_path / "disk"
+    inner = disk / "inner" if below else disk
+    inner.mkdir(parents=True)
+    inner.chmod(0o1777)
+    give_away(disk, 0o1777)  # whose owner may rename what is in it all the same
+    config = resolve("tiny_neox", overrides=[f"cluster.node_local={inner}"])
+    with pytest.raises(NodeError, match="belongs to nobody"):
+        make_cache_folder(config, RunDir(tmp_path / "r"))
+    assert list(disk.iterdir()) == ([inner] if below else [])
+
+
+@only_root
+def test_replicas_of_another_user_are_neither_restored_nor_written(tmp_path: Path) -> None:
+    for name in ("folder", "link", "own"):
+        replica = open_replica(CheckpointConfig(replica=str(tmp_path)), name)
+        assert replica is not None
+        path = tmp_path / name
+        if name == "folder":
+            path.mkdir()
+            give_away(path)
+        elif name == "link":
+            path.symlink_to(tmp_path / "folder")
+        if name == "own":
+            replica.require_own(None)
+            assert path.is_dir()
+        else:
+            with pytest.raises(StorageError, match=r"belongs to nobody|it is a link"):
+                replica.require_own(None)
