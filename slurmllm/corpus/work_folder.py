@@ -229,6 +229,7 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
         files: list[OutputFile] = []
         for path in paths:
             try:
+                work.scratch(path.name).unlink(missing_ok=True)  # of a failed build
                 files.append(OutputFile(work.scratch(path.name).open("xb"), path, hasher))
             except OSError as error:
                 raise write_error(path, error) from error
