@@ -29,20 +29,15 @@ Layout (`runs/<name>/`, on the shared file system):
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.safe_files import reason, write_whole
-
-if TYPE_CHECKING:  # login-node commands must not load matplotlib
-    from matplotlib.figure import Figure
 
 Stage = Literal["precompile", "train"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -60,25 +55,7 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
         StorageError: the file system refused (full, read-only, quota).
     """
     fix = "free space or fix the file system and try again"
-    _write_whole(path, text.encode(), f"cannot write {path}", fix, mode)
-
-
-# Of matplotlib, for pictures of curves
-PICTURE_STYLE = Path(__file__).with_name("picture.mplstyle")
-
-
-def write_picture(picture: Figure, path: Path, fix: str) -> None:
-    """Write a PNG atomically; `fix` is what to do if it cannot be written.
-
-    Raises:
-        StorageError: the file system refused.
-    """
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        # A run may be named in a script that matplotlib's font lacks: drawn as boxes then.
-        warnings.filterwarnings("ignore", message="Glyph")
-        picture.savefig(stream, format="png", pil_kwargs={"compress_level": 3})
-    _write_whole(path, stream.getvalue(), f"cannot write the picture {path}", fix)
+    write_bytes(path, text.encode(), f"cannot write {path}", fix, mode)
 
 
 def report_path(kind: str, names: Sequence[str], run: Path | None, suffix: str = ".png") -> Path:
@@ -88,7 +65,12 @@ def report_path(kind: str, names: Sequence[str], run: Path | None, suffix: str =
     return path if run is None else run / "reports" / path
 
 
-def _write_whole(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o644) -> None:
+def write_bytes(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o644) -> None:
+    """Write a file as `write_atomic` does; the error message is made of `fault` and `fix`.
+
+    Raises:
+        StorageError: the file system refused.
+    """
     try:
         write_whole(path, content, mode)
     except OSError as error:

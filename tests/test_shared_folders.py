@@ -23,6 +23,8 @@ from slurmllm.corpus.work_folder import WorkFolder, output_files
 from slurmllm.diagnose.login_node import import_torch
 from slurmllm.errors import NodeError, StorageError
 from slurmllm.records import JobsRecord, Submission
+from slurmllm.evaluate.executor import exported
+from slurmllm.evaluate.request import EvaluationSettings, ModelRef
 from slurmllm.rundir import RunDir
 from slurmllm.submit import prepare
 from slurmllm.supervise.attempts import process_identity
@@ -43,6 +45,27 @@ def test_doctor_imports_nothing_from_the_working_directory(
     monkeypatch.chdir(tmp_path)
     import_torch()
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("module", ["compare.plot", "report.pictures", "plan.plot", "spikes.plot"])
+def test_pictures_read_no_settings_of_the_working_directory(tmp_path: Path, module: str) -> None:
+    os.mkfifo(tmp_path / "matplotlibrc")
+    subprocess.run(
+        [sys.executable, "-P", "-c", f"import slurmllm.{module}"],
+        cwd=tmp_path, check=True, timeout=60,
+    )  # fmt: skip
+
+
+@only_root
+def test_an_export_of_another_user_is_not_evaluated(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_00000010"
+    model = ModelRef(checkpoint, step=10, tokens=0, checksum="0123456789abcdef")
+    exported_by_nobody = tmp_path / "step_00000010-0123456789ab"
+    exported_by_nobody.mkdir()
+    give_away(exported_by_nobody, 0o755)
+    settings = EvaluationSettings(export_dir=tmp_path)
+    with pytest.raises(StorageError, match="other weights.* belongs to nobody.*--export-dir"):
+        exported(model, tmp_path, settings).__enter__()
 
 
 def test_measuring_workers_compile_in_a_folder_of_their_own(

@@ -128,8 +128,8 @@ def plan(
     ]
     fits = any(one.fits for one in plans)
     if plot is not None and fits:
+        from slurmllm.pictures import write_picture
         from slurmllm.plan.plot import draw
-        from slurmllm.rundir import write_picture
 
         write_picture(draw(plans), Path(plot), "name another file with --plot")
     if as_json:
@@ -218,8 +218,8 @@ def _calibrate(
         for product in found.products
     ]  # fmt: skip
     if plot is not None:
+        from slurmllm.pictures import write_picture
         from slurmllm.plan.plot import draw_products
-        from slurmllm.rundir import write_picture
 
         drawn = draw_products(products, found.hardware)
         write_picture(drawn, Path(plot), "name another file with --plot")

@@ -8,18 +8,24 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from slurmllm.compare.alignment import Alignment, match_steps, shift_steps
 from slurmllm.compare.comparison import Comparison, curve_letter
 from slurmllm.compare.comparison import format_figure as in_figures
 from slurmllm.compare.seed_band import SeedBand
 from slurmllm.metrics.curves import Axis, Curve, Floats, piece_means, relative_difference, thin_rows
-from slurmllm.rundir import PICTURE_STYLE, report_path, write_picture
+from slurmllm.pictures import (
+    PICTURE_STYLE,
+    Axes,
+    Figure,
+    FuncFormatter,
+    Line2D,
+    MaxNLocator,
+    NullFormatter,
+    rc_context,
+    write_picture,
+)
+from slurmllm.rundir import report_path
 
 # A wide light line beneath narrow dark ones: both are visible if they coincide. They also differ
 # in lightness, for colour-blind readers and for print.

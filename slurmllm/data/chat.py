@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +27,7 @@ _SHOWN = 40
 # Limits of one rendering of a template; a long chat takes milliseconds and some kilobytes.
 _RENDER_S = 5.0
 _LARGEST = 1 << 24  # characters, elements or bits
+_RENDER_BYTES = 1 << 29
 
 
 def sandbox(**options: Any) -> Any:
@@ -32,9 +35,10 @@ def sandbox(**options: Any) -> Any:
 
     A template is a program: it reaches no Python objects but its values, cannot change them, and
     fails after `_RENDER_S` or with a value of more than `_LARGEST`. Both are checked at iterations,
-    calls, filters and assignments, so that no signal or thread is needed.
+    calls, filters and assignments, so that no signal or thread is needed. What a single one of
+    these allocates is limited to `_RENDER_BYTES`.
     """
-    from jinja2 import nodes, pass_context
+    from jinja2 import Template, nodes, pass_context
     from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -54,8 +58,14 @@ def sandbox(**options: Any) -> Any:
     def each(context: TimedContext, values: Iterable[Any]) -> Iterator[Any]:
         return (checked(context, value) for value in values)
 
+    class LimitedTemplate(Template):
+        def render(self, *values: Any, **named: Any) -> str:
+            with _limited_memory():
+                return super().render(*values, **named)
+
     class Sandbox(ImmutableSandboxedEnvironment):
         context_class = TimedContext
+        template_class = LimitedTemplate
         intercepted_binops = frozenset({"*", "**"})
 
         @staticmethod
@@ -63,6 +73,10 @@ def sandbox(**options: Any) -> Any:
             parts = list(parts)
             _check_size(sum(map(len, parts)))
             return "".join(parts)
+
+        def compile(self, *source: Any, **named: Any) -> Any:
+            with _limited_memory():  # constant expressions are evaluated here
+                return super().compile(*source, **named)
 
         def _parse(self, *source: Any) -> nodes.Template:
             template = super()._parse(*source)
@@ -91,7 +105,24 @@ def sandbox(**options: Any) -> Any:
 
     environment = Sandbox(**options)
     environment.filters |= {"_checked": checked, "_each": each}
+    del environment.globals["lipsum"]  # makes any amount of text in one call
     return environment
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Have allocations beyond `_RENDER_BYTES` fail; the limit is of the whole process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + _RENDER_BYTES
+    if soft == resource.RLIM_INFINITY or limit < soft:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    except MemoryError as error:
+        raise OverflowError(f"it needs more than {_RENDER_BYTES >> 20} MiB of memory") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _size(value: Any) -> int:
@@ -207,7 +238,8 @@ class ChatFormat:
         environment.globals["strftime_now"] = _DATE.strftime
         try:
             compiled = environment.from_string(template)
-        except (TemplateError, RecursionError) as error:
+        # SyntaxError: Python's parser nests less deeply than jinja2's.
+        except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise self._template_error(error) from error
 
         def render(turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:

@@ -33,6 +33,7 @@ from slurmllm.evaluate.request import (
     TaskRequest,
 )
 from slurmllm.rundir import RunDir
+from slurmllm.safe_files import why_untrusted
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
     FailedJob,
@@ -285,6 +286,11 @@ def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iter
         folder = settings.export_dir / f"{model.directory.name}-{model.checksum[:12]}"
         if not folder.is_dir():
             _export(model.directory, folder, settings.tokenizer)
+        elif why := why_untrusted(folder.stat()):
+            raise StorageError(
+                f"{folder} may hold other weights than the checkpoint's: {why}; choose another "
+                "folder: --export-dir DIR"
+            )
         yield folder
         return
     try:

@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
-
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable
 from slurmllm.evaluate.suites import AVERAGE
 from slurmllm.metrics.curves import Curve, thin_rows
-from slurmllm.rundir import RunDir, write_picture
+from slurmllm.pictures import Axes, EngFormatter, Figure, MaxNLocator, write_picture
+from slurmllm.rundir import RunDir
 
 _COLUMNS = 3
 _MAX_POINTS = 1200  # of the training loss: one for each column of the picture

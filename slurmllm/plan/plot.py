@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
-
 from slurmllm.config.cluster import GIB, Hardware
+from slurmllm.pictures import (
+    PICTURE_STYLE,
+    Axes,
+    Figure,
+    LogLocator,
+    NullLocator,
+    StrMethodFormatter,
+    SubFigure,
+    rc_context,
+)
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan
-from slurmllm.rundir import PICTURE_STYLE
 
 # Okabe and Ito 2008 ("Color universal design"): distinguishable with colour blindness.
 # Neighbours differ in lightness, for print.

@@ -8,14 +8,11 @@ from html import unescape
 from pathlib import Path
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 
 from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.format import format_number
 from slurmllm.metrics.curves import piece_means, thin_rows
+from slurmllm.pictures import PICTURE_STYLE, Axes, Figure, LogFormatter, rc_context, write_picture
 from slurmllm.records import TIME_PARTS
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import (
@@ -28,7 +25,7 @@ from slurmllm.report.figures import (
     shown_metrics,
     step_parts,
 )
-from slurmllm.rundir import PICTURE_STYLE, report_path, write_picture
+from slurmllm.rundir import report_path
 from slurmllm.status.utilization import Utilization
 
 # Names of the Markdown's pictures

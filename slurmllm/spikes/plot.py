@@ -7,13 +7,18 @@ from pathlib import Path
 from textwrap import fill
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import MaxNLocator
 
 from slurmllm.metrics.curves import Curve, Floats, Ints, thin_rows
-from slurmllm.rundir import PICTURE_STYLE, report_path, write_picture
+from slurmllm.pictures import (
+    PICTURE_STYLE,
+    Axes,
+    Figure,
+    MaxNLocator,
+    SubFigure,
+    rc_context,
+    write_picture,
+)
+from slurmllm.rundir import report_path
 from slurmllm.spikes.analysis import NAMES, Metric, SpikeAnalysis
 
 _COLORS: dict[Metric, str] = {"loss": "#12466b", "grad_norm": "#2a8c6e"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,24 @@ def test_templates_are_stopped(tmp_path: Path, bomb: str, reason: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(bomb)
     with pytest.raises(DataError, match=f"chat template of .*fails: .*{reason}"):
         ChatFormat(tmp_path / "tokenizer.json").validate()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a'|center(10**10) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '{:10000000000d}'.format(1) }}",
+        "{{ ('c' * 10**7).join(['a'] * 1000) }}",
+        "{{ ('a' * 10**4).replace('a', 'b' * 10**6) }}",
+        "{% set a = 'a' * 10**7 %}{{ (" + "a ~ " * 100 + "a)|length }}",
+        "{{ messages|tojson(indent=10**10) }}",
+        "{{ lipsum(n=10**6) }}",
+        "{{ " + "bos_token + " * 300 + "1 }}",
+    ],
+)
+def test_memory_that_one_expression_takes_is_limited(tmp_path: Path, template: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match=r"the chat template of .* fails: .+; fix it"):
+        ChatFormat(folder(tmp_path, template)).validate()
+    assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -9,9 +9,9 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from slurmllm.config.resolve import resolve
+from slurmllm.pictures import write_picture
 from slurmllm.plan.estimate import MemoryUse
 from slurmllm.plan.plot import PlanCurve, draw_products, picture
-from slurmllm.rundir import write_picture
 
 GIB = 2**30
 PARTS = {f"part_{number}": number * GIB for number in range(10)}  # more than there are colours

@@ -14,11 +14,11 @@ from matplotlib.ticker import EngFormatter
 from published_rows import Row, rows
 
 from slurmllm.format import format_count, format_dollars
+from slurmllm.pictures import write_picture
 from slurmllm.plan.parameters import parameters
 from slurmllm.plan.plot import PlanCurve
 from slurmllm.plan.plot import picture as scaling_picture
 from slurmllm.plan.step import step_time
-from slurmllm.rundir import write_picture
 from slurmllm.tables import Column, fitted
 
 RESERVED_USD = 7.59  # a trn1.32xlarge-hour, three years reserved: the NeoX post's
