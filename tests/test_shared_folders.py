@@ -22,9 +22,9 @@ from slurmllm.config.resolve import resolve
 from slurmllm.corpus.work_folder import WorkFolder, output_files
 from slurmllm.diagnose.login_node import import_torch
 from slurmllm.errors import NodeError, StorageError
-from slurmllm.records import JobsRecord, Submission
 from slurmllm.evaluate.executor import exported
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef
+from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir
 from slurmllm.submit import prepare
 from slurmllm.supervise.attempts import process_identity
@@ -64,7 +64,7 @@ def test_an_export_of_another_user_is_not_evaluated(tmp_path: Path) -> None:
     exported_by_nobody.mkdir()
     give_away(exported_by_nobody, 0o755)
     settings = EvaluationSettings(export_dir=tmp_path)
-    with pytest.raises(StorageError, match="other weights.* belongs to nobody.*--export-dir"):
+    with pytest.raises(StorageError, match=r"other weights.* belongs to nobody.*--export-dir"):
         exported(model, tmp_path, settings).__enter__()
 
 

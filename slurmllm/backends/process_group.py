@@ -111,7 +111,7 @@ class SignedStore(Store):
         self._store.set_timeout(timeout)
 
 
-class _Pickler:
+class _SignedPickler:
     """Has the one method of pickle.Pickler that torch's object collectives call."""
 
     def __init__(self, file: io.BytesIO, *, secret: bytes) -> None:
@@ -121,7 +121,7 @@ class _Pickler:
         self._file.write(_sign(self._secret, "pickle", pickle.dumps(value)))
 
 
-class _Unpickler:
+class _SignedUnpickler:
     def __init__(self, file: io.BytesIO, *, secret: bytes) -> None:
         self._file, self._secret = file, secret
 
@@ -133,8 +133,8 @@ class _Unpickler:
 def _sign_objects(secret: bytes) -> None:
     """Have torch's object collectives sign their pickles, and verify them before they unpickle."""
     module: Any = distributed_c10d
-    module._pickler = partial(_Pickler, secret=secret)
-    module._unpickler = partial(_Unpickler, secret=secret)
+    module._pickler = partial(_SignedPickler, secret=secret)
+    module._unpickler = partial(_SignedUnpickler, secret=secret)
     # Private names: a version of torch without them would go on without a check.
     unsigned = pickle.dumps(None)
     try:

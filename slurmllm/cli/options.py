@@ -30,7 +30,7 @@ _ASCII = str.maketrans({
 })  # fmt: skip
 
 
-class Output(io.TextIOWrapper):
+class StandardStream(io.TextIOWrapper):
     """Standard output or error: whatever a verb prints of others' texts, it steers no terminal.
 
     Attributes:
@@ -57,7 +57,7 @@ class Output(io.TextIOWrapper):
 
 
 def open_outputs() -> None:
-    """Replace the standard streams by `Output`; a closed one by the null device."""
+    """Replace the standard streams by `StandardStream`; a closed one by the null device."""
     for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
         try:
             os.fstat(number)
@@ -70,14 +70,14 @@ def open_outputs() -> None:
         stream = getattr(sys, name)
         if number:
             binary = os.fdopen(number, "wb", closefd=False) if stream is None else stream.buffer
-            output = Output(binary, "utf-8", "backslashreplace", line_buffering=True)
+            output = StandardStream(binary, "utf-8", "backslashreplace", line_buffering=True)
             output.ascii = stream is not None and not stream.encoding.lower().startswith("utf")
             setattr(sys, name, output)
 
 
 def ignore_output_errors() -> None:
     """From here on a closed or full standard output is no failure of the verb."""
-    if isinstance(sys.stdout, Output):
+    if isinstance(sys.stdout, StandardStream):
         sys.stdout.tolerant = True
 
 
