@@ -47,7 +47,8 @@ _STEP_JSON = re.compile(r"metrics_step(?P<step>\d+)\.json")
 def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     """Read a table; a cell that is blank or not a number is a missing value.
 
-    A last line without a line end may be cut within a number, and is skipped.
+    A last line without a line end is skipped if its last cell is shorter than all others of that
+    column: it was probably cut within a number.
 
     Raises:
         RunError: it has no header or no rows, or no column is the step.
@@ -127,13 +128,22 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
 
 
 def _table_lines(stream: BinaryIO, path: Path, warnings: list[str]) -> Iterator[str]:
-    """Yield the lines of a table, without a last one that may be cut within a number."""
+    """Yield the lines of a table, without a last one that was probably cut within a number."""
+    shortest: int | None = None  # last cell, bytes
     lines = (line for block in read_lines(stream, LARGEST_RECORD)
              for line in block.splitlines(keepends=True))  # fmt: skip
     for number, line in enumerate(lines, start=1):
-        if number > 1 and not line.endswith((b"\n", b"\r")):
-            warnings.append(f"{path}:{number}: skipped the truncated last line: it has no line end")
-            return
+        if number > 1:
+            cell = line[1 + max(line.rfind(b","), line.rfind(b";"), line.rfind(b"\t")) :].rstrip()
+            whole = shortest is None or len(cell) >= shortest
+            if not whole and not line.endswith((b"\n", b"\r")):
+                text = cell.decode(errors="replace")
+                warnings.append(
+                    f"{path}:{number}: skipped the last line, which was probably cut: it has no "
+                    f"line end, and its last cell, {text!r:.40}, is the shortest"
+                )
+                return
+            shortest = shortest if whole and shortest is not None else len(cell)
         # A node that crashed may leave NUL bytes, which csv refuses.
         text = line.decode("utf-8-sig" if number == 1 else "utf-8", "replace")
         yield text.replace("\0", "")

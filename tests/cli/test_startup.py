@@ -53,7 +53,8 @@ def test_every_module_but_the_workers_loads_without_torch() -> None:
     script = (
         "import pkgutil, importlib, sys, slurmllm\n"
         "worker = ('slurmllm.train', 'slurmllm.model', 'slurmllm.backends.native.', "
-        "'slurmllm.backends.nxd.', 'slurmllm.checkpoint', 'slurmllm.__main__', "
+        "'slurmllm.backends.nxd.', 'slurmllm.backends.process_group', "
+        "'slurmllm.checkpoint', 'slurmllm.__main__', "
         "'slurmllm.diagnose.allreduce', 'slurmllm.calibrate.measuring', "
         "'slurmllm.calibrate.worker', "
         "'slurmllm.evaluate.validation_loss')\n"

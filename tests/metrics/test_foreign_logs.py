@@ -342,12 +342,18 @@ def test_cells_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
     )
 
 
-def test_a_number_that_may_be_cut_is_not_read(tmp_path: Path) -> None:
+def test_a_number_that_was_probably_cut_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("step,loss\n1,2.25\n2,1.9")  # of 1.95
     curve = read_curve(path)
     assert (curve.steps.tolist(), curve.columns["loss"].tolist()) == ([1], [2.25])
-    assert curve.warnings == (f"{path}:3: skipped the truncated last line: it has no line end",)
+    assert curve.warnings == (
+        f"{path}:3: skipped the last line, which was probably cut: it has no line end, and its "
+        "last cell, '1.9', is the shortest",
+    )
+    path.write_text("step,loss\n1,2.25\n2,1.9\n3,1.85\n4,1.7")  # a whole table
+    curve = read_curve(path)
+    assert (curve.steps.tolist(), curve.warnings) == ([1, 2, 3, 4], ())
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.jsonl", "x.json", "metrics/loss"])
