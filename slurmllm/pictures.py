@@ -1,7 +1,8 @@
-"""matplotlib, for pictures of curves, in this package's style.
+"""matplotlib, with this package's plot style.
 
-Modules that draw import matplotlib's names from here: matplotlib reads a `matplotlibrc` in the
-working directory, which may be a folder that other users write to, before all other settings.
+Modules that draw import matplotlib's names from here only. By default matplotlib prefers a
+`matplotlibrc` in the working directory, which other users may be able to write to; it is imported
+in `/` here, so that it ignores that file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from slurmllm.rundir import write_bytes
 
-_here = os.open(".", os.O_PATH)  # can be left and entered again, even if it was removed
+_here = os.open(".", os.O_PATH)  # fchdir returns to it even if it has been removed
 os.chdir("/")
 try:
     from matplotlib import rc_context

@@ -112,7 +112,7 @@ def open_trusted(path: Path, group: str | None = None) -> BufferedReader:
 
 
 def why_untrusted(info: os.stat_result, group: str | None = None) -> str:
-    """Why a file or folder may have been written by others; empty if it is trusted.
+    """Return why other users may have written a file or folder; empty if it is trusted.
 
     It must belong to this user, to root, or to a member of a group that the caller trusts; and
     nobody else may write. The file's own group proves nothing: in a setgid folder it is the

@@ -64,7 +64,9 @@ def test_an_export_of_another_user_is_not_evaluated(tmp_path: Path) -> None:
     exported_by_nobody.mkdir()
     give_away(exported_by_nobody, 0o755)
     settings = EvaluationSettings(export_dir=tmp_path)
-    with pytest.raises(StorageError, match=r"other weights.* belongs to nobody.*--export-dir"):
+    with pytest.raises(
+        StorageError, match=r"may not be the checkpoint.* belongs to nobody.*--export-dir"
+    ):
         exported(model, tmp_path, settings).__enter__()
 
 

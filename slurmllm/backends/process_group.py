@@ -1,10 +1,10 @@
-"""torch's default process group, among workers that know the secret of their start.
+"""torch's default process group, authenticated by a secret that is new for each attempt.
 
-torch authenticates nobody. Who reaches the port of its TCPStore can set any value, and its object
-collectives (DCP's plans, NxD's pipelines and `gather` use them) unpickle what arrives, which runs
-code. Here a value counts only with an HMAC that the workers' secret makes: those of the store, the
-addresses of the workers among them, and the pickles. A stranger can still delete values, or count
-in the store's counters: the start then fails.
+torch does not authenticate its peers. Any program that can connect to the port of its TCPStore can
+set values, and torch's object collectives (used by DCP's plans, NxD's pipelines and `gather`)
+unpickle what they receive, which can run code. Here the values of the store and the pickles carry
+an HMAC made with the workers' secret, and one without it raises an error. Another program can still
+delete values or increment the store's counters: the attempt then fails.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
 
 
 class SignedStore(Store):
-    """Another store, of whose values only those count that are set with the secret.
+    """Wraps a store; a value without a valid HMAC by the secret raises an error.
 
-    torch's C++ code calls these methods.
+    torch's C++ code calls the methods by name, so names and signatures are those of `Store`.
     """
 
     def __init__(self, store: Store, secret: bytes) -> None:
@@ -127,7 +127,7 @@ class _SignedUnpickler:
 
     def load(self) -> Any:
         data = _verify(self._secret, "pickle", self._file.read())
-        return pickle.loads(data)  # noqa: S301 (signed by a worker of this start)
+        return pickle.loads(data)  # noqa: S301 (signed by a worker of this attempt)
 
 
 def _sign_objects(secret: bytes) -> None:
@@ -145,7 +145,10 @@ def _sign_objects(secret: bytes) -> None:
         return
     except AttributeError:
         pass
-    raise CodeError(f"slurmllm cannot verify the messages of torch {torch.__version__}'s workers")
+    raise CodeError(
+        f"torch {torch.__version__} is not supported: its messages between workers cannot be "
+        "authenticated; install torch 2.9 to 2.13"
+    )
 
 
 def _sign(secret: bytes, key: str, value: bytes) -> bytes:
@@ -156,8 +159,8 @@ def _verify(secret: bytes, key: str, signed: bytes) -> bytes:
     proof, value = signed[:_PROOF], signed[_PROOF:]
     if not hmac.compare_digest(proof, _proof(secret, key, value)):
         raise NodeError(
-            f"{key!r} was not sent by a worker of this start: another program uses the rendezvous; "
-            "keep the ports of the nodes closed to other machines"
+            f"invalid signature of {key!r}: not written by a worker of this attempt; another "
+            "program may be connected: close the nodes' ports to other machines"
         )
     return value
 

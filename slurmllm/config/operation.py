@@ -106,7 +106,9 @@ def _slurm_word(value: Any) -> str:
     """No blanks, quotes or leading dash, which could end the directive or begin another."""
     text = str(value) if type(value) is int else value
     if not isinstance(text, str) or not _SLURM_WORD.fullmatch(text):
-        raise ValueError("must be one word without blanks or quotes, as Slurm itself shows it")
+        raise ValueError(
+            "must not contain whitespace or quotes; write it as sinfo or scontrol show it"
+        )
     return text
 
 

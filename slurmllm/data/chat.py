@@ -111,7 +111,7 @@ def sandbox(**options: Any) -> Any:
 
 @contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Have allocations beyond `_RENDER_BYTES` fail; the limit is of the whole process."""
+    """Limit memory to `_RENDER_BYTES` more than now; the limit also applies to other threads."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + _RENDER_BYTES
@@ -120,7 +120,9 @@ def _limited_memory() -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise OverflowError(f"it needs more than {_RENDER_BYTES >> 20} MiB of memory") from error
+        raise OverflowError(
+            f"its rendering exceeds the limit of {_RENDER_BYTES >> 20} MiB"
+        ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 

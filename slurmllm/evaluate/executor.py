@@ -288,7 +288,7 @@ def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iter
             _export(model.directory, folder, settings.tokenizer)
         elif why := why_untrusted(folder.stat()):
             raise StorageError(
-                f"{folder} may hold other weights than the checkpoint's: {why}; choose another "
+                f"the weights in {folder} may not be the checkpoint's: {why}; choose another "
                 "folder: --export-dir DIR"
             )
         yield folder

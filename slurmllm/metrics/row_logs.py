@@ -47,8 +47,8 @@ _STEP_JSON = re.compile(r"metrics_step(?P<step>\d+)\.json")
 def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     """Read a table; a cell that is blank or not a number is a missing value.
 
-    A last line without a line end is skipped if its last cell is shorter than all others of that
-    column: it was probably cut within a number.
+    A last line without a newline is skipped if its last value is shorter than all others of that
+    column: it is probably truncated within a number.
 
     Raises:
         RunError: it has no header or no rows, or no column is the step.
@@ -128,7 +128,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
 
 
 def _table_lines(stream: BinaryIO, path: Path, warnings: list[str]) -> Iterator[str]:
-    """Yield the lines of a table, without a last one that was probably cut within a number."""
+    """Yield the lines of a table, without a last one that is probably truncated within a number."""
     shortest: int | None = None  # last cell, bytes
     lines = (line for block in read_lines(stream, LARGEST_RECORD)
              for line in block.splitlines(keepends=True))  # fmt: skip
@@ -139,8 +139,9 @@ def _table_lines(stream: BinaryIO, path: Path, warnings: list[str]) -> Iterator[
             if not whole and not line.endswith((b"\n", b"\r")):
                 text = cell.decode(errors="replace")
                 warnings.append(
-                    f"{path}:{number}: skipped the last line, which was probably cut: it has no "
-                    f"line end, and its last cell, {text!r:.40}, is the shortest"
+                    f"{path}:{number}: skipped the last line, which is probably truncated: it "
+                    f"has no newline, and its last value, {text!r:.40}, is shorter than all others "
+                    "of the column"
                 )
                 return
             shortest = shortest if whole and shortest is not None else len(cell)

@@ -226,10 +226,10 @@ def lost_start(allocation: Allocation) -> str:
 
 
 def unrecorded(run: RunDir, allocation: Allocation) -> str:
-    """Why a job is none of its run's last submission; empty if it is one.
+    """Return why this job is not in its run's last submission; empty if it is.
 
-    `submit` or `resume` was killed right after sbatch. No command knows such a job: it could not be
-    cancelled, and would take the run over from the job of a later `resume`.
+    `submit` or `resume` was killed after sbatch and before it recorded the job. No command knows
+    such a job: it could not be cancelled, and would supersede the job of a later `resume`.
     """
     deadline = time.monotonic() + RECORDED_S
     while allocation.job_id is not None:

@@ -56,8 +56,8 @@ def process_identity(pid: int) -> str | None:
     return None if state in "ZX" else f"{boot} {fields[18]}"
 
 
-def is_running(pid: int, identity: str | None, word: bytes) -> bool:
-    """Whether a recorded process still runs, with `word` in its command line.
+def is_running(pid: int, identity: str | None, text: bytes) -> bool:
+    """Whether a recorded process still runs, with `text` in its command line.
 
     Records of earlier versions have no identity.
     """
@@ -65,15 +65,16 @@ def is_running(pid: int, identity: str | None, word: bytes) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return word in command and identity in (None, process_identity(pid))
+    return text in command and identity in (None, process_identity(pid))
 
 
 def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> str | None:
-    """Why an open attempt may still have a supervisor; None if it has none.
+    """Return why the supervisor of an unfinished attempt may still run; None if it does not.
 
-    Slurm starts a job again while an earlier start of it still runs on a node that was cut off:
-    that one's process is looked for on this node, and else the heartbeats of its own node. About
-    another job Slurm is asked; while it does not respond, the attempt stays open.
+    Slurm can requeue a job while its previous incarnation still runs on a node that lost contact
+    with slurmctld. If that incarnation ran on this node, its process is looked up; on another node,
+    its heartbeats are watched. For another job Slurm is queried; while it does not respond, the
+    attempt counts as running.
     """
     here = record.host == socket.gethostname()
     pid = record.pid if here and record.pid != os.getpid() else None

@@ -52,7 +52,7 @@ STRANGER = """
 """
 Process = subprocess.Popen[str]
 Start = Callable[..., Process]
-REFUSED = "was not sent by a worker of this start"
+REFUSED = "not written by a worker of this attempt"
 
 
 class Planted:
@@ -159,10 +159,10 @@ def test_a_torch_that_ignores_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(distributed_c10d, "_pickler", None)
     monkeypatch.setattr(distributed_c10d, "_unpickler", None)
     monkeypatch.setattr(distributed_c10d, "_tensor_to_object", lambda *_: None)
-    with pytest.raises(CodeError, match="cannot verify"):
+    with pytest.raises(CodeError, match="cannot be authenticated"):
         process_group._sign_objects(b"secret")
     monkeypatch.delattr(distributed_c10d, "_tensor_to_object")
-    with pytest.raises(CodeError, match="cannot verify"):
+    with pytest.raises(CodeError, match="cannot be authenticated"):
         process_group._sign_objects(b"secret")
 
 

@@ -348,8 +348,8 @@ def test_a_number_that_was_probably_cut_is_not_read(tmp_path: Path) -> None:
     curve = read_curve(path)
     assert (curve.steps.tolist(), curve.columns["loss"].tolist()) == ([1], [2.25])
     assert curve.warnings == (
-        f"{path}:3: skipped the last line, which was probably cut: it has no line end, and its "
-        "last cell, '1.9', is the shortest",
+        f"{path}:3: skipped the last line, which is probably truncated: it has no newline, and its "
+        "last value, '1.9', is shorter than all others of the column",
     )
     path.write_text("step,loss\n1,2.25\n2,1.9\n3,1.85\n4,1.7")  # a whole table
     curve = read_curve(path)

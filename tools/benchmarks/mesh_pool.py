@@ -154,9 +154,9 @@ class MeshPool:
         assert world <= self.size, f"{world} workers in a pool of {self.size}"
         if not self._processes:
             self._open(self.size if self.staying else world)
-        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **new_secret()}
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **new_secret()}
         for pipe in self._pipes[:world]:
-            pipe.send((case, told))
+            pipe.send((case, variables))
         found: dict[int, Outcome] = {}
         while len(found) < world:
             waiting = {id(self._pipes[rank]): rank for rank in range(world) if rank not in found}
@@ -263,16 +263,16 @@ def _serve(rank: int, threads: int, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     while True:
         try:
-            case, told = pipe.recv()
+            case, variables = pipe.recv()
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            pipe.send(_train(case, rank, threads, told))
+            pipe.send(_train(case, rank, threads, variables))
         except Exception:
             pipe.send(traceback.format_exc())
 
 
-def _train(case: Case, rank: int, threads: int, told: dict[str, str]) -> Outcome:
+def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Outcome:
     import torch
 
     from slurmllm.model.decoder import build_model
@@ -286,7 +286,7 @@ def _train(case: Case, rank: int, threads: int, told: dict[str, str]) -> Outcome
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": mesh.devices_per_node,
     }
-    os.environ.update({**told, **{name: str(value) for name, value in own.items()}})
+    os.environ.update({**variables, **{name: str(value) for name, value in own.items()}})
     worker = Worker(rank, mesh.world_size, local, f"node-{node}")
     if case.prepare is not None:
         case.prepare()
