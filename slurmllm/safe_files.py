@@ -163,6 +163,9 @@ def open_folder(path: Path) -> int:
                 folder = inside
                 below_own = below_own or os.fstat(folder).st_uid == os.geteuid()
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        error.filename = str(path)  # of the call it is a single name
+        raise
     finally:
         os.close(folder)
 
@@ -173,7 +176,8 @@ def _read_link(name: str, folder: int, *, any_user: bool) -> Path:
         info = os.fstat(link)
         if not stat.S_ISLNK(info.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, f"{name} is not a folder", name)
-        if not any_user and info.st_uid not in (0, os.geteuid()):
+        trusted = info.st_uid in (0, os.geteuid()) or _is_unmapped(info.st_uid)
+        if not any_user and not trusted:
             who = user_name(info.st_uid)
             raise PermissionError(errno.EPERM, f"{name} is a link of {who}; remove it", name)
         return Path(os.readlink("", dir_fd=link))
@@ -209,6 +213,9 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
                 raise
         if durable:
             os.fsync(folder)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
     finally:
         os.close(folder)
 
@@ -219,6 +226,9 @@ def open_append(path: Path) -> int:
     folder = open_folder(path.parent)
     try:
         return os.open(path.name, flags, 0o644, dir_fd=folder)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(folder)
 

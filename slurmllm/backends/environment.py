@@ -137,7 +137,7 @@ def make_cache_folder(config: RunConfig, run: RunDir) -> Path:
     parent = planned.parent.parent
     with node_disk(f"make {planned}"):
         parent.mkdir(parents=True, exist_ok=True)
-        if reason := why_replaceable(parent):
+        if reason := why_replaceable(parent, config.cluster.trusted_group):
             raise PermissionError(errno.EPERM, reason)
         return make_private_folder(planned.parent) / planned.name
 

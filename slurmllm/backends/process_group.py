@@ -59,11 +59,12 @@ def init_process_group(
         # one of Python's. Its connections are open to those who reach them in any case.
         if backend != "nccl":
             store = SignedStore(store, secret)
-    _sign_objects(secret)
     _stores[:] = [store]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
     )
+    # Its check needs the group: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch asks for its backend.
+    _sign_objects(secret)
 
 
 def _connect(rank: int, world_size: int, timeout: timedelta) -> TCPStore:

@@ -132,7 +132,8 @@ class WorkFolder:
                 # Whoever may write to it could have links written through, and shards read.
                 info = self.path.lstat()
                 if reason := why_untrusted(info):
-                    raise PermissionError(errno.EPERM, reason, str(self.path))
+                    text = f"{reason}; remove {self.path} if it is yours"
+                    raise PermissionError(errno.EPERM, text, str(self.path))
                 if not stat.S_ISDIR(info.st_mode):
                     raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(self.path))
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

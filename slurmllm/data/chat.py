@@ -241,7 +241,7 @@ class ChatFormat:
         try:
             compiled = environment.from_string(template)
         # SyntaxError: Python's parser nests less deeply than jinja2's.
-        except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
+        except (TemplateError, RecursionError, SyntaxError, OverflowError) as error:
             raise self._template_error(error) from error
 
         def render(turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:

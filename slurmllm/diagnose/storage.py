@@ -187,8 +187,8 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
 def _writable_runs(runs: Path, group: str | None) -> list[Path]:
     """This user's runs whose folders others may write to."""
     found = []
-    with suppress(OSError):
-        for path in sorted(runs.iterdir()):
+    for path in sorted(runs.iterdir()):
+        with suppress(OSError):  # removed meanwhile
             own = is_run(path) and path.stat().st_uid == os.geteuid()
             if own and why_untrusted(path.stat(), group):
                 found.append(path)

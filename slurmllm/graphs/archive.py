@@ -265,13 +265,12 @@ def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
 
 @contextmanager
 def archiving(run: RunDir) -> Iterator[None]:
-    """Raise a StorageError for what the file system refuses, or what does not match."""
+    """Raise a StorageError for what the file system refuses."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise StorageError(
-            f"cannot archive the compiled graphs into {run.graphs}: {reason}; "
+            f"cannot archive the compiled graphs into {run.graphs}: {error.strerror or error}; "
             "free space and `slurmllm resume`"
         ) from error
 

@@ -87,6 +87,8 @@ def store_columns(
     names = list(blocks[0].columns)
     if any(block.absent or list(block.columns) != names for block in blocks):
         return
+    if sum(len(block.steps) for block in blocks) * 8 * (2 + len(names)) > MAX_BYTES:
+        return  # `load_columns` would not read it
     import pyarrow as pa
 
     fields = [("step", pa.int64()), ("attempt", pa.int64()), *((n, pa.float64()) for n in names)]

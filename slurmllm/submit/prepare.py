@@ -266,7 +266,12 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         from slurmllm.corpus.builtin import ensure_stdlib
 
         folder = root / ".data"
-        if os.path.lexists(folder) and why_untrusted(folder.lstat()):
+        group = config.cluster.trusted_group
+        # A link of one's own has mode 777: its owner counts, and the folder that it names.
+        if os.path.lexists(folder) and (
+            folder.lstat().st_uid not in (0, os.geteuid())
+            or (folder.exists() and why_untrusted(folder.stat(), group))
+        ):
             # Another user's: what is in it need not be the standard library.
             folder = make_private_folder(root / f".data-{os.geteuid()}")
         builtin = ensure_stdlib(folder)

@@ -238,8 +238,9 @@ def unrecorded(run: RunDir, allocation: Allocation) -> str:
             break
         if time.monotonic() > deadline:
             return (
-                f"job {allocation.job_id} is not in {run.jobs}: the command that submitted it was "
-                f"killed before it recorded it; `slurmllm resume {run.name}` submits another"
+                f"job {allocation.job_id} is not of the last submission in {run.jobs}: a later "
+                "command submitted another, or its own was killed before it recorded it; "
+                f"`slurmllm resume {run.name}` submits one"
             )
         time.sleep(0.5)
     return ""

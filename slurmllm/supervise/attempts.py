@@ -96,6 +96,22 @@ def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> st
     return None
 
 
+def other_supervisor(run: RunDir, stage: Stage, allocation: Allocation) -> str:
+    """Return which process of this node supervises this start of the job already; empty if none.
+
+    A second one must leave: if it superseded the first, Slurm would end the job with the first.
+    """
+    for record in load_attempts(run, stage):
+        same = (record.job_id, record.restart_count, record.host) == (
+            allocation.job_id, allocation.restart_count, socket.gethostname(),
+        )  # fmt: skip
+        if record.ended_at is None and record.job_id is not None and same:
+            pid = record.pid
+            if pid not in (None, os.getpid()) and is_running(pid, record.process, b"supervise"):
+                return f"attempt {record.attempt} of job {record.job_id} is supervised by {pid}"
+    return ""
+
+
 def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
     """Whether the supervisor's node writes heartbeats, which is waited for if one is due."""
     path = run.attempt(record.stage, record.attempt).heartbeat(record.nodes[0])

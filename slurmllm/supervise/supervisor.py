@@ -48,7 +48,12 @@ from slurmllm.supervise.allocation import (
     unrecorded,
 )
 from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
-from slurmllm.supervise.attempts import ending_of_orphaned, incarnation, still_runs
+from slurmllm.supervise.attempts import (
+    ending_of_orphaned,
+    incarnation,
+    other_supervisor,
+    still_runs,
+)
 from slurmllm.supervise.classify import Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, excluded, nodes_to_avoid, requeue
@@ -86,6 +91,9 @@ class Supervisor:
             return EXIT_REQUEUE  # Slurm ignores the end of a script that it does not know of
         if reason := unrecorded(self.run, self.allocation):
             log.error("%s", reason)
+            return EXIT_NEGATIVE
+        if reason := other_supervisor(self.run, self.stage, self.allocation):
+            log.error("%s; this supervisor leaves", reason)
             return EXIT_NEGATIVE
         stopped = self._close_orphaned()
         if stopped is not None:

@@ -137,6 +137,21 @@ def test_damaged_indices_do_not_end_the_interpreter(tmp_path: Path, kind: pa.Dat
     assert "not a readable Arrow file" in read_in_a_process(path)
 
 
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_a_row_that_is_not_utf8_is_left_out_alone(tmp_path: Path, kind: pa.DataType) -> None:
+    texts = ["a text of more than twelve bytes", "another of that kind", "and a third one of them"]
+    content = arrow_stream(arrow_table(texts, kind), file=True)
+    assert content.count(b"er of that kind") == 1
+    path = tmp_path / "a.arrow"
+    path.write_bytes(content.replace(b"er of that kind", b"er of \xff\xfeat kind"))
+    printed = read_in_a_process(path)
+    assert "row 2" in printed
+    assert texts[0] in printed
+    assert texts[2] in printed
+
+
 def read_in_a_process(path: Path) -> str:
     """What the reader prints of a file that might end its process."""
     code = (

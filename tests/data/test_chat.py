@@ -251,6 +251,9 @@ def test_templates_are_stopped(tmp_path: Path, bomb: str, reason: str) -> None:
 )
 def test_memory_that_one_expression_takes_is_limited(tmp_path: Path, template: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(DataError, match=r"the chat template of .* fails: .+; fix it"):
+    reason = "exceeds the limit of 512 MiB"
+    if "lipsum" in template or "bos_token" in template:
+        reason = "'lipsum' is undefined|nested parentheses"
+    with pytest.raises(DataError, match=rf"the chat template of .* fails: .*({reason}).*; fix it"):
         ChatFormat(folder(tmp_path, template)).validate()
     assert resource.getrlimit(resource.RLIMIT_AS) == before

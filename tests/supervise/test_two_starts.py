@@ -15,12 +15,13 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from slurmllm.config.resolve import resolve
+from slurmllm.errors import EXIT_NEGATIVE
 from slurmllm.records import AttemptRecord, Heartbeat, JobsRecord, Submission
 from slurmllm.rundir import STAGES, RunDir, Stage
 from slurmllm.supervise import allocation as allocations
 from slurmllm.supervise import attempts, run_lock
 from slurmllm.supervise.allocation import SlurmAllocation
-from slurmllm.supervise.attempts import process_identity, still_runs
+from slurmllm.supervise.attempts import other_supervisor, process_identity, still_runs
 from slurmllm.supervise.supervisor import Supervisor
 
 
@@ -53,6 +54,30 @@ def test_an_earlier_start_of_a_job_on_this_node_may_still_run(tmp_path: Path) ->
     assert still_runs(run, record, allocation) is None
 
 
+def test_a_second_supervisor_of_one_start_leaves(
+    lost: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = lost
+    monkeypatch.setattr("slurmllm.supervise.supervisor.lost_start", lambda _: "")
+    first = subprocess.Popen([sys.executable, "-c", "input()", "supervise"], stdin=subprocess.PIPE)
+    path = run.attempt("train", 0).record
+    fields = {"host": gethostname(), "pid": first.pid, "process": process_identity(first.pid)}
+    try:
+        open_record(job_id="2", **fields).save(path)
+        second = supervisor(run, cluster, "train", "2")
+        before = path.read_bytes()
+        assert other_supervisor(run, "train", second.allocation) == (
+            f"attempt 0 of job 2 is supervised by {first.pid}"
+        )
+        assert second.main() == EXIT_NEGATIVE
+        assert (len(run.attempts("train")), path.read_bytes()) == (1, before)
+        # A start that Slurm made after it takes over.
+        second.allocation.restart_count = 1
+        assert other_supervisor(run, "train", second.allocation) == ""
+    finally:
+        first.communicate(b"\n")
+
+
 @contextmanager
 def beating(path: Path) -> Iterator[None]:
     ended = threading.Event()
@@ -61,10 +86,10 @@ def beating(path: Path) -> Iterator[None]:
         while not ended.wait(0.05):
             Heartbeat(node="n1", written_at=time.time(), ranks={}).save(path)
 
+    Heartbeat(node="n1", written_at=time.time(), ranks={}).save(path)
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        time.sleep(0.2)
         yield
     finally:
         ended.set()
@@ -153,7 +178,7 @@ def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
     cluster.start(unknown)
     assert supervisor(run, cluster, "train", unknown).main() == 1
     assert run.attempts("train") == []
-    assert f"job {unknown} is not in {run.jobs}" in caplog.text
+    assert f"job {unknown} is not of the last submission in {run.jobs}" in caplog.text
     # It is waited for while `sbatch` returns.
     monkeypatch.setattr(allocations, "RECORDED_S", 60.0)
     (sent,) = JobsRecord.load(run.jobs).submissions

@@ -78,9 +78,7 @@ def read_arrow(
                 return
             columns = [batch.column(key) for key in keys]
             for column in columns:
-                # A damaged file must not make Arrow read outside the map. Strings and their offsets
-                # are checked in slices.
-                column.validate(full=column.type not in (pa.string(), pa.large_string()))
+                _check_bounds(column)
             for begin, end in _slices(columns):
                 pieces = [column.slice(begin, end - begin) for column in columns]
                 yield good_rows(pieces, keys, row + 1, _on_row(name, on_error))
@@ -90,6 +88,23 @@ def read_arrow(
                     on_fraction(mapped.fraction(index, end / batch.num_rows))
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
         on_error(f"{name}: not a readable Arrow file: {error}", "rest" if row else "file")
+
+
+def _check_bounds(column: pa.Array) -> None:
+    """Check that no value is outside the file's map; `good_rows` checks that a row is UTF-8.
+
+    The offsets of plain strings are checked in slices.
+    """
+    column.validate()
+    if pa.types.is_string_view(column.type):
+        column.cast(pa.binary_view()).validate(full=True)
+    elif pa.types.is_dictionary(column.type):
+        values = column.dictionary
+        if values.type in (pa.string(), pa.large_string()):
+            values = values.cast(pa.binary() if values.type == pa.string() else pa.large_binary())
+        pa.DictionaryArray.from_arrays(column.indices, values, safe=False).validate(full=True)
+    elif column.type not in (pa.string(), pa.large_string()):
+        column.validate(full=True)
 
 
 def _on_row(name: str, on_error: OnError) -> Callable[[int, str], None]:
