@@ -186,8 +186,10 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
 
 def _writable_runs(runs: Path, group: str | None) -> list[Path]:
     """This user's runs whose folders others may write to."""
-    found = []
-    for path in sorted(runs.iterdir()):
+    found, paths = [], []
+    with suppress(OSError):  # not there yet, or closed to this user: the other checks say so
+        paths = sorted(runs.iterdir())
+    for path in paths:
         with suppress(OSError):  # removed meanwhile
             own = is_run(path) and path.stat().st_uid == os.geteuid()
             if own and why_untrusted(path.stat(), group):
