@@ -107,7 +107,8 @@ def _slurm_word(value: Any) -> str:
     text = str(value) if type(value) is int else value
     if not isinstance(text, str) or not _SLURM_WORD.fullmatch(text):
         raise ValueError(
-            "must not contain whitespace or quotes; write it as sinfo or scontrol show it"
+            "must not contain whitespace or quotes, or begin with -; "
+            "write it as sinfo or scontrol shows it"
         )
     return text
 
