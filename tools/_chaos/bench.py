@@ -165,6 +165,9 @@ class Bench:
 
     def repair(self) -> None:
         """Restore the cluster after a run: nodes, slurmctld, the shared directory, no jobs."""
+        shared = self.cluster.shared()
+        shared.writable(self.cluster.inits())
+        shared.free()
         for _ in range(3):
             state = json.loads(self.tool_output("status", "--json"))
             if state["daemons"]["slurmctld"] is None:

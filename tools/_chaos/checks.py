@@ -20,6 +20,10 @@ Figures = Mapping[int, tuple[Any, ...]]  # step → values that must be equal bi
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
 GONE_S = 30.0  # for Slurm to end the processes of a job
 NOTICED_S = 45.0  # until Slurm has recovered from a failure that was undone
+# When a step is terminated and a node does not confirm the signal within 10 s, slurmctld repeats it
+# after 60 s more (RPC_RETRY_INTERVAL of its agent.c). If the job was requeued meanwhile, the new
+# step has the same id and receives it: the workers save and leave.
+LATE_SIGNAL_S = 90.0
 
 
 def figures(run: RunDir) -> tuple[dict[int, tuple[Any, ...]], list[str]]:
@@ -133,7 +137,8 @@ def hits(course: Course) -> dict[int, list[str]]:
 
 def _endings(run: RunDir, course: Course) -> str:
     """An attempt may fail only after a failure, and in a class that this one allows."""
-    odd = []
+    odd: list[str] = []
+    broken_at = -math.inf  # end of the last attempt whose step was terminated
     jumped = any(i.happened and i.failure.kind == "clock_jump" for i in course.injected)
     for record in records(run):
         number, ending, began = record["attempt"], record.get("class"), record["started_at"]
@@ -144,6 +149,10 @@ def _endings(run: RunDir, course: Course) -> str:
             and (jumped or i.attempt == number or began < i.at + i.failure.lasts_s + NOTICED_S)
         ]  # fmt: skip
         allowed = frozenset({"done"}).union(*(EXPECTED[kind] for kind in kinds))
-        if ending not in allowed:
+        ended_at = record.get("ended_at") or began
+        repeated = ending == "advance_signal" and ended_at - broken_at < LATE_SIGNAL_S
+        if ending in ("node_failure", "hang", "storage_failure"):
+            broken_at = ended_at
+        if ending not in allowed and not repeated:
             odd.append(f"attempt {number}: {ending} after {', '.join(kinds) or 'nothing'}")
     return "; ".join(odd)

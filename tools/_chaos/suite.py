@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from _devcluster.errors import Fault
+
 from _chaos.bench import Bench, ChaosError, Setup
 from _chaos.checks import Figures, check, figures, hits, records
 from _chaos.plan import describe, make_plan
@@ -109,8 +111,13 @@ class Arena:
             shutil.copytree(self.bench.root / "log", kept / "cluster_log")
             (kept / "outcome.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
             outcome = Outcome(**{**vars(outcome), "kept": str(kept)})
-        self.bench.repair()
         shutil.rmtree(run.path, ignore_errors=True)
+        try:
+            self.bench.repair()
+        except (ChaosError, Fault):  # one that cannot be restored does not end the suite
+            self.bench.down()
+            self.bench.up()
+            self._reference = self._unbroken()
         return outcome
 
 

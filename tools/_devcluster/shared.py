@@ -16,22 +16,39 @@ from _devcluster.errors import Fault
 from _devcluster.loops import LoopFileSystem, run
 
 _FILL = ".devcluster-fill"
-_READ_ONLY = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"'
+# The remount is refused while a file that was opened after the first mount is written to.
+_READ_ONLY = """
+for attempt in 1 2 3 4 5 6 7 8 9 10; do
+  mount --bind "$1" "$1"
+  if mount -o remount,bind,ro "$1"; then exit 0; fi
+  umount --lazy "$1"
+done
+exit 1
+"""
 
 
 class SharedDirectory(LoopFileSystem):
     """The mount at a path, in this namespace and the nodes'."""
 
     def read_only(self, nodes: Iterable[int]) -> None:
-        """Refuse writes, here and in the namespaces of the nodes' processes `nodes`."""
-        for process in (None, *nodes):
-            if self.layers(process) == 1:
-                run(*_within(process), "sh", "-euc", _READ_ONLY, "read-only", str(self.path))
+        """Refuse writes, here and in the namespaces of the nodes' processes `nodes`.
+
+        Raises:
+            Fault: one of them refuses the mount; then all can write again.
+        """
+        nodes = tuple(nodes)
+        try:
+            for process in (None, *nodes):
+                if self.layers(process) == 1:
+                    run(*_within(process), "sh", "-euc", _READ_ONLY, "read-only", str(self.path))
+        except Fault:
+            self.writable(nodes)
+            raise
 
     def writable(self, nodes: Iterable[int]) -> None:
         """Undo `read_only`."""
         for process in (*nodes, None):
-            while self.layers(process) > 1:
+            while self.layers(process) > 1:  # 0 once the process has ended
                 run(*_within(process), "umount", "--lazy", str(self.path))
 
     def fill(self) -> None:
