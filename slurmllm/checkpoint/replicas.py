@@ -63,7 +63,8 @@ class Replica:
             info = os.lstat(self.folder)
             why = why_untrusted(info, group) if stat.S_ISDIR(info.st_mode) else "it is a link"
             if why:
-                raise PermissionError(errno.EPERM, f"{why}; choose another folder", self.folder)
+                why += "; `chmod go-w` it if it is yours, else choose another folder"
+                raise PermissionError(errno.EPERM, why, self.folder)
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete replicas, oldest first."""

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ _SHOWN = 40
 _RENDER_S = 5.0
 _LARGEST = 1 << 24  # characters, elements or bits
 _RENDER_BYTES = 1 << 29
+# One at a time: the limit is the process's, and each restores what it found. Rendering compiles.
+_limiting = threading.RLock()
 
 
 def sandbox(**options: Any) -> Any:
@@ -112,19 +115,20 @@ def sandbox(**options: Any) -> Any:
 @contextmanager
 def _limited_memory() -> Iterator[None]:
     """Limit memory to `_RENDER_BYTES` more than now; the limit also applies to other threads."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + _RENDER_BYTES
-    if soft == resource.RLIM_INFINITY or limit < soft:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    except MemoryError as error:
-        raise OverflowError(
-            f"its rendering exceeds the limit of {_RENDER_BYTES >> 20} MiB"
-        ) from error
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    with _limiting:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + _RENDER_BYTES
+        if soft == resource.RLIM_INFINITY or limit < soft:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        try:
+            yield
+        except MemoryError as error:
+            raise OverflowError(
+                f"its rendering exceeds the limit of {_RENDER_BYTES >> 20} MiB"
+            ) from error
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _size(value: Any) -> int:

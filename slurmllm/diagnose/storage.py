@@ -96,7 +96,8 @@ def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
         message = f"{folder} is on {kind}, which all nodes share; choose a disk of the node's own"
         yield warn("node-local disk", free, required, message)
     elif message := why_replaceable(folder, cluster.trusted_group):
-        yield warn("node-local disk", free, required, message)
+        # The workers would refuse to make their caches there.
+        yield fail("node-local disk", free, required, message)
     else:
         yield ok("node-local disk", free, required or "")
 

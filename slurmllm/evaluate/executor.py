@@ -318,7 +318,12 @@ def _export(directory: Path, folder: Path, tokenizer_file: Path | None) -> None:
     tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
     if not tokenizer.files:
         raise DataError(f"no tokenizer is known for {directory}; give --tokenizer FILE")
-    run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)
+    umask = os.umask(0o022)
+    os.umask(umask | 0o022)  # what a group may write to is not used again
+    try:
+        run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)
+    finally:
+        os.umask(umask)
 
 
 def main(outcome: int) -> None:

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from slurmllm import __version__
-from slurmllm.format import format_utc
+from slurmllm.format import format_utc, printable
 from slurmllm.report.document import Bullets, Paragraph, Picture, ReportSection, sections, title
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import figures, page_data
@@ -113,7 +113,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _safe(text: str) -> str:
-    flat = " ".join(text.split())
+    flat = " ".join(printable(text).split())
     flat = flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _SPECIAL.sub(r"\\\1", flat)
 

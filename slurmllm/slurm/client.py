@@ -192,7 +192,8 @@ class SlurmClient:
     def batch_job(self, job_id: str) -> BatchJob:
         """The current start of a job; raises SlurmError if the job is unknown."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
-        fields = dict(re.findall(r"\b(JobState|Restarts|BatchHost|ExcNodeList)=(\w[^\s]*)", output))
+        found = re.findall(r"\b(JobState|Restarts|BatchHost|ExcNodeList)=(\w[^\s]*)", output)
+        fields = dict(reversed(found))  # the first ones: later fields hold the user's own text
         count = fields.get("Restarts", "")
         restarts = int(count) if re.fullmatch(r"\d{1,9}", count) else 0
         return BatchJob(

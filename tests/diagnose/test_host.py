@@ -69,7 +69,7 @@ def test_folders_in_which_others_may_exchange_files(
     minimum = "cluster.health.min_node_local_gb=0"
     cluster = profile("local", minimum).model_copy(update={"node_local": str(disk / "cache")})
     (found,) = node_local_findings(cluster)
-    assert (found.status, "no sticky bit" in found.message) == ("warn", True)
+    assert (found.status, "no sticky bit" in found.message) == ("fail", True)
     marker.parent.chmod(0o777)
     (found,) = shared_findings(cluster, marker, "n1")
     assert found.status == "warn"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -20,7 +21,7 @@ from evaluate.conftest import ALL, Learnt, by_hand, in_processes, needs_harness,
 from slurmllm.artifact_records import EvaluationRecord
 from slurmllm.cli.main import cli
 from slurmllm.errors import UserError
-from slurmllm.evaluate.executor import JobProcess
+from slurmllm.evaluate.executor import JobProcess, exported
 from slurmllm.evaluate.harness import Harness, task_manager
 from slurmllm.evaluate.request import EvaluationSettings, JobRequest, ModelRef, TaskRequest
 from slurmllm.evaluate.scores import score_tables
@@ -46,6 +47,19 @@ def test_the_numbers_are_the_harness_s_own(learnt: Learnt, tmp_path: Path) -> No
     for k in (1, 2, 4):
         code = scores(learnt.output, f"smoke_code pass@{k}")["180"]
         assert code == found["smoke_code"][f"pass@{k},programs"] > 0
+
+
+def test_an_export_is_used_again_under_any_umask(learnt: Learnt, tmp_path: Path) -> None:
+    model = ModelRef(learnt.run.checkpoint(180), step=180, tokens=0, checksum="0123456789abcdef")
+    settings = EvaluationSettings(export_dir=tmp_path)
+    umask = os.umask(0o002)
+    try:
+        with exported(model, tmp_path, settings) as first:
+            modes = {path.stat().st_mode & 0o022 for path in (first, *first.iterdir())}
+        with exported(model, tmp_path, settings) as second:  # refused if a group may write to it
+            assert (second, modes) == (first, {0})
+    finally:
+        os.umask(umask)
 
 
 def test_cached_scores_are_not_computed_again(learnt: Learnt, evaluate: Evaluate) -> None:

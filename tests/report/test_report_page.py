@@ -229,12 +229,12 @@ def test_names_are_safe_and_bounded() -> None:
 def test_markdown_is_escaped() -> None:
     blocks = [
         Paragraph("a|b *c*\n<d>", strong="_x_"),
-        Bullets(["[l](u)"]),
+        Bullets(["[l](u)", "\x1b]0;title\x07plain"]),
         Table(("", "n"), [("  a|", "1")]),
     ]
     text = to_markdown("t", [ReportSection("s", "S", blocks)], {}, "now")
     assert "**\\_x\\_:** a\\|b \\*c\\* &lt;d&gt;" in text
-    assert "- \\[l\\](u)" in text
+    assert "- \\[l\\](u)\n- plain\n" in text  # a terminal shows it with cat
     assert "| &nbsp;&nbsp;a\\| | 1 |" in text
     assert "|---|---:|" in text
 
