@@ -35,6 +35,9 @@ LONGEST_LINE = 1 << 20  # of a record in a file of lines; a step's metrics have 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
     """Open a file to read it, without waiting for the writer of a pipe.
 
+    Another user's link may lead to files of that user and to those of root that everybody may read:
+    what is read of any other file could end up where that user can read it.
+
     Args:
         follow: Whether `path` itself may be a symbolic link.
 
@@ -42,11 +45,31 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
         OSError: It is no regular file, or a link.
     """
     # Without O_NONBLOCK, opening a pipe waits for its writer; for regular files it has no effect.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    target, linked_by = path, set[int]()
+    for _ in range(_MOST_LINKS):
+        try:
+            descriptor = os.open(target, flags)
+            break
+        except OSError as error:
+            error.filename = str(path)
+            if error.errno != errno.ELOOP or not follow:
+                raise
+        with contextlib.suppress(NotADirectoryError):  # no link any more
+            link, owner = _read_link(target)
+            target = target.parent / link
+            linked_by |= {owner} - {0, os.geteuid()}
+    else:
+        raise OSError(errno.ELOOP, "too many links", str(path))
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
+        public = info.st_uid == 0 and info.st_mode & stat.S_IROTH
+        for owner in linked_by - {info.st_uid}:
+            if not public and not _is_unmapped(owner):
+                whose = f"a link of {user_name(owner)} to a file of {user_name(info.st_uid)}"
+                raise PermissionError(errno.EPERM, whose, str(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -134,12 +157,14 @@ def open_folder(path: Path) -> int:
 
     Below the first folder of this user, a link is followed only if it is this user's or root's:
     whoever may write to the folder of a run could else have files written into any other folder.
+    Above it, another user's link may lead only to folders of that user and of root.
 
     Raises:
         OSError: Another user's link, or the file system refuses.
     """
     flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
     folder, below_own, num_links = os.open("/", flags), False, 0
+    links: list[tuple[int, int]] = []  # of others: owner, and names that remain at its target
     remaining = [*reversed(path.absolute().parts)]
     try:
         while remaining:
@@ -154,14 +179,25 @@ def open_folder(path: Path) -> int:
                 num_links += 1
                 if num_links > _MOST_LINKS:
                     raise OSError(errno.ELOOP, "too many links", str(path)) from None
-                target = _read_link(name, folder, any_user=not below_own)
+                target, owner = _read_link(name, folder)
+                if owner not in (0, os.geteuid()) and not _is_unmapped(owner):
+                    if below_own:
+                        whose = f"{name} is a link of {user_name(owner)}; remove it"
+                        raise PermissionError(errno.EPERM, whose, name) from None
+                    links.append((owner, len(remaining) - 1))
                 remaining[-1:] = reversed(target.parts)
                 below_own = below_own and not target.is_absolute()
             else:
                 remaining.pop()
                 os.close(folder)
                 folder = inside
-                below_own = below_own or os.fstat(folder).st_uid == os.geteuid()
+                owner = os.fstat(folder).st_uid
+                while links and links[-1][1] >= len(remaining):
+                    linked_by = links.pop()[0]
+                    if owner != linked_by and (owner or not os.geteuid()):
+                        whose = f"{user_name(linked_by)} to a folder of {user_name(owner)}"
+                        raise PermissionError(errno.EPERM, f"a link of {whose}; name the folder")
+                below_own = below_own or owner == os.geteuid()
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
         error.filename = str(path)  # of the call it is a single name
@@ -170,17 +206,14 @@ def open_folder(path: Path) -> int:
         os.close(folder)
 
 
-def _read_link(name: str, folder: int, *, any_user: bool) -> Path:
+def _read_link(name: str | Path, folder: int | None = None) -> tuple[Path, int]:
+    """Return the target of a link and its owner; NotADirectoryError if it is none."""
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         info = os.fstat(link)
         if not stat.S_ISLNK(info.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, f"{name} is not a folder", name)
-        trusted = info.st_uid in (0, os.geteuid()) or _is_unmapped(info.st_uid)
-        if not any_user and not trusted:
-            who = user_name(info.st_uid)
-            raise PermissionError(errno.EPERM, f"{name} is a link of {who}; remove it", name)
-        return Path(os.readlink("", dir_fd=link))
+            raise NotADirectoryError(errno.ENOTDIR, f"{name} is not a folder", str(name))
+        return Path(os.readlink("", dir_fd=link)), info.st_uid
     finally:
         os.close(link)
 

@@ -10,7 +10,6 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from slurmllm.errors import SlurmError
 from slurmllm.slurm.client import AccountingRow, BatchJob, PartitionNode, QueuedJob, SlurmClient
@@ -65,11 +64,11 @@ class FakeSlurm(SlurmClient):
         self.may_drain, self.reasons = False, dict[str, str]()
         self._ids = itertools.count(1)
 
-    def submit(self, script: Path, after_ok: str | None = None, exclude: str = "") -> str:
+    def submit(self, script: str, after_ok: str | None = None, exclude: str = "") -> str:
         if self.refuse is not None:
             raise SlurmError(f"sbatch failed with exit code 1: sbatch: error: {self.refuse}")
         job_id = str(next(self._ids))
-        self.jobs[job_id] = _Job(job_id, script.read_text(encoding="utf-8"), after_ok)
+        self.jobs[job_id] = _Job(job_id, script, after_ok)
         self.jobs[job_id].excluded = tuple(exclude.split(",")) if exclude else ()
         return job_id
 

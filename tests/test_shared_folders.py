@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -24,9 +25,13 @@ from slurmllm.diagnose.login_node import import_torch
 from slurmllm.errors import NodeError, StorageError
 from slurmllm.evaluate.executor import exported
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef
+from slurmllm.metrics import column_cache
+from slurmllm.metrics.merge import RowBlock
 from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir
+from slurmllm.safe_files import read_limited, write_whole
 from slurmllm.submit import prepare
+from slurmllm.submit.launch import LocalJob
 from slurmllm.supervise.attempts import process_identity
 
 NOBODY = pwd.getpwnam("nobody")
@@ -198,3 +203,79 @@ def test_replicas_of_another_user_are_neither_restored_nor_written(tmp_path: Pat
         else:
             with pytest.raises(StorageError, match=r"belongs to nobody|it is a link"):
                 replica.require_own(None)
+
+
+@only_root
+def test_links_of_others_lead_to_files_of_theirs_alone(tmp_path: Path) -> None:
+    private, own, public = tmp_path / "private", tmp_path / "own", tmp_path / "public"
+    for path, mode in ((private, 0o600), (own, 0o600), (public, 0o644)):
+        path.write_text(path.name)
+        path.chmod(mode)
+    os.chown(own, NOBODY.pw_uid, -1)
+    for path in (private, own, public):
+        link = tmp_path / f"to_{path.name}"
+        link.symlink_to(path.name)
+        os.lchown(link, NOBODY.pw_uid, -1)
+    second = tmp_path / "second"
+    second.symlink_to("to_private")  # this user's, to the other's
+    assert read_limited(tmp_path / "to_own") == b"own"
+    assert read_limited(tmp_path / "to_public") == b"public"
+    for path in (tmp_path / "to_private", second):
+        with pytest.raises(PermissionError, match=r"a link of nobody .* to a file of root"):
+            read_limited(path)
+
+
+@only_root
+def test_nothing_is_written_into_ones_own_folder_through_a_run_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs, run = tmp_path / "mine", tmp_path / "theirs", tmp_path / "run"
+    for path in (mine, theirs, run):
+        path.mkdir()
+    give_away(run)
+    give_away(theirs)
+    (mine / "report.md").write_text("precious")
+    for target in (mine, theirs):
+        link = run / f"reports_{target.name}"
+        link.symlink_to(target)
+        os.lchown(link, NOBODY.pw_uid, -1)
+    # As another user: of root's, / is the first folder, and below it no link is followed.
+    os.chown(mine, 1, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+    write_whole(run / "reports_theirs" / "report.md", b"new")
+    with pytest.raises(PermissionError, match=r"a link of nobody .* to a folder of"):
+        write_whole(run / "reports_mine" / "report.md", b"new")
+    assert (mine / "report.md").read_text() == "precious"
+
+
+def test_a_cache_of_columns_changes_no_other_file_s_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose owner put a link to it in place of the temporary file."""
+    secret, metrics = tmp_path / "secret", tmp_path / "metrics.jsonl"
+    secret.write_text("key")
+    secret.chmod(0o600)
+    monkeypatch.setattr(column_cache, "MIN_BYTES", 1)
+    metrics.write_text("x" * 100)
+    os.utime(metrics, (0, 0))
+    checksum = column_cache._checksum
+
+    def swapped(content: bytes) -> bytes:
+        (temporary,) = tmp_path.glob(".metrics.jsonl.*.tmp")
+        temporary.unlink()
+        temporary.symlink_to(secret)
+        return checksum(content)
+
+    monkeypatch.setattr(column_cache, "_checksum", swapped)
+    block = RowBlock(np.array([1]), np.array([0]), {"loss": np.array([1.0])})
+    column_cache.store_columns(metrics, 0, metrics.stat(), [block])
+    assert secret.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_script_that_is_replaced_is_not_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "r")
+    run.script("train").parent.mkdir(parents=True)
+    run.script("train").write_text(f"touch {tmp_path}/planted\n")
+    job = LocalJob(run, "train", f"touch {tmp_path}/trained\n", 1, quiet=True)
+    assert job.run_to_end() == 0
+    assert [(tmp_path / name).exists() for name in ("trained", "planted")] == [True, False]

@@ -26,10 +26,11 @@ _LOADS_CODE = re.compile(
     r"|TRITON_(CACHE_MANAGER|REMOTE_CACHE_BACKEND)"
 )
 _SECRET = re.compile(
-    r"TOKEN(?![A-Z])|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|API_?KEY|(^|_)(KEY|AUTH|PAT)(_|$)",
+    r"TOKEN(?![A-Z])|SECRET|PASSW(OR)?D|PASSPHRASE|PASS(?![A-Z])|_PWD$|CREDENTIAL|API_?KEY"
+    r"|(^|_)(KEY|AUTH|PAT)(_|$)",
     re.IGNORECASE,
 )
-_URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s@]+@")
 
 
 def refuse_reserved(name: str) -> str:

@@ -98,7 +98,7 @@ def read_yaml(path: Path, *, trusted: bool = False) -> tuple[dict[str, Any], dic
     try:
         values = parse_yaml(text, lines, faults)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {_without_text(error)}") from error
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; a recipe has two levels") from None
     if not isinstance(values, dict):
@@ -106,6 +106,14 @@ def read_yaml(path: Path, *, trusted: bool = False) -> tuple[dict[str, Any], dic
     if faults:
         raise ConfigError(f"{path}: {len(faults)} fault(s)", faults)
     return values, {dotted: f"{path.name}:{line}" for dotted, line in lines.items()}
+
+
+def _without_text(error: yaml.YAMLError) -> str:
+    """The problem and its place; the text of a file of somebody else's run stays out of reports."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem is None or mark is None:
+        return str(error)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def parse_yaml(

@@ -108,7 +108,8 @@ def store_columns(
                         writer.write_batch(pa.record_batch(arrays, schema=schema))
                 stream.seek(0)
                 stream.write(_checksum(stream.read()))
-            temporary.chmod(status.st_mode & 0o644)
+                # Not by its name, in place of which others may put a link.
+                os.fchmod(stream.fileno(), status.st_mode & 0o644)
             temporary.replace(_cache_path(path))
         finally:
             temporary.unlink(missing_ok=True)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import TypeVar
 
 from slurmllm.errors import SlurmError
@@ -140,17 +139,19 @@ def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> 
 class SlurmClient:
     """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
 
-    def submit(self, script: Path, after_ok: str | None = None, exclude: str = "") -> str:
+    def submit(self, script: str, after_ok: str | None = None, exclude: str = "") -> str:
         """Submit a batch script, after the success of job `after_ok` if given; returns the job id.
 
-        `exclude` are nodes, in place of those of the script.
+        Args:
+            script: Its text: a file may be replaced before sbatch reads it.
+            exclude: Nodes, in place of those of the script.
 
         Raises:
             SlurmError: sbatch is missing or refused; the message contains its output.
         """
         options = [f"--dependency=afterok:{after_ok}"] if after_ok else []
         options += [f"--exclude={exclude}"] if exclude else []
-        output = _run(["sbatch", "--parsable", *options, str(script)])
+        output = _run(["sbatch", "--parsable", *options], stdin=script)
         job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
         if not job_id.isdigit():
             raise SlurmError(f"sbatch printed {output!r} instead of a job id")
@@ -281,8 +282,9 @@ class SlurmClient:
 
 
 def _run(
-    command: list[str], through_sigterm: bool = False, timeout_s: float = COMMAND_TIMEOUT_S
-) -> str:
+    command: list[str], through_sigterm: bool = False, timeout_s: float = COMMAND_TIMEOUT_S,
+    stdin: str | None = None,
+) -> str:  # fmt: skip
     """Run a Slurm command and return its standard output.
 
     Args:
@@ -298,7 +300,7 @@ def _run(
         )
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace",
+            command, input=stdin, capture_output=True, text=True, errors="replace",
             timeout=timeout_s, check=False,
             # An ignored signal stays ignored across exec.
             preexec_fn=(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))

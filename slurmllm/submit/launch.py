@@ -62,7 +62,7 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
     sent = _submission(prepared, local=False)
     for stage in prepared.stages:
         try:
-            job = client.submit(run.script(stage), after_ok=sent.precompile_job)
+            job = client.submit(prepared.scripts[stage], after_ok=sent.precompile_job)
         except SlurmError as error:
             message = f"{error}; --dry-run shows the scripts"
             if sent.precompile_job is not None:
@@ -102,7 +102,11 @@ def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
     precompile_nodes = load_environment(config.backend).precompile_nodes(config, nodes)
     for stage in stages:
         job = LocalJob(
-            prepared.run, stage, precompile_nodes if stage == "precompile" else nodes, quiet
+            prepared.run,
+            stage,
+            prepared.scripts[stage],
+            precompile_nodes if stage == "precompile" else nodes,
+            quiet,
         )
         # Handlers belong to the process: restored after each stage, also if it raises.
         previous = {n: signal.signal(n, job.on_interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -119,10 +123,15 @@ def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
 
 
 class LocalJob:
-    """A batch script on this machine, started again as long as its supervisor asks for it."""
+    """A batch script on this machine, started again as long as its supervisor asks for it.
 
-    def __init__(self, run: RunDir, stage: Stage, nodes: int, quiet: bool) -> None:
-        self.run, self.stage, self.nodes, self.quiet = run, stage, nodes, quiet
+    Its text is run, not its file, which others could replace where they may write to the folder of
+    all runs.
+    """
+
+    def __init__(self, run: RunDir, stage: Stage, script: str, nodes: int, quiet: bool) -> None:
+        self.run, self.stage, self.script = run, stage, script
+        self.nodes, self.quiet = nodes, quiet
         self.interrupts = self.restarts = 0
         self.process: subprocess.Popen[str] | None = None
 
@@ -145,7 +154,7 @@ class LocalJob:
     def _run_once(self) -> int:
         log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
         self.process = subprocess.Popen(
-            ["bash", str(self.run.script(self.stage))],
+            ["bash", "-c", self.script, str(self.run.script(self.stage))],
             env={
                 **os.environ, LOCAL_NODES: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)
             },

@@ -37,6 +37,7 @@ from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, requir
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, JobsRecord
 from slurmllm.rundir import STAGES, RunDir, Stage
+from slurmllm.safe_files import open_trusted, reason
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import (
@@ -180,7 +181,8 @@ class Supervisor:
                 for stage in stages:
                     replaced = old[stage]
                     exclude = client.batch_job(replaced).excluded if replaced else ""
-                    job = client.submit(self.run.script(stage), after_ok=job, exclude=exclude)
+                    script = self._script(stage)
+                    job = client.submit(script, after_ok=job, exclude=exclude)
                     last = last.model_copy(update={f"{stage}_job": job})
                     JobsRecord(submissions=(*before, last)).save(self.run.jobs)
                     log.warning("submitted job %s in place of job %s", job, replaced)
@@ -188,6 +190,14 @@ class Supervisor:
         except SlurmllmError as error:
             name = self.run.name
             log.error("%s; `slurmllm cancel %s`, then `slurmllm resume %s`", error, name, name)
+
+    def _script(self, stage: Stage) -> str:
+        path = self.run.script(stage)
+        try:
+            with open_trusted(path, self.config.cluster.trusted_group) as stream:
+                return stream.read().decode()
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {reason(error)}") from error
 
     def _preflight(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
         """Have every node check itself; returns the ending if a node fails."""

@@ -28,13 +28,11 @@ class Bench:
     def __init__(self, client: SlurmClient, folder: Path) -> None:
         self.client, self.folder = client, folder
 
-    def script(self, body: str, nodes: int = 1) -> Path:
-        path = self.folder / f"job{len(list(self.folder.iterdir()))}.sh"
-        path.write_text(
+    def script(self, body: str, nodes: int = 1) -> str:
+        return (
             f"#!/bin/bash\n#SBATCH --nodes={nodes}\n#SBATCH --requeue\n"
             f"#SBATCH --output={self.folder}/out.%j\n#SBATCH --kill-on-invalid-dep=yes\n{body}\n"
         )
-        return path
 
     def wait(self, job_id: str, state: str) -> None:
         fake = self.client
@@ -203,9 +201,8 @@ def test_unknown_jobs(bench: Bench) -> None:
 
 
 @pytest.mark.slurm
-def test_sbatch_refusing_is_told_in_its_own_words(slurm: object, tmp_path: Path) -> None:
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\n#SBATCH --partition=nowhere\ntrue\n")
+def test_sbatch_refusing_is_told_in_its_own_words(slurm: object) -> None:
+    script = "#!/bin/bash\n#SBATCH --partition=nowhere\ntrue\n"
     with pytest.raises(SlurmError, match="invalid partition specified: nowhere"):
         SlurmClient().submit(script)
 
@@ -213,7 +210,7 @@ def test_sbatch_refusing_is_told_in_its_own_words(slurm: object, tmp_path: Path)
 def test_absent_commands_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmError, match=r"sbatch is not on the PATH.*--local"):
-        SlurmClient().submit(tmp_path / "job.sh")
+        SlurmClient().submit("#!/bin/bash\n")
 
 
 def test_a_command_that_fails_shows_its_words(
@@ -224,7 +221,7 @@ def test_a_command_that_fails_shows_its_words(
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SlurmError, match="controller not responding"):
-        SlurmClient().submit(tmp_path / "job.sh")
+        SlurmClient().submit("#!/bin/bash\n")
 
 
 def test_the_partition_shows_its_nodes(bench: Bench) -> None:

@@ -17,9 +17,7 @@ from slurmllm.submit.launch import LocalJob
 @pytest.fixture
 def job(tmp_path: Path) -> LocalJob:
     run = RunDir(tmp_path / "r")
-    run.script("train").parent.mkdir(parents=True)
-    run.script("train").write_text(f"sleep 1; touch {tmp_path}/trained\n")
-    return LocalJob(run, "train", 1, quiet=True)
+    return LocalJob(run, "train", f"sleep 1; touch {tmp_path}/trained\n", 1, quiet=True)
 
 
 def test_a_signal_before_the_script(job: LocalJob, tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ class TorchFile:
             # numpy has no bf16: the bytes are read into a view of the tensor's memory.
             target = out.reshape(-1).view(torch.uint8).numpy().data
             try:
-                with self.path.open("rb") as stream:
+                with open_regular(self.path) as stream:
                     stream.seek(record.offset + first * row_bytes)
                     num_bytes = stream.readinto(target)
             except OSError as error:
