@@ -214,12 +214,10 @@ def test_lost_nodes(run: RunDir, message: str, reports: bool, lost: list[str]) -
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> tuple[FakeSlurm, str]:
+def job() -> tuple[FakeSlurm, str]:
     """A job that runs on n1 and n2 of four nodes."""
     cluster = FakeSlurm(("n1", "n2", "n3", "n4"))
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\n#SBATCH --nodes=2\n")
-    job_id = cluster.submit(script)
+    job_id = cluster.submit("#!/bin/bash\n#SBATCH --nodes=2\n")
     cluster.start(job_id)
     return cluster, job_id
 

@@ -54,7 +54,7 @@ def test_a_run_is_followed_through_a_failure_to_its_end(bench: Bench, tmp_path: 
     # An attempt counts up to now until its end is recorded, a moment after it: the next look may
     # find less, by that moment.
     node_s = [3600 * look["node_hours"] for look in looks]
-    assert node_s[-1] == max(node_s)
+    assert node_s[-1] > max(node_s) - 2 * RECORDED_WITHIN_S
     assert all(after > before - 2 * RECORDED_WITHIN_S for before, after in pairwise(node_s))
     taken_s = sum(a["ended_at"] - a["started_at"] for a in last["attempts"])
     assert last["usd"] > 2 * taken_s  # two nodes, a dollar a second, and the precompile stage

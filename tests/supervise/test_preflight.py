@@ -131,7 +131,7 @@ def run(tmp_path: Path) -> RunDir:
 def allocation(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, stage: str = "train"
 ) -> Allocation:
-    job = slurm.submit(run.script("train" if stage == "train" else "precompile"))
+    job = slurm.submit(run.script("train" if stage == "train" else "precompile").read_text())
     slurm.start(job)
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(slurm.jobs[job].nodes))
@@ -165,7 +165,7 @@ def test_a_precompile_job_is_requeued_too_and_the_train_job_keeps_off(
     slurm = FakeSlurm(("n2", "n1", "n3", "n4"))
     slurm.may_drain = True
     asked = allocation(run, slurm, monkeypatch, "precompile")
-    train = slurm.submit(run.script("train"), after_ok=asked.job_id)
+    train = slurm.submit(run.script("train").read_text(), after_ok=asked.job_id)
     sent = Submission(
         submitted_at=0, nodes=2, local=False, first_attempt=0, precompile_job=asked.job_id,
         train_job=train,

@@ -119,8 +119,8 @@ def lost(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
     run.config.write_text(resolve("tiny_neox").to_yaml())
     for stage in STAGES:
         run.script(stage).write_text(f"#!/bin/bash\n# {stage}\n")
-    precompile = cluster.submit(run.script("precompile"), exclude="n3")
-    train = cluster.submit(run.script("train"), after_ok=precompile)
+    precompile = cluster.submit(run.script("precompile").read_text(), exclude="n3")
+    train = cluster.submit(run.script("train").read_text(), after_ok=precompile)
     cluster.exclude(train, ["n1", "n4"])
     sent = Submission(
         submitted_at=1.0, nodes=1, first_attempt=0, local=False, precompile_job=precompile,
@@ -174,7 +174,7 @@ def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
 ) -> None:
     run, cluster = lost
     monkeypatch.setattr(allocations, "RECORDED_S", 0.0)
-    unknown = cluster.submit(run.script("train"), exclude="n1")
+    unknown = cluster.submit(run.script("train").read_text(), exclude="n1")
     cluster.start(unknown)
     assert supervisor(run, cluster, "train", unknown).main() == 1
     assert run.attempts("train") == []
