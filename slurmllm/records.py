@@ -54,6 +54,7 @@ JobId = Annotated[str, Field(pattern=r"^[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18}
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
 # Not 0 and not negative: kill(2) takes these for groups of processes. proc(5): at most 2^22.
 ProcessId = Annotated[int, Field(gt=0, le=1 << 22)]
+Seconds = Annotated[float, Field(gt=-1e10, lt=1e10)]  # 300 years: sums are finite
 _NEW_GRAPHS = AliasChoices("new_graphs", "graphs_added")  # the second: runs of 0.1
 
 
@@ -270,8 +271,8 @@ class Event(Record):
     attempt: int
     time: float  # Unix time, s
     message: str = ""  # for people
-    seconds: float | None = None  # save, copied: from begin to end
-    waited_s: float | None = None  # save: of it, that training waited
+    seconds: Seconds | None = None  # save, copied: from begin to end
+    waited_s: Seconds | None = None  # save: of it, that training waited
     bytes: int | None = None  # save, copied: of all workers
     values: dict[str, float] = Field(default_factory=dict)  # what else was measured
 

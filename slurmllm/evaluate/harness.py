@@ -113,6 +113,8 @@ class Harness:
                 raise UserError(fault)
             import lm_eval
 
+            # The same draws in this process: a pool forked beside torch's threads may deadlock.
+            os.environ["DISABLE_MULTIPROC"] = "1"
             if self._loaded_model is None:
                 from lm_eval.api.registry import get_model
 

@@ -24,6 +24,7 @@ from slurmllm.slurm.client import SlurmClient, to_unix
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+_LONGEST_S = 1e10  # longer durations and later Unix times are damage
 _SLACK_S = 60.0  # between the clocks of the login node and of slurmctld
 
 
@@ -136,7 +137,7 @@ def _read_steps(path: Path, warnings: list[str]) -> Steps:
         )
         for name in ("step_time_s", "time")
     )
-    timed = np.isfinite(seconds) & np.isfinite(ends) & (seconds >= 0) & (ends >= 0)
+    timed = (seconds >= 0) & (seconds < _LONGEST_S) & (ends >= 0) & (ends < _LONGEST_S)
     if not timed.all():
         rows = int(np.count_nonzero(~timed))
         warnings.append(

@@ -70,6 +70,19 @@ def test_bad_files(tmp_path: Path, content: str | None, message: str) -> None:
         TokenEncoder(path)
 
 
+def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
+    tokenizer = json.loads(Tokenizer(models.WordLevel({"</s>": 0}, "</s>")).to_str())
+    path = tmp_path / "tokenizer.json"
+    template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    template["single"] = [{"SpecialToken": {"id": "missing", "type_id": 0}}]
+    path.write_text(json.dumps({**tokenizer, "post_processor": template}))
+    with pytest.raises(DataError, match=r"tokenizer.json encodes no text: .*; name another one"):
+        TokenEncoder(path).encode_dialogue(["a"], begins=True)
+    path.write_text(json.dumps({**tokenizer, "normalizer": {"type": "Precompiled"}}))
+    with pytest.raises(DataError, match=r"is not a tokenizer.json of the tokenizers library"):
+        TokenEncoder(path)
+
+
 def test_vocabulary_too_small() -> None:
     with pytest.raises(DataError, match=r"vocabulary of 256 cannot hold .* at least 257"):
         train_tokenizer(["a"], 256)

@@ -135,6 +135,7 @@ def by_hand(folder: Path, out: Path, *arguments: str) -> dict[str, dict[str, flo
     model = ("--model", "hf", "--model_args", f"pretrained={folder}", "--device", "cpu")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        patch.setenv("DISABLE_MULTIPROC", "1")  # no pool forked beside torch's threads
         patch.setattr("sys.argv", ["lm_eval", "run", *model, *arguments, "--output_path", str(out)])
         cli_evaluate()
     (file,) = out.rglob("results_*.json")

@@ -193,7 +193,9 @@ def test_what_can_be_read_is_read(make_run: MakeRun) -> None:
         stream.write('{"step": 6, "att')
     run.events(0).parent.mkdir()
     saved = {"kind": "save", "step": 3, "attempt": 0, "time": begin, "waited_s": 0.25, "seconds": 1}
-    run.events(0).write_text(json.dumps(saved) + "\n" + '{"kind": "sa')
+    endless = json.dumps({**saved, "waited_s": 1e308})  # two of them have no finite sum
+    lines = (json.dumps(saved), endless, endless, '{"kind": "sa')
+    run.events(0).write_text("\n".join(lines))
     history = read_history(run)
     assert history.waited_s == {0: 0.25}
     assert history.saves == [(0.25, 1.0)]
