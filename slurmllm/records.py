@@ -192,6 +192,7 @@ class AttemptRecord(Record):
     world_size: int
     master_addr: str
     master_port: int
+    control_port: int = 0  # of the control plane, on the first node
     started_at: float  # Unix time, s
     ended_at: float | None = None
     ending: EndingClass | None = Field(default=None, alias="class")

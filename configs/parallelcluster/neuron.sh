@@ -26,8 +26,9 @@ PYTHON_PACKAGES=(
 # The public index holds empty packages of these names; the exact versions exist at AWS alone.
 NEURON_INDEX=https://pip.repos.neuron.amazonaws.com
 NEURON_APT=https://apt.repos.neuron.amazonaws.com
-# master_port of the cluster profile, and where torch-xla has the Neuron runtime meet.
-RESERVED_PORTS=41000,62182
+# master_port of the cluster profile, the control plane's after it, and where torch-xla has the
+# Neuron runtime meet.
+RESERVED_PORTS=41000-41001,62182
 
 apt_install() {
   DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \

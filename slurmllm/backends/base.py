@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
 
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.config.resolve import RunConfig
+from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import ConfigError
 from slurmllm.host_memory import Memory
 from slurmllm.model import IGNORED as IGNORED
@@ -81,10 +82,14 @@ class Backend(ABC):
     # make the host wait for the device.
     deferred_metrics: bool = False
 
-    def __init__(self, config: RunConfig, mesh: Mesh, worker: Worker) -> None:
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, worker: Worker, control: ControlPlane | None = None
+    ) -> None:
         self.config = config
         self.mesh = mesh
         self.worker = worker
+        # Over the host's network: its messages never wait for the device.
+        self.control = control or ControlPlane()
 
     @abstractmethod
     def start(self) -> None:
@@ -143,15 +148,11 @@ class Backend(ABC):
         """In the precompile stage, compile the graphs of a resume, after its steps (collective)."""
 
     @abstractmethod
-    def gather(self, value: Any) -> list[Any]:
-        """Return the small picklable values of all workers, by rank, on every one (collective).
-
-        Uses the host's network and never waits for the device.
-        """
-
-    @abstractmethod
     def graph_cache_counts(self) -> tuple[int, int]:
         """Return the numbers of graphs found in the cache and of graphs compiled, so far."""
+
+    def wait_for_imports(self) -> None:  # noqa: B027  whoever has a backend has imported it
+        """Return at once."""
 
     def change_batch(self, mesh: Mesh) -> None:
         """Continue with another micro batch or accumulation, on the same degrees (collective)."""

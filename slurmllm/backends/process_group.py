@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distributed's, typed
 from torch.distributed import distributed_c10d
 
-from slurmllm.backends.rendezvous import listen, own_secret
+from slurmllm.control.rendezvous import listen, own_secret
 from slurmllm.errors import CodeError, NodeError
 
 _PROOF = 32  # bytes of an HMAC by SHA-256

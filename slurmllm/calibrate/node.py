@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.backends.rendezvous import (
+from slurmllm.control.rendezvous import (
     NODE_NAME,
     SHARING,
     die_with_parent,

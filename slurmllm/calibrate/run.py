@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.backends.rendezvous import free_port
 from slurmllm.calibrate.fits import hardware_of
 from slurmllm.calibrate.node import Sample, Task
 from slurmllm.config.cluster import Cluster, Hardware
 from slurmllm.config.resolve import RunConfig, clusters_dir
 from slurmllm.config.variables import is_secret, mask
 from slurmllm.config.yaml_source import write_yaml
+from slurmllm.control.rendezvous import free_port
 from slurmllm.diagnose.probe import read_lines
 from slurmllm.errors import ConfigError, NodeError
 from slurmllm.rundir import write_atomic

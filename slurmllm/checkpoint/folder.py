@@ -7,7 +7,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,10 +51,12 @@ def file_faults(
     *,
     checksums: bool = True,
     on_progress: OnProgress = lambda _: None,
+    before_pickles: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Verifies the sizes of files, their checksums, and that pickles in them are safe to load.
 
-    Returns one line per fault; `on_progress` receives the bytes checked so far.
+    Returns one line per fault; `on_progress` receives the bytes checked so far. `before_pickles` is
+    called before torch is imported for them.
     """
     faults = []
     done_bytes = 0
@@ -71,6 +73,7 @@ def file_faults(
         on_progress(done_bytes)
     pickled = [file.path for file in files if file.path.endswith(_PICKLED)]
     if pickled and checksums and not faults:
+        before_pickles()
         from slurmllm.checkpoint.formats.pickles import pickle_faults  # imports torch
 
         faults = pickle_faults(directory, pickled)

@@ -20,7 +20,7 @@ from slurmllm.checkpoint.catalogue import (
 )
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.replicas import Replica, open_replica
-from slurmllm.checkpoint.shards import ShardBackend
+from slurmllm.checkpoint.shards import WorkerContext
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_differences
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.records import JobsRecord
@@ -37,7 +37,9 @@ class Resumable(NamedTuple):
     invalidated: tuple[str, ...] = ()  # one line for each newer one that a roll-back invalidated
 
 
-def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str, Any]) -> Resumable:
+def find_resumable(
+    run: RunDir, backend: WorkerContext, fingerprint: Mapping[str, Any]
+) -> Resumable:
     """Finds the newest checkpoint that verifies, replicas included (collective).
 
     Raises:
@@ -59,16 +61,16 @@ def find_resumable(run: RunDir, backend: ShardBackend, fingerprint: Mapping[str,
             replica = None
         invalid, saves = invalidated_checkpoints(run), recorded_saves(run)
         listing = (run.checkpoint_steps(), invalid, replica_steps, saves, lost_attempts(run))
-    steps, invalidated, replica_steps, saves, lost = backend.gather(listing)[0]
+    steps, invalidated, replica_steps, saves, lost = backend.control.broadcast(listing)
     skipped: list[str] = []
     for step in sorted({*steps, *replica_steps} - set(invalidated), reverse=True):
         directory = run.checkpoint(step)
         fault = first_fault(directory, backend) if step in steps else None
         if step in replica_steps and (fault is not None or step not in steps):
             skipped += [f"step {step}: {fault}"] if fault else []
-            fault = backend.gather(_fetch(replica, step, run) if replica else None)[0]
+            fault = backend.control.broadcast(_fetch(replica, step, run) if replica else None)
         if fault is None:
-            state = TrainState.load(directory / TRAIN_STATE)
+            state = _load_state(directory, backend)
             if state.step != step:  # its shards would be read from another folder
                 raise StorageError(f"{directory} holds step {state.step}; restore it")
             _check_fingerprint(directory, state, fingerprint)
@@ -119,7 +121,7 @@ def _newer_than(step: int, invalidated: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(f"step {other}: {invalidated[other]}" for other in newer)
 
 
-def first_fault(directory: Path, backend: ShardBackend) -> str | None:
+def first_fault(directory: Path, backend: WorkerContext) -> str | None:
     """Verifies a checkpoint; the workers share the files to read (collective)."""
     manifest: CheckpointManifest | None = None
     fault: str | None = None
@@ -128,14 +130,31 @@ def first_fault(directory: Path, backend: ShardBackend) -> str | None:
             manifest = read_manifest(directory)
         except StorageError as error:
             fault = str(error)
-    # From rank 0: on a shared file system, another node may not see the manifest yet.
-    manifest, fault = backend.gather((manifest, fault))[0]
-    if manifest is None:
-        return fault
-    # Every worker reads a part: one alone takes minutes for a large checkpoint.
-    share = manifest.files[backend.worker.rank :: backend.worker.world_size]
-    faults = [line for part in backend.gather(file_faults(directory, share)) for line in part]
-    return "; ".join(faults) or None
+    control = backend.control
+    # Every worker reads a part of the files: one alone takes minutes for a large checkpoint. The
+    # manifest is read by rank 0 alone: another node may not see it yet on a shared file system.
+    workers = range(control.world_size)
+    shares = [manifest.files[rank :: len(workers)] if manifest else None for rank in workers]
+    share = control.scatter(shares)
+    if share is None:
+        return control.broadcast(fault)
+    found = control.gather(file_faults(directory, share, before_pickles=backend.wait_for_imports))
+    lines = None if found is None else [line for part in found for line in part]
+    return "; ".join(control.broadcast(lines)) or None
+
+
+def _load_state(directory: Path, backend: WorkerContext) -> TrainState:
+    """Loads the training state on rank 0 for all workers (collective)."""
+    state: TrainState | None = None
+    fault: StorageError | None = None
+    if backend.worker.rank == 0:
+        try:
+            state = TrainState.load(directory / TRAIN_STATE)
+        except StorageError as error:
+            fault = error
+    if found := backend.control.first(fault):
+        raise found
+    return backend.control.broadcast(state)
 
 
 def _check_fingerprint(directory: Path, state: TrainState, fingerprint: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Thread
@@ -50,7 +50,7 @@ class Save:
     """A save in progress, created and finished by all workers together (collective).
 
     Attributes:
-        num_bytes: Size of all files, known when the save has finished.
+        num_bytes: Size of all files; on rank 0 when the save has finished.
 
     Raises:
         CheckpointError: On all workers if the save failed on one; `finish` raises it too.
@@ -90,27 +90,30 @@ class Save:
         """
         with self._all_or_nothing():
             _agree(self._backend, self._files.result)
-            files = _agree_all(self._backend, self._complete)
-            manifest = CheckpointManifest(
-                step=self.step,
-                tokens=self._state.tokens,
-                world_size=self._backend.worker.world_size,
-                attempt=self._attempt,
-                recipe=self._backend.config.recipe.name,
-                saved_at=time.time(),
-                save_s=time.monotonic() - self._started,
-                fingerprint=fingerprint_digest(self._state.fingerprint),
-                files=tuple(sorted((f for part in files for f in part), key=lambda f: f.path)),
-            )
-            _agree(self._backend, lambda: self._publish(manifest) if self._first else None)
-        self.num_bytes = sum(file.bytes for file in manifest.files)
-        if self._first:
+            files = self._backend.control.gather(_agree(self._backend, self._complete))
+            manifest = None if files is None else self._manifest(files)
+            _agree(self._backend, lambda: self._publish(manifest) if manifest else None)
+        if manifest is not None:
+            self.num_bytes = sum(file.bytes for file in manifest.files)
             config = self._backend.config.recipe.checkpoint
             kept = (config.keep, config.keep_hours, config.keep_every, in_use)
             # In a thread: removing gigabytes takes as long as writing some.
             self._retention = Thread(target=remove_expired, args=(self._run, self.step, *kept))
             self._retention.start()
         return time.monotonic() - self._started
+
+    def _manifest(self, files: Sequence[Sequence[CheckpointFile]]) -> CheckpointManifest:
+        return CheckpointManifest(
+            step=self.step,
+            tokens=self._state.tokens,
+            world_size=self._backend.worker.world_size,
+            attempt=self._attempt,
+            recipe=self._backend.config.recipe.name,
+            saved_at=time.time(),
+            save_s=time.monotonic() - self._started,
+            fingerprint=fingerprint_digest(self._state.fingerprint),
+            files=tuple(sorted((f for part in files for f in part), key=lambda f: f.path)),
+        )
 
     def join_retention(self) -> None:
         """Waits until expired checkpoints are removed; required before the next `finish`."""
@@ -187,28 +190,22 @@ class _SaveFailed(Exception):
 def _agree(backend: ShardBackend, part: Callable[[], T]) -> T:
     """Runs a part of the save on every worker; if one fails, all raise. Results stay local."""
     result: list[T] = []
-    _agree_all(backend, lambda: result.append(part()))
-    return result[0]
-
-
-def _agree_all(backend: ShardBackend, part: Callable[[], T]) -> list[T]:
-    """Like `_agree`, but returns the picklable results of all workers, by rank."""
-    result, fault, superseded = None, None, False
+    fault: tuple[str, bool] | None = None  # text, and whether a newer attempt has begun
     try:
-        result = part()
+        result.append(part())
     except NodeError as error:
-        fault, superseded = str(error), True
+        fault = str(error), True
     except OSError as error:
         worker = backend.worker
-        fault = f"{error.strerror or error} (rank {worker.rank} on {worker.node})"
+        fault = f"{error.strerror or error} (rank {worker.rank} on {worker.node})", False
     except StorageError as error:
-        fault = str(error)
+        fault = str(error), False
     # Reached whatever happened: a worker that raised before would leave the others waiting.
-    answers = backend.gather((result, fault, superseded))
-    for _, fault, superseded in answers:
-        if fault is not None:
-            raise NodeError(fault) if superseded else _SaveFailed(fault)
-    return [answer for answer, _, _ in answers]
+    found = backend.control.first(fault)
+    if found is not None:
+        text, superseded = found
+        raise NodeError(text) if superseded else _SaveFailed(text)
+    return result[0]
 
 
 def refuse_if_superseded(run: RunDir, attempt: int) -> None:

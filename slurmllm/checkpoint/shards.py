@@ -8,9 +8,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slurmllm.config.resolve import RunConfig
+from slurmllm.control.plane import ControlPlane
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,18 +60,23 @@ class WorkerIdentity(Protocol):
     def node(self) -> str: ...
 
 
-class ShardBackend(Protocol):
-    """The part of a backend that saving and resuming use (see `backends.base.Backend`)."""
+class WorkerContext(Protocol):
+    """What finding a checkpoint needs of a worker."""
 
     @property
     def config(self) -> RunConfig: ...
     @property
     def worker(self) -> WorkerIdentity: ...
+    @property
+    def control(self) -> ControlPlane: ...
+
+    def wait_for_imports(self) -> None:
+        """Wait until this thread may import torch: another one may be doing so."""
+
+
+class ShardBackend(WorkerContext, Protocol):
+    """The part of a backend that saving and resuming use (see `backends.base.Backend`)."""
 
     def save_shards(self, directory: Path) -> ShardWrite:
         """Begin to write this worker's shards into an existing folder (collective)."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the small picklable values of all workers, by rank, on every one (collective)."""
         ...

@@ -90,7 +90,7 @@ def _check(
     import os
 
     from slurmllm.backends.environment import load_environment
-    from slurmllm.backends.rendezvous import free_port
+    from slurmllm.control.rendezvous import free_port
     from slurmllm.diagnose.bandwidth import with_bandwidth
     from slurmllm.diagnose.probe import check_nodes
     from slurmllm.supervise.allocation import SLURMLLM
@@ -153,8 +153,8 @@ def check_node(profile: str, backend: str, marker_file: Path) -> None:
     import os
     import socket
 
-    from slurmllm.backends.rendezvous import NODE_NAME
     from slurmllm.config.cluster import Cluster
+    from slurmllm.control.rendezvous import NODE_NAME
     from slurmllm.diagnose import node
 
     name = os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -177,7 +177,7 @@ def allreduce(
     import subprocess
     import sys
 
-    from slurmllm.backends.rendezvous import die_with_parent, own_node_rank, rendezvous_variables
+    from slurmllm.control.rendezvous import die_with_parent, own_node_rank, rendezvous_variables
 
     processes = []
     for local_rank in range(workers):

@@ -61,8 +61,8 @@ class Cluster(Section):
     exclusive: bool = True  # Whether jobs take whole nodes.
     # Further sbatch options, such as --gres=gpu:8.
     directives: Annotated[tuple[Directive, ...], Field(strict=False)] = ()
-    # Port of the rendezvous; a free one by default.
-    master_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
+    # Port of the rendezvous, the port after it for the control plane; free ones by default.
+    master_port: Annotated[int, Field(ge=1024, le=65534)] | None = None
     # Between Llama 3's 6334 h (arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions in 54
     # days on 2048 hosts) and OPT-175B's 1700 h (arXiv 2205.01068, section 2.5: over 100 hosts, say
     # 105, cycled in 2 months of 124): their geometric mean.

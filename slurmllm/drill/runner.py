@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
-from slurmllm.backends.rendezvous import die_with_parent
 from slurmllm.config.load import load
+from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import CodeError, RunError, SlurmError, SlurmllmError, StorageError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.backends.rendezvous import die_with_parent
+from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError
 from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir, Stage

@@ -17,15 +17,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slurmllm.backends.rendezvous import (
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.variables import is_secret_option
+from slurmllm.control.rendezvous import (
     NODE_NAME,
     NODE_RANK,
     die_with_parent,
     new_secret,
     reachable_address,
 )
-from slurmllm.config.resolve import RunConfig
-from slurmllm.config.variables import is_secret_option
 from slurmllm.errors import SlurmError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmllm.artifact_records import CheckpointManifest
-from slurmllm.backends.rendezvous import free_port
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
+from slurmllm.control.rendezvous import free_port
 from slurmllm.errors import RunError, SlurmError, StorageError
 from slurmllm.metrics.row_reader import last_row_of, read_events, read_rows
 from slurmllm.records import (
@@ -185,6 +185,7 @@ def open_attempt(
         world_size=len(allocation.nodes) * config.cluster.devices_per_node,
         master_addr=allocation.master_addr,
         master_port=config.cluster.master_port or free_port(),
+        control_port=(config.cluster.master_port or free_port() - 1) + 1,
         started_at=time.time(),
         checkpoint_before=max(steps, default=None),
     )

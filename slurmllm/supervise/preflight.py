@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from slurmllm.backends.rendezvous import free_port
 from slurmllm.config.resolve import RunConfig
+from slurmllm.control.rendezvous import free_port
 from slurmllm.diagnose.bandwidth import with_bandwidth
 from slurmllm.diagnose.probe import check_nodes
 from slurmllm.records import AttemptRecord, NodeHealth

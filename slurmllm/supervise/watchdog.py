@@ -223,23 +223,23 @@ class Heartbeats:
                     check_private_folder(lock.parent)
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(lock.parent, ignore_errors=True)
-        self._folder: Path | None = None
+        self.folder: Path | None = None  # None if the node has no room for it
         with suppress(OSError):
             parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
+            self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
             # Held as long as this process lives and by no other: workers do not inherit it.
-            self._lock = open_lock(self._folder / _LOCK)
+            self._lock = open_lock(self.folder / _LOCK)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def environment(self, rank: int) -> dict[str, str]:
-        if self._folder is None:
+        if self.folder is None:
             return {}
         return {PHASE_FILE: str(self._file(rank)), STACKS_FILE: str(self._file(f"{rank}.stacks"))}
 
     def update(self, ranks: Mapping[int, int]) -> None:
         """Forward the workers' phases if it is time; `ranks` maps rank to process id."""
         now = time.monotonic()
-        if self._folder is None or now - self._read_at < self._read_s:
+        if self.folder is None or now - self._read_at < self._read_s:
             return
         self._read_at = now
         phases = {rank: read_phase(self._file(rank)) for rank in ranks}
@@ -276,8 +276,8 @@ class Heartbeats:
                 write_whole(path, dump.encode(), durable=False)
 
     def close(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
             self._lock.close()
 
     def _read_dump(self, rank: int) -> str:
@@ -287,8 +287,8 @@ class Heartbeats:
             return ""
 
     def _file(self, name: int | str) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{name}"
+        assert self.folder is not None
+        return self.folder / f"{name}"
 
 
 def _inspect_process(pid: int) -> str:

@@ -22,19 +22,22 @@ from pathlib import Path
 from types import FrameType
 
 from slurmllm.backends.environment import worker_environment
-from slurmllm.backends.rendezvous import (
+from slurmllm.config.load import load
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.variables import mask
+from slurmllm.control.plane import SOCKET as CONTROL_SOCKET
+from slurmllm.control.relay import Position, Relay
+from slurmllm.control.rendezvous import (
     INTERFACES,
     NODE_NAME,
     SHARING,
     die_with_parent,
     interface_variables,
     own_node_rank,
+    own_secret,
     rendezvous_variables,
 )
-from slurmllm.config.load import load
-from slurmllm.config.resolve import RunConfig
-from slurmllm.config.variables import mask
-from slurmllm.errors import EXIT_REQUEUE, SlurmllmError, StorageError
+from slurmllm.errors import EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.graphs.fingerprint import sharing, threads_of
 from slurmllm.log import setup_logging
 from slurmllm.plan.mesh import load_mesh
@@ -73,14 +76,18 @@ class Workers:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.stop_requested = False
         self.node_record = NodeRecord(node=self.node)
-        self.heartbeats: Heartbeats | None = None
-        if stage == "train":
-            self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog)
+        self.heartbeats: Heartbeats | None = None  # from `start` on
+        self.relay: Relay | None = None
         self._looked_at = 0.0
 
     @property
     def local(self) -> bool:
         return self.record.job_id is None
+
+    @property
+    def watched(self) -> bool:
+        """Whether the supervisor's watchdog reads this node's heartbeats."""
+        return self.stage == "train"
 
     def watch_signals(self) -> None:
         """Record stop signals instead of dying of them."""
@@ -119,6 +126,8 @@ class Workers:
 
     def start(self) -> None:
         per_node = self.config.cluster.devices_per_node
+        self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog)
+        self._start_relay(per_node)
         for local_rank in range(per_node):
             rank = self.node_rank * per_node + local_rank
             path = self.run.worker_log(self.stage, self.attempt.number, rank)
@@ -144,6 +153,26 @@ class Workers:
             environment={name: found[name] for name in names if name in found},
         )
 
+    def _start_relay(self, per_node: int) -> None:
+        """Start this node's part of the control plane; a single worker has none."""
+        record = self.record
+        if record.world_size == 1:
+            return
+        assert self.heartbeats is not None
+        if self.heartbeats.folder is None:
+            raise NodeError(
+                f"{self.node} has no memory disk for the control plane's socket: neither /dev/shm "
+                "nor the folder for temporary files is writable; free space there"
+            )
+        self.relay = Relay(
+            Position(self.node_rank, record.nodes, per_node),
+            self.heartbeats.folder / "control",
+            (record.master_addr, record.control_port),
+            own_secret(),
+            port=record.control_port if self.config.cluster.master_port else 0,
+        )
+        self.relay.start()
+
     def _environment(self, rank: int, local_rank: int, per_node: int) -> dict[str, str]:
         mesh = load_mesh(self.run.plan)
         # Compiled CPU graphs contain the number of threads: precompile must use train's.
@@ -160,7 +189,8 @@ class Workers:
             "PATH": search_path(),
             **self.config.worker_secrets(),
             "PYTHONUNBUFFERED": "1",  # the last lines of a killed worker must be in its log
-            **(self.heartbeats.environment(rank) if self.heartbeats is not None else {}),
+            **(self.heartbeats.environment(rank) if self.heartbeats and self.watched else {}),
+            **({} if self.relay is None else {CONTROL_SOCKET: str(self.relay.path)}),
         }  # fmt: skip
 
     def wait(self) -> bool:
@@ -188,14 +218,16 @@ class Workers:
                 signalled_at = time.monotonic()
                 for worker in self.processes.values():
                     worker.send_signal(WORKER_SIGNAL)  # to those that have not ended
-            if self.heartbeats is not None:
+            if self.heartbeats is not None and self.watched:
                 self.heartbeats.update(self._pids())
             time.sleep(POLL_S)
         return bool(self._failed_ranks())
 
     def _must_end(self) -> bool:
         """Whether the supervisor has found a hang, or a newer attempt has taken over."""
-        if self.heartbeats is None or time.monotonic() - self._looked_at < LOOK_S:
+        if self.heartbeats is None or not self.watched:
+            return False
+        if time.monotonic() - self._looked_at < LOOK_S:
             return False
         self._looked_at = time.monotonic()
         if self.attempt.hang.is_file():
@@ -238,6 +270,8 @@ class Workers:
             failed = self.wait()
             self.save_with_retries()
         finally:
+            if self.relay is not None:
+                self.relay.close()
             if self.heartbeats is not None:
                 self.heartbeats.close()
         return failed

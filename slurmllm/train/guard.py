@@ -2,7 +2,7 @@
 
 1. Every worker checks the metrics of every step, which are equal on all workers up to the last
    bits of a norm, whose partial sums may be grouped differently. So a worker does not act on its
-   own finding: it is exchanged with the stop signal after each step (`agree`), and all workers act.
+   own finding: it is a flag that is exchanged after each step (`agreement`), and all workers act.
 2. For a roll-back, rank 0 writes the batches to skip and the step from which on checkpoints are
    invalid into `skips.json`. All workers then fail with a DivergenceError, and the supervisor
    starts the next attempt.
@@ -30,7 +30,7 @@ import logging
 import math
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from slurmllm.backends.base import Backend
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollbacks
@@ -156,10 +156,15 @@ class Guard:
         self._found: Divergence | None = None
         self._warned = False
 
+    @property
+    def diverged(self) -> bool:
+        """Whether this worker found a divergence, which the others may not know of yet."""
+        return self._found is not None
+
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
-        """Check a metric before it is used; DivergenceError on all workers if it is not finite."""
+        """Check a metric before it is used."""
         # A compiler that only collects graphs (precompile on trn1) returns uninitialized memory.
-        if math.isfinite(value) or self._stage == "precompile":
+        if math.isfinite(value) or self._stage == "precompile" or self.diverged:
             return
         reason = f"the {name} of step {step} is {value}"
         self._events.add("not_finite", step, message=reason)
@@ -170,11 +175,10 @@ class Guard:
         self._found = Divergence(
             reason, "guard.not_finite", self._config.not_finite, onset, first, batch
         )
-        self.agree()
 
     def check_norm(self, step: int, batch: int, norm: float) -> None:
         """Check the gradient norm of a step whose metrics are finite."""
-        if self._config.spike == "off":
+        if self._config.spike == "off" or self.diverged:
             return
         change = self._detector.update(step, batch, norm)
         if change is None:
@@ -207,19 +211,15 @@ class Guard:
             log.info(message)
             self._add_event("spike_over", step, norm, change.spike, message)
 
-    def agree(self, signal_name: str | None = None) -> list[str | None]:
-        """Exchange stop signals and divergences (collective); returns the signals by rank.
-
-        Raises a DivergenceError on all workers if one of them found a divergence.
-        """
-        answers = self._backend.gather((signal_name, self._found))
-        found = next((divergence for _, divergence in answers if divergence is not None), None)
-        if found is not None:
-            # Gathered, so that no worker fails before rank 0 has written `skips.json`: soon after
-            # a worker fails, the launcher kills the others.
-            action = self._act(found) if self._backend.worker.rank == 0 else None
-            raise DivergenceError(f"{found.reason}; {self._backend.gather(action)[0]}")
-        return [name for name, _ in answers]
+    def fail(self) -> NoReturn:
+        """Raise a DivergenceError on all workers, as one of them found one (collective)."""
+        control = self._backend.control
+        found = control.first(self._found)
+        assert found is not None
+        # Broadcast, so that no worker fails before rank 0 has written `skips.json`: soon after a
+        # worker fails, the launcher kills the others.
+        action = self._act(found) if control.rank == 0 else None
+        raise DivergenceError(f"{found.reason}; {control.broadcast(action)}")
 
     def protected_steps(self) -> tuple[int, ...]:
         """Return the checkpoint needed if the current spike leads to a roll-back; on rank 0."""

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slurmllm.artifact_records import MicroBatchRecord
 from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.backends.environment import load_environment
 from slurmllm.checkpoint.catalogue import read_rollbacks
-from slurmllm.checkpoint.resume import find_resumable, first_fault
-from slurmllm.checkpoint.save import remove_leftovers
+from slurmllm.checkpoint.resume import Resumable, find_resumable, first_fault
+from slurmllm.checkpoint.save import Save, remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
+from slurmllm.control.plane import ControlPlane, open_control
 from slurmllm.data.spec import StreamSpec
-from slurmllm.data.state import merge_states
+from slurmllm.data.state import State, merge_states
 from slurmllm.data.stream import PackedStream, check_data
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
 from slurmllm.records import SkippedBatches
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.train.agreement import Agreement, Flags
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
 from slurmllm.train.schedules import SaveSchedule
@@ -36,6 +42,32 @@ if TYPE_CHECKING:
 
 # Steps of the precompile stage: enough for all graphs of a later step (AWS's NeoX run: 3).
 PRECOMPILE_STEPS = 3
+
+
+@dataclass(frozen=True)
+class StartContext:
+    """What finding a checkpoint needs before there is a backend.
+
+    Attributes:
+        imported: Set once torch is imported, or will not be: two threads that import parts of it
+            at a time can see half of a module.
+    """
+
+    config: RunConfig
+    worker: Worker
+    control: ControlPlane
+    imported: threading.Event = field(default_factory=threading.Event)
+
+    def wait_for_imports(self) -> None:
+        self.imported.wait()
+
+
+class GlobalBatch(NamedTuple):
+    """One worker's share of a global batch."""
+
+    micro_batches: list[MicroBatch]
+    number: int  # of the global batch in the stream, from 1
+    num_targets: Callable[[], int]  # target tokens of all workers; may wait for their counts
 
 
 @dataclass
@@ -54,12 +86,17 @@ class Job:
     backend: Backend = field(init=False)
     stream: PackedStream = field(init=False)
     guard: Guard = field(init=False)
+    agreement: Agreement = field(init=False)
+    flags: Flags = field(default_factory=Flags)  # those that all workers read last
+    save: Save | None = None  # the save in progress
     step: int = 0  # optimizer steps that the weights have had
     tokens: int = 0  # trained on so far
     resumed_from: int | None = None  # step of the checkpoint; None if training started from step 0
     skipped: tuple[str, ...] = ()  # newer checkpoints that were skipped, with the reason
     skips: tuple[SkippedBatches, ...] = ()  # batches that are skipped after roll-backs
     first_step_s: float | None = None  # if it ran before the loop (measured micro batches)
+    _ahead: GlobalBatch | None = None  # drawn, not trained on yet
+    _position: State | None = None  # of the stream before that batch; None without one
     read_at: float = 0.0  # time.perf_counter() when the metrics of the last step were read
     phases: PhaseWriter = field(init=False)
     saves: SaveSchedule = field(init=False)
@@ -76,8 +113,51 @@ class Job:
         """The step that this attempt started from."""
         return self.resumed_from or 0
 
-    def micro_batches(self) -> list[MicroBatch]:
-        """Return this worker's sequences of the next global batch."""
+    def post_flags(self) -> None:
+        """Begin to exchange the flags of this step (collective); does not wait."""
+        name, writing = self.stop.signal_name, self.save is not None and not self.save.written()
+        number = 0 if name is None else int(signal.Signals[name])
+        self.agreement.post(Flags(number, self.guard.diverged, writing))
+
+    def read_flags(self) -> Flags:
+        """Read the flags posted last, the same on all workers (collective).
+
+        Raises a DivergenceError on all workers if one of them found a divergence.
+        """
+        self.flags = self.agreement.read()
+        if self.flags.diverged:
+            self.guard.fail()
+        return self.flags
+
+    def decide(self) -> Flags:
+        """Exchange the flags and wait for all workers' (collective); raises as `read_flags`."""
+        self.post_flags()
+        return self.read_flags()
+
+    def next_batch(self) -> GlobalBatch:
+        """Return this worker's sequences of the next global batch.
+
+        If not every token is a target, all workers' targets are counted, for which the batch after
+        this one is drawn too: the count is exchanged while this one is trained on.
+        """
+        batch = self._ahead or self._draw()
+        if not self.stream.trains_every_token:
+            self._position = self.stream.state()
+            self._ahead = self._draw()
+        return batch
+
+    def _draw(self) -> GlobalBatch:
+        batches = self._micro_batches()
+        if self.stream.trains_every_token:
+            count = self.mesh.global_batch * self.config.recipe.model.seq_len
+            return GlobalBatch(batches, self.stream.batches, lambda: count)
+        own = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+        counted = self.backend.control.reduce([own], "sum")
+        # All workers of a replica read the same sequences.
+        copies = self.mesh.tensor * self.mesh.pipeline
+        return GlobalBatch(batches, self.stream.batches, lambda: counted.result()[0] // copies)
+
+    def _micro_batches(self) -> list[MicroBatch]:
         while any(skip.first <= self.stream.batches + 1 <= skip.last for skip in self.skips):
             self.stream.skip_batch()
         batch, size = self.stream.next_batch(), self.mesh.micro_batch
@@ -92,11 +172,16 @@ class Job:
         ]
 
     def train_state(self) -> TrainState:
-        """Return the part of a checkpoint that is not in the shards (collective)."""
+        """Return the part of a checkpoint that is not in the shards (collective).
+
+        Complete on rank 0; the others have only their own position in the data.
+        """
+        position = self._position or self.stream.state()
+        positions = self.backend.control.gather(position)
         return TrainState(
             step=self.step,
             tokens=self.tokens,
-            data=merge_states(self.backend.gather(self.stream.state())),
+            data=position if positions is None else merge_states(positions),
             fingerprint=self.fingerprint(),
             guard=self.guard.state(),
         )
@@ -115,6 +200,7 @@ class Job:
         """Close what `open_job` opened, after a stage without failure."""
         self.close_stream()
         self.backend.stop()
+        self.backend.control.close()
 
 
 def make_job(
@@ -183,6 +269,25 @@ def open_job(job: Job) -> None:
     """Open the data, start the backend, build model and optimizer, resume (collective)."""
     # Data first: its processes start while torch is imported and the model is built.
     job.stream = open_stream(job)
+    control = open_control(job.worker.rank, job.worker.world_size)
+    job.agreement = Agreement(control)
+    resumes = job.stage == "train"
+    # Checkpoints are read and verified while torch is imported and the model is built, which both
+    # take as long. Until the resume, no operation of the control plane but this thread's is made.
+    context = StartContext(job.config, job.worker, control)
+    with ThreadPoolExecutor(1, thread_name_prefix="resume") as pool:
+        found = pool.submit(_find_resumable, job, context) if resumes else None
+        try:
+            _build(job, control, context)
+        finally:
+            context.imported.set()
+    if found is not None:
+        if job.worker.rank == 0:
+            check_data(job.run, job.stream.identity)
+        _resume(job, found)
+
+
+def _build(job: Job, control: ControlPlane, context: StartContext) -> None:
     # Torch's modules are a million objects that stay: searching them for garbage takes a sixth of
     # the time that a worker takes to import and compile.
     gc.disable()
@@ -191,7 +296,8 @@ def open_job(job: Job) -> None:
     finally:
         gc.freeze()  # later collections ignore what exists now
         gc.enable()
-    job.backend = backend_class(job.config, job.mesh, job.worker)
+        context.imported.set()
+    job.backend = backend_class(job.config, job.mesh, job.worker, control)
     job.guard = make_guard(job)
     job.backend.start()
 
@@ -202,10 +308,6 @@ def open_job(job: Job) -> None:
 
     job.backend.build(build_model)
     job.backend.build_optimizer()
-    if job.stage == "train":
-        if job.worker.rank == 0:
-            check_data(job.run, job.stream.identity)
-        _resume(job)
 
 
 def make_guard(job: Job) -> Guard:
@@ -217,6 +319,7 @@ def change_micro_batch(job: Job, measured: int) -> None:
     job.mesh = precompile_mesh(job.config, job.mesh.nodes, measured)
     job.backend.change_batch(job.mesh)
     job.close_stream()
+    job._ahead = job._position = None
     job.stream = open_stream(job)
 
 
@@ -238,20 +341,27 @@ def open_stream(job: Job) -> PackedStream:
     return PackedStream(spec, job.mesh.data_rank(job.worker.rank), job.mesh.data, data.num_workers)
 
 
-def _resume(job: Job) -> None:
-    """Resume from the newest valid checkpoint, or start from step 0 (collective)."""
-    job.phases.begin("resuming", job.step)
+def _find_resumable(
+    job: Job, context: StartContext
+) -> tuple[Resumable, tuple[SkippedBatches, ...]]:
+    """Find the newest valid checkpoint and the batches that roll-backs skip (collective)."""
     first = job.worker.rank == 0
     if first:
         remove_leftovers(job.run, job.attempt)
-    found = find_resumable(job.run, job.backend, job.fingerprint())
+    found = find_resumable(job.run, context, job.fingerprint())
+    # Read by rank 0 alone: all workers must skip the same batches.
+    return found, context.control.broadcast(read_rollbacks(job.run) if first else None)
+
+
+def _resume(job: Job, future: Future[tuple[Resumable, tuple[SkippedBatches, ...]]]) -> None:
+    """Resume from the newest valid checkpoint, or start from step 0 (collective)."""
+    job.phases.begin("resuming", job.step)
+    found, job.skips = future.result()
     job.skipped = found.skipped + found.invalidated
     for line in found.skipped:
         log.warning("skipped a checkpoint that does not verify: %s", line)
     for line in found.invalidated:
         log.info("skipped an invalidated checkpoint: %s", line)
-    # Read by rank 0 alone: all workers must skip the same batches.
-    job.skips = job.backend.gather(read_rollbacks(job.run) if first else None)[0]
     for skip in job.skips:
         log.info("batches %d to %d are skipped: %s", skip.first, skip.last, skip.reason)
     if found.state is None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, SupportsFloat
 
-from slurmllm.backends.base import IGNORED, MicroBatch
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
 from slurmllm.records import MetricsRow
 from slurmllm.train.hooks import Hook, StepEnd
@@ -26,12 +25,13 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
     Raises:
         DivergenceError: On all workers if the guard ends training; nothing is saved.
     """
-    signal_name = stop_requested(job)
+    signal_name = job.decide().signal_name
+    job.post_flags()
     unread: list[Step] = []
     while job.step < job.last_step and signal_name is None:
         job.phases.begin("first_step" if job.step == job.first_step else "stepping", job.step)
         unread.append(run_step(job))
-        signal_name = stop_requested(job)
+        signal_name = job.read_flags().signal_name  # as posted after the step before
         last = job.step == job.last_step
         leaving = last or signal_name is not None
         saving = leaving or job.saves.due(job.step)
@@ -41,6 +41,8 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         while len(unread) > deferred:
             step = unread.pop(0)
             row = read_metrics(job, step)
+            if job.guard.diverged:  # no hook sees the step; the flags tell the other workers
+                continue
             newest = not unread
             end = StepEnd(
                 row, last=last and newest, saving=saving and newest, leaving=leaving and newest,
@@ -48,6 +50,9 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
             )  # fmt: skip
             for hook in hooks:
                 hook.after_step(end)
+        if saving and job.guard.diverged:
+            job.decide()  # the others decide in the guard's hook
+        job.post_flags()
     if job.step < job.last_step:
         log.info("stopped by %s after step %d of %d", signal_name, job.step, job.last_step)
         return EXIT_REQUEUE
@@ -78,12 +83,11 @@ def run_step(job: Job) -> Step:
     recipe, backend = job.config.recipe, job.backend
     deferred, number = backend.deferred_metrics, job.step + 1
     lr = learning_rate(recipe.optim, recipe.train.steps, number)
-    micro_batches = job.micro_batches()
-    batch = job.stream.batches
+    batch = job.next_batch()
     data_at = time.perf_counter()
-    loss = backend.forward_backward(micro_batches, count_targets(job, micro_batches))
-    if not deferred:  # before the optimizer writes it into the weights
-        job.guard.check_finite("loss", float(loss), number, batch)
+    loss = backend.forward_backward(batch.micro_batches, batch.num_targets())
+    if not deferred:
+        float(loss)  # waits for it
     loss_at = time.perf_counter()
     grad_norm = backend.optimizer_step(lr)
     param_norm = backend.param_norm()
@@ -91,22 +95,12 @@ def run_step(job: Job) -> Step:
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
     return Step(
-        number, batch, started, lr, job.tokens,
+        number, batch.number, started, lr, job.tokens,
         data_wait_s=data_at - started,
         forward_backward_s=None if deferred else loss_at - data_at,
         optimizer_s=None if deferred else norms_at - loss_at,
         loss=loss, grad_norm=grad_norm, param_norm=param_norm,
     )  # fmt: skip
-
-
-def count_targets(job: Job, micro_batches: Sequence[MicroBatch]) -> int:
-    """Return the number of target tokens of the global batch, all workers' (collective)."""
-    mesh = job.mesh
-    if job.stream.trains_every_token:
-        return mesh.global_batch * job.config.recipe.model.seq_len
-    own = sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
-    # All workers of a replica read the same sequences.
-    return int(sum(job.backend.gather(own))) // (mesh.tensor * mesh.pipeline)
 
 
 def read_metrics(job: Job, step: Step) -> MetricsRow:
@@ -129,8 +123,3 @@ def read_metrics(job: Job, step: Step) -> MetricsRow:
         step_time_s=step_time_s, data_wait_s=step.data_wait_s,
         forward_backward_s=step.forward_backward_s, optimizer_s=step.optimizer_s,
     )  # fmt: skip
-
-
-def stop_requested(job: Job) -> str | None:
-    """Return any worker's signal, the same on all (collective); DivergenceError if one diverged."""
-    return next((name for name in job.guard.agree(job.stop.signal_name) if name), None)

@@ -29,7 +29,6 @@ from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, micro_batches, save_mesh
 from slurmllm.train.exits import classify_error
 from slurmllm.train.job import Job, change_micro_batch
-from slurmllm.train.loop import stop_requested
 from slurmllm.train.schedules import learning_rate
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def choose_micro_batch(job: Job) -> str | None:
     """
     planned = load_mesh(job.run.plan)
     share = planned.global_batch // planned.data
-    nodes = tuple(dict.fromkeys(job.backend.gather(job.worker.node)))
+    nodes = _nodes(job)
     found: list[MicroBatchCandidate] = []
     reason, limit, resting = f"none larger fits a worker's share of {share}", 0, 0
     for size in to_try(micro_batches(share, planned.pipeline, planned.virtual_pipeline)):
@@ -74,7 +73,7 @@ def choose_micro_batch(job: Job) -> str | None:
             size, candidate.seconds_per_sequence, candidate.peak_bytes / 1e9, limit / 1e9,
             candidate.first_step_s,
         )  # fmt: skip
-        if signal_name := stop_requested(job):
+        if signal_name := job.decide().signal_name:
             return signal_name
     chosen = choose(found)
     if job.worker.rank == 0:
@@ -202,16 +201,24 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
     documents = recipe.data.mask == "document"
     positions = np.tile(np.arange(model.seq_len), (mesh.micro_batch, 1)) if documents else None
     batches = [MicroBatch(part, part, positions) for part in tokens]
-    job.backend.gather(None)  # a barrier: all workers start together
+    job.backend.control.barrier()  # all workers start together
     began = time.perf_counter()
     labels = mesh.global_batch * model.seq_len
     float(job.backend.forward_backward(batches, labels))  # waits for the device
     seconds = time.perf_counter() - began
     float(job.backend.optimizer_step(learning_rate(recipe.optim, recipe.train.steps, 1)))
-    return float(max(job.backend.gather(seconds)))
+    return float(job.backend.control.all_reduce([seconds], "max")[0])
 
 
 def _fullest(job: Job) -> Memory:
     """Return the largest peak and the smallest limit of all workers (collective)."""
-    every = job.backend.gather(job.backend.memory())
-    return Memory(max(m.peak_bytes for m in every), min(m.limit_bytes for m in every))
+    own, control = job.backend.memory(), job.backend.control
+    (peak_bytes,) = control.all_reduce([own.peak_bytes], "max")
+    (limit_bytes,) = control.all_reduce([own.limit_bytes], "min")
+    return Memory(peak_bytes, limit_bytes)
+
+
+def _nodes(job: Job) -> tuple[str, ...]:
+    """Return the names of the nodes (collective)."""
+    names = job.backend.control.gather(job.worker.node)
+    return job.backend.control.broadcast(None if names is None else tuple(dict.fromkeys(names)))

@@ -94,7 +94,7 @@ def make_hooks(job: Job) -> list[Hook]:
 
     Metrics come before the checkpoint, so that the rows of all its steps are on disk. The guard is
     between them, so that a diverged step is recorded but not saved. Memory is read before a save
-    uses some.
+    uses some, and after the guard: a worker that found a divergence has no more hooks.
     """
     from slurmllm.train.hooks.checkpoint import CheckpointHook
     from slurmllm.train.hooks.monitoring import (
@@ -114,9 +114,10 @@ def make_hooks(job: Job) -> list[Hook]:
         from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
         hooks += [MetricsHook(job), TensorBoardHook(job), ProgressHook(job)]
+    hooks.append(GuardHook(job))
     if not job.backend.deferred_metrics:  # no Neuron runtime is known to report memory so
         hooks.append(MemoryHook(job))
-    return [*hooks, GuardHook(job), CheckpointHook(job)]
+    return [*hooks, CheckpointHook(job)]
 
 
 def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | None) -> int:

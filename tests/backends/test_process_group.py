@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from slurmllm.backends import process_group
 from slurmllm.backends.process_group import SignedStore
-from slurmllm.backends.rendezvous import SECRET, new_secret
+from slurmllm.control.rendezvous import SECRET, new_secret
 from slurmllm.errors import CodeError, NodeError
 
 # Starts as training does, and gathers.

@@ -18,14 +18,14 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from slurmllm.backends.rehearsal.network import Star
 from train.gang import small_config
 
 from slurmllm.backends.base import MicroBatch, Worker, load_backend
 from slurmllm.backends.environment import load_environment
 from slurmllm.backends.rehearsal import network
-from slurmllm.backends.rehearsal.network import Star
 from slurmllm.backends.rehearsal.runtime import RehearsalBackend
-from slurmllm.backends.rendezvous import listen
+from slurmllm.control.rendezvous import listen
 from slurmllm.errors import ConfigError, NodeError, StorageError
 from slurmllm.plan.mesh import make_mesh
 

@@ -133,9 +133,11 @@ def test_the_script_installs_what_doctor_wants() -> None:
         assert f"\n  {distribution}=={pinned}\n" in script
         assert pinned.startswith(f"{series[0]}.")
     assert re.search(r"\n  torch==2\.9\.\d\n", script)
-    assert f"RESERVED_PORTS={resolve('tiny_neox', 'trn1').cluster.master_port},62182" in script
+    port = resolve("tiny_neox", "trn1").cluster.master_port
+    assert port is not None
+    assert f"RESERVED_PORTS={port}-{port + 1},62182" in script
     body = (ROOT / "sbatch" / "train.sbatch").read_text(encoding="utf-8")
-    assert "ports=$SLURMLLM_MASTER_PORT,62182" in body
+    assert "ports=$SLURMLLM_MASTER_PORT-$((SLURMLLM_MASTER_PORT + 1)),62182" in body
 
 
 def test_the_page_has_the_versions_of_the_script() -> None:

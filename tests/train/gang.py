@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmllm.backends.rendezvous import new_secret
 from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.control.rendezvous import new_secret
 from slurmllm.corpus.build import build_corpus
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.readers import ReadOptions

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
-from slurmllm.backends.rendezvous import free_port, new_secret
 from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.control.rendezvous import free_port, new_secret
 from slurmllm.plan.mesh import Mesh, make_mesh
 
 # (backend) → anything picklable; a function of a module, so that the processes find it by name.

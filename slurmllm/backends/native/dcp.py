@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -41,9 +40,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, 
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
 
-from slurmllm.backends.base import Worker
 from slurmllm.checkpoint.formats.dcp_write import DcpWriter, dcp_error
 from slurmllm.checkpoint.formats.nxd_files import read_layout
 from slurmllm.checkpoint.formats.pickles import DcpReader
@@ -51,7 +48,8 @@ from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.checkpoint.state import MOMENTS, read_origin
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.errors import StorageError
+from slurmllm.control.plane import ControlPlane
+from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.model.init import local_part, local_region
 
 log = logging.getLogger(__name__)
@@ -61,25 +59,22 @@ _BACKGROUND_NICENESS = 5  # of the writing threads: training has the cores first
 _BYTES = WriteItemType.BYTE_IO
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
     """Return a worker's state for a checkpoint: the tensors themselves, no copies."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {
         "model": model_state,
         # Without param_groups: learning rate and the like come from the recipe.
         "optimizer": optimizer_state["state"],
-        "random": {_random_key(worker.rank): _random_state()},
+        "random": {_random_key(rank): _random_state()},
     }
 
 
 class DcpSaver:
-    """Writes one worker's part of every checkpoint; keeps plan and host memory between saves.
+    """Writes one worker's part of every checkpoint; keeps plan and host memory between saves."""
 
-    Its `group` is all workers, over the host's network.
-    """
-
-    def __init__(self, worker: Worker, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._worker, self._group, self._device = worker, group, device
+    def __init__(self, control: ControlPlane, device: torch.device) -> None:
+        self._control, self._device = control, device
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None
         self._names: frozenset[str] = frozenset()
@@ -98,20 +93,15 @@ class DcpSaver:
         threads = 2 if asynchronous or self._device.type == "cpu" else 1
         writer = DcpWriter(directory, threads)
         planner = _SavePlanner()
-        planner.set_up_planner(dict(state), is_coordinator=self._worker.rank == 0)
-        workers = _DistWrapper(self._group, True, 0)
-        writer.set_up_storage_writer(self._worker.rank == 0, rank=self._worker.rank)
+        first, rank = self._control.rank == 0, self._control.rank
+        planner.set_up_planner(dict(state), is_coordinator=first)
+        writer.set_up_storage_writer(first, rank=rank)
         if self._plan is None:
-
-            def make_global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+            plans = self._control.gather(planner.create_local_plan())
+            if plans is not None:
                 plans, self._metadata = planner.create_global_plan(plans)
-                return writer.prepare_global_plan(plans)
-
-            local_plan = planner.create_local_plan
-            try:
-                self._plan = workers.reduce_scatter("plan", local_plan, make_global_plan)
-            except CheckpointException as error:
-                raise dcp_error(error, "cannot plan a checkpoint") from error
+                plans = writer.prepare_global_plan(plans)
+            self._plan = self._control.scatter(plans)
             self._names = frozenset(planner.state_dict)
         assert self._names == planner.state_dict.keys(), "the names of a state never change"
         plan = planner.finish_plan(self._plan)
@@ -120,7 +110,7 @@ class DcpSaver:
                 self._allocate_copies(planner, plan)
             planner.copies = self._copies
         self._save = save = DcpSave(
-            planner, plan, writer, workers, self._metadata, self._worker, self._device
+            planner, plan, writer, self._control, self._metadata, self._device
         )
         save.start(asynchronous)
         return save
@@ -161,11 +151,11 @@ class DcpSave(ShardWrite):
     """One save of a worker's shards; made by `DcpSaver.begin`."""
 
     def __init__(
-        self, planner: _SavePlanner, plan: SavePlan, writer: DcpWriter, workers: _DistWrapper,
-        metadata: Metadata | None, worker: Worker, device: torch.device,
+        self, planner: _SavePlanner, plan: SavePlan, writer: DcpWriter, control: ControlPlane,
+        metadata: Metadata | None, device: torch.device,
     ) -> None:  # fmt: skip
         self._planner, self._plan, self._writer = planner, plan, writer
-        self._workers, self._metadata, self._worker = workers, metadata, worker
+        self._control, self._metadata = control, metadata
         self._device = device
         self._copied = threading.Event()
         self._results: Future[list[WriteResult]] = Future()
@@ -218,8 +208,7 @@ class DcpSave(ShardWrite):
         try:
             self._results.result()
         except OSError as error:
-            message = f"cannot write shards: {error.strerror or error}"
-            raise StorageError(f"{message} (rank {self._worker.rank})") from error
+            raise self._storage_error(error) from error
         return sorted(self._writer.fs.written)
 
     def finish(self) -> list[str]:
@@ -227,16 +216,30 @@ class DcpSave(ShardWrite):
 
     def _write_metadata(self) -> list[str]:
         """Write `.metadata` on rank 0 (collective)."""
-
-        def write(results: list[list[WriteResult]]) -> None:
-            assert self._metadata is not None
-            self._writer.finish(self._metadata, results)
-
+        fault: SlurmllmError | None = None
+        results: list[WriteResult] = []
         try:
-            self._workers.all_reduce("metadata", self._results.result, write)
-        except CheckpointException as error:  # on all workers alike
-            raise dcp_error(error, "cannot write shards") from error
-        return [".metadata"] if self._worker.rank == 0 else []
+            results = self._results.result()
+        except (OSError, SlurmllmError) as error:
+            fault = self._storage_error(error)
+        if found := self._control.first(fault):  # on all workers alike
+            raise found
+        everyone = self._control.gather(results)
+        if everyone is not None:
+            assert self._metadata is not None
+            try:
+                self._writer.finish(self._metadata, everyone)
+            except OSError as error:
+                fault = self._storage_error(error)
+        if found := self._control.first(fault):
+            raise found
+        return [".metadata"] if everyone is not None else []
+
+    def _storage_error(self, error: OSError | SlurmllmError) -> SlurmllmError:
+        if isinstance(error, SlurmllmError):
+            return error
+        reason = error.strerror or error
+        return StorageError(f"cannot write shards: {reason} (rank {self._control.rank})")
 
     def sha256(self, name: str) -> str | None:
         return self._writer.fs.written.get(name)
@@ -285,46 +288,53 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def load(
-    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, worker: Worker,
-    group: dist.ProcessGroup, config: ModelConfig | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, control: ControlPlane,
+    config: ModelConfig | None = None,
 ) -> None:  # fmt: skip
     """Load a checkpoint of any number of workers, by DCP or by NxD (collective).
 
     The random state is restored if the number of workers is the same; else it stays as seeded at
-    the start. The group is all workers, over the host's network; without `config`, the model's is
-    read from `train_state.json`.
+    the start. Without `config`, the model's is read from `train_state.json`.
 
     Raises:
         StorageError: On all workers if one of them cannot read its shards.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
-    if read_layout(directory) is None:
-        _load_dcp(state, directory, worker, group)
-    else:
-        _load_nxd(state, directory, group, config)
+    fault: SlurmllmError | None = None
+    try:
+        if read_layout(directory) is None:
+            _load_dcp(state, directory, control)
+        else:
+            _read_shards(state, open_training(directory, config or read_origin(directory).model))
+    except StorageError as error:
+        fault = StorageError(f"{error} (rank {control.rank})")
+    except SlurmllmError as error:
+        fault = error
+    # Exchanged, so that no worker waits in a later collective for one that failed here.
+    if found := control.first(fault):
+        raise found
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    random_state = state.get("random", {}).get(_random_key(worker.rank), {})
+    random_state = state.get("random", {}).get(_random_key(control.rank), {})
     if "cpu" in random_state:
         torch.set_rng_state(random_state["cpu"])
     if "cuda" in random_state:
         torch.cuda.set_rng_state(random_state["cuda"])
 
 
-def _load_dcp(
-    state: dict[str, Any], directory: Path, worker: Worker, group: dist.ProcessGroup
-) -> None:
+def _load_dcp(state: dict[str, Any], directory: Path, control: ControlPlane) -> None:
     reader = DcpReader(directory)
     saved = reader.metadata.state_dict_metadata
     ranks = {key.split(".")[1] for key in saved if key.startswith("random.")}
-    if len(ranks) == worker.world_size:
-        own = _random_key(worker.rank)
+    if len(ranks) == control.world_size:
+        own = _random_key(control.rank)
         now = _random_state().items()
         random_state = {kind: value for kind, value in now if f"random.{own}.{kind}" in saved}
         if random_state:
             state["random"] = {own: random_state}
     try:
-        load_state(state, storage_reader=reader, planner=_LoadPlanner(), process_group=group)
+        # Without a process group: DCP's plans for reading need no other worker's.
+        load_state(state, storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
     except CheckpointException as error:
         raise dcp_error(error, f"cannot read shards from {directory}") from error
 
@@ -334,22 +344,6 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise StorageError(f"{read_item.dest_index.fqn} is no tensor; restore the checkpoint")
-
-
-def _load_nxd(
-    state: dict[str, Any], directory: Path, group: dist.ProcessGroup, config: ModelConfig | None
-) -> None:
-    fault: str | None = None
-    try:
-        _read_shards(state, open_training(directory, config or read_origin(directory).model))
-    except StorageError as error:
-        fault = str(error)
-    # Exchanged, so that no worker waits in a later collective for one that failed here.
-    faults: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(faults, fault, group=group)
-    for rank, found in enumerate(faults):
-        if found is not None:
-            raise StorageError(f"{found} (rank {rank})")
 
 
 @torch.no_grad()

@@ -59,7 +59,6 @@ class NativeBackend(Backend):
 
     device: torch.device
     device_mesh: DeviceMesh
-    control: dist.ProcessGroup  # gloo, all workers; not blocked by device collectives
     chunks: list[Decoder]
     model: nn.Module  # all chunks as one module
     pipeline: Pipeline | None
@@ -84,7 +83,6 @@ class NativeBackend(Backend):
         )  # fmt: skip
         degrees, names = (mesh.pipeline, mesh.data, mesh.tensor), ("pipeline", "data", "tensor")
         self.device_mesh = init_device_mesh(kind, degrees, mesh_dim_names=names)
-        self.control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         if self.config.recipe.model.tied_embeddings and mesh.pipeline > 1:
             pairs = [[ranks[0], ranks[-1]] for ranks in pipelines(mesh)]
             self.tied_group, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]
@@ -141,7 +139,7 @@ class NativeBackend(Backend):
         self.optimizer = precision.make_optimizer(
             self.model.named_parameters(), recipe.optim, recipe.train
         )
-        self.shards = DcpSaver(self.worker, self.control, self.device)
+        self.shards = DcpSaver(self.control, self.device)
 
     def fill_weights(self, read: WeightReader) -> None:
         for chunk in self.chunks:
@@ -228,19 +226,14 @@ class NativeBackend(Backend):
 
     def save_shards(self, directory: Path) -> ShardWrite:
         return self.shards.begin(
-            dcp.state_of(self.model, self.optimizer, self.worker),
+            dcp.state_of(self.model, self.optimizer, self.worker.rank),
             directory,
             asynchronous=self.config.recipe.checkpoint.asynchronous,
         )
 
     def load_shards(self, directory: Path) -> None:
         model = self.config.recipe.model
-        dcp.load(self.model, self.optimizer, directory, self.worker, self.control, config=model)
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.worker.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        dcp.load(self.model, self.optimizer, directory, self.control, config=model)
 
     def graph_cache_counts(self) -> tuple[int, int]:
         return compiling.cache_counts()

@@ -56,11 +56,11 @@ class NxdBackend(Backend):
 
     deferred_metrics = True
 
-    control: dist.ProcessGroup
     model: nn.Module  # from `initialize_parallel_model`
     optimizer: torch.optim.Optimizer  # from `initialize_parallel_optimizer`
     parameters: dict[str, nn.Parameter]  # by name in the whole model, in the optimizer's order
     _hooked: torch.optim.Optimizer | None = None
+    _stage_names: tuple[tuple[str, ...], ...] | None = None  # parameters of each stage
 
     def start(self) -> None:
         faults = unsupported_settings(self.config)
@@ -71,8 +71,6 @@ class NxdBackend(Backend):
 
         name = "gloo" if cpu_mode() else "xla"
         init_process_group(name, self.worker.rank, self.worker.world_size, CONTROL_TIMEOUT)
-        # Over the host's network: its messages never wait for the device.
-        self.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.device = torch.device("cpu") if cpu_mode() else xm.xla_device()
         # Learning rate and step are tensors there: as Python numbers they would become constants of
         # the graph if they round to 1, as `1 - lr · decay` does in a warm-up: another graph than
@@ -284,13 +282,18 @@ class NxdBackend(Backend):
         return NxdSaving(directory, self._layout(), self._ranks, self.model, self.optimizer)
 
     def _layout(self) -> NxdLayout:
+        """Return the layout of the checkpoints (collective when first called)."""
         mesh, precision = self.mesh, self.config.recipe.train.precision
-        stages = self.gather(tuple(self.parameters))[:: mesh.tensor * mesh.data]
+        if self._stage_names is None:
+            own = tuple(self.parameters) if self._ranks[1:] == (0, 0) else None  # one of a stage
+            everyone = self.control.gather(own)
+            names = None if everyone is None else tuple(n for n in everyone if n is not None)
+            self._stage_names = self.control.broadcast(names)
         return NxdLayout(
             tensor=mesh.tensor, pipeline=mesh.pipeline, data=mesh.data,
             virtual_pipeline=mesh.virtual_pipeline, zero=self._sharded,
             optimizer_dtype=optimizer_dtype(precision), dtype=dtype(precision),
-            names=tuple(stages),
+            names=self._stage_names,
         )  # fmt: skip
 
     def load_shards(self, directory: Path) -> None:
@@ -358,11 +361,6 @@ class NxdBackend(Backend):
         self._use_loaded_state()
         xm.rendezvous("rehearsal")  # its graph, too, is part of each save
         mark_step()
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.worker.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
 
     def graph_cache_counts(self) -> tuple[int, int]:
         import torch_xla.debug.metrics as metrics

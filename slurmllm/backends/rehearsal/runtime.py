@@ -15,15 +15,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory
 from slurmllm.backends.rehearsal.environment import unsupported
-from slurmllm.backends.rehearsal.network import Star
-from slurmllm.backends.rendezvous import own_secret
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.host_memory import Memory, host_memory
@@ -40,7 +37,6 @@ _SHARDS = "state_*_of_*.npy"
 class RehearsalBackend(Backend):
     """A worker that computes nothing."""
 
-    star: Star
     state: State
     _batch = 0
 
@@ -48,9 +44,6 @@ class RehearsalBackend(Backend):
         if faults := unsupported(self.config):
             raise ConfigError("the rehearsal backend cannot run this recipe", faults)
         self._step_s = _read_setting(STEP_S, 0.02)
-        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        rank, world_size = self.worker.rank, self.worker.world_size
-        self.star = Star(rank, world_size, address, own_secret() if world_size > 1 else b"")
 
     def build(self, model_factory: ModelFactory) -> None:
         worker, seed = self.worker, self.config.recipe.train.seed
@@ -70,8 +63,8 @@ class RehearsalBackend(Backend):
         rank, mesh = self.worker.rank, self.mesh
         first = rank % mesh.tensor == 0 and mesh.pipeline_rank(rank) == 0
         own = batch_digest(micro_batches) if first else 0
-        answers = self.star.gather((own, self.state.digest()))
-        batch, state = (sum(parts) % _MODULUS for parts in zip(*answers, strict=True))
+        sums = self.control.all_reduce((own, self.state.digest()), "sum")
+        batch, state = (total % _MODULUS for total in sums)
         self._batch = mix(batch, state, num_targets)
         return 2.0 + fraction(self._batch)
 
@@ -89,9 +82,6 @@ class RehearsalBackend(Backend):
     def load_shards(self, directory: Path) -> None:
         self.state.load(directory)
 
-    def gather(self, value: Any) -> list[Any]:
-        return self.star.gather(value)
-
     def graph_cache_counts(self) -> tuple[int, int]:
         return 0, 0
 
@@ -99,7 +89,7 @@ class RehearsalBackend(Backend):
         return host_memory(self.worker.sharing)
 
     def stop(self) -> None:
-        self.star.close()
+        pass  # the control plane is the job's
 
 
 class State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from slurmllm.checkpoint.replicas import ReplicaCopier, open_replica
@@ -28,7 +29,6 @@ class CheckpointHook(Hook):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._save: Save | None = None
         self._finished: Save | None = None
         self._waited_s = 0.0
         self._save_s: float | None = None
@@ -42,16 +42,16 @@ class CheckpointHook(Hook):
 
     def after_step(self, end: StepEnd) -> None:
         """Begin or finish a save if it is due (collective)."""
-        job, save = self._job, self._save
+        job, save = self._job, self._job.save
         if self._interval is not None and end.row.step > job.first_step + 1:
             self._interval.add_step(end.row.step_time_s, saving=save is not None)
-        finished = save is not None and (end.saving or all(job.backend.gather(save.written())))
+        finished = save is not None and (end.saving or not job.flags.writing)
         if finished:
             self._finish()
         if end.saving and (end.last or not end.leaving or self._enough_time()):
             job.phases.begin("saving", job.step)
             began = time.monotonic()
-            self._save = Save(job.run, job.backend, job.train_state(), job.attempt)
+            job.save = Save(job.run, job.backend, job.train_state(), job.attempt)
             self._waited_s = time.monotonic() - began
             job.saves.next = None
             if end.leaving or not job.config.recipe.checkpoint.asynchronous:
@@ -62,11 +62,11 @@ class CheckpointHook(Hook):
         elif (
             (finished or job.step == job.first_step + MEASURED_STEPS)
             and job.saves.auto
-            and self._save is None
+            and job.save is None
         ):
             # Chosen by rank 0, which has the measurements; all workers save after the same step.
             chosen = self._interval.choose(job.step) if self._interval is not None else None
-            chosen = job.backend.gather(chosen)[0]
+            chosen = job.backend.control.broadcast(chosen)
             job.saves.next = chosen.step
             log.info(chosen.message)
             job.events.add("interval", job.step, message=chosen.message, values=chosen.values)
@@ -77,14 +77,14 @@ class CheckpointHook(Hook):
             self._finished.join_retention()
 
     def _finish(self) -> None:
-        assert self._save is not None
-        job, save = self._job, self._save
+        job, save = self._job, self._job.save
+        assert save is not None
         job.phases.begin("saving", job.step)
         began = time.monotonic()
         self.close()
         copied = self._copier.in_use if self._copier is not None else ()
         self._save_s = save.finish((*copied, *job.guard.protected_steps()))
-        self._save, self._finished = None, save
+        job.save, self._finished = None, save
         between_s = self._waited_s + time.monotonic() - began
         waited_s = between_s + save.waited_s
         log.info(
@@ -103,17 +103,19 @@ class CheckpointHook(Hook):
         """Return whether a save at a stop can finish before the time limit (collective)."""
         job = self._job
         left = job.stop.left_s(job.config.recipe.slurm.signal_lead_s)
-        answers = job.backend.gather((left, self._save_s))
-        needed = answers[0][1]
-        known = [left for left, _ in answers if left is not None]
-        if needed is None or not known or needed * _MARGIN <= min(known):
+        control = job.backend.control
+        own = math.inf if left is None else left
+        # Rank 0's last save counts; infinite: unknown.
+        needed = self._save_s if control.rank == 0 and self._save_s is not None else math.inf
+        least_s, needed_s = control.all_reduce([own, needed], "min")
+        if math.isinf(needed_s) or needed_s * _MARGIN <= least_s:
             return True
         message = (
-            f"step {job.step} is not saved: the last save took {needed:.1f} s and "
-            f"{max(0.0, min(known)):.1f} s are left; raise slurm.signal_lead_s to have more time"
+            f"step {job.step} is not saved: the last save took {needed_s:.1f} s and "
+            f"{max(0.0, least_s):.1f} s are left; raise slurm.signal_lead_s to have more time"
         )
         log.warning(message)
-        values = {"left_s": min(known), "needed_s": needed}
+        values = {"left_s": least_s, "needed_s": needed_s}
         job.events.add("save_skipped", job.step, message=message, values=values)
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import deque
 from contextlib import suppress
@@ -27,13 +28,13 @@ class GuardHook(Hook):
     """Passes the gradient norm to `job.guard`; on every worker."""
 
     def __init__(self, job: Job) -> None:
-        self._guard = job.guard
+        self._job = job
 
     def after_step(self, end: StepEnd) -> None:
         """Check the step; a diverged step is not saved (collective if a save is due)."""
-        self._guard.check_norm(end.row.step, end.batch, end.row.grad_norm)
+        self._job.guard.check_norm(end.row.step, end.batch, end.row.grad_norm)
         if end.saving:
-            self._guard.agree()
+            self._job.decide()
 
 
 class MetricsHook(Hook):
@@ -130,13 +131,14 @@ class MemoryHook(Hook):
         if not end.leaving and (self._recorded or not enough):
             return
         saves, self._recorded = ", saves included" if self._recorded else "", True
-        answers = dict(enumerate(self._job.backend.gather(self._read())))
-        known = {rank: memory for rank, memory in answers.items() if memory is not None}
-        if not known:
+        own, control = self._read() or Memory(-1, 0), self._job.backend.control
+        (peak,) = control.all_reduce([own.peak_bytes], "max")
+        has_most = own.peak_bytes == peak
+        rank, limit = control.all_reduce(
+            [control.rank if has_most else math.inf, own.limit_bytes or math.inf], "min"
+        )
+        if peak < 0:  # no worker's system reports it
             return
-        rank = max(known, key=lambda one: known[one].peak_bytes)
-        peak = known[rank].peak_bytes
-        limit = min(memory.limit_bytes for memory in known.values())
         self._job.events.add(
             "memory",
             step,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm
 
-from slurmllm.backends import rendezvous
-from slurmllm.backends.rendezvous import (
+from slurmllm.control import rendezvous
+from slurmllm.control.rendezvous import (
     SECRET,
     default_interface,
     interface_variables,

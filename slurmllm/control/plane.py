@@ -1,0 +1,180 @@
+"""A worker's end of the control plane.
+
+All operations are collective: every worker calls the same ones in the same order. `reduce` begins
+one and returns at once, so that a step does not wait for it; the others wait for their result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+from slurmllm.control.operations import combine, decode_parts, encode_numbers, encode_part
+from slurmllm.control.relay import OPERATION_S
+from slurmllm.control.rendezvous import own_secret
+from slurmllm.control.wire import Claim, Connection, Frame, Kind, Role, introduce
+from slurmllm.errors import ConfigError, NodeError
+
+SOCKET = "SLURMLLM_CONTROL"  # path of the relay's Unix socket
+Reduction = Literal["sum", "max", "min"]
+_KINDS = {"sum": Kind.SUM, "max": Kind.MAX, "min": Kind.MIN}
+_MARGIN_S = 60.0  # the relay, which knows whom it waits for, reports a time-out first
+T = TypeVar("T")
+
+
+class ControlPlane:
+    """One worker's connection to the relay of its node; a single worker needs none.
+
+    Args:
+        path: Of the relay's Unix socket; None for a single worker.
+
+    Raises:
+        NodeError: The relay does not respond or refuses this worker.
+    """
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, path: str | None = None, secret: bytes = b""
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._connection: Connection | None = None
+        self._started = 0  # operations
+        self._results: dict[int, Frame] = {}
+        self._fault: str | None = None
+        if path is not None:
+            self._connection = Connection(
+                _connect(path, Claim(Role.WORKER, rank, world_size), secret)
+            )
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Messages and bytes sent and received so far."""
+        if self._connection is None:
+            return 0, 0
+        return self._connection.messages, self._connection.num_bytes
+
+    def reduce(self, values: Sequence[float], by: Reduction) -> Pending:
+        """Begin to reduce the workers' lists of numbers, element by element; see `Pending`."""
+        return Pending(self, self._start(_KINDS[by], encode_numbers(values)))
+
+    def all_reduce(self, values: Sequence[float], by: Reduction) -> list[Any]:
+        """Reduce the workers' lists of numbers, element by element; integers stay integers."""
+        return self.reduce(values, by).result()
+
+    def barrier(self) -> None:
+        """Wait until every worker calls this."""
+        self.all_reduce((), "max")
+
+    def first(self, value: T | None) -> T | None:
+        """Return the value of the lowest rank that has one, on every worker; None if none has.
+
+        Values are picklable; if no worker has one, no value is sent.
+        """
+        rank = self.rank.to_bytes(4, "big")
+        found = self._wait(Kind.FIRST, b"" if value is None else rank + pickle.dumps(value))
+        return None if not found else pickle.loads(found[4:])  # noqa: S301 (of this attempt)
+
+    def gather(self, value: T) -> list[T] | None:
+        """Return the picklable values of all workers, by rank, on rank 0; None on the others."""
+        found = decode_parts(self._wait(Kind.GATHER, encode_part(self.rank, pickle.dumps(value))))
+        if self.rank:
+            return None
+        return [pickle.loads(found[rank]) for rank in range(self.world_size)]  # noqa: S301
+
+    def broadcast(self, value: T | None) -> T:
+        """Return rank 0's picklable value; those of the others are ignored."""
+        sent = b"" if self.rank else pickle.dumps(value)
+        found: T = pickle.loads(self._wait(Kind.BROADCAST, sent))  # noqa: S301 (of this attempt)
+        return found
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Return this worker's of the picklable values that rank 0 has for all, by rank."""
+        parts: Sequence[T] = () if self.rank or values is None else values
+        sent = b"".join(encode_part(rank, pickle.dumps(part)) for rank, part in enumerate(parts))
+        found: T = pickle.loads(decode_parts(self._wait(Kind.SCATTER, sent))[self.rank])  # noqa: S301
+        return found
+
+    def close(self) -> None:
+        """Leave as planned; the other workers may go on without this one's contributions."""
+        if self._connection is not None:
+            with suppress(OSError):
+                self._connection.queue(Frame(Kind.LEAVE, 0, b""))
+            self._connection.socket.close()
+            self._connection = None
+
+    def _start(self, kind: Kind, payload: bytes) -> int:
+        number = self._started
+        self._started += 1
+        frame = Frame(kind, number, payload)
+        if self._connection is None:
+            self._results[number] = frame._replace(payload=combine(kind, [payload]))
+            return number
+        try:
+            self._connection.queue(frame)
+        except OSError:
+            # The relay may have sent the reason before it closed.
+            self._receive(number)
+        return number
+
+    def _wait(self, kind: Kind, payload: bytes) -> bytes:
+        return self._receive(self._start(kind, payload))
+
+    def _receive(self, number: int) -> bytes:
+        while number not in self._results:
+            if self._fault is not None:
+                raise NodeError(self._fault)
+            assert self._connection is not None
+            try:
+                frames = self._connection.receive()
+            except TimeoutError as error:
+                raise NodeError(
+                    f"Timed out waiting for the launcher after {OPERATION_S + _MARGIN_S:.0f} s"
+                ) from error
+            except OSError as error:
+                raise NodeError("Connection closed by peer: this node's launcher") from error
+            for frame in frames:
+                if frame.kind is Kind.FAULT:
+                    self._fault = frame.payload.decode()
+                else:
+                    self._results[frame.number] = frame
+        return self._results.pop(number).payload
+
+
+class Pending:
+    """A reduction under way."""
+
+    def __init__(self, plane: ControlPlane, number: int) -> None:
+        self._plane, self._number = plane, number
+
+    def result(self) -> list[Any]:
+        """Wait for the reduced numbers; once. NodeError if a worker has failed."""
+        found: list[Any] = json.loads(self._plane._receive(self._number))
+        return found
+
+
+def open_control(rank: int, world_size: int) -> ControlPlane:
+    """Connect this worker by the launcher's variables; does not wait for the other workers."""
+    if world_size == 1:
+        return ControlPlane()
+    path = os.environ.get(SOCKET)
+    if path is None:
+        raise ConfigError(f"{SOCKET} is not set: several workers are started by the launcher")
+    return ControlPlane(rank, world_size, path, own_secret())
+
+
+def _connect(path: str, claim: Claim, secret: bytes) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX)
+    peer.settimeout(OPERATION_S + _MARGIN_S)
+    try:
+        peer.connect(path)
+        introduce(peer, claim, secret)
+    except OSError as error:
+        peer.close()
+        raise NodeError(
+            f"Connection refused by this node's launcher at {path}: {error.strerror or error}"
+        ) from error
+    return peer
