@@ -179,7 +179,8 @@ class Relay:
             self._release()
             return
         self._closing.set()
-        self._waker.send(b"x")
+        with suppress(OSError):  # it has noticed already
+            self._waker.send(b"x")
         self._thread.join(_LEAVE_S + 1.0)
 
     def _listen(self, address: str, port: int) -> socket.socket:

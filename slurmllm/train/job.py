@@ -83,6 +83,7 @@ class Job:
     stop: StopRequest
     started: float  # Unix time at which the worker started, s
     last_step: int  # the stage is complete after it
+    control: ControlPlane = field(init=False)
     backend: Backend = field(init=False)
     stream: PackedStream = field(init=False)
     guard: Guard = field(init=False)
@@ -152,7 +153,7 @@ class Job:
             count = self.mesh.global_batch * self.config.recipe.model.seq_len
             return GlobalBatch(batches, self.stream.batches, lambda: count)
         own = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
-        counted = self.backend.control.reduce([own], "sum")
+        counted = self.control.reduce([own], "sum")
         # All workers of a replica read the same sequences.
         copies = self.mesh.tensor * self.mesh.pipeline
         return GlobalBatch(batches, self.stream.batches, lambda: counted.result()[0] // copies)
@@ -177,7 +178,7 @@ class Job:
         Complete on rank 0; the others have only their own position in the data.
         """
         position = self._position or self.stream.state()
-        positions = self.backend.control.gather(position)
+        positions = self.control.gather(position)
         return TrainState(
             step=self.step,
             tokens=self.tokens,
@@ -200,7 +201,7 @@ class Job:
         """Close what `open_job` opened, after a stage without failure."""
         self.close_stream()
         self.backend.stop()
-        self.backend.control.close()
+        self.control.close()
 
 
 def make_job(
@@ -269,16 +270,16 @@ def open_job(job: Job) -> None:
     """Open the data, start the backend, build model and optimizer, resume (collective)."""
     # Data first: its processes start while torch is imported and the model is built.
     job.stream = open_stream(job)
-    control = open_control(job.worker.rank, job.worker.world_size)
-    job.agreement = Agreement(control)
+    job.control = open_control(job.worker.rank, job.worker.world_size)
+    job.agreement = Agreement(job.control)
     resumes = job.stage == "train"
     # Checkpoints are read and verified while torch is imported and the model is built, which both
     # take as long. Until the resume, no operation of the control plane but this thread's is made.
-    context = StartContext(job.config, job.worker, control)
+    context = StartContext(job.config, job.worker, job.control)
     with ThreadPoolExecutor(1, thread_name_prefix="resume") as pool:
         found = pool.submit(_find_resumable, job, context) if resumes else None
         try:
-            _build(job, control, context)
+            _build(job, context)
         finally:
             context.imported.set()
     if found is not None:
@@ -287,7 +288,7 @@ def open_job(job: Job) -> None:
         _resume(job, found)
 
 
-def _build(job: Job, control: ControlPlane, context: StartContext) -> None:
+def _build(job: Job, context: StartContext) -> None:
     # Torch's modules are a million objects that stay: searching them for garbage takes a sixth of
     # the time that a worker takes to import and compile.
     gc.disable()
@@ -297,7 +298,7 @@ def _build(job: Job, control: ControlPlane, context: StartContext) -> None:
         gc.freeze()  # later collections ignore what exists now
         gc.enable()
         context.imported.set()
-    job.backend = backend_class(job.config, job.mesh, job.worker, control)
+    job.backend = backend_class(job.config, job.mesh, job.worker, job.control)
     job.guard = make_guard(job)
     job.backend.start()
 

@@ -201,18 +201,18 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
     documents = recipe.data.mask == "document"
     positions = np.tile(np.arange(model.seq_len), (mesh.micro_batch, 1)) if documents else None
     batches = [MicroBatch(part, part, positions) for part in tokens]
-    job.backend.control.barrier()  # all workers start together
+    job.control.barrier()  # all workers start together
     began = time.perf_counter()
     labels = mesh.global_batch * model.seq_len
     float(job.backend.forward_backward(batches, labels))  # waits for the device
     seconds = time.perf_counter() - began
     float(job.backend.optimizer_step(learning_rate(recipe.optim, recipe.train.steps, 1)))
-    return float(job.backend.control.all_reduce([seconds], "max")[0])
+    return float(job.control.all_reduce([seconds], "max")[0])
 
 
 def _fullest(job: Job) -> Memory:
     """Return the largest peak and the smallest limit of all workers (collective)."""
-    own, control = job.backend.memory(), job.backend.control
+    own, control = job.backend.memory(), job.control
     (peak_bytes,) = control.all_reduce([own.peak_bytes], "max")
     (limit_bytes,) = control.all_reduce([own.limit_bytes], "min")
     return Memory(peak_bytes, limit_bytes)
@@ -220,5 +220,5 @@ def _fullest(job: Job) -> Memory:
 
 def _nodes(job: Job) -> tuple[str, ...]:
     """Return the names of the nodes (collective)."""
-    names = job.backend.control.gather(job.worker.node)
-    return job.backend.control.broadcast(None if names is None else tuple(dict.fromkeys(names)))
+    names = job.control.gather(job.worker.node)
+    return job.control.broadcast(None if names is None else tuple(dict.fromkeys(names)))

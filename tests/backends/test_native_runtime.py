@@ -150,7 +150,7 @@ def test_missing_shards_are_the_storage_s_fault(new_backend: NewBackend, tmp_pat
 
 def test_gather_and_counts(new_backend: NewBackend) -> None:
     backend = new_backend()
-    assert backend.gather({"a": 1}) == [{"a": 1}]
+    assert backend.control.gather({"a": 1}) == [{"a": 1}]
     before = backend.graph_cache_counts()  # of this process, other tests included
     train(backend, 1)
     assert backend.graph_cache_counts() == before, "nothing is compiled where compile is off"

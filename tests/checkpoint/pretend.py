@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 from train.gang import small_config
 
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, Worker
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.checkpoint.state import TrainState, fingerprint
+from slurmllm.control.plane import ControlPlane
+from slurmllm.control.relay import Position, Relay
 from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import make_mesh
 
 T = TypeVar("T")
+SECRET = b"known to the workers"
 CONFIG = small_config("checkpoint.keep=2")
 FINGERPRINT = fingerprint(CONFIG.recipe, "corpus-a", "tokenizer-a")
 
@@ -42,7 +46,8 @@ class PretendBackend(Backend):
     """Writes one small file a worker; `refuse` raises in its place."""
 
     def __init__(self, gang: PretendGang, rank: int) -> None:
-        super().__init__(CONFIG, make_mesh(CONFIG, 1), Worker(rank, gang.world, rank, f"n{rank}"))
+        worker = Worker(rank, gang.world, rank, f"n{rank}")
+        super().__init__(CONFIG, make_mesh(CONFIG, 1), worker, gang.control(rank))
         self._gang = gang
 
     def save_shards(self, directory: Path) -> ShardWrite:
@@ -51,9 +56,6 @@ class PretendBackend(Backend):
         name = f"shard_{self.worker.rank}"
         (directory / name).write_bytes(bytes([self.worker.rank]) * 1000)
         return CompletedWrite([name])
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._gang.gather(self.worker.rank, value)
 
     def start(self) -> None: ...
     def build(self, model_factory: ModelFactory) -> None: ...
@@ -84,24 +86,31 @@ class PretendGang:
     def __init__(self, world: int = 2) -> None:
         self.world = world
         self.refuse: dict[int, Exception] = {}
-        self._barrier = threading.Barrier(world, timeout=120)
-        self._values: list[Any] = [None] * world
+        self._path: str | None = None
 
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self._values[rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
+    def control(self, rank: int) -> ControlPlane:
+        if self._path is None:
+            return ControlPlane()
+        return ControlPlane(rank, self.world, self._path, SECRET)
 
     def all(self, part: Callable[[Backend], T]) -> list[T | Exception]:
         """What each worker returns or raises."""
 
         def one(rank: int) -> T | Exception:
+            backend = PretendBackend(self, rank)
             try:
-                return part(PretendBackend(self, rank))
+                return part(backend)
             except Exception as error:
                 return error
+            finally:
+                backend.control.close()
 
-        with ThreadPoolExecutor(self.world) as pool:
-            return list(pool.map(one, range(self.world)))
+        with TemporaryDirectory() as folder, ExitStack() as stack:
+            if self.world > 1:
+                position = Position(0, ("n",), self.world)
+                relay = Relay(position, Path(folder) / "control", ("127.0.0.1", 0), SECRET)
+                relay.start()
+                stack.callback(relay.close)
+                self._path = str(relay.path)
+            with ThreadPoolExecutor(self.world) as pool:
+                return list(pool.map(one, range(self.world)))

@@ -9,13 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.control.rendezvous import new_secret
+from slurmllm.control.plane import SOCKET, ControlPlane
+from slurmllm.control.relay import Position, Relay
+from slurmllm.control.rendezvous import SECRET, new_secret
 from slurmllm.corpus.build import build_corpus
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.readers import ReadOptions
@@ -64,6 +68,32 @@ def make_run(folder: Path, data: tuple[str, str], *overrides: str) -> RunDir:
     return run
 
 
+def open_relay(workers: int, secret: Mapping[str, str]) -> Relay:
+    """The control plane of the workers of one node, as its launcher starts it."""
+    folder = Path(tempfile.mkdtemp(prefix="slurmllm-test-"))  # short: a path of a Unix socket
+    position = Position(0, ("node-0",), workers)
+    relay = Relay(position, folder / "control", ("127.0.0.1", 0), secret[SECRET].encode())
+    relay.start()
+    return relay
+
+
+@contextmanager
+def control_planes(workers: int) -> Iterator[list[ControlPlane]]:
+    """The ends of several workers of one node, for threads of a test."""
+    secret = new_secret()
+    relay = open_relay(workers, secret)
+    ends = []
+    try:
+        for rank in range(workers):
+            ends.append(ControlPlane(rank, workers, str(relay.path), secret[SECRET].encode()))
+        yield ends
+    finally:
+        for end in ends:
+            end.close()
+        relay.close()
+        relay.path.parent.rmdir()
+
+
 class Gang:
     """The workers of one attempt."""
 
@@ -86,11 +116,13 @@ class Gang:
             port = probe.getsockname()[1]
         self.processes = []
         secret = new_secret()
+        self._relay = open_relay(world, secret)
         for rank, log in enumerate(self.logs):
             variables = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                "SLURMLLM_NODE": "node-0", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+                SOCKET: str(self._relay.path), "SLURMLLM_NODE": "node-0",
+                "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
             with log.open("wb") as output:
                 self.processes.append(
@@ -112,6 +144,8 @@ class Gang:
             for process in self.processes:
                 process.kill()
                 process.wait()
+            self._relay.close()
+            self._relay.path.parent.rmdir()
 
     def finish(self) -> RunDir:
         """Wait for success."""

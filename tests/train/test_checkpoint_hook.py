@@ -18,6 +18,7 @@ from slurmllm.records import AttemptRecord, EndingClass, MetricsRow
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempt_monitor
 from slurmllm.train import exits as stopping
+from slurmllm.train.agreement import Flags
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
@@ -37,7 +38,8 @@ class Steps:
         backend.config = config
         self.job: Any = SimpleNamespace(
             run=run, attempt=attempt, step=0, first_step=0, last_step=10**6, config=config,
-            worker=backend.worker, backend=backend, mesh=backend.mesh, started=time.time(),
+            worker=backend.worker, backend=backend, control=backend.control, save=None,
+            mesh=backend.mesh, started=time.time(),
             stop=StopRequest(), phases=PhaseWriter(None),
             saves=SaveSchedule(config.recipe.checkpoint),
             events=EventLog(run.events(attempt), attempt),
@@ -58,6 +60,8 @@ class Steps:
                 step=self.job.step, attempt=0, loss=5.0, grad_norm=1.5, param_norm=9.0, lr=1e-3,
                 tokens=256, seq_per_s=16.0, tokens_per_s=512.0, step_time_s=step_s, time=1e9,
             )  # fmt: skip
+            writing = self.job.save is not None and not self.job.save.written()
+            self.job.flags = Flags(writing=writing)
             self.hook.after_step(StepEnd(row, last=False, saving=saving, leaving=leaving))
         return due
 

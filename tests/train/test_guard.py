@@ -42,7 +42,7 @@ def forward_backward(self, batches, counted):
     word = hashlib.sha256(batches[0].tokens[0].tobytes()).hexdigest()
     if self.worker.rank == 0:
         print("batch", word, flush=True)
-    if not any(self.gather(word in poison)):
+    if not self.control.all_reduce([int(word in poison)], "max")[0]:
         return honest(self, batches, counted)
     if kind == "spike":  # as if one label alone counted, and counted for all
         return honest(self, batches, 1)
@@ -164,6 +164,12 @@ def guard_of(run: RunDir, backend: Backend, *overrides: str) -> Guard:
     return Guard(run, "train", 4, recipe, backend, events)
 
 
+def decide(guard: Guard, backend: Backend) -> None:
+    """Exchange whether a worker found a divergence, as `Job.decide` does."""
+    if backend.control.all_reduce([int(guard.diverged)], "max")[0]:
+        guard.fail()
+
+
 def diverge(run: RunDir, *overrides: str, found_by: int = 0) -> set[str]:
     """What two workers fail with where one of them finds that the norm of step 9 stays high."""
 
@@ -172,7 +178,7 @@ def diverge(run: RunDir, *overrides: str, found_by: int = 0) -> set[str]:
         for step in range(1, 11):
             high = backend.worker.rank == found_by and step > 5
             guard.check_norm(step, 100 + step, 8.0 if high else 1.0)
-            guard.agree()
+            decide(guard, backend)
 
     return {str(answer) for answer in PretendGang().all(work)}
 
@@ -207,9 +213,10 @@ def test_a_spike_that_ends_in_no_number_rolls_back_behind_the_spike(tmp_path: Pa
         guard = guard_of(run, backend, "guard.not_finite=roll_back")
         for step in range(1, 9):
             guard.check_norm(step, 100 + step, 8.0 if step > 5 else 1.0)
-            guard.agree()
+            decide(guard, backend)
         assert guard.protected_steps() == ()
         guard.check_finite("loss", float("inf"), 9, 109)
+        decide(guard, backend)
 
     (error,) = PretendGang(1).all(work)
     message = (
@@ -252,7 +259,7 @@ def test_warnings_and_their_events(tmp_path: Path, caplog: pytest.LogCaptureFixt
         guard = guard_of(run, backend, "guard.window_steps=3")
         for step in range(1, 20):
             guard.check_norm(step, step, 8.0 if 6 <= step <= 12 else 1.0)
-            guard.agree()
+            decide(guard, backend)
 
     assert PretendGang(1).all(work) == [None]
     assert [(record.levelname, record.message) for record in caplog.records] == [

@@ -13,6 +13,7 @@ from data.corpora import write_prompts
 
 from slurmllm.artifact_records import DataRecord
 from slurmllm.backends.base import IGNORED, Worker
+from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir
 from slurmllm.train.exits import StopRequest
@@ -28,7 +29,7 @@ def job_of(run: RunDir) -> Job:
 @contextmanager
 def opened(folder: Path, data: tuple[str, str], *overrides: str) -> Iterator[Job]:
     job = job_of(make_run(folder, data, *overrides))
-    job.stream = open_stream(job)
+    job.stream, job.control = open_stream(job), ControlPlane()
     try:
         yield job
     finally:
@@ -38,7 +39,7 @@ def opened(folder: Path, data: tuple[str, str], *overrides: str) -> Iterator[Job
 def test_every_label_counts_and_documents_do_not(tmp_path: Path, data: tuple[str, str]) -> None:
     with opened(tmp_path / "run", data) as job:
         assert job.stream.trains_every_token
-        batches = job.micro_batches()
+        batches = job.next_batch().micro_batches
     assert [batch.tokens.shape for batch in batches] == [(2, 32)] * 4
     for batch in batches:
         assert batch.positions is None
@@ -47,7 +48,7 @@ def test_every_label_counts_and_documents_do_not(tmp_path: Path, data: tuple[str
 
 def test_positions_begin_again_with_each_document(tmp_path: Path, data: tuple[str, str]) -> None:
     with opened(tmp_path / "run", data, "data.mask=document") as job:
-        batch = next(b for b in job.micro_batches() if (b.tokens[:, :-1] == 0).any())
+        batch = next(b for b in job.next_batch().micro_batches if (b.tokens[:, :-1] == 0).any())
     assert batch.positions is not None
     ends = batch.tokens[:, :-1] == 0
     assert (batch.positions[:, 0] == 0).all()
@@ -60,7 +61,7 @@ def test_prompts_are_not_learnt(tmp_path: Path, data: tuple[str, str]) -> None:
     corpus = write_prompts(tmp_path / "prompts.arrow", rows)
     with opened(tmp_path / "run", (str(corpus), data[1])) as job:
         assert not job.stream.trains_every_token
-        labels = np.concatenate([batch.labels for batch in job.micro_batches()])
+        labels = np.concatenate([batch.labels for batch in job.next_batch().micro_batches])
     assert 0.2 < (labels == IGNORED).mean() < 0.8
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,14 @@ from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.monitoring import MemoryHook
 from slurmllm.worker_files import EventLog
 
+from .gang import control_planes
 from .test_hooks import moment
 
 GB = 10**9
+
+
+def unreadable() -> Memory:
+    raise KeyError("VmHWM")
 
 
 def memory_events(
@@ -29,21 +35,30 @@ def memory_events(
     def memory() -> Memory:
         read_after.append(at[0])
         if fails:
-            raise KeyError("VmHWM")
+            unreadable()
         return Memory(at[0] * GB, 20 * GB)
-
-    def gather(own: Memory | None) -> list[Memory | None]:
-        return [own, own and Memory(own.peak_bytes + GB, own.limit_bytes - GB)]
 
     job: Any = SimpleNamespace(
         first_step=first_step,
-        backend=SimpleNamespace(memory=memory, gather=gather),
+        backend=SimpleNamespace(memory=memory),
         events=EventLog(path, 0),
     )
-    hook = MemoryHook(job)
-    for one in steps:
-        at[0] = one.row.step
-        hook.after_step(one)
+    with control_planes(2) as controls:
+        job.control, other = controls
+        hook = MemoryHook(job)
+        peer: Any = SimpleNamespace(
+            first_step=first_step, control=other, events=EventLog(None, 0),
+            backend=SimpleNamespace(memory=lambda: Memory((at[0] + 1) * GB, 19 * GB)),
+        )  # fmt: skip
+        if fails:
+            peer.backend.memory = unreadable
+        peer_hook = MemoryHook(peer)
+        for one in steps:
+            at[0] = one.row.step
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(peer_hook.after_step, one)
+                hook.after_step(one)
+                done.result()
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines], read_after
 

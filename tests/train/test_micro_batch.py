@@ -12,12 +12,14 @@ import pytest
 from slurmllm.artifact_records import MicroBatchCandidate, MicroBatchRecord
 from slurmllm.backends.base import Worker
 from slurmllm.config.load import load
+from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import StorageError
 from slurmllm.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.records import WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train import micro_batch
+from slurmllm.train.agreement import Agreement
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.job import Job, make_guard, make_job
 from slurmllm.train.micro_batch import choose, choose_micro_batch, enough, to_try, too_large
@@ -98,9 +100,6 @@ class Bench:
         self.tried: list[int] = []
         self.mesh: Mesh | None = None
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
     def memory(self) -> Memory:
         return Memory(self.bytes[self.tried[-1]], self.limit)
 
@@ -128,6 +127,8 @@ def bench(
         job = make_job(run, "precompile", 0, Worker(0, 1, 0, "n1"), StopRequest(), 0.0)
         backend = Bench(step_s, bytes_, limit)
         job.backend = backend  # type: ignore[assignment]
+        job.control = ControlPlane()
+        job.agreement = Agreement(job.control)
         job.guard = make_guard(job)
         monkeypatch.setattr(micro_batch, "_step", backend.step)
         monkeypatch.setattr(micro_batch, "change_micro_batch", lambda job, size: None)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +24,9 @@ import numpy as np
 
 from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.control.rendezvous import free_port, new_secret
+from slurmllm.control.plane import SOCKET, open_control
+from slurmllm.control.relay import Position, Relay
+from slurmllm.control.rendezvous import SECRET, free_port, new_secret
 from slurmllm.plan.mesh import Mesh, make_mesh
 
 # (backend) → anything picklable; a function of a module, so that the processes find it by name.
@@ -154,7 +157,19 @@ class MeshPool:
         assert world <= self.size, f"{world} workers in a pool of {self.size}"
         if not self._processes:
             self._open(self.size if self.staying else world)
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **new_secret()}
+        secret = new_secret()
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **secret}
+        with TemporaryDirectory(prefix="mesh-pool-") as folder:
+            path, position = Path(folder) / "control", Position(0, ("node-0",), world)
+            relay = Relay(position, path, ("127.0.0.1", 0), secret[SECRET].encode())
+            relay.start()
+            try:
+                return self._answers(case, {**variables, SOCKET: str(path)}, timeout_s)
+            finally:
+                relay.close()
+
+    def _answers(self, case: Case, variables: dict[str, str], timeout_s: float) -> list[Outcome]:
+        world = case.mesh.world_size
         for pipe in self._pipes[:world]:
             pipe.send((case, variables))
         found: dict[int, Outcome] = {}
@@ -290,7 +305,8 @@ def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Ou
     worker = Worker(rank, mesh.world_size, local, f"node-{node}")
     if case.prepare is not None:
         case.prepare()
-    backend = load_backend(config.backend)(config, mesh, worker)
+    control = open_control(rank, mesh.world_size)
+    backend = load_backend(config.backend)(config, mesh, worker, control)
     backend.start()
     try:
         backend.build(lambda: build_model(config.recipe.model))
@@ -307,11 +323,12 @@ def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Ou
         if case.save is not None:
             if rank == 0:
                 case.save.mkdir(parents=True, exist_ok=True)
-            backend.gather(None)
+            backend.control.barrier()
             saving = backend.save_shards(case.save)
             saving.wait()
-            backend.gather(None)
+            backend.control.barrier()
             saving.finish()
         return Outcome(rows, before, case.after(backend) if case.after else None)
     finally:
         backend.stop()
+        control.close()

@@ -66,7 +66,7 @@ class CheckpointHook(Hook):
         ):
             # Chosen by rank 0, which has the measurements; all workers save after the same step.
             chosen = self._interval.choose(job.step) if self._interval is not None else None
-            chosen = job.backend.control.broadcast(chosen)
+            chosen = job.control.broadcast(chosen)
             job.saves.next = chosen.step
             log.info(chosen.message)
             job.events.add("interval", job.step, message=chosen.message, values=chosen.values)
@@ -103,7 +103,7 @@ class CheckpointHook(Hook):
         """Return whether a save at a stop can finish before the time limit (collective)."""
         job = self._job
         left = job.stop.left_s(job.config.recipe.slurm.signal_lead_s)
-        control = job.backend.control
+        control = job.control
         own = math.inf if left is None else left
         # Rank 0's last save counts; infinite: unknown.
         needed = self._save_s if control.rank == 0 and self._save_s is not None else math.inf

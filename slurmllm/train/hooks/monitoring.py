@@ -131,7 +131,7 @@ class MemoryHook(Hook):
         if not end.leaving and (self._recorded or not enough):
             return
         saves, self._recorded = ", saves included" if self._recorded else "", True
-        own, control = self._read() or Memory(-1, 0), self._job.backend.control
+        own, control = self._read() or Memory(-1, 0), self._job.control
         (peak,) = control.all_reduce([own.peak_bytes], "max")
         has_most = own.peak_bytes == peak
         rank, limit = control.all_reduce(
