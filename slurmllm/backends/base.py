@@ -90,6 +90,7 @@ class Backend(ABC):
         self.worker = worker
         # Over the host's network: its messages never wait for the device.
         self.control = control or ControlPlane()
+        assert self.control.world_size == worker.world_size, "one control plane for all workers"
 
     @abstractmethod
     def start(self) -> None:

@@ -10,6 +10,7 @@ from train.gang import small_config
 
 from slurmllm.backends.base import Worker, load_backend
 from slurmllm.backends.native.environment import unsupported
+from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import ConfigError
 from slurmllm.plan.mesh import make_mesh
 
@@ -49,7 +50,9 @@ def test_tensor_parallelism_of_padding_and_of_compiled_selective_checkpointing()
 
 def test_worker_refuses_too() -> None:
     config = small_config(*TOO_MUCH)
-    backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 4, 0, "node"))
+    backend = load_backend("native")(
+        config, make_mesh(config, 1), Worker(0, 4, 0, "node"), ControlPlane(0, 4)
+    )
     with pytest.raises(ConfigError) as caught:
         backend.start()
     assert len(caught.value.faults) == 2

@@ -284,12 +284,14 @@ from slurmllm.backends.base import Worker, load_backend
 from slurmllm.model.init import local_part
 from slurmllm.backends.native.precision import StochasticAdamW
 from slurmllm.config.load import load
+from slurmllm.control.plane import open_control
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 
 run, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 config = load(run / "config.yaml")
-backend = load_backend("native")(config, make_mesh(config, 1), Worker(rank, 2, rank, "node"))
+worker, control = Worker(rank, 2, rank, "node"), open_control(rank, 2)
+backend = load_backend("native")(config, make_mesh(config, 1), worker, control)
 backend.start()
 backend.build(lambda: build_model(config.recipe.model))
 backend.build_optimizer()

@@ -54,24 +54,20 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
     """A real checkpoint, of one worker, as the native backend writes it."""
     import torch.distributed as dist
 
-    from slurmllm.backends.base import Worker
     from slurmllm.backends.native import dcp
     from slurmllm.backends.native.dcp import DcpSaver
 
     model = build_model(recipe.model)
     initialize(model, recipe.model, seed=step)
-    worker = Worker(0, 1, 0, "here")
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        group = dist.group.WORLD
-        assert group is not None
 
         class OneWorker(PretendBackend):
             def save_shards(self, directory: Path) -> ShardWrite:
                 optimizer = AdamW(model.parameters())
-                held = dcp.state_of(model, optimizer, worker)
-                shards = DcpSaver(worker, group, torch.device("cpu"))
+                held = dcp.state_of(model, optimizer, 0)
+                shards = DcpSaver(self.control, torch.device("cpu"))
                 return shards.begin(held, directory, asynchronous=False)
 
         held = TrainState(

@@ -193,6 +193,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from slurmllm.backends.base import Worker, load_backend
 from slurmllm.config.load import load
+from slurmllm.control.plane import open_control
+from slurmllm.control.plane import open_control
 from slurmllm.errors import StorageError
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
@@ -200,7 +202,8 @@ from slurmllm.rundir import RunDir
 
 run, rank = RunDir(Path(sys.argv[1])), int(os.environ["RANK"])
 config = load(run.config)
-backend = load_backend("native")(config, make_mesh(config, 1), Worker(rank, 4, rank, "node"))
+worker, control = Worker(rank, 4, rank, "node"), open_control(rank, 4)
+backend = load_backend("native")(config, make_mesh(config, 1), worker, control)
 backend.start()
 backend.build(partial(build_model, config.recipe.model))
 backend.build_optimizer()

@@ -168,6 +168,8 @@ from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.checkpoint.formats.weights import VOCABULARY
 from slurmllm.checkpoint.formats.weights import weight_reader
 from slurmllm.config.load import load
+from slurmllm.control.plane import open_control
+from slurmllm.control.plane import open_control
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import fill
 from slurmllm.plan.mesh import make_mesh
@@ -189,7 +191,8 @@ def check(model, config, folder):
 
 run, rank = RunDir(Path(sys.argv[1])), int(os.environ["RANK"])
 config = load(run.config)
-backend = load_backend("native")(config, make_mesh(config, 1), Worker(rank, 4, rank, "node"))
+worker, control = Worker(rank, 4, rank, "node"), open_control(rank, 4)
+backend = load_backend("native")(config, make_mesh(config, 1), worker, control)
 backend.start()
 backend.build(partial(build_model, config.recipe.model))
 backend.build_optimizer()
