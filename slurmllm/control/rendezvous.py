@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from slurmllm.errors import ConfigError
@@ -140,11 +140,17 @@ def reachable_address(name: str) -> str:
     return own if own in addresses else addresses[0]
 
 
+def free_ports(count: int) -> list[int]:
+    """TCP ports of this machine without a listener; other processes may take them at any time."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:  # all are held until the last is found, so that no two are equal
+            probe.bind(("", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 def free_port() -> int:
-    """A TCP port of this machine without a listener; another process may take it at any time."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def die_with_parent() -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
-from slurmllm.control.rendezvous import free_port
+from slurmllm.control.rendezvous import free_ports
 from slurmllm.errors import RunError, SlurmError, StorageError
 from slurmllm.metrics.row_reader import last_row_of, read_events, read_rows
 from slurmllm.records import (
@@ -173,6 +173,8 @@ def open_attempt(
             continue  # another supervisor was faster
         except OSError as error:
             raise StorageError(f"cannot make {folder}: {error.strerror or error}") from error
+    first_port = config.cluster.master_port
+    master_port, control_port = (first_port, first_port + 1) if first_port else free_ports(2)
     record = AttemptRecord(
         attempt=number,
         stage=stage,
@@ -184,8 +186,8 @@ def open_attempt(
         nodes=allocation.nodes,
         world_size=len(allocation.nodes) * config.cluster.devices_per_node,
         master_addr=allocation.master_addr,
-        master_port=config.cluster.master_port or free_port(),
-        control_port=(config.cluster.master_port or free_port() - 1) + 1,
+        master_port=master_port,
+        control_port=control_port,
         started_at=time.time(),
         checkpoint_before=max(steps, default=None),
     )
