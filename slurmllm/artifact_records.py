@@ -9,12 +9,14 @@ from pydantic import AfterValidator, AliasChoices, Field
 
 from slurmllm.records import NodeName, Record
 
+_NO_NAMES = frozenset({"", ".", ".."})
 LATEST_TIME = 253_402_214_400  # Unix time, s: the last day that Python's datetime knows
 
 
 def _stays_inside(path: str) -> str:
     # A record may be a replica's or somebody else's: files are copied and unpacked by these names.
-    if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path:
+    # Fast: a checkpoint of thousands of workers has as many files.
+    if not _NO_NAMES.isdisjoint(path.split("/")) or "\0" in path:
         raise ValueError(f"{path!r:.100} is no file inside the folder")
     return path
 

@@ -113,12 +113,12 @@ class FakeSlurm(SlurmClient):
             for job in found
         }
 
-    def accounting(self, job_id: str) -> list[AccountingRow]:
-        job = self.jobs.get(job_id)
-        if job is None:
-            return []
-        current = [job.row(job.state)] if job.state in ("RUNNING", "PENDING") else []
-        return [*job.incarnations, *current]
+    def accounting(self, *job_ids: str) -> list[AccountingRow]:
+        found: list[AccountingRow] = []
+        for job in (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs):
+            current = [job.row(job.state)] if job.state in ("RUNNING", "PENDING") else []
+            found += [*job.incarnations, *current]
+        return found
 
     def requeue(self, job_id: str) -> None:
         job = self._job(job_id)

@@ -56,12 +56,20 @@ def first_attempt_used(run: RunDir) -> int:
     return max((sent.first_attempt for sent in submissions if sent.from_scratch), default=0)
 
 
-def invalidated_checkpoints(run: RunDir) -> dict[int, str]:
-    """Returns step → reason; StorageError if a record of the run's is damaged."""
+def invalidated_checkpoints(
+    run: RunDir, manifests: Mapping[int, CheckpointManifest] | None = None
+) -> dict[int, str]:
+    """Returns step → reason; StorageError if a record of the run's is damaged.
+
+    `manifests` are those of the run's checkpoints; None: read them if they are needed. That of a
+    checkpoint of thousands of workers has a megabyte.
+    """
     rollbacks, begin, reasons = read_rollbacks(run), first_attempt_used(run), {}
-    for step in run.checkpoint_steps() if rollbacks or begin else ():
+    steps = run.checkpoint_steps() if manifests is None else manifests
+    for step in steps if rollbacks or begin else ():
         with suppress(StorageError):  # a damaged checkpoint is reported by its own verification
-            attempt = read_manifest(run.checkpoint(step)).attempt
+            known = None if manifests is None else manifests[step]
+            attempt = (known or read_manifest(run.checkpoint(step))).attempt
             if attempt < begin:
                 reasons[step] = f"attempt {attempt} saved it, before `resume --from-scratch`"
             elif reason := invalidation_reason(step, attempt, rollbacks):

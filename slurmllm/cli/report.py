@@ -52,8 +52,7 @@ def report(
     from slurmllm.errors import StorageError, UserError
     from slurmllm.metrics.source import locate, parse_tags
     from slurmllm.report import sources as reading
-    from slurmllm.report.pictures import default_path
-    from slurmllm.report.write import to_json, write_report
+    from slurmllm.report.write import default_path, to_json, write_report
     from slurmllm.slurm.client import SlurmClient
 
     usd = _price(price)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ import pyarrow.csv
 from slurmllm.format import format_plural
 from slurmllm.metrics.column_cache import load_columns, store_columns
 from slurmllm.metrics.curves import COLUMNS
-from slurmllm.metrics.merge import RowBlock
+from slurmllm.metrics.merge import FileRows, RowBlock
 from slurmllm.metrics.row_reader import (
     CUT_LINE,
     json_number,
@@ -58,8 +58,13 @@ class _Block:
     uniform: bool = False  # read by the fast reader
 
 
-def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], list[str]]:
+def read_attempts(
+    files: list[Path], lenient: bool, by_file: FileRows | None = None
+) -> tuple[list[RowBlock], list[str]]:
     """Read metrics files, each of an attempt; rows without an attempt get their file's index.
+
+    Args:
+        by_file: Filled with what was read of each file, for a second reader.
 
     Returns:
         The rows in the order read, and warnings that name file and line.
@@ -72,33 +77,55 @@ def read_attempts(files: list[Path], lenient: bool) -> tuple[list[RowBlock], lis
     try:
         large = sum(path.stat().st_size for path in files) >= _SMALL_BYTES
         with ThreadPoolExecutor(max_workers=min(4, (os.cpu_count() or 1) + 1)) as pool:
-            for index, path in enumerate(files):
-                # Before reading, so that no cache entry of a file modified meanwhile is ever used.
-                status = path.stat()
-                if (cached := load_columns(path, index, status)) is not None:
-                    rows += cached
-                    continue
-                with open_regular(path) as stream:
-                    # Begin and end, in bytes, of blocks of whole lines
-                    spans, begin, size = [], 0, os.fstat(stream.fileno()).st_size
-                    while begin < size:
-                        stream.seek(begin + _BLOCK_BYTES)
-                        if len(stream.readline(LONGEST_LINE + 1)) > LONGEST_LINE:
-                            what = f"a line of more than {LONGEST_LINE:,} bytes"
-                            raise OSError(errno.EFBIG, what, str(path))
-                        end = min(stream.tell(), size)
-                        spans.append((begin, end))
-                        begin = end
-                    read = partial(_read_block, stream.fileno(), index, lenient, large)
-                    blocks = pool.map(read, spans) if large else map(read, spans)
-                    whole, of_file = _collect(path, blocks, lenient)
-                of_rows = [block.rows for block in whole if block.rows is not None]
-                if all(block.uniform for block in whole):
-                    store_columns(path, index, status, of_rows)
-                rows += of_rows
-                warnings += of_file
+            # Many files are read side by side, and so are the blocks of a large one.
+            many = pool.map if large else map
+            read_small = partial(_read_small, lenient=lenient, fast=large)
+            for index, (path, small) in enumerate(
+                zip(files, many(read_small, range(len(files)), files), strict=True)
+            ):
+                found = small or _read_file(index, path, many, lenient=lenient, fast=large)
+                rows += found[0]
+                warnings += found[1]
+                if by_file is not None:
+                    by_file[path] = found
     except OSError as error:
         raise read_error(Path(error.filename or files[0]), error) from error
+    return rows, warnings
+
+
+def _read_small(
+    index: int, path: Path, lenient: bool, fast: bool
+) -> tuple[list[RowBlock], list[str]] | None:
+    """Read a file of one block, as `_read_file` does; None if it has more."""
+    # Not by the pool of the files, whose threads would wait for each other.
+    small = path.stat().st_size <= _BLOCK_BYTES
+    return _read_file(index, path, map, lenient=lenient, fast=fast) if small else None
+
+
+def _read_file(
+    index: int, path: Path, many: Callable[..., Iterable[_Block]], lenient: bool, fast: bool
+) -> tuple[list[RowBlock], list[str]]:
+    """Returns the rows of a file, and its warnings; `many` maps over its blocks."""
+    # Before reading, so that no cache entry of a file modified meanwhile is ever used.
+    status = path.stat()
+    if (cached := load_columns(path, index, status)) is not None:
+        return cached, []
+    with open_regular(path) as stream:
+        # Begin and end, in bytes, of blocks of whole lines
+        spans, begin, size = [], 0, os.fstat(stream.fileno()).st_size
+        while begin < size:
+            stream.seek(begin + _BLOCK_BYTES)
+            if len(stream.readline(LONGEST_LINE + 1)) > LONGEST_LINE:
+                what = f"a line of more than {LONGEST_LINE:,} bytes"
+                raise OSError(errno.EFBIG, what, str(path))
+            end = min(stream.tell(), size)
+            spans.append((begin, end))
+            begin = end
+        read = partial(_read_block, stream.fileno(), index, lenient, fast)
+        whole, warnings = _collect(path, many(read, spans), lenient)
+    rows = [block.rows for block in whole if block.rows is not None]
+    if all(block.uniform for block in whole):
+        store_columns(path, index, status, rows)
     return rows, warnings
 
 

@@ -43,6 +43,9 @@ class RowBlock:
         return self.columns[name] if name in self.columns else np.full(len(self.steps), np.nan)
 
 
+FileRows = dict[Path, tuple[list[RowBlock], list[str]]]  # file → its rows, and its warnings
+
+
 def merge_rows(
     blocks: Sequence[RowBlock],
     *,

@@ -15,7 +15,7 @@ from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics import row_logs
 from slurmllm.metrics.curves import Convention, Curve, Setting
 from slurmllm.metrics.log_series import Log, curve_of_log, log_suffix
-from slurmllm.metrics.merge import merge_rows
+from slurmllm.metrics.merge import FileRows, merge_rows
 from slurmllm.metrics.row_reader import parse_row, read_error
 from slurmllm.metrics.tags import choose_tags, parse_tags
 from slurmllm.metrics.tensorboard_logs import (
@@ -101,6 +101,7 @@ def read_curve(
     *,
     lenient: bool = False,
     pattern: str | None = None,
+    by_file: FileRows | None = None,
 ) -> Curve:
     """Read the metrics of a run, or the log of another framework.
 
@@ -109,6 +110,7 @@ def read_curve(
         tags: Metric → the tag, column or key that holds it, in preference to the known names.
         lenient: In our own files, skip broken lines with a warning.
         pattern: Regular expression of a text log's lines, with a named group for each metric.
+        by_file: Filled with what was read of each of our own files, for a second reader.
 
     Raises:
         RunError: there are no metrics, none of them is the loss, a file cannot be read, or a
@@ -119,7 +121,7 @@ def read_curve(
         is_file = source.is_file()
         log = _read_file(source, tags, pattern) if is_file else _read_folder(source, tags)
         if log is None:
-            return read_run(source, lenient)
+            return read_run(source, lenient, by_file)
         return curve_of_log(log, run_name(log.path, is_file), tags)
     except OSError as error:
         raise RunError(
@@ -182,8 +184,10 @@ def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
     return all(metric == tag for metric, tag in chosen.items())
 
 
-def read_run(source: Path, lenient: bool = False) -> Curve:
+def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = None) -> Curve:
     """Read a run directory's metrics, or a single .jsonl file of them.
+
+    `by_file` is filled with what was read of each file.
 
     Raises:
         RunError: there are no metrics, a file cannot be read or, if not lenient, a line before
@@ -206,7 +210,7 @@ def read_run(source: Path, lenient: bool = False) -> Curve:
     except OSError as error:
         raise read_error(source, error) from error
     name = run_name(source, is_file)
-    blocks, of_rows = read_attempts(files, lenient)
+    blocks, of_rows = read_attempts(files, lenient, by_file)
     warnings += of_rows
     if not blocks:
         what = f"{source / 'metrics'} holds no attempt_NNN.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,11 +11,13 @@ from slurmllm.format import ABSENT, format_names, format_plural
 from slurmllm.report import tables
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import PlotData
-from slurmllm.report.pictures import CURVES, SCALING, UTILIZATION, scores_name
 from slurmllm.report.tables import Table
 from slurmllm.report.throughput import FIRST_STEPS, scaling_rows
 from slurmllm.spikes.analysis import NAMES
 
+# Names of the Markdown's pictures
+CURVES, SCALING, UTILIZATION = "curves", "scaling", "utilization"
+_LONGEST = 40  # characters of a name within a file's name
 _SHOWN_SETTINGS = 40
 _MEASURE = (
     f"seq/s are the mean over the first {FIRST_STEPS} steps, each step once, as in Table 1 of "
@@ -66,6 +69,16 @@ class ReportSection:
     name: str
     title: str
     blocks: Sequence[Block] = field(default_factory=tuple)
+
+
+def file_part(name: str) -> str:
+    """A run's or suite's name within the name of a file."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST]
+
+
+def scores_name(run: int, suite: str) -> str:
+    """Name of the picture of a suite's scores; `run` is the index of the run in the report."""
+    return f"scores-{run}-{file_part(suite)}"
 
 
 def title(runs: Sequence[RunFacts]) -> str:

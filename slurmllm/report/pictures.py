@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from html import unescape
 from pathlib import Path
@@ -14,6 +13,7 @@ from slurmllm.format import format_number
 from slurmllm.metrics.curves import piece_means, thin_rows
 from slurmllm.pictures import PICTURE_STYLE, Axes, Figure, LogFormatter, rc_context, write_picture
 from slurmllm.records import TIME_PARTS
+from slurmllm.report.document import CURVES, SCALING, UTILIZATION, scores_name
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import (
     PART_COLORS,
@@ -25,37 +25,10 @@ from slurmllm.report.figures import (
     shown_metrics,
     step_parts,
 )
-from slurmllm.rundir import report_path
 from slurmllm.status.utilization import Utilization
 
-# Names of the Markdown's pictures
-CURVES, SCALING, UTILIZATION = "curves", "scaling", "utilization"
 _ROWS = 2000
-_MOST_NAMES = 4
-_LONGEST = 40  # characters of a name within a file's name
 _FIX = "name another file with --out"
-
-
-def default_path(runs: Sequence[RunFacts]) -> Path:
-    """`reports/report.html` of the first run; of several runs `report-<A>-<B>.html`."""
-    names = [_file_part(facts.name) for facts in runs[:_MOST_NAMES]] if len(runs) > 1 else []
-    names += [f"and-{len(runs) - _MOST_NAMES}-more"] if len(runs) > _MOST_NAMES else []
-    paths = (facts.path for facts in runs if facts.kind == "run")
-    return report_path("report", names, next(paths, None), ".html")
-
-
-def pictures_folder(page: Path) -> Path:
-    """The folder of the Markdown's pictures."""
-    return page.with_name(f"{page.stem}_files")
-
-
-def scores_name(run: int, suite: str) -> str:
-    """Name of the picture of a suite's scores; `run` is the index of the run in the report."""
-    return f"scores-{run}-{_file_part(suite)}"
-
-
-def _file_part(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST]
 
 
 def write_pictures(

@@ -18,6 +18,7 @@ from slurmllm.config.load import LenientConfig, load_leniently
 from slurmllm.errors import ConfigError, RunError, SlurmllmError
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.metrics.curves import Curve
+from slurmllm.metrics.merge import FileRows
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.source import read_curve
 from slurmllm.plan.cost import PriceKind, node_price
@@ -83,8 +84,9 @@ def read_run_facts(
     """
     warnings: list[str] = []
     if _is_run_or_part(source):  # whatever is readable of it
-        curve = _or_warn(lambda: read_curve(source, tags, lenient=True), warnings)
-        return _read_run(RunDir(source), curve, warnings, price, client)
+        metrics: FileRows = {}
+        curve = _or_warn(lambda: read_curve(source, tags, lenient=True, by_file=metrics), warnings)
+        return _read_run(RunDir(source), curve, metrics, warnings, price, client)
     curve = read_curve(source, tags, lenient=True)
     usd = price if isinstance(price, float) else None
     return RunFacts(
@@ -102,6 +104,7 @@ def read_run_facts(
 def _read_run(
     run: RunDir,
     curve: Curve | None,
+    metrics: FileRows,
     warnings: list[str],
     price: float | PriceKind,
     client: SlurmClient,
@@ -111,7 +114,7 @@ def _read_run(
     config = configuration.config
     submissions = read_submissions(run)
     history = _or_warn(
-        lambda: read_history(run, read_incarnations(submissions, client)), warnings
+        lambda: read_history(run, read_incarnations(submissions, client), metrics), warnings
     ) or RunHistory(run.name, ())
     # In a tie the precompile stage came first.
     attempts = tuple(
@@ -176,7 +179,8 @@ def read_checkpoints(
     saves = {event.step: event for event in events if event.kind == "save"}
     try:
         on_disk = {int(one.directory.name[5:]): one for one in list_checkpoints(run)}
-        invalidated = invalidated_checkpoints(run)
+        manifests = {step: one.manifest for step, one in on_disk.items() if one.manifest}
+        invalidated = invalidated_checkpoints(run, manifests)
     except (SlurmllmError, OSError) as error:
         warnings.append(f"checkpoints: {error}")
         on_disk, invalidated = {}, {}

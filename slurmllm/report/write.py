@@ -16,22 +16,28 @@ from typing import Any
 from urllib.parse import quote
 
 import pydantic_core
-from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
 
 from slurmllm import __version__
 from slurmllm.format import format_utc, printable
-from slurmllm.report.document import Bullets, Paragraph, Picture, ReportSection, sections, title
+from slurmllm.report.document import (
+    Bullets,
+    Paragraph,
+    Picture,
+    ReportSection,
+    file_part,
+    sections,
+    title,
+)
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import figures, page_data
-from slurmllm.report.pictures import pictures_folder, write_pictures
 from slurmllm.report.tables import Table
 from slurmllm.report.throughput import scaling_json, scaling_rows
-from slurmllm.rundir import write_atomic
+from slurmllm.rundir import report_path, write_atomic
 from slurmllm.status.recoveries import sum_by_ending
 from slurmllm.status.utilization import sum_utilization
 
 _HERE = Path(__file__).parent
+_MOST_NAMES = 4
 _AXES = ("step", "tokens", "hours")
 # Characters with a meaning in Markdown.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]|#~])")
@@ -39,10 +45,21 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]|#~])")
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
+def default_path(runs: Sequence[RunFacts]) -> Path:
+    """`reports/report.html` of the first run; of several runs `report-<A>-<B>.html`."""
+    names = [file_part(facts.name) for facts in runs[:_MOST_NAMES]] if len(runs) > 1 else []
+    names += [f"and-{len(runs) - _MOST_NAMES}-more"] if len(runs) > _MOST_NAMES else []
+    paths = (facts.path for facts in runs if facts.kind == "run")
+    return report_path("report", names, next(paths, None), ".html")
+
+
 def to_html(
     title: str, sections: Sequence[ReportSection], data: dict[str, Any], made_at: str
 ) -> str:
     """The whole page, with the data of its plots (`figures.page_data`)."""
+    from jinja2 import Environment, FileSystemLoader
+    from markupsafe import Markup
+
     # Only plotly.js is used, which plotly's Python package contains.
     from plotly.offline import (  # type: ignore[import-untyped]
         get_plotlyjs,
@@ -132,11 +149,13 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, 
     Raises:
         StorageError: a file cannot be written.
     """
+    from slurmllm.report.pictures import write_pictures  # loads matplotlib
+
     drawn, made_at = figures(runs), format_utc(time.time())
     content = sections(runs, drawn)
     if html:
         write_atomic(page, to_html(title(runs), content, page_data(runs, drawn), made_at))
-    markdown, folder = page.with_suffix(".md"), pictures_folder(page)
+    markdown, folder = page.with_suffix(".md"), page.with_name(f"{page.stem}_files")
     pictures = {
         name: f"{quote(folder.name)}/{path.name}"
         for name, path in write_pictures(runs, drawn, folder).items()

@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from slurmllm.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.metrics.attempt_metrics import read_attempts
+from slurmllm.metrics.merge import FileRows
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.rundir import STAGES, RunDir, Stage
-from slurmllm.slurm.client import SlurmClient, to_unix
+from slurmllm.slurm.client import AccountingRow, SlurmClient, to_unix
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -70,8 +71,13 @@ class RunHistory:
     warnings: tuple[str, ...] = ()  # what could not be read
 
 
-def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> RunHistory:
-    """Read a run's history; unreadable files are skipped with a warning."""
+def read_history(
+    run: RunDir, incarnations: Sequence[Incarnation] = (), metrics: FileRows | None = None
+) -> RunHistory:
+    """Read a run's history; unreadable files are skipped with a warning.
+
+    `metrics` has the files of metrics that were read leniently before.
+    """
     warnings: list[str] = []
     attempts: list[AttemptRecord] = []
     for record in (a.record for stage in STAGES for a in run.attempts(stage)):
@@ -89,8 +95,11 @@ def read_history(run: RunDir, incarnations: Sequence[Incarnation] = ()) -> RunHi
                 "newer version of slurmllm"
             )
     steps: dict[int, Steps] = {}
-    for path in run.metrics_files():
-        found = _read_steps(path, warnings)
+    files, metrics = run.metrics_files(), dict(metrics or {})
+    with suppress(RunError):  # all together: small files by themselves are read line by line
+        read_attempts([path for path in files if path not in metrics], True, metrics)
+    for path in files:
+        found = _read_steps(path, metrics, warnings)
         if len(found):
             steps[int(path.stem.removeprefix("attempt_"))] = found
     waited_s: dict[int, float] = {}
@@ -122,9 +131,9 @@ def read_submissions(run: RunDir, warnings: list[str] | None = None) -> Sequence
         return ()
 
 
-def _read_steps(path: Path, warnings: list[str]) -> Steps:
+def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
     try:
-        parts, left_out = read_attempts([path], lenient=True)
+        parts, left_out = metrics.get(path) or read_attempts([path], lenient=True)
     except RunError as error:  # a damaged file must not hide the other attempts
         warnings.append(str(error))
         return Steps(np.empty(0, dtype=np.int64), np.empty(0), np.empty(0))
@@ -150,14 +159,17 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
     """Every start of every job of a run, oldest first; empty without Slurm or accounting."""
     found = []
     sizes: dict[str, int] = {}  # node list → number of nodes; scontrol expands each list once
-    for job_id, stage in (
+    jobs = [
         (job, stage)
         for sent in submissions
         for job, stage in zip((sent.precompile_job, sent.train_job), STAGES, strict=True)
-    ):
-        for row in () if job_id is None else client.accounting(job_id):
-            if row.job_id != job_id:
-                continue  # a job step
+        if job is not None
+    ]
+    rows: dict[str, list[AccountingRow]] = {}
+    for row in client.accounting(*dict.fromkeys(job for job, _ in jobs)):
+        rows.setdefault(row.job_id, []).append(row)
+    for job_id, stage in jobs:
+        for row in rows.get(job_id, ()):  # not those of its steps
             if row.nodes not in sizes:
                 sizes[row.nodes] = 0
                 if "[" in row.nodes:

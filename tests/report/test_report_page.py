@@ -19,9 +19,8 @@ from slurmllm.evaluate.scores import ScoreRow, ScoreTable
 from slurmllm.report.document import Bullets, Paragraph, ReportSection
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import PART_COLORS, RUN_COLORS, STEP_PARTS
-from slurmllm.report.pictures import default_path
 from slurmllm.report.tables import Table, scores_table
-from slurmllm.report.write import to_markdown
+from slurmllm.report.write import default_path, to_markdown
 from slurmllm.rundir import RunDir
 
 EVIL = "<script>alert(1)<b>&"

@@ -45,7 +45,7 @@ class CountingSlurm(FakeSlurm):
             raise SlurmError("squeue did not answer")
         return {job: QueuedJob(job, "RUNNING", "None", "n[1-2]") for job in job_ids if job == "7"}
 
-    def accounting(self, job_id: str) -> list[AccountingRow]:
+    def accounting(self, *job_ids: str) -> list[AccountingRow]:
         self.accounts += 1
         return []
 
