@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from slurmllm.records import AttemptRecord
     from slurmllm.rundir import RunDir, Stage
     from slurmllm.status.logs import RankLine
     from slurmllm.supervise.first_failure import Culprit
@@ -25,6 +26,7 @@ _LOOK_S = 0.5  # between two reads of the files
 _ASK_S = 5.0  # between two checks whether the run is active: they query slurmctld
 _BLOCK_BYTES = 1024 * 1024
 _FAILED_LINES = 30
+_LINES_AT_ONCE = 256  # in a write: a flush for every line takes longer than the merge
 _COLOURS = ("cyan", "green", "magenta", "blue")  # of ranks; yellow and red are levels
 _LEVELS: dict[str, dict[str, Any]] = {
     "DEBUG": {"dim": True}, "WARNING": {"fg": "yellow"}, "ERROR": {"fg": "red"},
@@ -210,27 +212,47 @@ class _Printer:
         self.run, self.prefix = run, prefix
         self.attempt: tuple[Stage, int] | None = None
         self.known: dict[tuple[Stage, int, int], str] = {}
+        self.records: dict[tuple[Stage, int], AttemptRecord] = {}
         self.width = 0
 
     def print(self, lines: Iterable[RankLine]) -> None:
-        from slurmllm.supervise.log_files import node_of
+        texts = self._texts(lines)
+        while block := list(islice(texts, _LINES_AT_ONCE)):
+            click.echo("\n".join(block))
+
+    def _texts(self, lines: Iterable[RankLine]) -> Iterator[str]:
+        from slurmllm.supervise.log_files import worker_node
 
         for line in lines:
             if not self.prefix:
-                click.echo(_coloured(line.text))
+                yield _coloured(line.text)
                 continue
             if self.attempt != line[:2]:
                 self.attempt = line[:2]
-                click.secho(f"── {line.stage} attempt {line.attempt}", bold=True)
+                yield click.style(f"── {line.stage} attempt {line.attempt}", bold=True)
             label = self.known.get(line[:3])
             if label is None:
-                node = node_of(self.run, *line[:3])
+                record = self._record_of(line.stage, line.attempt)
+                node = "" if record is None else worker_node(record, line.rank)
                 label = f"[rank {line.rank}{' ' + node if node else ''}]"
                 if node:  # unknown until the record of a new attempt is written
                     self.known[line[:3]] = label
                 self.width = max(self.width, len(label))
             label = click.style(label.ljust(self.width), fg=_COLOURS[line.rank % len(_COLOURS)])
-            click.echo(f"{label} {_coloured(line.text)}".rstrip())
+            yield f"{label} {_coloured(line.text)}".rstrip()
+
+    def _record_of(self, stage: Stage, attempt: int) -> AttemptRecord | None:
+        """The record of an attempt, read once for all its workers; None if it is missing."""
+        from slurmllm.errors import StorageError
+        from slurmllm.records import AttemptRecord
+
+        if (stage, attempt) not in self.records:
+            try:
+                record = AttemptRecord.load(self.run.attempt(stage, attempt).record)
+            except StorageError:  # not written yet
+                return None
+            self.records[stage, attempt] = record
+        return self.records[stage, attempt]
 
 
 def _stacks(run: RunDir, rank: int | None) -> str:

@@ -49,6 +49,7 @@ class MergedLogs:
     _logs: dict[_Worker, GrowingLog] = field(default_factory=dict, init=False)
     _current: dict[Stage, int] = field(default_factory=dict, init=False)
     _times: dict[_Worker, float] = field(default_factory=dict, init=False)
+    _read: set[_Worker] = field(default_factory=set, init=False)  # in this poll
 
     def begin_with_last(self, lines: int) -> None:
         """Skip all but the last `lines` lines of every log."""
@@ -78,6 +79,7 @@ class MergedLogs:
 
     def poll(self, last: bool = False) -> Iterator[RankLine]:
         """The lines added since the last call, of the `last` one also those without a newline."""
+        self._read.clear()
         for stage in self.stages:
             log = self._stage_log(stage)
             yield from self._merge_attempts(stage, log.lines(), last=False)
@@ -122,7 +124,10 @@ class MergedLogs:
         """The lines of the ranks other than 0 of an attempt, with their times."""
 
         def lines(number: int, rank: int, log: GrowingLog) -> Iterator[RankLine]:
-            for text in log.lines():
+            # An attempt is merged up to three times in a poll; its files are opened once.
+            known = (stage, number, rank) in self._read
+            self._read.add((stage, number, rank))
+            for text in () if known else log.lines():
                 yield RankLine(stage, number, rank, text)
             for text in log.flush() if last else ():
                 yield RankLine(stage, number, rank, text)
@@ -149,14 +154,15 @@ class MergedLogs:
         self, stage: Stage, attempt: int | None
     ) -> Iterator[tuple[tuple[int, int], GrowingLog]]:
         """The logs of the workers other than rank 0, of an attempt or of all."""
-        for number in worker_log_attempts(self.run, stage):
-            if not self._shown(stage, number) or attempt not in (None, number):
+        for number in worker_log_attempts(self.run, stage) if attempt is None else [attempt]:
+            if not self._shown(stage, number):
                 continue
             for rank in ranks_with_logs(self.run, stage, number):
                 if self.wanted(rank):
-                    path = self.run.worker_log(stage, number, rank)
                     key = (stage, number, rank)
-                    yield (number, rank), self._logs.setdefault(key, GrowingLog(path))
+                    if key not in self._logs:
+                        self._logs[key] = GrowingLog(self.run.worker_log(stage, number, rank))
+                    yield (number, rank), self._logs[key]
 
     def _shown(self, stage: Stage, attempt: int) -> bool:
         if self.attempt is not None:

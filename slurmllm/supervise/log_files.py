@@ -34,7 +34,7 @@ class GrowingLog:
         """The lines appended since the last call; none if the file is absent or unreadable.
 
         The file is opened for every block: a merge reads the logs of thousands of ranks at a time,
-        more than the limit of open files.
+        more than the limit of open files. Most have one block: the end is not looked for again.
         """
         while True:
             block = b""
@@ -51,6 +51,8 @@ class GrowingLog:
                 yield text_of(line)
             if len(self.rest) > _LONGEST_BYTES:
                 yield from self.flush()
+            if len(block) < _BLOCK_BYTES:
+                return
 
     def flush(self) -> Iterator[str]:
         """The text after the last newline, if any."""
@@ -95,8 +97,12 @@ def text_of(line: bytes) -> str:
 def node_of(run: RunDir, stage: Stage, attempt: int, rank: int) -> str:
     """The node of a worker by the attempt's record; empty if the record is missing."""
     with suppress(StorageError):
-        record = AttemptRecord.load(run.attempt(stage, attempt).record)
-        per_node = record.world_size // max(len(record.nodes), 1)
-        if per_node and rank // per_node < len(record.nodes):
-            return record.nodes[rank // per_node]
+        return worker_node(AttemptRecord.load(run.attempt(stage, attempt).record), rank)
     return ""
+
+
+def worker_node(record: AttemptRecord, rank: int) -> str:
+    """The node of a worker of an attempt; empty if it has no such worker."""
+    per_node = record.world_size // max(len(record.nodes), 1)
+    known = per_node > 0 and rank // per_node < len(record.nodes)
+    return record.nodes[rank // per_node] if known else ""
