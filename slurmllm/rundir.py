@@ -31,20 +31,24 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.safe_files import reason, write_whole
 
+K = TypeVar("K")
+V = TypeVar("V")
 Stage = Literal["precompile", "train"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 _STEP = re.compile(r"^step_([0-9]{8,18})$")  # as many digits as 64 bits hold
 _NUMBER = re.compile(r"^(\d{3,})$")
 _METRICS = re.compile(r"^attempt_(\d{3,})\.jsonl$")
+_READERS = 16  # threads that wait for files
+_FEW = 8  # files that are read sooner than threads are started
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -75,6 +79,21 @@ def write_bytes(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o
         write_whole(path, content, mode)
     except OSError as error:
         raise StorageError(f"{fault}: {error.strerror or error}; {fix}") from error
+
+
+def read_all(read: Callable[[K], V], items: Iterable[K]) -> list[V]:
+    """Read many small files, several at a time, and return what was read in the given order.
+
+    On a shared file system each of them waits for its server: a thousand, one after the other, take
+    seconds. The first error in that order is raised.
+    """
+    wanted = list(items)
+    if len(wanted) < _FEW:
+        return [read(item) for item in wanted]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(read, wanted))
 
 
 def fsync_dir(path: Path) -> None:

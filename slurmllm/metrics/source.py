@@ -26,7 +26,7 @@ from slurmllm.metrics.tensorboard_logs import (
 )
 from slurmllm.metrics.text_logs import read_text
 from slurmllm.records import SkipsRecord
-from slurmllm.rundir import RunDir, find_run
+from slurmllm.rundir import RunDir, find_run, read_all
 from slurmllm.safe_files import open_regular, read_limited, read_lines, reason
 
 __all__ = ["locate", "parse_tags", "read_curve"]
@@ -234,8 +234,12 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
         warnings.append(str(error))
     settings = _read_settings(run, warnings)
     try:
-        for attempt in run.attempts("train"):
-            names = _read_mapping(attempt.record, warnings).get("nodes")
+        attempts = run.attempts("train")
+        for attempt, (record, faults) in zip(
+            attempts, read_all(_read_record, [a.record for a in attempts]), strict=True
+        ):
+            warnings += faults
+            names = record.get("nodes")
             if isinstance(names, list) and all(isinstance(node, str) for node in names):
                 nodes[attempt.number] = tuple(names)
     except OSError as error:
@@ -294,6 +298,12 @@ def _flatten(path: str, value: Any, into: dict[str, Setting]) -> None:
         into[path] = value
     else:
         into[path] = json.dumps(value, default=str)
+
+
+def _read_record(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
+    """What `_read_mapping` reads of a file, and its warnings."""
+    warnings: list[str] = []
+    return _read_mapping(path, warnings), warnings
 
 
 def _read_mapping(path: Path, warnings: list[str]) -> Mapping[Any, Any]:

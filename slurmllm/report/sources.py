@@ -6,7 +6,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +25,7 @@ from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import AttemptRecord, Event, NodeRecord
 from slurmllm.report.facts import CheckpointFacts, CheckpointState, Rate, RunFacts
 from slurmllm.report.throughput import throughput_by_nodes
-from slurmllm.rundir import RunDir
+from slurmllm.rundir import RunDir, read_all
 from slurmllm.safe_files import reason
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.spikes import SpikeAnalysis, analyze
@@ -233,9 +232,19 @@ def _or_warn(read: Callable[[], T], warnings: list[str]) -> T | None:
 
 def _read_events(run: RunDir, history: RunHistory, warnings: list[str]) -> Iterator[Event]:
     numbers = {attempt.attempt for attempt in history.attempts if attempt.stage == "train"}
-    for number in sorted(numbers | set(history.steps)):
+
+    def read(number: int) -> tuple[int, list[Event], list[int], RunError | None]:
         left_out: list[int] = []
-        yield from read_events(run, number, left_out)
+        try:
+            return number, list(read_events(run, number, left_out)), left_out, None
+        except RunError as error:  # raised in its turn: after the warnings of earlier attempts
+            return number, [], left_out, error
+
+    numbers |= set(history.steps)
+    for number, events, left_out, error in read_all(read, sorted(numbers)):
+        if error is not None:
+            raise error
+        yield from events
         if left_out:
             more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
             warnings.append(
@@ -256,13 +265,18 @@ def _read_versions(
     for attempt in reversed(attempts):
         folder = run.attempt(attempt.stage, attempt.attempt).path / "nodes"
         versions: dict[str, set[str]] = defaultdict(set)
-        for path in sorted(folder.glob("*.json")):
-            record = _or_warn(partial(NodeRecord.load, path), warnings)
+        for record, faults in read_all(_read_node, sorted(folder.glob("*.json"))):
+            warnings += faults
             for name, version in ({} if record is None else record.versions).items():
                 versions[name].add(version)
         if versions:
             return {name: ", ".join(sorted(found)) for name, found in versions.items()}
     return {}
+
+
+def _read_node(path: Path) -> tuple[NodeRecord | None, list[str]]:
+    faults: list[str] = []
+    return _or_warn(lambda: NodeRecord.load(path), faults), faults
 
 
 def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:

@@ -15,17 +15,22 @@ from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.records import (
     AttemptRecord,
     ExcludedNode,
-    Heartbeat,
     Phase,
     SkippedBatches,
     SkipsRecord,
     WorkerPhase,
     WorkerRecord,
 )
-from slurmllm.rundir import RunDir
+from slurmllm.rundir import RunDir, read_all
 from slurmllm.supervise.attempts import load_attempts, node_records, unequal_versions
 from slurmllm.supervise.exclusion import excluded
-from slurmllm.supervise.watchdog import behind, limit_s, recent_step_times, slow_step_s
+from slurmllm.supervise.watchdog import (
+    behind,
+    limit_s,
+    read_heartbeats,
+    recent_step_times,
+    slow_step_s,
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def read_details(
     with suppress(StorageError):
         for folder in run.attempts("train")[-1:]:
             paths = sorted(folder.worker(0).parent.glob("rank_*.json"))
-            workers = [WorkerRecord.load(path) for path in paths]
+            workers = read_all(WorkerRecord.load, paths)
             first_steps = {w.node: (w.first_step_s, w.cache_hits, w.cache_misses) for w in workers}
     running = training and bool(attempts) and attempts[-1].ended_at is None
     return Details(
@@ -112,9 +117,8 @@ def read_worker_progress(
 ) -> WorkerProgress | None:
     """The progress of an open attempt; None before its launchers have written a heartbeat."""
     beats: dict[int, WorkerPhase] = {}
-    for name in record.nodes:
-        with suppress(StorageError):  # not written yet, or damaged
-            beats |= Heartbeat.load(run.attempt(record.stage, record.attempt).heartbeat(name)).ranks
+    for heartbeat in read_heartbeats(run, record):
+        beats |= heartbeat.ranks
     if not beats:
         return None
     last = behind(beats)

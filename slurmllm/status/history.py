@@ -19,8 +19,8 @@ from slurmllm.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.metrics.attempt_metrics import read_attempts
 from slurmllm.metrics.merge import FileRows
 from slurmllm.metrics.row_reader import read_events
-from slurmllm.records import AttemptRecord, JobsRecord, Submission
-from slurmllm.rundir import STAGES, RunDir, Stage
+from slurmllm.records import AttemptRecord, Event, JobsRecord, Submission
+from slurmllm.rundir import STAGES, RunDir, Stage, read_all
 from slurmllm.slurm.client import AccountingRow, SlurmClient, to_unix
 
 Floats = npt.NDArray[np.float64]
@@ -80,20 +80,11 @@ def read_history(
     """
     warnings: list[str] = []
     attempts: list[AttemptRecord] = []
-    for record in (a.record for stage in STAGES for a in run.attempts(stage)):
-        if not record.is_file():  # removed, or the attempt is being opened
-            continue
-        try:
-            attempt, ignored = AttemptRecord.load_known(record)
-        except SlurmllmError as error:
-            warnings.append(str(error))
-            continue
-        attempts.append(attempt)
-        if ignored:
-            warnings.append(
-                f"{record}: {', '.join(ignored)}; ignoring these values: the file may be of a "
-                "newer version of slurmllm"
-            )
+    for attempt, faults in read_all(
+        _read_attempt, (a.record for stage in STAGES for a in run.attempts(stage))
+    ):
+        warnings += faults
+        attempts += [] if attempt is None else [attempt]
     steps: dict[int, Steps] = {}
     files, metrics = run.metrics_files(), dict(metrics or {})
     with suppress(RunError):  # all together: small files by themselves are read line by line
@@ -104,8 +95,11 @@ def read_history(
             steps[int(path.stem.removeprefix("attempt_"))] = found
     waited_s: dict[int, float] = {}
     saves: list[tuple[float, float]] = []
-    for number in steps:
-        events = [event for event in read_events(run, number) if event.kind == "save"]
+
+    def read_saves(number: int) -> list[Event]:
+        return [event for event in read_events(run, number) if event.kind == "save"]
+
+    for number, events in zip(steps, read_all(read_saves, steps), strict=True):
         if events:
             waited_s[number] = math.fsum(event.waited_s or 0.0 for event in events)
             saves += [(event.waited_s or 0.0, event.seconds or 0.0) for event in events]
@@ -119,6 +113,22 @@ def read_history(
     return RunHistory(
         run.name, attempts, steps, waited_s, saves, incarnations, submitted, tuple(warnings)
     )
+
+
+def _read_attempt(record: Path) -> tuple[AttemptRecord | None, list[str]]:
+    """An attempt and warnings; None if its record is damaged, or absent: it is being opened."""
+    if not record.is_file():
+        return None, []
+    try:
+        attempt, ignored = AttemptRecord.load_known(record)
+    except SlurmllmError as error:
+        return None, [str(error)]
+    if not ignored:
+        return attempt, []
+    return attempt, [
+        f"{record}: {', '.join(ignored)}; ignoring these values: the file may be of a newer "
+        "version of slurmllm"
+    ]
 
 
 def read_submissions(run: RunDir, warnings: list[str] | None = None) -> Sequence[Submission]:

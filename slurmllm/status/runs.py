@@ -16,7 +16,7 @@ from slurmllm.config.load import load, read_summary, summarize
 from slurmllm.errors import SlurmError, SlurmllmError, StorageError
 from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
-from slurmllm.records import AttemptRecord, Heartbeat, JobsRecord
+from slurmllm.records import AttemptRecord, JobsRecord
 from slurmllm.rundir import RunDir
 from slurmllm.safe_files import reason
 from slurmllm.slurm.client import SlurmClient, explain_drain
@@ -31,6 +31,7 @@ from slurmllm.status.run_state import (
     read_job_states,
     read_records,
 )
+from slurmllm.supervise.watchdog import read_heartbeats
 
 ACTIVE = ("queued", "precompiling", "training", "requeued")
 
@@ -266,10 +267,7 @@ def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, no
 def _last_sign_of_life(run: RunDir, attempt: AttemptRecord) -> float:
     """Unix time of the last heartbeat or step of an attempt without a recorded end."""
     signs = [attempt.started_at]
-    for name in attempt.nodes:
-        with suppress(StorageError):
-            beat = Heartbeat.load(run.attempt(attempt.stage, attempt.attempt).heartbeat(name))
-            signs.append(beat.written_at)
+    signs += [beat.written_at for beat in read_heartbeats(run, attempt)]
     if attempt.stage == "train":
         with suppress(OSError):
             row = last_row_of(run.metrics(attempt.attempt)) or {}

@@ -13,7 +13,7 @@ from types import FrameType
 from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.records import AttemptRecord, HangRecord
+from slurmllm.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.supervise import attempts
 from slurmllm.supervise.classify import is_echo, reported_all
@@ -84,6 +84,7 @@ class AttemptMonitor:
         self._next_look = time.monotonic() + self._look_s
         self._failed_at: float | None = None
         self._grace_s, self._next_grace_look = LAUNCHER_GRACE_S, 0.0
+        self._ended: dict[str, NodeRecord] = {}  # of the nodes whose workers have ended
         self._kill_at: float | None = None
         self.observed = Observations()
 
@@ -141,7 +142,14 @@ class AttemptMonitor:
         if self._record.stage == "precompile":
             return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
         try:
-            nodes = attempts.node_records(self._run, self._record)
+            # The record of a node whose workers have all ended changes no more.
+            rest = [name for name in self._record.nodes if name not in self._ended]
+            nodes = self._ended | attempts.node_records(self._run, self._record, rest)
+            self._ended = {
+                name: node
+                for name, node in nodes.items()
+                if node.pids and node.exit_codes.keys() >= node.pids.keys()
+            }
             failures = attempts.failure_records(self._run, self._record)
         except SlurmllmError:
             return LAUNCHER_GRACE_S

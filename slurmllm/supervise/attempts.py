@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from slurmllm.records import (
     SkipsRecord,
     WorkerRecord,
 )
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.rundir import RunDir, Stage, read_all
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.classify import Ending, device_fault, reported_all
@@ -153,7 +153,8 @@ def ending_of_orphaned(
 
 
 def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
-    found = (AttemptRecord.find(attempt.record) for attempt in run.attempts(stage))
+    paths = [attempt.record for attempt in run.attempts(stage)]
+    found = read_all(AttemptRecord.find, paths)
     return [record for record in found if record is not None]
 
 
@@ -362,16 +363,25 @@ def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
     return newest if newest > number else None
 
 
-def node_records(run: RunDir, record: AttemptRecord) -> dict[str, NodeRecord]:
+def node_records(
+    run: RunDir, record: AttemptRecord, names: Iterable[str] | None = None
+) -> dict[str, NodeRecord]:
+    """The records of an attempt's nodes, or of those with `names`; missing ones are left out."""
     paths = run.attempt(record.stage, record.attempt)
-    found = ((name, paths.node(name)) for name in record.nodes)
-    return {name: NodeRecord.load(path) for name, path in found if path.is_file()}
+
+    def read(name: str) -> NodeRecord | None:
+        path = paths.node(name)
+        return NodeRecord.load(path) if path.is_file() else None
+
+    wanted = list(record.nodes if names is None else names)
+    found = zip(wanted, read_all(read, wanted), strict=True)
+    return {name: node for name, node in found if node is not None}
 
 
 def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecord]:
     folder = run.attempt(record.stage, record.attempt).failure(0).parent
     paths = sorted(folder.glob("rank_*.json")) if folder.is_dir() else []
-    return [FailureRecord.load(path) for path in paths]
+    return read_all(FailureRecord.load, paths)
 
 
 def lost_nodes(run: RunDir, record: AttemptRecord) -> list[str]:

@@ -12,7 +12,7 @@ from slurmllm.errors import SlurmError, StorageError
 from slurmllm.graphs.archive import faults
 from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, HangRecord, NodeRecord
-from slurmllm.rundir import RunDir
+from slurmllm.rundir import RunDir, read_all
 from slurmllm.safe_files import open_regular
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
@@ -64,14 +64,13 @@ def gather_evidence(
                 probe.write(b"written")
         except OSError as error:
             unwritable = f"cannot write {folder}: {error.strerror or error}"
+    ranks = [worker.rank for worker in without_record(failed_workers(nodes), failures)]
+    tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
     return Evidence(
         expected_nodes=record.nodes, nodes=nodes, failures=failures, slurm_state=slurm_state,
         step_out_of_memory=out_of_memory, down_nodes=down_nodes, stop_signal=stop_signal,
         overran_s=observed.overran_s, uncompiled=uncompiled, hang=hang, stacks=lines,
-        log_tails={
-            worker.rank: _log_tail(run, record, worker.rank)
-            for worker in without_record(failed_workers(nodes), failures)
-        },
+        log_tails=dict(zip(ranks, tails, strict=True)),
         superseded_by=observed.superseded_by, unwritable=unwritable,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from slurmllm.error_patterns import telling_line
 from slurmllm.log import message_of
 from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
-from slurmllm.rundir import AttemptDir, RunDir, Stage
+from slurmllm.rundir import AttemptDir, RunDir, Stage, read_all
 from slurmllm.safe_files import read_limited
 from slurmllm.supervise.attempts import failure_records, load_attempts, node_records
 from slurmllm.supervise.classify import (
@@ -170,14 +170,16 @@ class StackLocation(NamedTuple):
 def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
     """Rank → location of the workers of an attempt that hung."""
     folder = attempt.stacks(0).parent
-    found = {}
-    for path in sorted(folder.glob("rank_*.txt")) if folder.is_dir() else []:
+
+    def read(path: Path) -> tuple[int, StackLocation] | None:
         try:
             rank = int(path.stem.removeprefix("rank_"))
-            found[rank] = stack_location(read_stacks(attempt, rank))
+            return rank, stack_location(read_stacks(attempt, rank))
         except (OSError, ValueError):
-            continue
-    return found
+            return None
+
+    paths = sorted(folder.glob("rank_*.txt")) if folder.is_dir() else []
+    return dict(found for found in read_all(read, paths) if found is not None)
 
 
 def read_stacks(attempt: AttemptDir, rank: int) -> str:

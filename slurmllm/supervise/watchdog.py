@@ -26,7 +26,7 @@ from typing import get_args
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
-from slurmllm.rundir import AttemptDir, RunDir
+from slurmllm.rundir import AttemptDir, RunDir, read_all
 from slurmllm.safe_files import (
     check_private_folder,
     open_lock,
@@ -116,6 +116,18 @@ def slow_step_s(step_times: Sequence[float]) -> float | None:
     return ordered[min(int(SLOW * len(ordered)), len(ordered) - 1)]
 
 
+def read_heartbeats(run: RunDir, record: AttemptRecord) -> list[Heartbeat]:
+    """The heartbeats of an attempt's nodes; those that are damaged or not written are left out."""
+    attempt = run.attempt(record.stage, record.attempt)
+
+    def read(name: str) -> Heartbeat | None:
+        with suppress(StorageError):
+            return Heartbeat.load(attempt.heartbeat(name))
+        return None
+
+    return [beat for beat in read_all(read, record.nodes) if beat is not None]
+
+
 def recent_step_times(run: RunDir) -> list[float]:
     """Durations of a run's last steps, s, oldest first, except each attempt's first."""
     found: list[float] = []
@@ -151,6 +163,15 @@ class Watchdog:
         self._mtimes: dict[str, float] = {}
         self._read_at: dict[str, float] = {}
         self._metrics_bytes = -1
+        per_node = record.world_size // len(record.nodes)
+        self._ranks = {
+            name: range(index * per_node, (index + 1) * per_node)
+            for index, name in enumerate(record.nodes)
+        }
+        self._starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
+        self._phases = dict.fromkeys(range(per_node * len(record.nodes)), self._starting)
+        self._merged: dict[str, Heartbeat] = {}  # node → the heartbeat that these phases are of
+        self._lowest: Phase = "starting"  # phase of the workers furthest behind
         self._changed = self._looked = time.monotonic()
 
     def look(self) -> HangRecord | None:
@@ -162,25 +183,29 @@ class Watchdog:
         self._looked = now
         self._read(now)
         unchanged_s = now - self._changed
-        per_node = self.record.world_size // len(self.record.nodes)
-        nodes = {
-            rank: name
-            for index, name in enumerate(self.record.nodes)
-            for rank in range(index * per_node, (index + 1) * per_node)
-        }
-        starting = WorkerPhase(phase="starting", step=0, since=self.record.started_at)
-        phases = dict.fromkeys(nodes, starting)
-        for heartbeat in self._heartbeats.values():
-            phases |= {rank: phase for rank, phase in heartbeat.ranks.items() if rank in nodes}
-        if unchanged_s <= limit_s(min(phases.values(), key=_place).phase, self.config, 0.0):
+        self._merge_phases()
+        if unchanged_s <= limit_s(self._lowest, self.config, 0.0):
             return None  # below the lowest limit: no need to read the step times
         unresponsive = tuple(
             name for name in self.record.nodes
             if now - self._read_at.get(name, self._changed) > UNRESPONSIVE_S
         )  # fmt: skip
-        progress = AttemptProgress(phases, nodes, unchanged_s, unresponsive)
+        nodes = {rank: name for name, ranks in self._ranks.items() for rank in ranks}
+        progress = AttemptProgress(self._phases, nodes, unchanged_s, unresponsive)
         slow_s = slow_step_s(recent_step_times(self.run))
         return find_hang(progress, self.config, slow_s, time.time())
+
+    def _merge_phases(self) -> None:
+        """Take over the phases of new heartbeats: of thousands of workers few have one."""
+        changed = False
+        for name, heartbeat in self._heartbeats.items():
+            if self._merged.get(name) is heartbeat:
+                continue
+            self._merged[name], changed = heartbeat, True
+            for rank in self._ranks[name]:
+                self._phases[rank] = heartbeat.ranks.get(rank, self._starting)
+        if changed:
+            self._lowest = min(self._phases.values(), key=_place).phase
 
     def _read(self, now: float) -> None:
         attempt = self.run.attempt("train", self.record.attempt)
