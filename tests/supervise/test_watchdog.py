@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
@@ -120,6 +122,41 @@ def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
     hang = watchdog.look()
     assert hang is not None
     assert (hang.phase, hang.behind, hang.suspects) == ("starting", (1,), ("n2",))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.dictionaries(
+    st.integers(0, 1), st.tuples(st.sampled_from(["first_step", "saving", "stepping"]),
+                                 st.integers(0, 3)))), max_size=12))  # fmt: skip
+def test_new_heartbeats_are_merged_as_all_of_them_would_be(
+    tmp_path_factory: pytest.TempPathFactory,
+    beats: list[tuple[int, dict[int, tuple[Phase, int]]]],
+) -> None:
+    run, names = RunDir(tmp_path_factory.mktemp("r")), ("n0", "n1", "n2")
+    record = open_record(names).model_copy(update={"world_size": 6})
+    limits = WatchdogConfig(start_up_s=1e-9, first_step_s=1e-9, min_step_s=1e-9, save_s=1e-9)
+    watchdog = Watchdog(run, record, limits)
+    run.attempt("train", 0).heartbeat("n").parent.mkdir(parents=True)
+    newest: dict[int, dict[int, WorkerPhase]] = {}
+    for number, (node, of_workers) in enumerate(beats):
+        # A worker that has ended is in its node's heartbeat no more.
+        newest[node] = {
+            2 * node + worker: WorkerPhase(phase=phase, step=step, since=0.0)
+            for worker, (phase, step) in of_workers.items()
+        }
+        path = run.attempt("train", 0).heartbeat(names[node])
+        Heartbeat(node=names[node], written_at=0.0, ranks=newest[node]).save(path)
+        os.utime(path, (number, number))
+        watchdog.look()
+        time.sleep(1e-6)
+        hang = watchdog.look()
+        starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
+        phases = dict.fromkeys(range(6), starting) | {
+            rank: phase for ranks in newest.values() for rank, phase in ranks.items()
+        }
+        last = behind(phases)
+        assert hang is not None
+        assert (hang.phase, hang.step) == (phases[last[0]].phase, phases[last[0]].step)
+        assert hang.behind == (() if len(last) == 6 else last)
 
 
 def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """How long `status`, `logs` and `report` take for a run of 4,096 workers with 200 attempts.
 
     python tools/benchmarks/large_run.py [--nodes 128] [--attempts 200] [--steps 500] [--times 5]
-        [--folder DIR] [--json FILE]
+        [--only TEXT] [--folder DIR] [--reference CHECKOUT] [--json FILE]
 
 Writes the run into a temporary folder (or DIR, where it is kept and used again): 32 workers a node,
-in the real file formats, the last attempt in training. Every command is a process of its own, in
-turn, so that a slow moment meets all of them; `files` and `listings` are the files and folders of
-the run that it opens. Slurm is replaced by scripts that answer at once from a file: the time of a
-real slurmctld and slurmdbd comes on top.
+in the real file formats, the last attempt in training. Every command is a process of its own; those
+of a reference, a checkout of another version, run in turn with ours, so that a slow moment meets
+both. Per command: `first`, before the others; median and CPU seconds of the later processes; the
+files and folders of the run that it opens; and `slow`, the seconds if opening one of these takes
+2 ms longer, as on a busy shared file system. Slurm is replaced by scripts that answer from a file
+at once: the time of a real slurmctld and slurmdbd comes on top.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shlex
 import statistics
 import subprocess
@@ -23,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from _large_run.write import Size, write_run
 
@@ -39,24 +43,30 @@ COMMANDS = (
     "report large", "report large --json", "report large --no-html", "report large --no-files",
     "report large --no-files --json",
 )  # fmt: skip
-# Counts what a command opens below $LARGE_RUN; its own process then runs the command line.
-_COUNT = """
-import atexit, os, sys
-run, counts = os.environ["LARGE_RUN"], {"open": 0, "os.scandir": 0, "os.listdir": 0}
+# Counts and delays what a command opens below $LARGE_RUN, then runs the command line.
+_SLOW_S = 0.002
+_SLOW = f"""
+import atexit, os, runpy, sys, time
+run, counts = os.environ["LARGE_RUN"], {{"open": 0, "os.scandir": 0, "os.listdir": 0}}
 def count(event, args):
-    if event in counts:
-        path = args[0]
-        if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(run):
+    if event in counts and isinstance(args[0], (str, os.PathLike)):
+        if os.fspath(args[0]).startswith(run):
             counts[event] += 1
+            time.sleep({_SLOW_S})
 sys.addaudithook(count)
 def show():
     with open(os.environ["LARGE_RUN_COUNTS"], "w") as stream:
         print(counts["open"], counts["os.scandir"] + counts["os.listdir"], file=stream)
 atexit.register(show)
-import runpy
-sys.argv = ["slurmllm", *sys.argv[1:]]
-runpy.run_module("slurmllm", run_name="__main__")
+runpy.run_module("slurmllm", run_name="__main__", alter_sys=True)
 """
+
+
+class Taken(NamedTuple):
+    """What a process took, s."""
+
+    wall: float
+    cpu: float
 
 
 def write_slurm(folder: Path, run: RunDir) -> None:
@@ -110,54 +120,60 @@ def make(folder: Path, size: Size) -> RunDir:
     return run
 
 
-def counts(arguments: Sequence[str], folder: Path) -> tuple[int, int]:
-    """The files and folders of the run that a command opens."""
-    command = [sys.executable, "-c", _COUNT, *arguments]
-    done = subprocess.run(command, env=environment(folder), capture_output=True, check=False)
+def take(arguments: Sequence[str], folder: Path, code: Path | None = None) -> Taken:
+    """Run a process with this code, or that of another checkout."""
+    variables = environment(folder) | ({} if code is None else {"PYTHONPATH": str(code)})
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-P", *arguments], env=variables, capture_output=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(f"{shlex.join(arguments)}: exit {done.returncode}\n{done.stderr.decode()}")
-    files, listings = (folder / "counts").read_text().split()
-    return int(files), int(listings)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Taken(time.perf_counter() - began, cpu)
 
 
-def seconds(arguments: Sequence[str], folder: Path) -> float:
-    """Wall time of one process, s."""
-    began = time.perf_counter()
-    subprocess.run(
-        [sys.executable, *arguments], env=environment(folder), check=True, capture_output=True
-    )
-    return time.perf_counter() - began
-
-
-def benchmark(folder: Path, size: Size, times: int, only: str) -> list[dict[str, float | str]]:
-    """Make the run, and measure every command."""
+def benchmark(
+    folder: Path, size: Size, times: int, only: str, codes: dict[str, Path | None]
+) -> list[dict[str, float | str]]:
+    """Make the run, and measure every command with every code."""
     run = make(folder, size)
     attempts = load_attempts(run, "train")
-    endings = sorted({str(a.ending) for a in attempts})
+    endings = sorted({str(a.ending) for a in attempts if a.ending})
     steps = sum((a.last_step or 0) - (a.first_step or 1) + 1 for a in attempts if a.last_step)
     print(
         f"{attempts[-1].world_size} workers on {len(attempts[-1].nodes)} nodes, {len(attempts)} "
         f"train attempts, {steps} steps; endings: {', '.join(endings)}"
     )
-    last = attempts[-1].attempt
-    rows = {"python -c pass": ["-c", "pass"], "slurmllm --help": ["-m", "slurmllm", "--help"]}
-    for command in COMMANDS:
-        if only in command:
-            line = command.format(last=last)
-            rows[f"slurmllm {line}"] = ["-m", "slurmllm", *line.split()]
-    first = {name: seconds(arguments, folder) for name, arguments in rows.items()}
-    taken = [{name: seconds(a, folder) for name, a in rows.items()} for _ in range(times)]
-    print(f"{'command':<44} {'first s':>8} {'median':>7} {'min':>6} {'max':>6} "
-          f"{'files':>6} {'listings':>8}")  # fmt: skip
+    lines = [command.format(last=attempts[-1].attempt) for command in COMMANDS if only in command]
+    rows = {"--help": ["-m", "slurmllm", "--help"]}
+    rows |= {line: ["-m", "slurmllm", *line.split()] for line in lines}
+    print(f"{'slurmllm …':<36} {'code':<10} {'first s':>8} {'median':>7} {'min':>6} {'CPU s':>6} "
+          f"{'files':>6} {'folders':>8} {'slow s':>7}")  # fmt: skip
     found: list[dict[str, float | str]] = []
     for name, arguments in rows.items():
-        own = [row[name] for row in taken]
-        files, listings = counts(arguments[2:], folder) if "slurmllm " in name else (0, 0)
-        median = statistics.median(own)
-        print(f"{name:<44} {first[name]:8.2f} {median:7.2f} {min(own):6.2f} {max(own):6.2f} "
-              f"{files:6} {listings:8}")  # fmt: skip
-        found.append({"command": name, "first_s": first[name], "median_s": median,
-                      "files": files, "listings": listings})  # fmt: skip
+        first = {which: take(arguments, folder, code) for which, code in codes.items()}
+        taken: dict[str, list[Taken]] = {which: [] for which in codes}
+        for _ in range(times):
+            for which, code in codes.items():
+                taken[which].append(take(arguments, folder, code))
+        for which, code in codes.items():
+            slow = take(["-c", _SLOW, *arguments[2:]], folder, code)
+            files, folders = map(int, (folder / "counts").read_text().split())
+            row: dict[str, float | str] = {
+                "command": name, "code": which, "first_s": first[which].wall,
+                "median_s": statistics.median(one.wall for one in taken[which]),
+                "min_s": min(one.wall for one in taken[which]),
+                "cpu_s": statistics.median(one.cpu for one in taken[which]),
+                "files": files, "folders": folders, "slow_s": slow.wall,
+            }  # fmt: skip
+            found.append(row)
+            print(
+                f"{name:<36} {which:<10} {row['first_s']:8.2f} {row['median_s']:7.2f} "
+                f"{row['min_s']:6.2f} {row['cpu_s']:6.2f} {files:6} {folders:8} "
+                f"{row['slow_s']:7.2f}", flush=True,
+            )  # fmt: skip
     return found
 
 
@@ -170,12 +186,16 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--only", default="", metavar="TEXT", help="commands that contain TEXT")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--reference", type=Path, metavar="CHECKOUT")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     size = Size(options.nodes, options.attempts, options.steps)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).absolute()
-        rows = benchmark(folder, size, options.times, options.only)
+        codes: dict[str, Path | None] = {"this": None}
+        if options.reference:
+            codes["reference"] = options.reference.absolute()
+        rows = benchmark(folder, size, options.times, options.only, codes)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

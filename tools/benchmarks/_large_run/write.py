@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from _large_run.faults import BEFORE_STEPS, WEIGHTS, Ended, end_by, node_record
+from _large_run.logs import log_line, write_rank_logs, write_stacks
 from slurmllm.artifact_records import (
     CheckpointFile,
     CheckpointManifest,
@@ -83,13 +82,6 @@ def _put(path: Path, record: Record) -> None:
     """Write a record as its `save` does, without the fsync that a crash would call for."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(record.model_dump_json(indent=2, by_alias=True) + "\n")
-
-
-def log_line(at: float, node: str, rank: int | None, component: str, text: str) -> str:
-    """A line as `slurmllm.log` writes it."""
-    moment = datetime.fromtimestamp(at).astimezone().isoformat(timespec="milliseconds")
-    origin = node if rank is None else f"{node} rank {rank}"
-    return f"{moment} INFO {origin} slurmllm.{component}: {text}\n"
 
 
 class _LargeRun:
@@ -306,21 +298,9 @@ class _LargeRun:
         if ended.hang is not None:
             ended.hang.save(attempt.hang)
             ranks += ended.hang.behind
-            self._write_stacks(record, ended.hang.behind)
+            write_stacks(attempt, record, ended.hang.behind)
         more = self.rng.sample(range(1, record.world_size), _LOGS_OF_ATTEMPT)
-        self._write_rank_logs(record, sorted({*ranks, *more} - {0}), step, at)
-
-    def _write_stacks(self, record: AttemptRecord, behind: Iterable[int]) -> None:
-        attempt = self.run.attempt(record.stage, record.attempt)
-        attempt.stacks(0).parent.mkdir(parents=True)
-        late = set(behind)
-        for rank in range(record.world_size):
-            where = ("data/stream.py", 88) if rank in late else ("torch/_ops.py", 1120)
-            attempt.stacks(rank).write_text(
-                "Current thread 0x00007f1 (most recent call first):\n"
-                f'  File "/fsx/env/site-packages/{where[0]}", line {where[1]} in next\n'
-                '  File "/fsx/env/site-packages/slurmllm/train/loop.py", line 47 in train\n'
-            )
+        write_rank_logs(self.run, record, sorted({*ranks, *more} - {0}), at)
 
     def _write_heartbeat(
         self, record: AttemptRecord, index: int, step: int, at: float, phase: Phase
@@ -348,7 +328,7 @@ class _LargeRun:
         for index, name in enumerate(record.nodes):
             _put(attempt.node(name), node_record(record.nodes, index, self.per_node))
             self._write_heartbeat(record, index, step, at, "stepping")
-        self._write_rank_logs(record, range(1, record.world_size), step, at)
+        write_rank_logs(self.run, record, range(1, record.world_size), at)
 
     def _write_steps(self, record: AttemptRecord, first: int, last: int, log: list[str]) -> float:
         """Write metrics and events; returns when the last step ended."""
@@ -415,21 +395,3 @@ class _LargeRun:
         self.run.logs.mkdir(exist_ok=True)
         with self.run.stage_log("train").open("a") as stream:
             stream.writelines(log)
-
-    def _write_rank_logs(
-        self, record: AttemptRecord, ranks: Iterable[int], step: int, at: float
-    ) -> None:
-        for rank in ranks:
-            path = self.run.worker_log(record.stage, record.attempt, rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            node = record.nodes[rank // self.per_node]
-            lines = [
-                log_line(record.started_at + 60, node, rank, "train.worker", "starting"),
-                log_line(record.started_at + 200, node, rank, "train.job",
-                         f"resumed from step {record.checkpoint_before}"),
-                f"nrt_init: {math.ceil(rank / 2)} devices\n",
-            ]  # fmt: skip
-            if rank % self.per_node == 0:
-                text = "graph cache: 60 hits, 0 misses; first step 60.0 s"
-                lines.append(log_line(at - 60, node, rank, "train.hooks.monitoring", text))
-            path.write_text("".join(lines))
