@@ -49,7 +49,9 @@ class MergedLogs:
     _logs: dict[_Worker, GrowingLog] = field(default_factory=dict, init=False)
     _current: dict[Stage, int] = field(default_factory=dict, init=False)
     _times: dict[_Worker, float] = field(default_factory=dict, init=False)
-    _read: set[_Worker] = field(default_factory=set, init=False)  # in this poll
+    # In this poll: logs that were read, and the ranks of attempts whose folders were listed
+    _read: set[_Worker] = field(default_factory=set, init=False)
+    _listed: dict[tuple[Stage, int], list[int]] = field(default_factory=dict, init=False)
 
     def begin_with_last(self, lines: int) -> None:
         """Skip all but the last `lines` lines of every log."""
@@ -80,6 +82,7 @@ class MergedLogs:
     def poll(self, last: bool = False) -> Iterator[RankLine]:
         """The lines added since the last call, of the `last` one also those without a newline."""
         self._read.clear()
+        self._listed.clear()
         for stage in self.stages:
             log = self._stage_log(stage)
             yield from self._merge_attempts(stage, log.lines(), last=False)
@@ -157,7 +160,9 @@ class MergedLogs:
         for number in worker_log_attempts(self.run, stage) if attempt is None else [attempt]:
             if not self._shown(stage, number):
                 continue
-            for rank in ranks_with_logs(self.run, stage, number):
+            if (stage, number) not in self._listed:
+                self._listed[stage, number] = ranks_with_logs(self.run, stage, number)
+            for rank in self._listed[stage, number]:
                 if self.wanted(rank):
                     key = (stage, number, rank)
                     if key not in self._logs:

@@ -105,9 +105,10 @@ def test_files_do_not_grow_with_nodes_times_attempts(
     opened = {attempts: shown(folder, line)[1] for attempts, folder in folders.items()}
     for attempts, paths in opened.items():
         assert paths.total() <= for_an_attempt * attempts + for_a_node * NODES + 40
-    # Opening every node's record of every attempt would be 160 more.
+    # Opening every node's record of every attempt would be 160 more; the last attempt that failed
+    # has up to 64 records of failures.
     more = opened[MANY].total() - opened[FEW].total()
-    assert more <= for_an_attempt * (MANY - FEW) + PER_NODE
+    assert more <= for_an_attempt * (MANY - FEW) + 80
 
 
 def test_metrics_and_manifests_are_read_once_for_a_report(folders: dict[int, Path]) -> None:
@@ -125,9 +126,10 @@ def test_logs_of_all_ranks_are_opened_once(folders: dict[int, Path]) -> None:
     logs = {path: n for path, n in opened.items() if path.endswith(".log") and "rank_" in path}
     on_disk = {str(path.relative_to(run_of(folder).path)) for path in _rank_logs(folder)}
     assert logs == dict.fromkeys(on_disk, 1)
-    assert {path.rpartition("/")[0] for path in logs} == {
-        path for path, n in opened.items() if re.fullmatch(r"logs/train_\d+", path) and n <= 3
-    }
+    # Listing them all for each of them would be 40 times.
+    listed = {path: n for path, n in opened.items() if re.fullmatch(r"logs/[a-z]+_\d+", path)}
+    assert listed
+    assert max(listed.values()) <= 2
     # Every line of every log, once
     lines = sum(len(path.read_text().splitlines()) for path in _rank_logs(folder))
     stage = len(run_of(folder).stage_log("train").read_text().splitlines())
