@@ -152,15 +152,13 @@ class Relay:
 
     def close(self) -> None:
         """End the relay; what is below it and has not left fails."""
-        if self._search is not None:
-            self._search.close()
         if self._thread.ident is None:
             self._release()
             return
         self._closing.set()
         with suppress(OSError):  # it has noticed already
             self._waker.send(b"x")
-        self._thread.join(_LEAVE_S + 1.0)
+        self._thread.join(2 * _LEAVE_S + 5.0)  # the search may wait for a connection
 
     def _listen(self, address: str, port: int) -> socket.socket:
         deadline = time.monotonic() + _PORT_S
@@ -204,6 +202,8 @@ class Relay:
             self._release()
 
     def _release(self) -> None:
+        if self._search is not None:
+            self._search.close()
         for connection in self._connections():
             connection.socket.close()
         for found in self._found:

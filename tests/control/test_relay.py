@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -133,7 +132,7 @@ def test_nothing_is_left_after_the_end(tmp_path: Path) -> None:
         orphan.relays[2].start()
         time.sleep(0.2)
         orphan.close()
-        assert os.listdir(tmp_path) == []
+        assert list(tmp_path.iterdir()) == []
     assert (descriptors(), threading.active_count()) == (before, threads)
 
 

@@ -1,4 +1,4 @@
-"""Control planes for tests: relays and workers in threads, or launchers and workers in processes."""
+"""Control planes for tests: relays and workers in threads, or both in processes of their own."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Nodes:
             pipe.close()
 
     def _receive(self, node: int) -> Any:
-        assert self._pipes[node].poll(60), f"node {node} does not answer"
+        assert self._pipes[node].poll(300), f"node {node} does not answer"
         return self._pipes[node].recv()
 
 
