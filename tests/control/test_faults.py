@@ -220,7 +220,8 @@ def test_a_node_that_never_connects_is_named(folder: Path, monkeypatch: pytest.M
     started = [found.relays[index] for index in (0, 1, 3)]  # node 2, between them, is missing
     for one in started:
         one.start()
-    messages = [failure(found.connect(rank).barrier) for rank in (0, 1, 3)]
+    planes = [found.connect(rank) for rank in (0, 1, 3)]
+    messages = [failure(plane.barrier) for plane in planes]
     found.close()
     assert "Timed out waiting for the launcher of n2" in messages[0]
     assert all("launcher of n2" in message and lost(message) for message in messages)
