@@ -33,7 +33,7 @@ WORKER = """
 
     config, rank = small_config("cluster.devices_per_node=1"), int(os.environ["RANK"])
     worker = Worker(rank, 2, rank, "node")
-    backend = NativeBackend(config, make_mesh(config, nodes=2), worker, ControlPlane())
+    backend = NativeBackend(config, make_mesh(config, nodes=2), worker, ControlPlane(rank, 2))
     backend.start()
     print("started", flush=True)
     sys.stdin.readline()
