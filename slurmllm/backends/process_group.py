@@ -1,8 +1,8 @@
 """torch's default process group, authenticated by a secret that is new for each attempt.
 
 torch does not authenticate its peers. Any program that can connect to the port of its TCPStore can
-set values, and torch's object collectives (used by DCP's plans, NxD's pipelines and `gather`)
-unpickle what they receive, which can run code. Here the values of the store and the pickles carry
+set values, and torch's object collectives (used by DCP's plans and by NxD's pipelines) unpickle
+what they receive, which can run code. Here the values of the store and the pickles carry
 an HMAC made with the workers' secret, and one without it raises an error. Another program can still
 delete values or increment the store's counters: the attempt then fails.
 """

@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmllm.control.wire import Kind
 
+K = TypeVar("K")
 _PART = struct.Struct("!IQ")  # rank, bytes
 _REDUCTIONS: Mapping[Kind, Callable[[Iterable[Any]], Any]] = {
     Kind.SUM: sum,
@@ -27,12 +28,16 @@ _REDUCTIONS: Mapping[Kind, Callable[[Iterable[Any]], Any]] = {
 
 
 def combine(kind: Kind, contributions: Iterable[bytes]) -> bytes:
-    """Combine the contributions of all workers below a relay into one."""
+    """Combine the contributions of all workers below a relay into one, in the order given.
+
+    Raises a ValueError if lists of numbers are not equally long.
+    """
     if kind in _REDUCTIONS:
         reduction = _REDUCTIONS[kind]
-        lists = {*contributions} if kind is not Kind.SUM else [*contributions]
+        # Mostly all are equal, and their maximum needs no decoding.
+        lists = [*(contributions if kind is Kind.SUM else dict.fromkeys(contributions))]
         if len(lists) == 1:
-            return next(iter(lists))
+            return lists[0]
         columns = zip(*map(json.loads, lists), strict=True)
         return encode_numbers(reduction(column) for column in columns)
     present = [part for part in contributions if part]
@@ -61,11 +66,17 @@ def decode_parts(payload: bytes) -> dict[int, bytes]:
     return found
 
 
-def share(kind: Kind, result: bytes, ranks: Callable[[int], bool]) -> bytes:
-    """The part of a result for those workers of whose ranks `ranks` is true."""
+def shares(kind: Kind, result: bytes, owners: Mapping[int, K]) -> Mapping[K, bytes] | None:
+    """Who gets which part of a result; None if everyone gets all of it.
+
+    Args:
+        owners: Rank → who gets this worker's part.
+    """
     if kind is Kind.GATHER:
-        return result if ranks(0) else b""
-    if kind is Kind.SCATTER:
-        parts = decode_parts(result).items()
-        return b"".join(encode_part(rank, value) for rank, value in parts if ranks(rank))
-    return result
+        return {owners[0]: result} if 0 in owners else {}
+    if kind is not Kind.SCATTER:
+        return None
+    found: dict[K, list[bytes]] = {}
+    for rank, value in decode_parts(result).items():
+        found.setdefault(owners[rank], []).append(encode_part(rank, value))
+    return {owner: b"".join(parts) for owner, parts in found.items()}

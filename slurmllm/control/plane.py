@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 from slurmllm.control.operations import combine, decode_parts, encode_numbers, encode_part
 from slurmllm.control.relay import OPERATION_S
 from slurmllm.control.rendezvous import own_secret
-from slurmllm.control.wire import Claim, Connection, Frame, Kind, Role, introduce
-from slurmllm.errors import ConfigError, NodeError
+from slurmllm.control.wire import FAULTS, Claim, Connection, Frame, Kind, Role, introduce
+from slurmllm.errors import CodeError, ConfigError, NodeError
 
 SOCKET = "SLURMLLM_CONTROL"  # path of the relay's Unix socket
 Reduction = Literal["sum", "max", "min"]
@@ -44,7 +44,7 @@ class ControlPlane:
         self._connection: Connection | None = None
         self._started = 0  # operations
         self._results: dict[int, Frame] = {}
-        self._fault: str | None = None
+        self._fault: NodeError | CodeError | None = None
         if path is not None:
             self._connection = Connection(
                 _connect(path, Claim(Role.WORKER, rank, world_size), secret)
@@ -99,7 +99,7 @@ class ControlPlane:
         return found
 
     def close(self) -> None:
-        """Leave as planned; the other workers may go on without this one's contributions."""
+        """Leave as planned; operations in which others still wait for this worker fail."""
         if self._connection is not None:
             with suppress(OSError):
                 self._connection.queue(Frame(Kind.LEAVE, 0, b""))
@@ -126,7 +126,7 @@ class ControlPlane:
     def _receive(self, number: int) -> bytes:
         while number not in self._results:
             if self._fault is not None:
-                raise NodeError(self._fault)
+                raise type(self._fault)(*self._fault.args)
             assert self._connection is not None
             try:
                 frames = self._connection.receive()
@@ -137,8 +137,9 @@ class ControlPlane:
             except OSError as error:
                 raise NodeError("Connection closed by peer: this node's launcher") from error
             for frame in frames:
-                if frame.kind is Kind.FAULT:
-                    self._fault = frame.payload.decode()
+                if frame.kind in FAULTS:
+                    fault = CodeError if frame.kind is Kind.MISUSE else NodeError
+                    self._fault = self._fault or fault(frame.payload.decode())
                 else:
                     self._results[frame.number] = frame
         return self._results.pop(number).payload

@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from slurmllm.errors import ConfigError
@@ -149,6 +149,16 @@ def free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
+def source_address(peer: str) -> str:
+    """This machine's IPv4 address on the way to another one; "" if there is no way yet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, 9))  # a datagram socket sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
 def free_port() -> int:
     return free_ports(1)[0]
 
@@ -171,8 +181,5 @@ def _is_loopback(address: str) -> bool:
 
 
 def _default_address() -> str | None:
-    """This machine's address on its default route; connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has
-        return str(probe.getsockname()[0])
-    return None
+    """This machine's address on its default route."""
+    return source_address("192.0.2.1") or None  # RFC 5737: an address that nobody has

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import IntEnum
 from secrets import token_bytes
@@ -23,7 +24,9 @@ _HEADER = struct.Struct("!BQQ")  # kind, number of the operation, bytes of the p
 _CLAIM = struct.Struct("!BII")  # role, rank (of a worker) or index (of a node), workers of the run
 _CHALLENGE = _PROOF = 32  # bytes
 GREETING_BYTES = _CLAIM.size + _CHALLENGE + _PROOF
-_RECEIVE_BYTES = 1 << 18
+# Below glibc's threshold (128 KB) for memory that is mapped and unmapped at each use.
+_RECEIVE_BYTES, _LONG_RECEIVE_BYTES = 1 << 16, 1 << 20
+_JOINED_BYTES = 1 << 12  # payloads that are copied behind their header
 # A machine that loses power closes no connection, and a firewall may drop packets: keep-alive
 # detects both after half a minute, TCP_USER_TIMEOUT if data are in flight.
 _TCP_OPTIONS = (
@@ -50,6 +53,10 @@ class Kind(IntEnum):
     LEAVE = 17  # the sender ends as planned
     LISTENS = 18  # launcher → root: the port for the nodes below it
     PARENT = 19  # root → launcher: host and port of the node above it
+    MISUSE = 20  # as FAULT; the cause is the code of the workers
+
+
+FAULTS = (Kind.FAULT, Kind.MISUSE)
 
 
 class Role(IntEnum):
@@ -74,6 +81,13 @@ class Frame(NamedTuple):
     number: int  # of the operation, from 0; 0 for other messages
     payload: bytes
 
+    def encode(self) -> tuple[bytes, ...]:
+        """Header and payload; a long payload stays the same object, for all that get it."""
+        header = _HEADER.pack(self.kind, self.number, len(self.payload))
+        if len(self.payload) <= _JOINED_BYTES:
+            return (header + self.payload,)
+        return header, self.payload
+
 
 class Connection:
     """A socket that sends and receives frames, blocking or not.
@@ -86,23 +100,33 @@ class Connection:
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
         self.messages = self.num_bytes = 0
-        self._in, self._out = bytearray(), bytearray()
+        self._in = bytearray()
+        self._missing = 0  # bytes of a frame that has arrived in part
+        self._out: deque[memoryview] = deque()
         if peer.family == socket.AF_INET:
             for option in _TCP_OPTIONS:
                 peer.setsockopt(*option)
 
     def queue(self, frame: Frame) -> None:
         """Send a frame as far as the socket takes it without waiting; OSError if it is closed."""
-        header = _HEADER.pack(frame.kind, frame.number, len(frame.payload))
-        self._out += header + frame.payload
+        self.queue_encoded(frame.encode())
+
+    def queue_encoded(self, parts: tuple[bytes, ...]) -> None:
         self.messages += 1
-        self.num_bytes += len(header) + len(frame.payload)
+        for part in parts:
+            self.num_bytes += len(part)
+            self._out.append(memoryview(part))
         self.flush()
 
     def flush(self) -> None:
         with suppress(BlockingIOError):
             while self._out:
-                del self._out[: self.socket.send(self._out)]
+                part = self._out[0]
+                sent = self.socket.send(part)
+                if sent == len(part):
+                    self._out.popleft()
+                else:
+                    self._out[0] = part[sent:]
 
     @property
     def unsent(self) -> bool:
@@ -115,12 +139,18 @@ class Connection:
             ConnectionResetError: The other end is closed.
             NodeError: It sends what no worker does.
         """
-        part = self.socket.recv(_RECEIVE_BYTES)
+        part = self.socket.recv(min(max(_RECEIVE_BYTES, self._missing), _LONG_RECEIVE_BYTES))
         if not part:
             raise ConnectionResetError("closed")
         self._in += part
         self.num_bytes += len(part)
         return list(self._frames())
+
+    def receive_one(self) -> Frame:
+        """Wait for one frame on a socket that blocks, if the other end sends no more than that."""
+        while True:
+            for frame in self.receive():
+                return frame
 
     def _frames(self) -> Iterator[Frame]:
         while len(self._in) >= _HEADER.size:
@@ -128,9 +158,11 @@ class Connection:
             if length > MAX_PAYLOAD_BYTES:
                 raise NodeError(f"a message of {length} bytes, which no worker sends")
             end = _HEADER.size + length
-            if len(self._in) < end:
+            self._missing = max(0, end - len(self._in))
+            if self._missing:
                 return
-            payload = bytes(self._in[_HEADER.size : end])
+            with memoryview(self._in) as view:
+                payload = bytes(view[_HEADER.size : end])
             del self._in[:end]
             self.messages += 1
             yield Frame(Kind(kind), number, payload)
@@ -146,10 +178,12 @@ class Guest:
         peer.setblocking(False)
         peer.send(self._challenge)
 
-    def greet(self, secret: bytes, world_size: int) -> Claim | None:
+    def greet(
+        self, secret: bytes, world_size: int, refuse: Callable[[Claim], str | None]
+    ) -> Claim | None:
         """Read the greeting; returns the peer's claim, None before the greeting is complete.
 
-        Raises an OSError if the peer is not of this attempt.
+        Raises an OSError if the peer is not of this attempt, or `refuse` returns a reason.
         """
         part = self._socket.recv(GREETING_BYTES - len(self._greeting))
         self._greeting += part
@@ -163,8 +197,11 @@ class Guest:
         role, number, claimed = _CLAIM.unpack_from(claim)
         if claimed != world_size:
             raise ConnectionRefusedError(f"it belongs to {claimed} workers, not {world_size}")
+        found = Claim(Role(role), number, claimed)
+        if (reason := refuse(found)) is not None:
+            raise ConnectionRefusedError(reason)
         self._socket.send(_proof(secret, b"relay", self._challenge + claim))
-        return Claim(Role(role), number, claimed)
+        return found
 
 
 def introduce(peer: socket.socket, claim: Claim, secret: bytes) -> None:

@@ -198,7 +198,9 @@ def _by_signal(evidence: Evidence) -> Ending | None:
     """A worker ended by a signal that was not its launcher's; before that, a failed launcher."""
     for name, node in evidence.nodes.items():
         if node.error is not None:
-            return Ending("node_failure", (f"{name}: {node.error}",), (name,))
+            # If its port was taken, another process took it first, which may be gone next time.
+            blamed = () if meaning_of(node.error) == "port" else (name,)
+            return Ending("node_failure", (f"{name}: {node.error}",), blamed)
     echo: Ending | None = None
     unexplained: Ending | None = None
     # Workers with a failure record have been judged by it: echoes, or one was the cause.

@@ -169,7 +169,8 @@ class Workers:
             self.heartbeats.folder / "control",
             (record.master_addr, record.control_port),
             own_secret(),
-            port=record.control_port if self.config.cluster.master_port else 0,
+            # A fixed port is the one that is open between machines; local nodes share one machine.
+            port=record.control_port if self.config.cluster.master_port and not self.local else 0,
         )
         self.relay.start()
 

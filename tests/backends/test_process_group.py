@@ -21,20 +21,25 @@ from slurmllm.backends.process_group import SignedStore
 from slurmllm.control.rendezvous import SECRET, new_secret
 from slurmllm.errors import CodeError, NodeError
 
-# Starts as training does, and gathers.
+# Starts as training does, and gathers as neuronx-distributed's pipelines do.
 WORKER = """
     import os, sys
+    import torch.distributed as dist
     from slurmllm.backends.base import Worker
     from slurmllm.backends.native.runtime import NativeBackend
+    from slurmllm.control.plane import ControlPlane
     from slurmllm.plan.mesh import make_mesh
     from train.gang import small_config
 
     config, rank = small_config("cluster.devices_per_node=1"), int(os.environ["RANK"])
-    backend = NativeBackend(config, make_mesh(config, nodes=2), Worker(rank, 2, rank, "node"))
+    worker = Worker(rank, 2, rank, "node")
+    backend = NativeBackend(config, make_mesh(config, nodes=2), worker, ControlPlane(rank, 2))
     backend.start()
     print("started", flush=True)
     sys.stdin.readline()
-    print(backend.gather({"rank": rank}), flush=True)
+    found = [None] * 2
+    dist.all_gather_object(found, {"rank": rank})
+    print(found, flush=True)
     backend.stop()
 """
 # Takes the place of rank 1, with a pickle that runs code.
@@ -47,8 +52,7 @@ STRANGER = """
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2)
     dist.init_process_group("gloo", store=store, rank=1, world_size=2)
     init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pipeline", "data", "tensor"))
-    group = dist.new_group(backend="gloo")
-    dist.all_gather_object([None] * 2, Planted(os.environ["PLANTED"]), group=group)
+    dist.all_gather_object([None] * 2, Planted(os.environ["PLANTED"]))
 """
 Process = subprocess.Popen[str]
 Start = Callable[..., Process]

@@ -35,6 +35,9 @@ def seen(nodes: dict[str, NodeRecord], *failures: FailureRecord, **more: object)
     return Evidence(NODES, nodes, failures, **more)  # type: ignore[arg-type]
 
 
+PORT = (
+    "the control plane cannot listen on port 41001 of n1: Address already in use; end the program"
+)
 LOST = failure(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.1.2]:1234")
 HUNG = failure(0, "RuntimeError", 'nrt_execute status=5 message="Timeout"')
 BROKEN = failure(1, "RuntimeError", 'nrt_execute status=1201 message="HBM UE"')
@@ -119,6 +122,11 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         seen({"n1": node("n1", {0: 70}), "n2": NodeRecord(node="n2", error="disk gone")}, LOST),
         "node_failure",
         "disk gone",
+    ),
+    "a launcher's port was taken": (
+        seen({"n1": NodeRecord(node="n1", error=PORT), "n2": node("n2", {1: 3})}, LOST),
+        "node_failure",
+        "cannot listen on port 41001 of n1",
     ),
     "only echoes": (seen(both(70, 70), LOST), "node_failure", "communication"),
     "an exception": (seen(both(70, 70), LOST, failure(1, "KeyError", "x")), "code_error", "rank 1"),
@@ -260,6 +268,7 @@ def test_row(row: str) -> None:
 def test_the_unresponsive_node_is_blamed_and_not_its_peers() -> None:
     assert classify(ROWS["a node stopped responding"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["killed from outside"][0]).blamed_nodes == ("n2",)
+    assert classify(ROWS["a launcher's port was taken"][0]).blamed_nodes == ()
     assert classify(ROWS["only echoes"][0]).blamed_nodes == ()
     assert classify(ROWS["a Neuron device is broken"][0]).blamed_nodes == ("n2",)
     assert classify(ROWS["a collective hangs"][0]).blamed_nodes == ()

@@ -73,9 +73,49 @@ def test_a_stopped_worker_is_found_and_the_run_goes_on(
     assert bench.compare_exactly(unbroken, "stopped")["overlaps"]["b"]["identical"]
     text = bench.call("logs", "stopped", "--stacks")
     assert text.startswith("attempt 0, rank 1, differs from the others\nno answer")
-    assert "in gather" in bench.call("logs", "stopped", "--stacks", "--rank=0")
+    # It waits for the result of an operation of the control plane.
+    assert "in _receive" in bench.call("logs", "stopped", "--stacks", "--rank=0")
     assert "leave out -f" in bench.call("logs", "stopped", "--stacks", "-f", code=2)
     assert "has no stacks" in bench.call("logs", unbroken, "--stacks", code=2)
+
+
+def launcher(bench: Bench, name: str, node: str) -> int:
+    """The process id of a node's launcher, which has the relay of the control plane."""
+    (worker,) = bench.node(name, 0, node)["pids"].values()
+    status = Path(f"/proc/{worker}/status").read_text()
+    return int(status.partition("PPid:")[2].split()[0])
+
+
+@pytest.mark.parametrize("node", ["local0", "local2"])
+def test_a_launcher_that_is_killed_is_blamed_and_nothing_is_lost(
+    bench: Bench, submit: tuple[str, ...], unbroken: str, node: str
+) -> None:
+    name = f"killed-{node}"
+    process = bench.start(*submit, "--nodes=4", f"--name={name}")
+    bench.wait_for_step(name, 23)
+    os.kill(launcher(bench, name, node), signal.SIGKILL)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert bench.endings(name) == [("node_failure", "requeue"), ("done", "finish")]
+    killed = bench.attempt(name, 0)
+    assert killed["blamed_nodes"] == [node]
+    assert killed["checkpoint_after"] == 20
+    assert bench.compare_exactly(unbroken, name)["overlaps"]["b"]["identical"]
+
+
+def test_a_node_that_freezes_is_found_and_the_run_goes_on(
+    bench: Bench, submit: tuple[str, ...], unbroken: str
+) -> None:
+    process = bench.start(*submit, "--nodes=4", "--name=frozen")
+    bench.wait_for_step("frozen", 23)
+    frozen = launcher(bench, "frozen", "local2")
+    for pid in (frozen, *bench.node("frozen", 0, "local2")["pids"].values()):
+        os.kill(pid, signal.SIGSTOP)  # its connections stay open, and nobody answers
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert bench.endings("frozen") == [("hang", "requeue"), ("done", "finish")]
+    assert bench.attempt("frozen", 0)["blamed_nodes"] == ["local2"]
+    assert bench.compare_exactly(unbroken, "frozen")["overlaps"]["b"]["identical"]
 
 
 def test_a_read_that_never_ends_is_blamed_by_its_stack(

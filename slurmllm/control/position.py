@@ -1,0 +1,51 @@
+"""A node's place in the tree of relays: node i is below node (i - 1) // FAN_OUT, 0 is the root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FAN_OUT = 16  # nodes below a node: two levels for 272 nodes
+
+
+@dataclass(frozen=True)
+class Position:
+    """A relay's place in the tree.
+
+    Attributes:
+        index: Of this node in the attempt.
+        names: Of all nodes of the attempt.
+        per_node: Workers on a node.
+    """
+
+    index: int
+    names: Sequence[str]
+    per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return len(self.names) * self.per_node
+
+    @property
+    def parent(self) -> int | None:
+        return (self.index - 1) // FAN_OUT if self.index else None
+
+    def workers(self) -> range:
+        """Ranks of this node's workers."""
+        return range(self.index * self.per_node, (self.index + 1) * self.per_node)
+
+    def below(self) -> range:
+        """Indices of the nodes directly below this one."""
+        first = self.index * FAN_OUT + 1
+        return range(first, max(first, min(first + FAN_OUT, len(self.names))))
+
+    def levels_below(self) -> int:
+        levels, first = 0, self.index * FAN_OUT + 1
+        while first < len(self.names):
+            levels, first = levels + 1, first * FAN_OUT + 1
+        return levels
+
+    def ranks_below(self, node: int) -> list[int]:
+        """Ranks of all workers on a node and on those below it."""
+        at = Position(node, self.names, self.per_node)
+        return [*at.workers(), *(rank for child in at.below() for rank in at.ranks_below(child))]

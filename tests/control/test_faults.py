@@ -1,0 +1,306 @@
+"""What the workers learn when one of them, a launcher or a node fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from control.trees import SECRET, Nodes, Tree, failure, tree
+
+from slurmllm.control import position
+from slurmllm.control import relay as relays
+from slurmllm.control.plane import ControlPlane
+from slurmllm.control.relay import Position, Relay
+from slurmllm.control.rendezvous import free_port
+from slurmllm.error_patterns import meaning_of
+from slurmllm.errors import CodeError, NodeError
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+
+    with tempfile.TemporaryDirectory(prefix="control-") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def nodes(folder: Path) -> Iterator[Callable[..., Nodes]]:
+    """(nodes, workers a node, time limit of an operation) → launchers and workers that beat."""
+    made: list[Nodes] = []
+
+    def start(count: int, per_node: int, operation_s: float = 60.0) -> Nodes:
+        made.append(Nodes(folder, count, per_node, operation_s))
+        made[0].wait_until_all_beat()
+        return made[0]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def lost(message: str) -> bool:
+    """Whether the supervisor takes the failure for an echo of another one."""
+    return meaning_of(f"NodeError {message}") == "lost_peer"
+
+
+# Processes.
+
+
+def test_a_killed_worker_is_named_on_all_nodes(nodes: Callable[..., Nodes]) -> None:
+    found = nodes(3, 2)
+
+    os.kill(found.pids[2][1], signal.SIGKILL)
+    messages = [*found.failures(0), *found.failures(1)]
+    assert set(messages) == {"Connection closed by peer: rank 5 on n2"}
+    assert lost(messages[0])
+
+
+def test_a_killed_launcher_takes_its_workers_along_and_is_named(
+    nodes: Callable[..., Nodes],
+) -> None:
+    found = nodes(3, 2)
+    found.kill_launcher(1)
+    messages = [*found.failures(0), *found.failures(2)]
+    assert set(messages) <= {
+        # Whose end arrives first: the kernel ends launcher and workers together.
+        "Connection closed by peer: the launcher of n1",
+        "Connection closed by peer: rank 2 on n1",
+        "Connection closed by peer: rank 3 on n1",
+    }
+    assert len(set(messages)) == 1
+    assert lost(messages[0])
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/maps").exists() and running(pid) for pid in found.pids[1]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_root_s_launcher_is_named_by_all_others(nodes: Callable[..., Nodes]) -> None:
+    found = nodes(3, 1)
+    found.kill_launcher(0)
+    messages = [*found.failures(1), *found.failures(2)]
+    pattern = r"Connection closed by peer: (?:the launcher of n0|rank 0 on n0)"
+    assert all(re.fullmatch(pattern, message) for message in messages)
+
+
+def test_a_frozen_worker_is_named_within_the_limit(nodes: Callable[..., Nodes]) -> None:
+    found = nodes(3, 2, operation_s=6.0)
+    found.send(2, signal.SIGSTOP, launcher=False)
+    messages = [*found.failures(0), *found.failures(1)]
+    # Its whole node waits: the launcher, which relays nothing, is what the root sees.
+    assert set(messages) == {"Timed out waiting for the launcher of n2 after 6 s"}
+    assert lost(messages[0])
+
+
+def test_one_frozen_worker_is_named_by_its_own_launcher(nodes: Callable[..., Nodes]) -> None:
+
+    found = nodes(3, 2, operation_s=6.0)
+    os.kill(found.pids[2][0], signal.SIGSTOP)
+    messages = [*found.failures(0), *found.failures(1)]
+    assert set(messages) == {"Timed out waiting for rank 4 on n2 after 6 s"}
+
+
+def test_a_frozen_node_is_named_although_its_connections_stay(
+    nodes: Callable[..., Nodes],
+) -> None:
+    found = nodes(3, 2, operation_s=6.0)
+    found.send(1, signal.SIGSTOP)
+    messages = [*found.failures(0), *found.failures(2)]
+    assert set(messages) == {"Timed out waiting for the launcher of n1 after 6 s"}
+
+
+# Threads.
+
+
+def test_a_fault_deep_in_the_tree_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(position, "FAN_OUT", 1)
+
+    def work(plane: ControlPlane) -> str:
+        plane.barrier()
+        if plane.rank == 7:
+            assert plane._connection is not None
+            plane._connection.socket.close()
+            plane._connection = None
+            return ""
+        pending = plane.reduce([1], "sum")
+        with pytest.raises(NodeError) as caught:
+            pending.result()
+        assert failure(plane.barrier) == str(caught.value)  # the same reason from then on
+        return str(caught.value)
+
+    with tree(4, 2) as found:
+        results = found.run(work)
+    assert set(results[:7]) == {"Connection closed by peer: rank 7 on n3"}
+
+
+def test_a_worker_that_leaves_early_is_named() -> None:
+    def work(plane: ControlPlane) -> str:
+        plane.barrier()
+        if plane.rank == 1:
+            plane.close()
+            return ""
+        return failure(plane.barrier)
+
+    with tree(2, 2) as found:
+        results = found.run(work)
+    assert {results[0], *results[2:]} == {"Connection closed by peer: rank 1 on n0 has ended"}
+
+
+def test_results_before_a_fault_still_count() -> None:
+    def work(plane: ControlPlane) -> list[object]:
+        pending = plane.reduce([plane.rank], "max")
+        if plane.rank == 0:
+            # Its launcher has all contributions before it loses this worker.
+            assert pending.result() == [3]
+            assert plane._connection is not None
+            plane._connection.socket.close()
+            plane._connection = None
+            return []
+        time.sleep(0.5)
+        return [*pending.result(), failure(plane.barrier)]
+
+    with tree(2, 2) as found:
+        results = found.run(work)
+    assert results[1:] == [[3, "Connection closed by peer: rank 0 on n0"]] * 3
+
+
+def test_workers_that_run_different_code_are_no_lost_peers() -> None:
+    def work(plane: ControlPlane) -> str:
+        with pytest.raises(CodeError) as caught:
+            plane.gather(1) if plane.rank == 2 else plane.all_reduce([1], "sum")
+        return str(caught.value)
+
+    with tree(2, 2) as found:
+        (message,) = set(found.run(work))
+    assert "the workers run different code; install the same version on all nodes" in message
+    assert re.search(r"called \w+ as operation 0, others \w+ as operation 0", message)
+    assert not lost(message)
+
+
+def test_lists_of_different_lengths_are_named() -> None:
+    def work(plane: ControlPlane) -> str:
+        with pytest.raises(CodeError) as caught:
+            plane.all_reduce([1] * (plane.rank + 1), "sum")
+        return str(caught.value)
+
+    with tree(1, 2) as found:
+        assert set(found.run(work)) == {"SUM 0 of lists of different lengths"}
+
+
+def test_a_worker_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "RENDEZVOUS_S", 1.0)
+    with tree(2, 2) as found:
+        planes = [found.connect(rank) for rank in (0, 1, 2)]
+        messages = {failure(plane.barrier) for plane in planes}
+    (message,) = messages
+    assert message.startswith("Timed out waiting for rank 3 on n1: not connected after 1 s")
+    assert lost(message)
+
+
+def test_a_node_that_never_connects_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "RENDEZVOUS_S", 1.0)
+    monkeypatch.setattr(position, "FAN_OUT", 1)
+    found = Tree(folder, 4, 1, free_port())
+    started = [found.relays[index] for index in (0, 1, 3)]  # node 2, between them, is missing
+    for one in started:
+        one.start()
+    planes = [found.connect(rank) for rank in (0, 1, 3)]
+    messages = [failure(plane.barrier) for plane in planes]
+    found.close()
+    assert "Timed out waiting for the launcher of n2" in messages[0]
+    assert all("launcher of n2" in message and lost(message) for message in messages)
+
+
+def test_a_root_that_never_listens_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "RENDEZVOUS_S", 1.0)
+    found = Tree(folder, 2, 1, free_port())
+    found.relays[1].start()
+    message = failure(found.connect(1).barrier)
+    found.close()
+    assert message.startswith("Timed out waiting for the launcher of n0 at 127.0.0.1:")
+    assert "a firewall may block connections" in message
+
+
+def test_a_port_that_is_taken_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "_PORT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        found = Tree(folder, 2, 1, port)
+        with pytest.raises(NodeError) as caught:
+            found.relays[0].start()
+        found.close()
+    message = str(caught.value)
+    assert message.startswith(f"the control plane cannot listen on port {port} of n0: Address")
+    assert "set another cluster.master_port" in message
+    assert meaning_of(message) == "port"  # no node is to blame
+    assert list(folder.iterdir()) == []
+
+
+def test_a_port_that_becomes_free_is_used(folder: Path) -> None:
+    other = socket.create_server(("127.0.0.1", 0))
+    found = Tree(folder, 2, 1, other.getsockname()[1])
+    timer = threading.Timer(0.5, other.close)
+    timer.start()
+    found.start()
+    found.run(ControlPlane.barrier)
+    found.close()
+    timer.join()
+
+
+def test_a_folder_without_space_is_named(folder: Path) -> None:
+    position = Position(0, ("n0",), 2)
+    refused = Relay(position, folder / "missing" / "control", ("127.0.0.1", 0), SECRET)
+    with pytest.raises(NodeError, match=r"cannot make its socket .* free space in the memory disk"):
+        refused.start()
+    refused.close()
+
+
+def test_a_relay_that_fails_ends_its_workers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise RuntimeError("a bug")
+
+    def work(plane: ControlPlane) -> str:
+        plane.barrier()
+        monkeypatch.setattr(relays, "combine", broken)
+        return failure(plane.barrier)
+
+    with tree(2, 2) as found:
+        messages = found.run(work)
+    assert all("a bug" in message for message in messages)
+    assert "the relay has failed" in caplog.text
+
+
+def test_a_launcher_without_descriptors_serves_when_one_is_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tree(1, 2) as found:
+        accept, refusals = socket.socket.accept, [None] * 3
+
+        def full(server: socket.socket) -> object:
+            if refusals and server.family == socket.AF_UNIX:
+                refusals.pop()
+                raise OSError(errno.EMFILE, "Too many open files")
+            return accept(server)
+
+        monkeypatch.setattr(socket.socket, "accept", full)
+        found.run(ControlPlane.barrier)
+    assert refusals == []
+    assert "too many open files in the launcher" in caplog.text
