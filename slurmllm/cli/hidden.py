@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from slurmllm.rundir import Stage
 
 _RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+# Unchecked: thousands of workers start at once, and their launchers have just read the run.
+_RUN_OF_WORKER = click.argument("run", type=click.Path(path_type=Path))
 _STAGE = click.option("--stage", type=click.Choice(["precompile", "train"]), required=True)
 _ATTEMPT = click.option("--attempt", type=int, required=True)
 
@@ -48,7 +50,7 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
 
 
 @click.command(hidden=True)
-@_RUN
+@_RUN_OF_WORKER
 @_STAGE
 @_ATTEMPT
 @click.pass_context
