@@ -12,9 +12,9 @@ Every size is a run of `submit --local` under strace and a `resume` of it after 
             over --seconds and scaled
 
 `run` counts calls on paths in the run directory, `data` on corpus and tokenizer, `python` on the
-interpreter, site-packages and slurmllm itself. Counted are calls on paths (open, stat, rename, ...),
-listings, reads, writes, and syncs; not counted are lseek, close, mmap and calls on other paths, such
-as the node's memory and its own disk. --source runs another version of slurmllm, to compare with.
+interpreter, site-packages and slurmllm itself. Counted are calls on paths (open, stat, rename and
+others), listings, reads, writes and syncs; not counted are lseek, close, mmap, and calls on other
+paths, such as the node's memory and its own disk. --source runs another version of slurmllm.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ class Run:
 
     def corpus(self) -> list[str]:
         code = (
-            "import sys; from pathlib import Path; "
-            "from slurmllm.corpus.builtin import ensure_stdlib; print(*ensure_stdlib(Path(sys.argv[1])))"
+            "import sys; from pathlib import Path; from slurmllm.corpus.builtin import "
+            "ensure_stdlib; print(*ensure_stdlib(Path(sys.argv[1])))"
         )
         done = subprocess.run(
             [sys.executable, "-P", "-c", code, str(self.folder / "data")],
@@ -306,7 +306,9 @@ class Run:
         return {
             "nodes": self.nodes, "workers": num_workers, "phase": phase,
             "calls": {
-                name: {area: round(counts[name][area] * scale / sizes[name], digits) for area in AREAS}
+                name: {
+                    area: round(counts[name][area] * scale / sizes[name], digits) for area in AREAS
+                }
                 for name in roles
             },
             "total": {
