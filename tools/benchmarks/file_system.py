@@ -11,6 +11,9 @@ Every size is a run of `submit --local` under strace and a `resume` of it after 
     hour    3600 s of training without steps and saves: calls of launchers and supervisor, measured
             over --seconds and scaled
 
+`seconds` is the time of the phase, or in which its events were counted: launchers and supervisor
+look at files at intervals, so that a start which takes longer has more calls.
+
 `run` counts calls on paths in the run directory, `data` on corpus and tokenizer, `python` on the
 interpreter, site-packages and slurmllm itself. Counted are calls on paths (open, stat, rename and
 others), listings, reads, writes and syncs; not counted are lseek, close, mmap, and calls on other
@@ -296,6 +299,7 @@ class Run:
                     if area == "run":
                         by_call[f"{name}: {call}"] += 1
         num_workers = self.nodes * self.given.workers
+        first = min(p.began for p in processes.values() if p.role == "supervisor")
         sizes = {
             "supervisor": 1,
             "launcher": self.nodes,
@@ -305,6 +309,7 @@ class Run:
         digits = 2 if phase in ("step", "save") else 1
         return {
             "nodes": self.nodes, "workers": num_workers, "phase": phase,
+            "seconds": round(windows[-1][1] - max(windows[0][0], first), 1),
             "calls": {
                 name: {
                     area: round(counts[name][area] * scale / sizes[name], digits) for area in AREAS
@@ -329,7 +334,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         for area in areas or ["run"]:
             head = [f"{'one ' if n in ('launcher', 'worker') else ''}{n}" for n in names]
             print(f"  {area:<7} nodes  workers" + "".join(f"{name:>14}" for name in head), end="")
-            print(f"{'all':>10}{'a node':>10}{'a worker':>10}{'growth':>8}")
+            print(f"{'all':>10}{'a node':>10}{'a worker':>10}{'growth':>8}{'seconds':>9}")
             before: Mapping[str, Any] | None = None
             for row in found:
                 total = row["total"][area]
@@ -340,7 +345,8 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
                     end="",
                 )
                 old = before["total"][area] if before is not None else 0
-                print(f"{total / old:7.2f}×" if old else f"{'':>8}")
+                print(f"{total / old:7.2f}×" if old else f"{'':>8}", end="")
+                print(f"{row['seconds']:9.1f}")
                 before = row
 
 
