@@ -12,7 +12,7 @@ Layout (`runs/<name>/`, on the shared file system):
     drill.json                        what `slurmllm drill` did to a run that it made
     scripts/<stage>.sbatch            the scripts as submitted
     logs/<stage>.log                  what the batch script and rank 0 print
-    logs/<stage>_NNN/rank_RRRRR.log   what the other workers of an attempt print
+    logs/<stage>_NNN/rank_RRRRR.log   what the other workers of an attempt print, once collected
     attempts/NNN/                     one attempt of the train stage (see AttemptDir)
     graphs/                           manifest and archive of the compiled graphs, micro batch
     graphs/failed/<graph>.log         the compiler's log of a graph that failed
@@ -123,6 +123,7 @@ class AttemptDir:
 
     record = _Inside("attempt.json")  # nodes, ending and reasons (`AttemptRecord`)
     hang = _Inside("hang.json")  # launchers then dump stacks (`HangRecord`)
+    log_requests = _Inside("log_requests")  # which workers' logs `slurmllm logs` waits for
 
     @property
     def number(self) -> int:
@@ -144,6 +145,10 @@ class AttemptDir:
     def heartbeat(self, name: str) -> Path:
         """The phases of a node's workers (`Heartbeat`)."""
         return self.path / "heartbeats" / f"{name}.json"
+
+    def log_request(self, rank: int | None) -> Path:
+        """A request for the log of a worker, or with None for the logs of all."""
+        return self.log_requests / ("all" if rank is None else f"rank_{rank:05d}")
 
     def stacks(self, rank: int) -> Path:
         """The Python stacks of a worker of an attempt that hung."""
@@ -197,7 +202,7 @@ class RunDir:
         return self.logs / f"{stage}.log"
 
     def worker_log(self, stage: Stage, attempt: int, rank: int) -> Path:
-        """Output of a worker other than rank 0."""
+        """Output of a worker other than rank 0, as far as its launcher has collected it."""
         return self.logs / f"{stage}_{attempt:03d}" / f"rank_{rank:05d}.log"
 
     def attempts(self, stage: Stage) -> list[AttemptDir]:

@@ -266,6 +266,27 @@ def open_append(path: Path) -> int:
         os.close(folder)
 
 
+def open_update(path: Path) -> int:
+    """Return a descriptor to overwrite this user's own file in place; it is made if it is missing.
+
+    Raises:
+        OSError: The file is a link, not regular, or another user's, or its folder is reached by
+            another user's link.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    folder = open_folder(path.parent)
+    try:
+        descriptor = os.open(path.name, flags, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        _check_own(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def open_lock(path: Path) -> BinaryIO:
     """Open this user's own lock file, made if it is not there; never through a link.
 
@@ -275,16 +296,21 @@ def open_lock(path: Path) -> BinaryIO:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     try:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
-            raise OSError(errno.EINVAL, "not a file of its own, as a lock must be", str(path))
-        if info.st_uid != os.geteuid():
-            reason = f"it belongs to {user_name(info.st_uid)}, not to you"
-            raise PermissionError(errno.EPERM, reason, str(path))
+        _check_own(descriptor, path)
         return os.fdopen(descriptor, "r+b")
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _check_own(descriptor: int, path: Path) -> None:
+    """Refuse what is not a regular file of this user with a single name."""
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
+        raise OSError(errno.EINVAL, "not a file of its own", str(path))
+    if info.st_uid != os.geteuid():
+        reason = f"it belongs to {user_name(info.st_uid)}, not to you"
+        raise PermissionError(errno.EPERM, reason, str(path))
 
 
 def make_private_folder(path: Path) -> Path:

@@ -15,12 +15,24 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 from slurmllm.records import Event, Phase, WorkerPhase
+from slurmllm.rundir import RunDir
 from slurmllm.safe_files import open_append, read_limited
 
 PHASE_FILE = "SLURMLLM_PHASE_FILE"
 STACKS_FILE = "SLURMLLM_STACKS_FILE"  # a worker dumps its Python stacks into this file …
 STACKS_SIGNAL = signal.SIGQUIT  # … on this signal, from any state
+RUN_COPY = "SLURMLLM_RUN_COPY"  # the launcher's copies of the run's small files, for its workers
 _LINE_BYTES = 64  # constant: a shorter line would leave the end of the one before it
+
+
+def run_copy(run: RunDir) -> RunDir:
+    """Return where a worker reads configuration and measured micro batch of its run.
+
+    The launcher has read and checked both and gives its workers copies in the node's memory, so
+    that one process of a node reads the shared file system. Without a launcher it is the run.
+    """
+    folder = os.environ.get(RUN_COPY)
+    return RunDir(Path(folder)) if folder else run
 
 
 class PhaseWriter:

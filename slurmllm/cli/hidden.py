@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from slurmllm.rundir import Stage
 
 _RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+# Unchecked: thousands of workers start at once, and their launchers have just read the run.
+_RUN_OF_WORKER = click.argument("run")
 _STAGE = click.option("--stage", type=click.Choice(["precompile", "train"]), required=True)
 _ATTEMPT = click.option("--attempt", type=int, required=True)
 
@@ -48,11 +50,11 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
 
 
 @click.command(hidden=True)
-@_RUN
+@_RUN_OF_WORKER
 @_STAGE
 @_ATTEMPT
 @click.pass_context
-def worker(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
+def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
     """Train on one device (called by the launcher)."""
     from slurmllm.log import setup_logging
     from slurmllm.rundir import RunDir
@@ -62,7 +64,7 @@ def worker(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
     setup_logging(int(rank) if rank.isdigit() else None)
     from slurmllm.train.worker import run_worker
 
-    code = run_worker(RunDir(run), stage, attempt)
+    code = run_worker(RunDir(Path(run)), stage, attempt)
     if "torch" in sys.modules and "torch_xla" not in sys.modules:
         # Threads of torch's C++ may outlive the interpreter and abort the process when all is done
         # and saved ("terminate called without an active exception"; seen with gloo).

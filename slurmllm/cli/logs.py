@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from slurmllm.records import AttemptRecord
     from slurmllm.rundir import RunDir, Stage
+    from slurmllm.status.log_requests import LogRequests
     from slurmllm.status.logs import RankLine
     from slurmllm.supervise.first_failure import Culprit
 
@@ -27,6 +29,9 @@ _ASK_S = 5.0  # between two checks whether the run is active: they query slurmct
 _BLOCK_BYTES = 1024 * 1024
 _FAILED_LINES = 30
 _LINES_AT_ONCE = 256  # in a write: a flush for every line takes longer than the merge
+# For launchers to notice a request: they look every 5 s, and NFS may hide a new file for half a
+# minute.
+_ANSWER_S = 90.0
 _COLOURS = ("cyan", "green", "magenta", "blue")  # of ranks; yellow and red are levels
 _LEVELS: dict[str, dict[str, Any]] = {
     "DEBUG": {"dim": True}, "WARNING": {"fg": "yellow"}, "ERROR": {"fg": "red"},
@@ -73,11 +78,15 @@ def logs(
     several ranks are merged by time within each attempt; a line without a time follows the line
     before it in its file.
 
-    -f goes on with later attempts. It prints all ranks, unless --rank, --ranks or --failed is
-    given.
+    While an attempt runs, the logs of workers other than rank 0 are on the disks of their nodes.
+    --rank, --ranks and --all-ranks have them copied into the run directory until it ends.
+
+    -f goes on with later attempts. It prints all ranks whose logs are in the run directory, unless
+    --rank, --ranks, --all-ranks or --failed is given.
     """
     from slurmllm.errors import EXIT_INTERRUPTED, RunError, UserError
     from slurmllm.rundir import find_run
+    from slurmllm.status.log_requests import LogRequests
 
     chosen = {"--rank": rank is not None, "--ranks": ranks is not None, "--all-ranks": all_ranks,
               "--failed": failed}  # fmt: skip
@@ -100,14 +109,25 @@ def logs(
         elif failed:
             _Failures(found, stages, attempt, lines or _FAILED_LINES).run(follow)
         elif all_ranks or ranks is not None or (follow and rank is None):
-            wanted = (lambda _: True) if ranks is None else _among(ranks).__contains__
-            _merge(found, stages, attempt, wanted, lines, follow, prefix=True)
+            among = None if ranks is None else _among(ranks)
+            wanted = (lambda _: True) if among is None else among.__contains__
+            asked = stages if attempt is None else stages[-1:]
+            # A plain -f may be of thousands of workers, and few of them print anything.
+            requests = LogRequests(found, asked, among, attempt) if among or all_ranks else None
+            if not follow:
+                _wait_for_logs(found, requests)
+            _merge(found, stages, attempt, wanted, lines, follow, requests, prefix=True)
         elif rank or attempt is not None:
             only = rank or 0
             stages = stages[-1:]
-            if only:
-                _require_log(found, stages[0], attempt, only, follow)
-            _merge(found, stages, attempt, lambda one: one == only, lines, follow, last=True)
+            requests = LogRequests(found, stages, frozenset({only}), attempt)
+            if not follow:
+                _wait_for_logs(found, requests)
+            if only and not _require_log(found, stages[0], attempt, only, follow):
+                return
+            _merge(
+                found, stages, attempt, lambda one: one == only, lines, follow, requests, last=True
+            )
         else:
             paths = [found.stage_log(name) for name in stages]
             if not any(path.is_file() for path in paths):
@@ -142,24 +162,93 @@ def _among(ranks: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _require_log(run: RunDir, stage: Stage, attempt: int | None, rank: int, follow: bool) -> None:
-    """Raise if a worker has no log in an attempt, by default in the last one."""
-    from slurmllm.errors import RunError
+def _require_log(run: RunDir, stage: Stage, attempt: int | None, rank: int, follow: bool) -> bool:
+    """Whether a worker has a log, by default in the last attempt; False if it printed nothing.
+
+    Raises a RunError if there is no such worker, or its log is still on its node.
+    """
+    from slurmllm.errors import RunError, StorageError
+    from slurmllm.status.log_requests import newest_attempt, printed_nothing
     from slurmllm.status.logs import ranks_with_logs
+    from slurmllm.supervise.log_files import node_of
 
     attempts = [one.number for one in run.attempts(stage)]
     number = attempt if attempt is not None else max(attempts, default=None)
     there = ranks_with_logs(run, stage, number) if number is not None else []
-    if rank in there or (follow and not there):
-        return
+    record: AttemptRecord | None = None
+    with suppress(StorageError):
+        record = newest_attempt(run, (stage,), attempt)
+    known = record is not None and rank < record.world_size
+    running = record is not None and record.ended_at is None
+    if rank in there or (follow and (not there or (known and running))):
+        return True
+    if record is not None and known:
+        node = node_of(run, stage, record.attempt, rank)
+        worker = f"rank {rank} on {node}, {stage} attempt {record.attempt}"
+        if printed_nothing(run, record, rank):
+            click.echo(f"{worker}: it printed nothing", err=True)
+            return False
+        raise RunError(
+            f"{worker}: its log is on the disk of {node}, whose launcher has not collected it; the "
+            f"next attempt on {node} does"
+        )
     of = f" in attempt {number}" if number is not None else ""
-    known = f"; those with one are {there[0]}–{there[-1]}" if there else ""
-    raise RunError(f"rank {rank}: no worker of {run.name} wrote a log{of}{known}; see {run.logs}")
+    those = f"; those with one are {there[0]}–{there[-1]}" if there else ""
+    raise RunError(f"rank {rank}: no worker of {run.name} wrote a log{of}{those}; see {run.logs}")
+
+
+def _ask(run: RunDir, requests: LogRequests) -> AttemptRecord | None:
+    """Ask a running attempt for logs; returns its record if they are not there yet."""
+    from slurmllm.errors import SlurmError, StorageError
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import is_active
+
+    try:
+        record = requests.ask(lambda: is_active(run, SlurmClient()))
+    except (SlurmError, StorageError) as error:
+        click.echo(f"cannot ask for logs on the disks of the nodes: {error}", err=True)
+        return None
+    if record is not None:
+        click.echo(
+            f"asking the nodes of {record.stage} attempt {record.attempt} for logs on their disks",
+            err=True,
+        )
+    return record
+
+
+def _wait_for_logs(run: RunDir, requests: LogRequests | None) -> None:
+    """Ask for logs, and wait until they are in the run directory or the attempt has ended."""
+    from slurmllm.records import AttemptRecord
+
+    record = _ask(run, requests) if requests is not None else None
+    if record is None or requests is None:
+        return
+    path, deadline = run.attempt(record.stage, record.attempt).record, time.monotonic() + _ANSWER_S
+    while requests.missing(record) and AttemptRecord.load(path).ended_at is None:
+        if time.monotonic() > deadline:
+            _warn_of_missing(run, requests, record)
+            return
+        time.sleep(_LOOK_S)
+
+
+def _warn_of_missing(run: RunDir, requests: LogRequests, record: AttemptRecord) -> None:
+    from slurmllm.supervise.log_files import node_of
+
+    missing = requests.missing(record)
+    nodes = dict.fromkeys(node_of(run, record.stage, record.attempt, rank) for rank in missing)
+    ranks, names = ", ".join(map(str, missing[:8])), " ".join(list(nodes)[:8])
+    more = " …" if len(missing) > 8 else ""
+    click.echo(
+        f"no answer from {names} within {_ANSWER_S:.0f} s: without the logs of rank {ranks}{more}, "
+        "which are collected when the attempt ends",
+        err=True,
+    )
 
 
 def _merge(
     run: RunDir, stages: tuple[Stage, ...], attempt: int | None, wanted: Callable[[int], bool],
-    lines: int | None, follow: bool, prefix: bool = False, last: bool = False,
+    lines: int | None, follow: bool, requests: LogRequests | None, prefix: bool = False,
+    last: bool = False,
 ) -> None:  # fmt: skip
     """Print the logs of several workers, or of one of the last attempt."""
     from slurmllm.errors import RunError
@@ -191,9 +280,18 @@ def _merge(
             f"`slurmllm status {run.name}` for whether it has started"
         )
     printer.print(found)
-    if follow:
-        for ended in _until_ended(run):
-            printer.print(merged.poll(last=ended))
+    asked: AttemptRecord | None = None
+    asked_at = 0.0
+    for ended in _until_ended(run) if follow else ():
+        printer.print(merged.poll(last=ended))
+        if requests is None or ended:
+            continue
+        if new := _ask(run, requests):
+            asked, asked_at = new, time.monotonic()
+        if asked is not None and time.monotonic() > asked_at + _ANSWER_S:
+            if requests.missing(asked):
+                _warn_of_missing(run, requests, asked)
+            asked = None
 
 
 def _coloured(text: str) -> str:

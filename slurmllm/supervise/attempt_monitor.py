@@ -24,7 +24,7 @@ REPEAT_SIGNAL_S = 5.0
 # From the first failure to the end of the remaining launchers: if the cause is known, if all nodes
 # but one unresponsive one have reported, and otherwise.
 CLEAR_GRACE_S, REPORTED_GRACE_S, LAUNCHER_GRACE_S = 3.0, 2.5, 20.0
-GRACE_LOOK_S = 0.5
+GRACE_LOOK_S = FAILURES_LOOK_S = 0.5  # intervals between looks at the shared file system
 HANG_GRACE_S = 60.0  # for launchers to notice the hang and dump stacks: NFS caches directories
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class AttemptMonitor:
         self._failed_at: float | None = None
         self._grace_s, self._next_grace_look = LAUNCHER_GRACE_S, 0.0
         self._ended: dict[str, NodeRecord] = {}  # of the nodes whose workers have ended
+        self._next_failures_look = 0.0
         self._kill_at: float | None = None
         self.observed = Observations()
 
@@ -125,7 +126,10 @@ class AttemptMonitor:
             # for any number of nodes. The peers of a worker that was killed record failures too.
             paths = self._run.attempt(self._record.stage, self._record.attempt)
             failed = any(launcher.poll() for launcher in self._launchers)
-            if not failed and not paths.failure(0).parent.is_dir():
+            if not failed and now >= self._next_failures_look:
+                self._next_failures_look = now + FAILURES_LOOK_S
+                failed = paths.failure(0).parent.is_dir()
+            if not failed:
                 return
             self._failed_at = now
             self._note_sign()
@@ -181,7 +185,9 @@ class AttemptMonitor:
 
     def _look(self, now: float) -> None:
         """Look for a newer attempt and for a hang."""
-        self._look_for_newer(now)
+        # One call instead of a listing: attempts are numbered without gaps.
+        if self._run.attempt(self._record.stage, self._record.attempt + 1).path.is_dir():
+            self._look_for_newer(now)
         ending = self._failed_at is not None or self._kill_at is not None
         hang = None if self._watchdog is None or ending else self._watchdog.look()
         if hang is None:

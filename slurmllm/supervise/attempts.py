@@ -123,7 +123,8 @@ def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
         deadline = time.monotonic() + HEARTBEAT_S + _LAG_S - age_s
         while latest == first and time.monotonic() < deadline:
             time.sleep(0.5)
-            latest = Heartbeat.find(path)
+            with suppress(StorageError):  # being written
+                latest = Heartbeat.find(path)
         return latest != first
     return False
 
@@ -251,10 +252,6 @@ def close_attempt(
     )
     # Written last: until then the attempt counts as open, and the next supervisor closes it.
     closed.save(paths.record)
-    # A launcher that was killed may have left the temporary file of a heartbeat.
-    for temporary in paths.heartbeat("any").parent.glob(".*"):
-        with suppress(OSError):
-            temporary.unlink()
     return closed
 
 

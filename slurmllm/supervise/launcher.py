@@ -33,6 +33,7 @@ from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import NodeRecord, WorkerRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.supervise.classify import reported_all
+from slurmllm.supervise.rank_logs import collect_leftovers
 from slurmllm.supervise.workers import POLL_S, WORKER_SIGNAL, Workers, run_command
 
 STOPPED_GRACE_S = 10.0  # after a stop signal, for other nodes to submit their graphs
@@ -65,6 +66,7 @@ class Launcher:
             planned = self.cache
             self._prepare_cache()
             remove_leftovers(planned)
+            collect_leftovers(self.config, self.run, self.stage, self.attempt.number)
             run = self._precompile if self.stage == "precompile" else self.workers.run_to_end
             failed = run()
         except SlurmllmError as error:

@@ -4,14 +4,16 @@ All workers advance together: a run hangs if none of them has changed its phase 
 than the phase of the slowest ones may take. The limit of a step is learned from the run.
 
 Workers write into files on the node's own memory disk (`Heartbeats`), so that none of them ever
-waits for the shared file system; the launcher forwards changes a few times a minute (`Watchdog`
-reads them), and collects the workers' stacks when there is a hang.
+waits for the shared file system; the launcher forwards changes a few times a minute, and collects
+the workers' stacks when there is a hang. The supervisor (`Watchdog`) reads the heartbeats of all
+nodes rarely as long as the metrics show steps, and more often when they do not.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import get_args
 
 from slurmllm.config.operation import WatchdogConfig
+from slurmllm.config.yaml_source import LARGEST_YAML
 from slurmllm.errors import StorageError
 from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.rundir import AttemptDir, RunDir, read_all
@@ -31,12 +34,20 @@ from slurmllm.safe_files import (
     check_private_folder,
     open_lock,
     open_regular,
+    open_update,
     read_limited,
+    reason,
     write_whole,
 )
-from slurmllm.worker_files import PHASE_FILE, STACKS_FILE, STACKS_SIGNAL, read_phase
+from slurmllm.worker_files import (
+    PHASE_FILE,
+    RUN_COPY,
+    STACKS_FILE,
+    STACKS_SIGNAL,
+    read_phase,
+)
 
-LOOK_S = 2.0  # interval between looks at the heartbeats
+LOOK_S = 5.0  # interval between the supervisor's looks
 HEARTBEAT_S = 15.0  # a launcher writes at least as often, whether or not anything changed
 UNRESPONSIVE_S = 4 * HEARTBEAT_S  # without a heartbeat
 STEPS_LEARNED = 200
@@ -48,6 +59,8 @@ PY_SPY_S = 10.0
 _FOLDER, _LOCK = "slurmllm-phases-", "lock"
 _TAIL_BYTES = 128 * 1024
 _ORDER: Mapping[Phase, int] = {phase: place for place, phase in enumerate(get_args(Phase))}
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -160,8 +173,8 @@ class Watchdog:
     def __init__(self, run: RunDir, record: AttemptRecord, config: WatchdogConfig) -> None:
         self.run, self.record, self.config = run, record, config
         self._heartbeats: dict[str, Heartbeat] = {}
-        self._mtimes: dict[str, float] = {}
-        self._read_at: dict[str, float] = {}
+        # Node → time after which it wrote its last heartbeat: that of the reading before.
+        self._alive_at: dict[str, float] = {}
         self._metrics_bytes = -1
         per_node = record.world_size // len(record.nodes)
         self._ranks = {
@@ -172,14 +185,20 @@ class Watchdog:
         self._phases = dict.fromkeys(range(per_node * len(record.nodes)), self._starting)
         self._merged: dict[str, Heartbeat] = {}  # node → the heartbeat that these phases are of
         self._lowest: Phase = "starting"  # phase of the workers furthest behind
-        self._changed = self._looked = time.monotonic()
+        self._changed = self._looked = self._read_at = time.monotonic()
+        # While rank 0 writes metrics, all workers advance: heartbeats then only show which nodes
+        # respond. They are read at every look when nothing has changed for some time.
+        self._next_read = 0.0
+        limits = (config.start_up_s, config.first_step_s, config.min_step_s, config.save_s)
+        self._quiet_s = min(HEARTBEAT_S, min(limits) / 4)
 
     def look(self) -> HangRecord | None:
         """Read new heartbeats; returns the hang if there is one."""
         now = time.monotonic()
         if now - self._looked > UNRESPONSIVE_S / 2:
             # This process itself was frozen: restart all clocks.
-            self._changed, self._read_at = now, dict.fromkeys(self._read_at, now)
+            self._changed = self._read_at = now
+            self._alive_at = dict.fromkeys(self._alive_at, now)
         self._looked = now
         self._read(now)
         unchanged_s = now - self._changed
@@ -188,7 +207,7 @@ class Watchdog:
             return None  # below the lowest limit: no need to read the step times
         unresponsive = tuple(
             name for name in self.record.nodes
-            if now - self._read_at.get(name, self._changed) > UNRESPONSIVE_S
+            if now - self._alive_at.get(name, self._changed) > UNRESPONSIVE_S
         )  # fmt: skip
         nodes = {rank: name for name, ranks in self._ranks.items() for rank in ranks}
         progress = AttemptProgress(self._phases, nodes, unchanged_s, unresponsive)
@@ -208,26 +227,22 @@ class Watchdog:
             self._lowest = min(self._phases.values(), key=_place).phase
 
     def _read(self, now: float) -> None:
-        attempt = self.run.attempt("train", self.record.attempt)
-        for name in self.record.nodes:
-            path = attempt.heartbeat(name)
-            try:
-                # Clocks of nodes may differ: compare mtimes with each other, never with this clock.
-                mtime = path.stat().st_mtime
-                if self._mtimes.get(name) == mtime:
-                    continue
-                heartbeat = Heartbeat.load(path)
-            except (OSError, StorageError):
-                continue
-            self._mtimes[name], self._read_at[name] = mtime, now
-            before = self._heartbeats.get(name)
-            if before is None or before.ranks != heartbeat.ranks:
-                self._changed = now
-            self._heartbeats[name] = heartbeat
         with suppress(OSError):  # rank 0 appends a row per step
             size = self.run.metrics(self.record.attempt).stat().st_size
             if size != self._metrics_bytes:
                 self._metrics_bytes, self._changed = size, now
+        if now - self._changed < self._quiet_s and now < self._next_read:
+            return
+        read_at, self._read_at, self._next_read = self._read_at, now, now + HEARTBEAT_S
+        names = set(self.record.nodes)
+        for heartbeat in read_heartbeats(self.run, self.record):
+            name = heartbeat.node
+            before = self._heartbeats.get(name)
+            # Clocks of nodes may differ: a heartbeat is new if it differs from the last one.
+            if name in names and heartbeat != before:
+                self._heartbeats[name], self._alive_at[name] = heartbeat, read_at
+                if before is None or before.ranks != heartbeat.ranks:
+                    self._changed = now
 
 
 class Heartbeats:
@@ -240,6 +255,8 @@ class Heartbeats:
         self._read_s = min(READ_S, self._write_s)
         self._written_at = self._read_at = -HEARTBEAT_S
         self._written: dict[int, WorkerPhase] = {}
+        self._heartbeat: int | None = None  # descriptor of the heartbeat
+        self._heartbeat_bytes = 0
         # Remove the files of launchers that were killed: their locks are free. Not by process id:
         # launchers in other containers may share this memory, with ids of their own.
         for folder in {"/dev/shm", tempfile.gettempdir()}:
@@ -248,6 +265,7 @@ class Heartbeats:
                     check_private_folder(lock.parent)
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(lock.parent, ignore_errors=True)
+        self._run_copy: RunDir | None = None
         self.folder: Path | None = None  # None if the node has no room for it
         with suppress(OSError):
             parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -259,7 +277,26 @@ class Heartbeats:
     def environment(self, rank: int) -> dict[str, str]:
         if self.folder is None:
             return {}
-        return {PHASE_FILE: str(self._file(rank)), STACKS_FILE: str(self._file(f"{rank}.stacks"))}
+        found = {PHASE_FILE: self._file(rank), STACKS_FILE: self._file(f"{rank}.stacks")}
+        if self._run_copy is not None:
+            found[RUN_COPY] = self._run_copy.path
+        return {name: str(path) for name, path in found.items()}
+
+    def copy_run(self, run: RunDir) -> None:
+        """Copy the files of the run that every worker reads; each reads the run if this fails."""
+        if self.folder is None:
+            return
+        copy = RunDir(self._file("run"))
+        try:
+            # Without the secrets, which workers have in their environment.
+            content = read_limited(run.config, LARGEST_YAML, trusted=True)
+            write_whole(copy.config, content, 0o600, durable=False)
+            with suppress(FileNotFoundError):  # not every run measures its micro batch
+                write_whole(copy.micro_batch, read_limited(run.micro_batch), 0o600, durable=False)
+        except OSError as error:
+            log.warning("workers read %s themselves: %s", run.config, reason(error))
+        else:
+            self._run_copy = copy
 
     def update(self, ranks: Mapping[int, int]) -> None:
         """Forward the workers' phases if it is time; `ranks` maps rank to process id."""
@@ -276,10 +313,28 @@ class Heartbeats:
             return
         self._written, self._written_at = known, now
         heartbeat = Heartbeat(node=self._node, written_at=time.time(), ranks=known)
-        # Without fsync: a heartbeat that a crash removes has no reader any more.
-        path = self._attempt.heartbeat(self._node)
-        with suppress(OSError):
-            write_whole(path, heartbeat.model_dump_json().encode(), durable=False)
+        self._write(heartbeat.model_dump_json().encode())
+
+    def _write(self, content: bytes) -> None:
+        """Overwrite the heartbeat in place: two calls, where a new file with a rename is ten.
+
+        A reader that sees half of it finds a damaged record and reads it again later.
+        """
+        try:
+            if self._heartbeat is None:
+                self._heartbeat = open_update(self._attempt.heartbeat(self._node))
+            # Never shorter than before: JSON may end with spaces.
+            self._heartbeat_bytes = max(self._heartbeat_bytes, len(content))
+            os.pwrite(self._heartbeat, content.ljust(self._heartbeat_bytes), 0)
+            os.fdatasync(self._heartbeat)  # NFS: other machines see it now, not half a minute later
+        except OSError:  # full, or a stale handle of a server that was restarted
+            self._close_heartbeat()
+
+    def _close_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            with suppress(OSError):
+                os.close(self._heartbeat)
+            self._heartbeat = None
 
     def dump_stacks(self, running: Mapping[int, int]) -> None:
         """Have the workers (rank → process id) dump their stacks into the run directory."""
@@ -301,6 +356,7 @@ class Heartbeats:
                 write_whole(path, dump.encode(), durable=False)
 
     def close(self) -> None:
+        self._close_heartbeat()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._lock.close()

@@ -40,11 +40,11 @@ from slurmllm.control.rendezvous import (
 from slurmllm.errors import EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.graphs.fingerprint import sharing, threads_of
 from slurmllm.log import setup_logging
-from slurmllm.plan.mesh import load_mesh
+from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.safe_files import open_append
 from slurmllm.supervise.classify import is_echo
+from slurmllm.supervise.rank_logs import RankLogs
 from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.worker_files import STACKS_SIGNAL
 
@@ -58,8 +58,9 @@ REPEAT_SIGNAL_S = 5.0  # a worker that still imports torch ignores the signal: r
 # For the peers of a failed worker to record what they saw: longer if that worker itself only lost a
 # peer, for then one of the others may hold the cause.
 CLEAR_GRACE_S, PEER_GRACE_S = 1.0, 5.0
-LOOK_S = 1.0  # interval between looks at the shared file system for the supervisor's files
-STACKS_S = 10.0  # for all nodes to notice a hang and to dump stacks
+LOOK_S = 5.0  # interval between looks at the shared file system for the supervisor's files
+STACKS_S = 15.0  # for all nodes to notice a hang and to dump stacks
+STACKS_LOOK_S = 0.5
 SAVE_RETRY_S = 15.0  # if the shared file system refuses the node's record
 
 
@@ -78,7 +79,10 @@ class Workers:
         self.node_record = NodeRecord(node=self.node)
         self.heartbeats: Heartbeats | None = None  # from `start` on
         self.relay: Relay | None = None
+        # Often enough for the watchdog's limits, however short these are.
+        self._look_s = min(LOOK_S, max(self.config.recipe.watchdog.min_step_s / 8, 0.25))
         self._looked_at = 0.0
+        self.logs = RankLogs(self.config, run, self.record, self.node, self._look_s)
 
     @property
     def local(self) -> bool:
@@ -113,7 +117,11 @@ class Workers:
         self.node_record.save(self.attempt.node(self.node))
 
     def save_with_retries(self, **update: object) -> None:
-        """Write the node's record for the last time, retrying while the disk refuses."""
+        """Write the node's record for the last time, retrying while the disk refuses.
+
+        The workers' logs come first: the supervisor reads them once it has all records.
+        """
+        self.logs.collect()
         deadline = time.monotonic() + SAVE_RETRY_S
         while True:
             try:
@@ -128,17 +136,17 @@ class Workers:
         per_node = self.config.cluster.devices_per_node
         self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog)
         self._start_relay(per_node)
+        mesh = load_mesh(self.run.plan)
+        if self.watched:
+            self.heartbeats.copy_run(self.run)
         for local_rank in range(per_node):
             rank = self.node_rank * per_node + local_rank
-            path = self.run.worker_log(self.stage, self.attempt.number, rank)
             # Rank 0 inherits the stage's log; the others have a file each.
-            output = None
-            if rank != 0:
-                output = open_append(path)
+            output = None if rank == 0 else self.logs.open(rank)
             self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "slurmllm", "worker", str(self.run.path),
                  "--stage", self.stage, "--attempt", str(self.attempt.number)],
-                env={**os.environ, **self._environment(rank, local_rank, per_node)},
+                env={**os.environ, **self._environment(mesh, rank, local_rank)},
                 stdin=subprocess.DEVNULL, stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 preexec_fn=prepare_child,
@@ -174,8 +182,8 @@ class Workers:
         )
         self.relay.start()
 
-    def _environment(self, rank: int, local_rank: int, per_node: int) -> dict[str, str]:
-        mesh = load_mesh(self.run.plan)
+    def _environment(self, mesh: Mesh, rank: int, local_rank: int) -> dict[str, str]:
+        per_node = self.config.cluster.devices_per_node
         # Compiled CPU graphs contain the number of threads: precompile must use train's.
         on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
         cpus = self.config.cluster.cpus_per_node or int(on_node)
@@ -198,11 +206,12 @@ class Workers:
         """Wait for all workers; returns whether one of them failed."""
         signalled_at = -REPEAT_SIGNAL_S
         while any(worker.poll() is None for worker in self.processes.values()):
-            if self._failed_ranks():
+            if failed := self._failed_ranks():
+                self.logs.copy(failed)  # at once: `logs --failed` shows them
                 # Its peers wait in a collective, and fail only when they lose the connection.
                 # They get some time to record why.
                 clear = False  # whether the cause is known
-                for rank in self._failed_ranks():
+                for rank in failed:
                     with suppress(StorageError):  # it left no failure record
                         clear = clear or self.processes[rank].returncode < 0
                         failure = self.attempt.failure(rank)
@@ -221,6 +230,7 @@ class Workers:
                     worker.send_signal(WORKER_SIGNAL)  # to those that have not ended
             if self.heartbeats is not None and self.watched:
                 self.heartbeats.update(self._pids())
+            self.logs.update()
             time.sleep(POLL_S)
         return bool(self._failed_ranks())
 
@@ -228,7 +238,7 @@ class Workers:
         """Whether the supervisor has found a hang, or a newer attempt has taken over."""
         if self.heartbeats is None or not self.watched:
             return False
-        if time.monotonic() - self._looked_at < LOOK_S:
+        if time.monotonic() - self._looked_at < self._look_s:
             return False
         self._looked_at = time.monotonic()
         if self.attempt.hang.is_file():
@@ -239,7 +249,7 @@ class Workers:
                 with suppress(OSError):
                     if sum(1 for _ in folder.iterdir()) >= self.record.world_size:
                         break
-                time.sleep(POLL_S)
+                time.sleep(STACKS_LOOK_S)
             return True
         # The folder of the next attempt: another supervisor has begun it (see newer_attempt).
         return self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()

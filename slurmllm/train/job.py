@@ -33,7 +33,7 @@ from slurmllm.train.agreement import Agreement, Flags
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
 from slurmllm.train.schedules import SaveSchedule
-from slurmllm.worker_files import EventLog, PhaseWriter
+from slurmllm.worker_files import EventLog, PhaseWriter, run_copy
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def make_job(
 
     Raises a ConfigError if the configuration does not fit the number of workers.
     """
-    config = load(run.config, trusted=True)
+    config = load(run_copy(run).config, trusted=True)
     per_node = config.cluster.devices_per_node
     if worker.world_size % per_node:
         raise ConfigError(
@@ -236,8 +236,9 @@ def measured_micro_batch(run: RunDir, config: RunConfig, stage: Stage) -> int | 
         return None
     if assumed := assumed_micro_batch(config):
         return assumed
-    if run.micro_batch.is_file():
-        return MicroBatchRecord.load(run.micro_batch).micro_batch
+    for path in (run_copy(run).micro_batch, run.micro_batch):
+        if path.is_file():
+            return MicroBatchRecord.load(path).micro_batch
     if stage == "precompile":
         return None
     raise StorageError(

@@ -25,7 +25,7 @@ def test_the_run_directory_is_complete(bench: Bench, unbroken: str) -> None:
     for name in (
         "config.yaml", "plan.json", "jobs.json", "scripts/train.sbatch",
         "scripts/precompile.sbatch",
-        "logs/train.log", "logs/precompile.log", "logs/train_000/rank_00001.log",
+        "logs/train.log", "logs/precompile.log",
         "graphs/manifest.json", "graphs/attempts/000/attempt.json", "attempts/000/attempt.json",
         "attempts/000/nodes/local1.json", "metrics/attempt_000.jsonl",
         "checkpoints/step_00000040/manifest.json",

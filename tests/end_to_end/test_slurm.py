@@ -118,3 +118,21 @@ def test_signals_as_at_the_time_limit(
         assert attempt["checkpoint_after"] == attempt["last_step"] >= step
         assert bench.attempt("signalled", number + 1)["first_step"] == attempt["last_step"] + 1
     assert bench.compare_exactly(unbroken, "signalled")["overlaps"]["b"]["rows"] == 0
+
+
+def test_a_log_is_fetched_from_the_disk_of_its_node(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
+) -> None:
+    submit(
+        bench, inputs, "fetched", "--set=backend=rehearsal", "--set=env.SLURMLLM_LOG=debug",
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=1.0",
+    )  # fmt: skip
+    bench.wait_for_step("fetched", 2)
+    path = bench.runs / "fetched" / "logs" / "train_000" / "rank_00001.log"
+    assert not path.exists()
+    text = bench.call("logs", "fetched", "--rank", "1")
+    assert "asking the nodes of train attempt 0" in text
+    assert "starting from step 0" in text.partition("asking")[2]
+    assert path.is_file()
+    bench.call("cancel", "fetched")
+    wait(bench, "fetched", "cancelled", "done", "stopped")

@@ -1,0 +1,241 @@
+"""Logs of workers on the disk of their node, and their way into the run directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from end_to_end.bench import SMALL, Bench, processes_with
+from train.gang import Gang, make_data, make_run
+
+from slurmllm.backends.environment import make_cache_folder
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.records import AttemptRecord
+from slurmllm.rundir import RunDir
+from slurmllm.supervise import rank_logs
+from slurmllm.supervise.rank_logs import RankLogs, collect_leftovers
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "runs" / "r")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return resolve("tiny_neox", "local", [f"cluster.node_local={tmp_path / 'disk'}"])
+
+
+def record_of(run: RunDir, attempt: int = 0, started_at: float = 1.5) -> AttemptRecord:
+    record = AttemptRecord(
+        attempt=attempt, stage="train", job_id=None, nodes=("n1", "n2"), world_size=4,
+        master_addr="n1", master_port=1, started_at=started_at,
+    )  # fmt: skip
+    record.save(run.attempt("train", attempt).record)
+    return record
+
+
+def logs_of(config: RunConfig, run: RunDir, attempt: int = 0, node: str = "n1") -> RankLogs:
+    return RankLogs(config, run, record_of(run, attempt), node, look_s=0.0)
+
+
+def folder_on_disk(config: RunConfig, run: RunDir) -> Path:
+    cache = make_cache_folder(config, run)
+    return cache.with_name(f"{cache.name}.logs")
+
+
+def content(run: RunDir, rank: int, attempt: int = 0) -> str | None:
+    path = run.worker_log("train", attempt, rank)
+    return path.read_text() if path.is_file() else None
+
+
+def test_logs_are_on_the_node_until_they_are_collected(config: RunConfig, run: RunDir) -> None:
+    logs = logs_of(config, run)
+    files = {rank: logs.open(rank) for rank in (1, 2, 3)}
+    os.write(files[1], b"one\n")
+    os.write(files[2], b"two\n")
+    logs.update()
+    assert not run.logs.exists()
+    logs.copy([1, 7])  # as when rank 1 fails
+    assert (content(run, 1), content(run, 2)) == ("one\n", None)
+    os.write(files[1], b"more\n")
+    logs.collect()
+    assert (content(run, 1), content(run, 2)) == ("one\nmore\n", "two\n")
+    assert content(run, 3) is None  # it printed nothing
+    assert list(folder_on_disk(config, run).iterdir()) == []
+    logs.collect()
+    assert content(run, 1) == "one\nmore\n"
+
+
+def test_requested_logs_follow_their_workers(
+    config: RunConfig, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_logs, "MIRROR_S", 0.0)
+    logs, attempt = logs_of(config, run), run.attempt("train", 0)
+    files = {rank: logs.open(rank) for rank in (2, 3)}
+    attempt.log_requests.mkdir()
+    for name in ("rank_00002", "rank_00009", "rank_x", "rank_00003.tmp"):
+        (attempt.log_requests / name).touch()
+    logs.update()
+    assert (content(run, 2), content(run, 3)) == ("", None)
+    os.write(files[2], b"a\n")
+    logs.update()
+    os.write(files[2], b"b\n")
+    logs.update()
+    assert content(run, 2) == "a\nb\n"
+    attempt.log_request(None).touch()
+    logs.update()
+    assert (content(run, 2), content(run, 3)) == ("a\nb\n", "")
+    logs.collect()
+    assert (content(run, 2), content(run, 3)) == ("a\nb\n", "")
+
+
+def test_a_disk_that_refuses_leaves_the_run_directory(
+    config: RunConfig, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = folder_on_disk(config, run)
+    blocked.touch()
+    logs = logs_of(config, run)
+    for rank in (1, 2):
+        os.write(logs.open(rank), b"x\n")
+    assert (content(run, 1), content(run, 2)) == ("x\n", "x\n")
+    assert len(caplog.messages) == 1
+    assert "written to the run directory" in caplog.text
+    logs.copy([1])
+    logs.update()
+    logs.collect()
+    assert content(run, 1) == "x\n"
+    collect_leftovers(config, run, "train", 1)
+
+
+def test_a_killed_launcher_s_logs_are_collected_by_the_next_attempt(
+    config: RunConfig, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    killed, living = logs_of(config, run, node="n1"), logs_of(config, run, node="n2")
+    one, two, three = killed.open(1), killed.open(2), living.open(3)
+    os.write(one, b"begin\n")
+    killed.copy([1])
+    for file, text in ((one, b"end\n"), (two, b"two\n"), (three, b"three\n")):
+        os.write(file, text)
+    assert killed._lock is not None
+    killed._lock.close()  # as its end does
+    collect_leftovers(config, run, "train", 0)  # of the same attempt: it may have just begun
+    assert content(run, 1) == "begin\n"
+    collect_leftovers(config, run, "train", 1)
+    assert (content(run, 1), content(run, 2)) == ("begin\nend\n", "two\n")
+    assert content(run, 3) is None
+    assert "collected the logs of 2 workers of train attempt 0" in caplog.text
+    collect_leftovers(config, run, "train", 1)
+    assert content(run, 1) == "begin\nend\n"
+    living.collect()
+    assert content(run, 3) == "three\n"
+
+
+def test_the_logs_of_a_removed_run_are_not_another_run_s(config: RunConfig, run: RunDir) -> None:
+    logs = logs_of(config, run)
+    os.write(logs.open(1), b"old\n")
+    assert logs._lock is not None
+    logs._lock.close()
+    record_of(run, started_at=7.0)  # another run of this name
+    collect_leftovers(config, run, "train", 1)
+    assert content(run, 1) is None
+    assert list(folder_on_disk(config, run).iterdir()) == []
+
+
+def test_logs_stay_while_the_run_directory_refuses(
+    config: RunConfig, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = logs_of(config, run)
+    os.write(logs.open(1), b"precious\n")
+    run.logs.write_text("not a folder")
+    logs.copy([1])
+    logs.collect()
+    assert "it stays there until the next attempt" in caplog.text
+    run.logs.unlink()
+    collect_leftovers(config, run, "train", 1)
+    assert content(run, 1) == "precious\n"
+
+
+def test_of_an_endless_log_the_middle_is_left_out(
+    config: RunConfig, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_logs, "MOST_BYTES", 100)
+    monkeypatch.setattr(rank_logs, "BEGIN_BYTES", 10)
+    logs = logs_of(config, run)
+    file = logs.open(1)
+    os.write(file, b"0123456789" * 30)
+    logs.copy([1])
+    assert content(run, 1) == "0123456789\n[200 bytes left out]\n" + "0123456789" * 9
+    os.write(file, b"end\n")
+    logs.collect()
+    assert str(content(run, 1)).endswith("6789end\n")
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setenv("SLURMLLM_LOG", "debug")  # all ranks print what they do
+    with Bench(tmp_path / "runs") as bench:
+        yield bench
+
+
+def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
+    bench: Bench, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    corpus, tokenizer = make_data(tmp_path)
+    process = bench.start(
+        "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
+        "--set=cluster.devices_per_node=2", f"--set=cluster.node_local={tmp_path / 'disk'}",
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.4", "--set=train.compile=false",
+        "--set=model.vocab_size=512", f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}", "--set=slurm.backoff_s=0", "--name=r",
+        "--set=checkpoint.every_steps=5", "--set=watchdog.min_step_s=20",
+    )  # fmt: skip
+    run = RunDir(bench.runs / "r")
+    bench.wait_for_step("r", 6)
+    assert content(run, 3) is None
+    bench.call("logs", "r", "--rank", "0", "--attempt", "0")
+    assert not run.attempt("train", 0).log_requests.exists()
+    shown = bench.call("logs", "r", "--rank", "3")
+    assert "asking the nodes of train attempt 0" in shown
+    assert "rank 3" in shown.partition("asking")[2]
+    assert content(run, 2) is None
+    launcher = next(
+        pid
+        for pid in processes_with(str(run.path))
+        if b"launch" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        and b"SLURMLLM_NODE=local1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+    )
+    os.kill(launcher, signal.SIGKILL)
+    bench.wait_for_step("r", 13, attempt=1)
+    # The next attempt has collected what its launcher left.
+    assert "starting from step 0" in str(content(run, 2))
+    assert str(content(run, 3)).count("starting from step 0") == 1
+    assert "of train attempt 0, whose launcher was killed" in run.stage_log("train").read_text()
+    os.kill(bench.node("r", 1, "local1")["pids"]["3"], signal.SIGKILL)
+    bench.until(lambda: content(run, 3, 1) is not None, "rank 3's log was not collected")
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert bench.endings("r")[-1] == ("done", "finish")
+    for attempt in (0, 1, 2):
+        assert all(content(run, rank, attempt) for rank in (1, 2, 3))
+    assert not any((tmp_path / "disk").rglob("rank_*.log"))
+
+
+def test_a_worker_survives_a_full_disk(tmp_path: Path) -> None:
+    """Its log is on the node's disk, which may be full: what it prints is lost, and no more."""
+    run = make_run(
+        tmp_path / "runs" / "r", make_data(tmp_path), "backend=rehearsal", "train.steps=6"
+    )
+    entry = (
+        "import os; full = os.open('/dev/full', os.O_WRONLY); os.dup2(full, 1); os.dup2(full, 2)\n"
+        "import sys; sys.argv[1:] = ['worker', sys.argv[1], '--stage', sys.argv[2], '--attempt', "
+        "sys.argv[3]]; from slurmllm.cli.main import cli; cli()"
+    )
+    Gang(run, entry=entry, env={"SLURMLLM_LOG": "debug"}).finish()
+    assert run.metrics(0).read_text().count("\n") == 6
