@@ -26,9 +26,8 @@ def test_tiny_models(tmp_path: Path) -> None:
     done = benchmark("--device", "cpu", "--tiny", "--out", str(out), "--minutes", "30")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = out.read_text().splitlines()
-    rows = [
-        line.split(" | ") for line in lines if line.startswith(("| tiny_gpt3 |", "| tiny_llama |"))
-    ]
+    models = ("| tiny_gpt3 |", "| tiny_llama |")
+    rows = [line.split(" | ") for line in lines if line.startswith(models)]
     assert [tuple(row[:2]) for row in rows] == [
         (f"| {model}", trainer) for trainer in TRAINERS for model in ("tiny_gpt3", "tiny_llama")
     ]
