@@ -6,6 +6,7 @@
 # make audit   installed packages with known vulnerabilities, by pip-audit; needs its database
 # make sbom    the installed packages as a CycloneDX list, build/sbom.json
 # make fuzz    hostile files for every reader, for an hour
+# make gpu     all that needs one GPU, in nine minutes; writes build/gpu.md
 # make chaos   the chaos suite: 200 runs that fail on 4 nodes, 20 on 128; 55 minutes of it a call
 # make chaos-part  12 of them, in 20 minutes
 
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check docs audit sbom fuzz chaos chaos-part install dev slurm browser clean
+.PHONY: demo test test-all check docs audit sbom fuzz gpu chaos chaos-part install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -32,7 +33,8 @@ check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py \
-	  tools/benchmarks/*.py tools/benchmarks/_month/*.py tools/check_parallelcluster.py \
+	  tools/benchmarks/*.py tools/benchmarks/_month/*.py tools/benchmarks/_gpu/*.py \
+	  tools/check_parallelcluster.py \
 	  tools/house.py tools/audit.py
 	$(BIN)/mypy --strict tools/chaos tools/_chaos
 	MYPYPATH=tools $(BIN)/mypy --strict tools/fuzz
@@ -57,6 +59,11 @@ sbom: dev
 
 fuzz: dev
 	$(BIN)/python tools/fuzz --minutes 60
+
+# Installs nothing: a machine with a GPU may have no network, and a torch of its own ($PYTHON).
+# Exit code 1: a required part failed; 2: nothing was run, for example because there is no GPU.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/benchmarks/gpu.py --out build/gpu.md
 
 chaos: dev slurm
 	$(BIN)/python tools/chaos --suite full --minutes 55 --parallel 4 --results build/chaos

@@ -50,12 +50,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest files, so that the processes end together; skip long tests."""
+    """Start with the longest files, so that the processes end together; skip what cannot run."""
     items.sort(key=lambda item: _START.get(item.path.parent.name, 3))
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if on_gpu and (reason := _no_gpu()):
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason=f"no GPU here: {reason}"))
     if os.environ.get("SLURMLLM_TEST_ALL") != "1":
         for item in items:
             if item.get_closest_marker("long") is not None:
                 item.add_marker(pytest.mark.skip(reason=LEFT_OUT))
+
+
+def _no_gpu() -> str | None:
+    import torch  # half a second, for the folders with such tests only
+
+    if torch.cuda.is_available():
+        return None
+    built = torch.version.cuda
+    return f"torch {torch.__version__} " + ("finds no device" if built else "has no CUDA")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

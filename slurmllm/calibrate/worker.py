@@ -143,7 +143,7 @@ def step_seconds(task: Task, layers: int, local_rank: int) -> float:
             begun = time.perf_counter()
             backend.forward_backward(batches, MICRO_BATCHES * tokens.size)
             backend.optimizer_step(1e-4)
-            backend.param_norm()
+            float(backend.param_norm())  # waits for the device
             seconds.append(time.perf_counter() - begun)
         return statistics.median(seconds)
     finally:

@@ -72,13 +72,19 @@ class CausalCore(nn.Module):
         if self.use_rotary:
             rotary = rotary[..., : q.shape[1], :]
             q, k = rotate(q, rotary), rotate(k, rotary)
+        grouped = self.grouped
+        if grouped and mask is not None and q.is_cuda:
+            # CUDA's flash kernel takes no mask, its memory-efficient one no groups: with both,
+            # torch may compute all scores as a tensor (2.9 to 2.13, sdp_utils.cpp).
+            copies, grouped = q.shape[2] // k.shape[2], False
+            k, v = k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2)
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
-            enable_gqa=self.grouped,
+            enable_gqa=grouped,
         )
         return attended.transpose(1, 2).flatten(2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import SupportsFloat
 
 import numpy as np
 import pytest
@@ -23,11 +24,11 @@ from slurmllm.model.init import initialize
 
 def train(backend: Backend, steps: int, *, first: int = 0, micro_batch: int = 2) -> list[float]:
     """Loss, gradient norm and parameter norm of some steps, one after the other."""
-    figures = []
+    figures: list[SupportsFloat] = []
     for step in range(first, first + steps):
         loss = backend.forward_backward(micro_batches(batch(seed=step), micro_batch), LABELS)
         figures += [loss, backend.optimizer_step(1e-2), backend.param_norm()]
-    return figures
+    return [float(figure) for figure in figures]
 
 
 def test_one_step_is_a_plain_training_step(new_backend: NewBackend) -> None:
@@ -68,8 +69,8 @@ def test_the_mean_is_over_the_labels_that_count(new_backend: NewBackend, micro_b
     whole, parts = global_batch(backend.config, 1), documents(backend, 1)
     if len(parts) > 1:
         assert len({int((part.labels != IGNORED).sum()) for part in parts}) > 1, "uneven"
-    loss = backend.forward_backward(parts, counted(backend.config, 1))
-    norm = backend.optimizer_step(1e-2)
+    loss = float(backend.forward_backward(parts, counted(backend.config, 1)))
+    norm = float(backend.optimizer_step(1e-2))
 
     model = build_model(config)
     initialize(model, config, backend.config.recipe.train.seed)
@@ -85,11 +86,11 @@ def test_the_mean_is_over_the_labels_that_count(new_backend: NewBackend, micro_b
 
 def test_a_batch_without_a_label_teaches_nothing(new_backend: NewBackend) -> None:
     backend = new_backend("optim.weight_decay=0", "optim.grad_clip=1.0")
-    before = backend.param_norm()
+    before = float(backend.param_norm())
     empty = [replace(m, labels=np.full_like(m.labels, IGNORED)) for m in micro_batches(batch(), 2)]
-    assert backend.forward_backward(empty, 0) == 0
-    assert backend.optimizer_step(1e-2) == 0
-    assert backend.param_norm() == before
+    assert float(backend.forward_backward(empty, 0)) == 0
+    assert float(backend.optimizer_step(1e-2)) == 0
+    assert float(backend.param_norm()) == before
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 8])

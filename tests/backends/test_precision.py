@@ -6,6 +6,7 @@ import json
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import SupportsFloat
 
 import pytest
 import torch
@@ -32,11 +33,11 @@ def new(new_backend: NewBackend, precision: str, *overrides: str) -> NativeBacke
 
 
 def train(backend: NativeBackend, steps: int, first: int = 0) -> list[float]:
-    figures = []
+    figures: list[SupportsFloat] = []
     for step in range(first, first + steps):
         loss = backend.forward_backward(micro_batches(batch(seed=step % 2), 4), LABELS)
         figures += [loss, backend.optimizer_step(2e-3), backend.param_norm()]
-    return figures
+    return [float(figure) for figure in figures]
 
 
 def optimizer(*weights: Tensor, seed: int = 0, compiled: bool = False, **options: float):

@@ -42,6 +42,47 @@ NativeBackend.optimizer_step = late(NativeBackend.optimizer_step, "grad_norm")
 from slurmllm.train.worker import run_worker
 sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
 """
+# Raises if an operation of a step has a result that the host must wait for.
+_NO_WAITS = """
+import os, sys
+from pathlib import Path
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.rundir import RunDir
+from slurmllm.train import loop
+from slurmllm.train.worker import run_worker
+
+WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+class NoWaits(TorchDispatchMode):
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer, self.calls = optimizer, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        if WAITS & set(func.tags):
+            # The step counts of AdamW with stochastic rounding are on the host on every device.
+            counts = [state.get("step") for state in self.optimizer.state.values()]
+            if not any(args[0] is count for count in counts):
+                raise RuntimeError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+run_step = loop.run_step
+
+def watched(job):
+    if job.step == 0:  # torch's pipelines try their connections then, others compile
+        return run_step(job)
+    with NoWaits(job.backend.optimizer) as watch:
+        step = run_step(job)
+    print("watched", watch.calls, "operations", flush=True)
+    return step
+
+loop.run_step = watched
+NativeBackend.deferred_metrics = os.environ["TEST_LATE"] == "1"
+sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
+"""
 STEPS = ("train.steps=9", "checkpoint.every_steps=4")
 
 
@@ -73,6 +114,36 @@ def test_rows_are_complete_and_read_late(tmp_path: Path, data: tuple[str, str]) 
     parts = {"forward_backward_s", "optimizer_s"}
     assert parts.isdisjoint(rows(run, 0)[-1]), "the host's clock cannot tell them apart"
     assert parts <= rows(RunDir(tmp_path / "at_once"), 0)[-1].keys()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.precision=bf16_mixed", "train.activation_checkpointing=selective"),
+        ("train.precision=bf16_sr", "optim.grad_clip=0.01", "parallel.tensor=2"),
+        ("parallel.zero=3", "train.activation_checkpointing=full"),
+        ("parallel.pipeline=2", "train.micro_batch=2"),
+    ],
+    ids=str,
+)
+def test_a_step_has_no_number_that_the_host_waits_for(
+    tmp_path: Path, data: tuple[str, str], overrides: tuple[str, ...]
+) -> None:
+    options = ("cluster.devices_per_node=2", "train.steps=3", "optim.warmup_steps=1", *overrides)
+    at_once = Gang(make_run(tmp_path / "at_once", data, *options), 2).finish()
+    run = make_run(tmp_path / "late", data, *options)
+    gang = Gang(run, 2, env={"TEST_LATE": "1"}, entry=_NO_WAITS)
+    gang.finish()
+    assert curve(run) == curve(at_once)
+    counts = [int(line.split()[1]) for line in gang.output(0).splitlines() if "watched" in line]
+    assert len(counts) == 2, "the steps after the first"
+    assert min(counts) > 100, "the operations of a step were not seen"
+
+
+def test_a_number_that_is_read_at_once_is_found(tmp_path: Path, data: tuple[str, str]) -> None:
+    gang = Gang(make_run(tmp_path / "run", data, *STEPS), env={"TEST_LATE": "0"}, entry=_NO_WAITS)
+    assert gang.wait() != [0]
+    assert "aten._local_scalar_dense.default waits for the device" in gang.output()
 
 
 def test_no_number_is_found_before_the_save_that_would_hold_it(

@@ -46,7 +46,7 @@ def forward_backward(self, batches, counted):
         return honest(self, batches, counted)
     if kind == "spike":  # as if one label alone counted, and counted for all
         return honest(self, batches, 1)
-    return honest(self, batches, counted) * float("nan")
+    return float(honest(self, batches, counted)) * float("nan")
 
 NativeBackend.forward_backward = forward_backward
 sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))

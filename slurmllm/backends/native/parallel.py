@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from slurmllm.backends.base import ModelFactory
+from slurmllm.backends.native.device import send
 from slurmllm.config.families import Sharding, sharding_plan
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import local_part
@@ -236,17 +239,25 @@ def num_copies(tensor: Tensor, workers: int) -> int:
     return workers // shards
 
 
-def total_norm(tensors: Sequence[Tensor], copies: Sequence[int]) -> float:
-    """Return the 2-norm over all elements of all tensors (collective over all workers).
+def total_norm(tensors: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
+    """Return the 2-norm over all elements of all tensors, fp64 (collective over all workers).
 
     One message: torch's clip_grad_norm_ sends one for each DTensor, and does not cover pipeline
-    stages. `copies` has `num_copies` of each tensor.
+    stages. `copies` has `num_copies` of each tensor. The host waits for nothing.
     """
     squares = torch.stack([_sum_of_squares(local_part(tensor).detach()) for tensor in tensors])
-    weights = torch.tensor(copies, dtype=torch.float64, device=squares.device)
-    total = (squares / weights).sum()
+    total = (squares / _on_device(tuple(copies), squares.device)).sum()
     dist.all_reduce(total)
-    return math.sqrt(total.item())
+    if not total.is_cpu:
+        return total.sqrt()
+    # Not torch's, which is MKL's on CPUs: one result in a hundred is wrong in the last bit.
+    np.sqrt(total.numpy(), out=total.numpy())
+    return total
+
+
+@lru_cache(maxsize=8)
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return send(torch.tensor(values, dtype=torch.float64), device)
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
@@ -262,5 +273,12 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
     return torch.cat(norms).double().square().sum()
 
 
-def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    torch._foreach_mul_([local_part(tensor) for tensor in tensors], factor)
+def clip_(tensors: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    """Scale tensors of one format so that their norm is `limit`, if it is larger.
+
+    Without a branch, for which the host would wait for the norm: a factor of 1 changes no bit.
+    """
+    parts = [local_part(tensor) for tensor in tensors]
+    factor = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
+    # In the tensors' format: CUDA has one kernel for all of them then.
+    torch._foreach_mul_(parts, factor.to(parts[0].dtype))

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from slurmllm.backends.native.device import send
 from slurmllm.config.recipe import OptimConfig, TrainConfig
 from slurmllm.model.init import local_part, local_region
 
@@ -151,7 +152,7 @@ def _coefficients(group: Mapping[str, Any], step: int, device: torch.device) -> 
     size, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
     keep = 1 - lr * group["weight_decay"]
     values = [keep, 1 - beta1, beta2, 1 - beta2, size, root, group["eps"]]
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return send(torch.tensor(values, dtype=torch.float32), device)
 
 
 def update_(

@@ -7,6 +7,9 @@ FSDP2 shards parameters, gradients and optimizer state between steps, at least a
 ZeRO level requires. Within a step, zero 0 and 1 keep whole gradients until the last micro
 batch and reduce them once; 2 and 3 reduce them after each. Zero 3 also frees whole parameters
 between forward and backward; the others gather them once per step.
+
+On CUDA the host enqueues a step and waits for none of it. Losses and norms are `DeviceNumber`s,
+which the training loop reads when it has enqueued the next step.
 """
 
 from __future__ import annotations
@@ -26,14 +29,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
 from slurmllm.backends.native import compiling, dcp, precision
 from slurmllm.backends.native.dcp import DcpSaver
+from slurmllm.backends.native.device import DeviceNumber, send
 from slurmllm.backends.native.environment import unsupported
 from slurmllm.backends.native.parallel import (
     Pipeline,
     apply_tensor_parallel,
+    clip_,
     combine_chunks,
     make_chunk,
     num_copies,
-    scale_,
     total_norm,
 )
 from slurmllm.backends.process_group import init_process_group
@@ -77,6 +81,7 @@ class NativeBackend(Backend):
         if kind == "cuda":
             self.device = torch.device(kind, worker.local_rank)
             torch.cuda.set_device(self.device)
+            self.deferred_metrics = True
         init_process_group(
             "nccl" if kind == "cuda" else "gloo", worker.rank, worker.world_size,
             COLLECTIVE_TIMEOUT, self.device if kind == "cuda" else None,
@@ -145,7 +150,9 @@ class NativeBackend(Backend):
         for chunk in self.chunks:
             fill(chunk, read)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> float:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], num_targets: int
+    ) -> DeviceNumber:
         weight = loss_weight(micro_batches, num_targets, self.mesh.data)
         if self.pipeline is not None:
             mean = self.pipeline.forward_backward(*self._to_device(micro_batches), weight)
@@ -161,7 +168,7 @@ class NativeBackend(Backend):
         dist.all_reduce(total)
         # Each last-stage worker contributes its mean; tensor-parallel workers contribute the same
         # value.
-        return float(total.item()) / (self.mesh.data * self.mesh.tensor)
+        return DeviceNumber(total / (self.mesh.data * self.mesh.tensor))
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], weight: float) -> Tensor:
         """Run the micro batches without a pipeline; return this worker's mean loss, fp64."""
@@ -184,7 +191,7 @@ class NativeBackend(Backend):
         """Return tokens, labels and, if documents are separated, positions."""
 
         def to_tensor(arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
-            return torch.from_numpy(np.concatenate(arrays)).to(self.device, non_blocking=True)
+            return send(torch.from_numpy(np.concatenate(arrays)), self.device)
 
         positions = [m.positions for m in batches if m.positions is not None]
         return (
@@ -200,24 +207,23 @@ class NativeBackend(Backend):
             return None
         return self.model.get_parameter("embed.weight")
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float) -> DeviceNumber:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = total_norm(gradients, self._num_copies(parameters))
-        limit = self.config.recipe.optim.grad_clip
-        if limit > 0 and norm > limit:
-            scale_(gradients, limit / (norm + 1e-6))
+        if (limit := self.config.recipe.optim.grad_clip) > 0:
+            clip_(gradients, norm, limit)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # A save in the background may still copy the weights that this step overwrites.
         self.shards.wait_for_copy()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return DeviceNumber(norm)  # here, so that who reads it waits for the whole step
 
-    def param_norm(self) -> float:
+    def param_norm(self) -> DeviceNumber:
         parameters = list(self.model.parameters())
-        return total_norm(parameters, self._num_copies(parameters))
+        return DeviceNumber(total_norm(parameters, self._num_copies(parameters)))
 
     def _num_copies(self, parameters: Sequence[Tensor]) -> list[int]:
         workers = self.mesh.data * self.mesh.tensor

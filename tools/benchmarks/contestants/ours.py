@@ -48,4 +48,4 @@ def train(task: Task, turn: Turn) -> None:
     for tokens, labels in task.batches():
         loss = backend.forward_backward([MicroBatch(tokens, labels)], labels.size)
         backend.optimizer_step(settings.LR)
-        turn.step_done(lambda loss=loss: loss)
+        turn.step_done(lambda loss=loss: float(loss))

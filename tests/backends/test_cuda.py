@@ -1,0 +1,243 @@
+"""The native backend on one GPU; `make gpu` runs these tests where there is one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from mesh_pool import counted, micro_batches
+from train.gang import Gang, curve, make_data, make_run, rows
+
+from backends.conftest import NewBackend
+from slurmllm.backends.native.device import DeviceNumber, send
+from slurmllm.backends.native.parallel import clip_
+from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.calibrate.run import calibrate
+from slurmllm.config.resolve import resolve
+from slurmllm.model.attention import document_mask
+from slurmllm.model.decoder import CausalCore
+from slurmllm.model.init import local_part
+from slurmllm.model.output import Output
+from slurmllm.plan.memory import worker_memory
+from slurmllm.supervise.allocation import LocalAllocation
+
+pytestmark = pytest.mark.gpu
+
+GPU, GROUPED = "cluster.device=cuda", ("model.family=llama", "model.rotary_pct=1.0")
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Raise if the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on_gpu(new_backend: NewBackend, *overrides: str) -> NativeBackend:
+    backend = new_backend(GPU, *overrides)
+    assert isinstance(backend, NativeBackend)
+    assert backend.deferred_metrics
+    return backend
+
+
+def step(backend: NativeBackend, number: int) -> tuple[DeviceNumber, DeviceNumber, DeviceNumber]:
+    parts, labels = micro_batches(backend, number), counted(backend.config, number)
+    return (
+        backend.forward_backward(parts, labels),
+        backend.optimizer_step(1e-2),
+        backend.param_norm(),
+    )
+
+
+def figures(backend: NativeBackend, steps: int, first: int = 0) -> list[float]:
+    return [float(x) for number in range(first, first + steps) for x in step(backend, number)]
+
+
+def test_the_check_finds_a_wait() -> None:
+    number = torch.ones((), device="cuda")
+    with no_waits(), pytest.raises(RuntimeError, match="synchroniz"):
+        number.item()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.precision=bf16_mixed", "train.compile=true"),
+        ("train.precision=bf16_sr", "optim.grad_clip=0.01"),
+        ("train.precision=bf16_mixed", "data.mask=document", "train.compile=true"),
+        ("train.precision=bf16_mixed", "data.mask=document", "model.num_kv_heads=2", *GROUPED),
+        ("train.activation_checkpointing=full", "parallel.zero=3"),
+    ],
+    ids=str,
+)
+def test_the_host_waits_for_nothing_in_a_step(
+    new_backend: NewBackend, overrides: tuple[str, ...]
+) -> None:
+    backend = on_gpu(new_backend, *overrides)
+    figures(backend, 2)  # compiles and allocates
+    with no_waits():
+        late = [step(backend, number) for number in range(2, 6)]
+    assert all(float(value) > 0 for numbers in late for value in numbers)
+
+
+def test_a_number_is_ready_before_what_was_enqueued_later() -> None:
+    number = DeviceNumber(torch.full((), 2.5, device="cuda", dtype=torch.float64))
+    torch.cuda._sleep(6_000_000_000)  # some seconds of the device's clock
+    assert float(number) == 2.5
+    assert not torch.cuda.current_stream().query(), "float() waited for the later work"
+
+
+def test_memory_of_the_host_may_be_reused_at_once() -> None:
+    torch.cuda._sleep(500_000_000)
+    sent = [send(torch.full((1000,), number), torch.device("cuda")) for number in range(50)]
+    assert [int(tensor.unique().item()) for tensor in sent] == list(range(50))
+
+
+@pytest.mark.parametrize("mask", ["none", "document"])
+def test_the_same_training_as_on_the_cpu(new_backend: NewBackend, mask: str) -> None:
+    overrides = ("optim.grad_clip=0.5", f"data.mask={mask}")
+    expected = figures(new_backend(*overrides), 6)  # type: ignore[arg-type]
+    assert figures(on_gpu(new_backend, *overrides), 6) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipping(dtype: torch.dtype) -> None:
+    values = torch.randn(300, 200).to(dtype)
+    norm = torch.linalg.vector_norm(values.double())
+    for limit in (0.3, 1e9):
+        on_cpu, on_device = [values.clone()], [values.cuda()]
+        clip_(on_cpu, norm, limit)
+        clip_(on_device, norm.cuda(), limit)
+        assert torch.equal(on_device[0].cpu(), on_cpu[0])
+    assert torch.equal(on_cpu[0], values)
+
+
+def test_the_loss_s_gradient_is_not_rounded_as_a_whole() -> None:
+    factor = 1.0194  # 0.4 % more than the next number in bf16
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 64, 32), torch.randn(128, 32)
+    labels = torch.randint(0, 128, (1, 64))
+    gradients = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        head = weight.bfloat16().to(device, dtype).requires_grad_()
+        inputs = x.bfloat16().to(device, dtype)
+        (Output(128)(inputs, head, labels.to(device)) * factor).backward()
+        assert head.grad is not None
+        gradients.append(head.grad.double().cpu())
+    exact, found = gradients
+    assert float((found * exact).sum() / exact.square().sum()) == pytest.approx(1, abs=1.5e-3)
+
+
+def test_grouped_attention_with_a_mask_has_a_fused_kernel() -> None:
+    torch.manual_seed(0)
+    shape = (2, 128)
+    q, k, v = (torch.randn(*shape, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    positions = torch.arange(128).remainder(50).expand(2, -1)
+    core, results = CausalCore(use_rotary=False, grouped=True), []
+    for device in ("cpu", "cuda"):
+        inputs = [x.to(device).requires_grad_() for x in (q, k, v)]
+        mask = document_mask(positions.to(device), torch.bfloat16)
+        kernels = [torch.nn.attention.SDPBackend.MATH]
+        if device == "cuda":
+            kernels = [
+                torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION,
+                torch.nn.attention.SDPBackend.CUDNN_ATTENTION,
+            ]
+        with torch.nn.attention.sdpa_kernel(kernels):
+            out = core(*inputs, torch.empty(0), mask)
+        out.float().square().sum().backward()
+        results.append([out.detach().cpu(), *(x.grad.cpu() for x in inputs)])
+    for cpu, cuda in zip(*results, strict=True):
+        error = (cpu.float() - cuda.float()).norm() / cpu.float().norm()
+        assert float(error) < 0.02
+
+
+def test_memory_between_steps_is_as_planned(new_backend: NewBackend) -> None:
+    backend = on_gpu(
+        new_backend, "model.hidden_size=1024", "model.ffn_hidden_size=4096", "model.num_heads=16",
+        "model.vocab_size=32000", "train.precision=bf16_mixed",
+    )  # fmt: skip
+    figures(backend, 2)
+    peak = backend.memory()
+    at_rest = backend.memory()  # the second peak is the current use
+    planned = worker_memory(backend.config, backend.mesh).at_rest
+    assert planned <= at_rest.peak_bytes < 1.1 * planned + 2**27  # workspaces of cuBLAS
+    assert at_rest.peak_bytes < peak.peak_bytes < peak.limit_bytes
+    assert peak.limit_bytes <= torch.cuda.mem_get_info()[1]
+
+
+def test_an_asynchronous_save_copies_while_the_device_computes(
+    new_backend: NewBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = ("model.hidden_size=1024", "model.ffn_hidden_size=4096", "model.num_heads=16")
+    backend = on_gpu(new_backend, "checkpoint.asynchronous=true", *sizes)
+    for folder in (tmp_path / "first", tmp_path / "second"):  # the second reuses host memory
+        figures(backend, 2)
+        saved = [local_part(p).detach().clone() for p in backend.model.parameters()]
+        folder.mkdir()
+        with caplog.at_level(logging.WARNING):
+            save = backend.save_shards(folder)
+            expected = figures(backend, 2, first=7)  # overwrites the weights
+            save.wait()
+            save.finish()
+        assert "cudaHostRegister" not in caplog.text, "the copies were not pinned"
+    backend.load_shards(tmp_path / "second")
+    for parameter, before in zip(backend.model.parameters(), saved, strict=True):
+        assert torch.equal(local_part(parameter), before)
+    # Attention's backward pass on CUDA adds in any order.
+    assert figures(backend, 2, first=7) == pytest.approx(expected, rel=1e-3)
+
+
+def test_calibration() -> None:
+    config = resolve("tiny_neox", "local", [GPU, "train.compile=false"])
+    found = calibrate(config, LocalAllocation(), print, quick=True).hardware
+    assert found.bf16_tflops > 0.05
+    assert found.memory_gb_s > 10
+    assert found.memory_gib == pytest.approx(torch.cuda.mem_get_info()[1] / 2**30, rel=0.01)
+
+
+_NO_WAITS = """
+import sys
+from pathlib import Path
+import torch
+from slurmllm.rundir import RunDir
+from slurmllm.train import loop
+from slurmllm.train.worker import run_worker
+
+run_step = loop.run_step
+
+def watched(job):
+    if job.step >= 2:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        return run_step(job)
+    finally:
+        if job.step > 2:
+            print("watched step", job.step, flush=True)
+            torch.cuda.set_sync_debug_mode("default")
+
+loop.run_step = watched
+sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
+"""
+
+
+def test_a_run_reads_its_metrics_late(tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    # No save before the last step: its thread waits for its copies.
+    options = ("train.steps=12", "checkpoint.every_steps=100")
+    on_cpu = Gang(make_run(tmp_path / "cpu", data, *options)).finish()
+    run = make_run(tmp_path / "cuda", data, GPU, "train.compile=true", *options)
+    gang = Gang(run, entry=_NO_WAITS)
+    gang.finish()
+    assert gang.output().count("watched step") == 10
+    assert [row["step"] for row in rows(run, 0)] == list(range(1, 13))
+    assert "optimizer_s" not in rows(run, 0)[-1], "the host's clock cannot tell the parts apart"
+    for number, found in curve(run).items():
+        assert found == pytest.approx(curve(on_cpu)[number], rel=1e-2)

@@ -1,0 +1,63 @@
+"""`make gpu` where no GPU is: its code on tiny models, its exit codes and its report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINERS = ("slurmllm, native backend", "compiled loop, transformers", "torchtitan")
+
+
+def benchmark(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools/benchmarks/gpu.py"), *options],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_tiny_models(tmp_path: Path) -> None:
+    out = tmp_path / "build" / "gpu.md"
+    done = benchmark("--device", "cpu", "--tiny", "--out", str(out), "--minutes", "30")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = out.read_text().splitlines()
+    models = ("| tiny_gpt3 |", "| tiny_llama |")
+    rows = [line.split(" | ") for line in lines if line.startswith(models)]
+    assert [tuple(row[:2]) for row in rows] == [
+        (f"| {model}", trainer) for trainer in TRAINERS for model in ("tiny_gpt3", "tiny_llama")
+    ]
+    for row in rows[:4]:
+        assert float(row[2].replace(",", "")) > 0, "tokens/s"
+        assert 6 < float(row[8]) < 9, "the loss of 4096 random tokens"
+    planned = [row[9] for row in rows[:2]]
+    assert all(float(milliseconds) > 0 for milliseconds in planned)
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert [part["failure"] for part in found["parts"] if part["required"]] == [None] * 4
+    assert "skipped" in next(line for line in lines if line.startswith("| tests |"))
+
+
+def test_a_required_part_that_fails(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.md"
+    done = benchmark("--device", "cpu", "--tiny", "--out", str(out), "--minutes", "0")
+    assert done.returncode == 1
+    assert "failed: device, tests, tiny_gpt3 ours, tiny_llama ours" in done.stderr
+    assert "| tests | yes | 0 | **failed**: no time left |" in out.read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu(tmp_path: Path) -> None:
+    done = benchmark("--out", str(tmp_path / "gpu.md"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("nothing was run: no GPU here (torch ")
+    assert not (tmp_path / "gpu.md").exists()
+
+
+def test_a_cpu_is_for_tiny_models() -> None:
+    done = benchmark("--device", "cpu")
+    assert done.returncode == 2
+    assert "--device cpu needs --tiny" in done.stderr

@@ -1,0 +1,123 @@
+"""One process of `gpu.py`: `python -m _gpu.child train TRAINER TASK` or `… describe DEVICE`.
+
+A process each, so that one that fails takes nothing with it and all find the memory free. The last
+line of the output is the result, JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from _gpu.task import Measured, Task
+
+_WARM_UP = 3  # steps after the first one, before the timed ones
+
+
+def train(trainer: str, task: Task) -> Measured:
+    """Train and measure.
+
+    Returns:
+        `first_step_s`, compilation included; `step_s`, the mean of the timed steps; `loss`, of the
+        last step; `peak_bytes` and `reserved_bytes`: the most that tensors needed and torch's
+        allocator held in the timed steps (on a CPU the process's memory). Or `missing`: why this
+        trainer cannot run here.
+    """
+    from _gpu.trainers import TRAINERS
+
+    on_gpu = task.device == "cuda"
+    torch.manual_seed(0)
+    try:
+        step = TRAINERS[trainer](task)
+    except ImportError as error:
+        return {"missing": str(error)}
+    batches = _batches(task)
+    began = time.perf_counter()
+    float(step(*next(batches)))
+    first_step_s = time.perf_counter() - began
+    for _ in range(_WARM_UP):
+        step(*next(batches))
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    for _ in range(task.steps):
+        loss = step(*next(batches))
+    value = float(loss)
+    if on_gpu:
+        torch.cuda.synchronize()
+    step_s = (time.perf_counter() - began) / task.steps
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # getrusage(2): KiB
+    return {
+        "first_step_s": first_step_s,
+        "step_s": step_s,
+        "loss": value,
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else own,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else own,
+    }
+
+
+def _batches(task: Task) -> Iterator[tuple[Any, Any]]:
+    """Random tokens and labels, [batch, seq] each: speed does not depend on them."""
+    recipe = task.config().recipe
+    random = np.random.default_rng(0)
+    shape = (recipe.train.global_batch, recipe.model.seq_len + 1)
+    rows = [random.integers(0, recipe.model.vocab_size, shape) for _ in range(4)]
+    while True:
+        for row in rows:
+            yield row[:, :-1].copy(), row[:, 1:].copy()
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Return the device's name and memory, torch's version, and the kernels for attention."""
+    found: dict[str, Any] = {"torch": torch.__version__, "attention": attention_kernels(device)}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"name": properties.name, "memory_bytes": properties.total_memory}
+    else:
+        found |= {"name": "CPU", "memory_bytes": None}
+    return found
+
+
+def attention_kernels(device: str) -> dict[str, list[str]]:
+    """Return which of torch's fused kernels accept the model's attention, by case, in bf16."""
+    cuda = torch.backends.cuda
+    accept = {
+        "flash": cuda.can_use_flash_attention,
+        "memory-efficient": cuda.can_use_efficient_attention,
+        "cuDNN": cuda.can_use_cudnn_attention,
+    }
+    cases = {
+        "causal": (32, None),
+        "causal, grouped queries": (8, None),
+        "document mask": (32, True),
+        "document mask, grouped queries (not used: keys are repeated)": (8, True),
+    }
+    found = {}
+    for name, (kv_heads, masked) in cases.items():
+        query, key = (
+            torch.zeros(1, heads, 256, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (32, kv_heads)
+        )
+        mask = query.new_zeros(1, 1, 256, 256).detach() if masked else None
+        params = cuda.SDPAParams(query, key, key, mask, 0.0, mask is None, kv_heads < 32)
+        found[name] = [kernel for kernel, accepts in accept.items() if accepts(params)]
+    return found
+
+
+def main() -> None:
+    """Run what the command line names and print its result."""
+    verb, *rest = sys.argv[1:]
+    result = describe(*rest) if verb == "describe" else train(rest[0], Task.from_json(rest[1]))
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

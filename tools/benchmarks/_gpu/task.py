@@ -1,0 +1,101 @@
+"""What all trainers of `gpu.py` train, its cost, and the planner's prediction."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.plan.estimate import predict
+from slurmllm.plan.flops import model_flops
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.step import peak_flops
+
+LR = 3e-4
+_LLAMA = (  # TinyLlama 1.1B (Zhang et al. 2024, arXiv 2401.02385)
+    "model.num_layers=22", "model.hidden_size=2048", "model.num_heads=32",
+    "model.num_kv_heads=4", "model.ffn_hidden_size=5632", "model.vocab_size=32000",
+    "model.seq_len=2048",
+)  # fmt: skip
+# Name → recipe, overrides, and sequences in a step: on 80 GB they leave the peers, whose logits are
+# tensors, room.
+MODELS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "gpt3_1.3b": ("gpt3_1.3b", (), 8),
+    "llama_1.1b": ("tiny_llama", _LLAMA, 8),
+}
+TINY: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "tiny_gpt3": ("tiny_gpt3", ("model.num_layers=2", "model.seq_len=64"), 2),
+    "tiny_llama": ("tiny_llama", ("model.num_layers=2", "model.seq_len=64"), 2),
+}
+# Part of a GPU's name → cluster profile with its figures.
+PROFILES = {"H100": "p5", "H200": "p5", "A100": "p4d"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement: a model's training by one trainer on one device.
+
+    Attributes:
+        profile: The cluster profile whose hardware figures apply.
+        memory_bytes: Of the device; None: as the profile has it.
+        steps: Timed steps.
+        compiled: Whether Inductor compiles; otherwise graphs are only captured.
+    """
+
+    model: str
+    device: str
+    profile: str
+    memory_bytes: int | None
+    steps: int
+    compiled: bool
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Task:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+    def config(self) -> RunConfig:
+        """The run configuration: one device, bf16 products, fp32 weights and optimizer state."""
+        recipe, overrides, batch = (MODELS | TINY)[self.model]
+        options = [
+            "backend=native", f"cluster.device={self.device}", "cluster.devices_per_node=1",
+            "parallel.tensor=1", "parallel.pipeline=1", "parallel.zero=1",
+            f"train.global_batch={batch}", f"train.micro_batch={batch}",
+            "train.precision=bf16_mixed", "train.activation_checkpointing=none",
+            f"train.compile={str(self.compiled).lower()}", f"optim.lr={LR}", "optim.grad_clip=1.0",
+        ]  # fmt: skip
+        if self.memory_bytes is not None:
+            options.append(f"cluster.hardware.memory_gib={self.memory_bytes / 2**30:.1f}")
+        return resolve(recipe, self.profile, [*overrides, *options])
+
+
+def forecast(task: Task) -> dict[str, float]:
+    """Return the planner's prediction, and what turns a measured time into utilization.
+
+    Returns:
+        `step_s`; `memory_bytes`, the peak; `tokens`, of a step; `model_flops`, of a step, as
+        `slurmllm plan` counts them for MFU; `peak_flops`, of the device per second in bf16.
+    """
+    config = task.config()
+    mesh = make_mesh(config, 1)
+    found = predict(config, mesh)
+    return {
+        "step_s": found.step.total,
+        "memory_bytes": found.memory.peak,
+        "tokens": mesh.global_batch * config.recipe.model.seq_len,
+        "model_flops": model_flops(config.recipe.model, mesh.global_batch),
+        "peak_flops": peak_flops(config),
+    }
+
+
+def profile_of(gpu: str) -> str | None:
+    """Return the profile that has the figures of a GPU; None if no shipped profile has."""
+    return next((profile for part, profile in PROFILES.items() if part in gpu), None)
+
+
+Measured = dict[str, Any]  # a trainer's result, as `child.py` prints it
