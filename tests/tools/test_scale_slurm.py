@@ -35,7 +35,7 @@ def test_a_node_of_24_dies_and_all_values_are_those_of_an_undisturbed_run(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["identical"]
-    assert (found["nodes"], found["workers"], found["resumed_from"]) == (24, 96, 20)
+    assert (found["nodes"], found["workers"], found["resumed_from"]) == (24, 96, 30)
     assert found["recomputed_steps"] >= 4
     first, second = found["starts_s"]
     assert (first["class"], second["class"]) == ("node_failure", "done")

@@ -34,7 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recovery import SLURMLLM, devcluster, slurmllm
+from recovery import ROOT, SLURMLLM, devcluster, slurmllm
+
+sys.path.append(str(ROOT / "tools"))
+from _devcluster.cluster import Cluster
 
 MB = 2**20
 # Measured: a worker holds 31 MB that it shares with no other process, a launcher 24 MB, slurmd and
@@ -42,6 +45,7 @@ MB = 2**20
 WORKER_MB, NODE_MB, REST_MB = 31.5, 27, 500
 RESERVE_MB = 1000  # for others: with less than half of it left, the run is cancelled
 PATIENCE_S = 3600.0  # only a hang reaches it
+MEASURED = 8  # processes of each role whose memory and processor time are read
 STARTED = ("starting from step", "resumed from step")  # rank 0, once all workers have connected
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -126,29 +130,31 @@ def available_mb() -> float:
 
 
 def processes(mark: str) -> dict[str, dict[str, float]]:
-    """The cluster's processes by role: number, mean of memory and of processor time."""
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    """The cluster's processes by role: number, mean memory and processor time of some of them."""
+    found: dict[str, list[Path]] = defaultdict(list)
     for entry in Path("/proc").iterdir():
-        with suppress(OSError, ValueError, IndexError):
-            command = (entry / "cmdline").read_text().split("\0")
+        with suppress(OSError):
             if entry.name.isdigit() and mark in (entry / "environ").read_text(errors="replace"):
+                command = (entry / "cmdline").read_text().split("\0")
                 role = (entry / "comm").read_text().strip()
                 if "slurmllm" in command and role != "srun":
                     role = command[command.index("slurmllm") + 1]
-                pss = next(
-                    int(line.split()[1]) / 1024
-                    for line in (entry / "smaps_rollup").read_text().splitlines()
-                    if line.startswith("Pss:")
-                )
-                times = (entry / "stat").read_text().rpartition(")")[2].split()[11:13]
-                found[role].append((pss, sum(map(int, times)) / TICKS))
+                found[role].append(entry)
+    return {role: measured(entries) for role, entries in sorted(found.items())}
+
+
+def measured(entries: list[Path]) -> dict[str, float]:
+    sizes, seconds = [], []
+    for entry in entries[:MEASURED]:
+        with suppress(OSError):
+            lines = (entry / "smaps_rollup").read_text().splitlines()
+            times = (entry / "stat").read_text().rpartition(")")[2].split()[11:13]
+            sizes.append(next(int(at.split()[1]) / 1024 for at in lines if at.startswith("Pss:")))
+            seconds.append(sum(map(int, times)) / TICKS)
     return {
-        role: {
-            "processes": len(each),
-            "pss_mb": round(statistics.mean(pss for pss, _ in each), 1),
-            "processor_s": round(statistics.mean(seconds for _, seconds in each), 2),
-        }
-        for role, each in sorted(found.items())
+        "processes": len(entries),
+        "pss_mb": round(statistics.mean(sizes or [0.0]), 1),
+        "processor_s": round(statistics.mean(seconds or [0.0]), 2),
     }
 
 
@@ -221,7 +227,7 @@ def broken_run(
     submitted = time.time()
     seen: dict[str, Any] = {"submitting": (begun, submitted), "launchers": []}
 
-    def follow(attempt: int, until_step: int) -> None:
+    def follow(attempt: int) -> None:
         wait_for(lambda: run.record(attempt), f"attempt {attempt}", stopped)
         started = wait_for(
             lambda: run.started_nodes(attempt) >= given.nodes or run.has_failures(attempt),
@@ -231,24 +237,27 @@ def broken_run(
         report(f"attempt {attempt}: every launcher has started its workers")
         wait_for(lambda: run.rows(attempt) or run.has_failures(attempt), "step", stopped)
         report(f"attempt {attempt}: first step")
-        wait_for(
-            lambda: [r for r in run.rows(attempt) if r["step"] >= until_step]
-            or run.has_failures(attempt),
-            f"step {until_step}", stopped,
-        )  # fmt: skip
         if run.has_failures(attempt):
             raise SystemExit(f"attempt {attempt} failed by itself; see {run.run}")
 
-    follow(0, given.kill_at)
-    seen["processes"] = processes(str(cluster))
+    def measure_processes() -> None:
+        seen["processes"] = processes(str(cluster))
+
+    follow(0)
     victim = run.record(0)["nodes"][given.nodes // 2]
+    node = Cluster(cluster).init(victim)
+    assert node is not None
+    measuring = threading.Thread(target=measure_processes)  # the run goes on meanwhile
+    measuring.start()
+    wait_for(lambda: run.rows(0)[-1]["step"] >= given.kill_at, "step", stopped)
     seen["victim"], seen["failed"] = victim, time.time()
-    devcluster(cluster, "fail", victim)
+    os.kill(node, signal.SIGKILL)  # the first process of its namespace: all of the node
+    measuring.join()
     report(f"power of {victim} cut after step {given.kill_at}")
     seen["detected"] = wait_for(lambda: run.has_failures(0), "failure record", stopped)
     wait_for(lambda: run.record(0).get("ended_at"), "end of the attempt", stopped)
     report(f"attempt 0: {run.record(0)['class']}, {run.record(0)['action']}")
-    follow(1, given.steps)
+    follow(1)
     wait_for(lambda: run.record(1).get("ended_at"), "end of the run", stopped)
     report(f"attempt 1: {run.record(1)['class']}")
     return seen | {"run": run}
@@ -360,9 +369,9 @@ def main() -> int:
     )
     parser.add_argument("--nodes", type=int, default=128)
     parser.add_argument("--workers", type=int, default=4, help="of each node (4)")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints (10)")
-    parser.add_argument("--kill-at", type=int, default=24, help="step after which a node dies (24)")
+    parser.add_argument("--kill-at", type=int, default=36, help="step after which a node dies (36)")
     parser.add_argument("--step-s", type=float, default=0.5, help="shortest step, s (0.5)")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--dir", type=Path, help="for cluster and runs, which are kept")
@@ -382,7 +391,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="scale-slurm-") as temporary:
         folder = (given.dir or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        found = measure(given, folder, batch)
+        try:
+            found = measure(given, folder, batch)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
     print(json.dumps(found, indent=2) if given.json else table(found))
     return 0 if found["identical"] else 1
 
