@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -10,26 +11,25 @@ from typing import IO, Any
 import click
 
 from slurmllm import __version__
-from slurmllm.cli.checkpoint import checkpoint
-from slurmllm.cli.compare import compare
-from slurmllm.cli.data import data, tokenizer
-from slurmllm.cli.diagnose import allreduce, check_node, doctor, health
-from slurmllm.cli.drill import drill
-from slurmllm.cli.evaluate import evaluate
-from slurmllm.cli.hidden import launch, supervise, worker
-from slurmllm.cli.logs import logs
 from slurmllm.cli.options import open_outputs
-from slurmllm.cli.plan import plan
-from slurmllm.cli.recipes import recipes
-from slurmllm.cli.report import report
-from slurmllm.cli.spikes import spikes
-from slurmllm.cli.status import status
-from slurmllm.cli.submit import cancel, resume, submit
 from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
 from slurmllm.format import printable
 from slurmllm.safe_files import reason
 
 EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
+# Verb → its module, in the order of a run. Only the module of the verb that is called is imported:
+# a launcher or a worker, of which a run has thousands, reads few files of the environment.
+_MODULES = {
+    "doctor": "diagnose", "health": "diagnose", "recipes": "recipes", "plan": "plan",
+    "submit": "submit", "status": "status", "logs": "logs", "cancel": "submit", "resume": "submit",
+    "data": "data", "tokenizer": "data", "checkpoint": "checkpoint", "compare": "compare",
+    "spikes": "spikes", "report": "report", "evaluate": "evaluate", "drill": "drill",
+}  # fmt: skip
+# Called on the nodes; they write logs.
+_HIDDEN = {
+    "supervise": "hidden", "launch": "hidden", "worker": "hidden", "check-node": "diagnose",
+    "allreduce": "diagnose",
+}  # fmt: skip
 
 
 class _Failure(click.ClickException):
@@ -57,7 +57,15 @@ class _Verbs(click.Group):
             ctx.exit(EXIT_BROKEN_PIPE)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of a run, not of the alphabet
+        return [*_MODULES, *_HIDDEN]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module = {**_MODULES, **_HIDDEN}.get(cmd_name)
+        if module is None:
+            return None
+        verbs = importlib.import_module(f"slurmllm.cli.{module}")
+        found: click.Command = getattr(verbs, cmd_name.replace("-", "_"))
+        return found
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -77,18 +85,9 @@ def cli() -> None:
     """
 
 
-for _verb in (
-    doctor, health, recipes, plan, submit, status, logs, cancel, resume, data, tokenizer,
-    checkpoint, compare, spikes, report, evaluate, drill,
-    supervise, launch, worker, check_node, allreduce,  # hidden: called on the nodes
-):  # fmt: skip
-    cli.add_command(_verb)
-
-
 def main() -> None:
     """The console script; exit code 1 is reserved for failed checks of a verb."""
-    verb = cli.commands.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    if verb is None or not verb.hidden:  # the nodes' processes write logs
+    if not _HIDDEN.keys() & set(sys.argv[1:2]):
         open_outputs()
     try:
         code = cli.main(prog_name="slurmllm", standalone_mode=False)

@@ -21,6 +21,7 @@ from _devcluster.errors import Fault
 
 MARK = "SLURMLLM_DEVCLUSTER_PROCESS"
 PROC = Path("/proc")
+GONE_S = 180.0  # for killed processes to end: hundreds of nodes with hundreds of workers take long
 
 
 class Processes:
@@ -103,10 +104,10 @@ def kill(pid: int, number: signal.Signals) -> None:
 
 def wait_gone(pids: Callable[[], list[int]]) -> None:
     """Wait until killed processes are gone."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + GONE_S
     while left := pids():
         if time.monotonic() > deadline:
-            raise Fault(f"killed, but still there after 30 s: processes {left}")
+            raise Fault(f"killed, but still there after {GONE_S:.0f} s: processes {left}")
         time.sleep(0.02)
 
 

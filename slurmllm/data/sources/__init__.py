@@ -60,9 +60,11 @@ def open_all(
         DataError: as for `open_source` and `TokenEncoder`, or `data.mask` needs the bounds of
             documents, which are unknown.
     """
-    from slurmllm.data.tokenizer import TokenEncoder
+    encoder = None
+    if tokenizer is not None:
+        from slurmllm.data.tokenizer import TokenEncoder
 
-    encoder = None if tokenizer is None else TokenEncoder(tokenizer)
+        encoder = TokenEncoder(tokenizer)
     sources = [open_source(path, encoder, vocab_size) for path, _ in corpora]
     for source in sources:
         if mask == "document" and not source.knows_documents:
