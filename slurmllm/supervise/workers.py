@@ -44,6 +44,7 @@ from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.safe_files import open_append
+from slurmllm.staging.install import worker_python
 from slurmllm.supervise.classify import is_echo
 from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.worker_files import STACKS_SIGNAL
@@ -136,7 +137,7 @@ class Workers:
             if rank != 0:
                 output = open_append(path)
             self.processes[rank] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slurmllm", "worker", str(self.run.path),
+                [worker_python(), "-P", "-m", "slurmllm", "worker", str(self.run.path),
                  "--stage", self.stage, "--attempt", str(self.attempt.number)],
                 env={**os.environ, **self._environment(rank, local_rank, per_node)},
                 stdin=subprocess.DEVNULL, stdout=output,
@@ -263,10 +264,18 @@ class Workers:
             self.processes[rank].wait()
         self.node_record = self.node_record.model_copy(update={"stopped_ranks": tuple(running)})
 
-    def run_to_end(self) -> bool:
-        """Run the workers and record their exits; returns whether one failed."""
+    def run_to_end(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Run the workers and record their exits; returns whether one failed.
+
+        `meanwhile` is called once they have started; if it raises, they are ended.
+        """
         try:
             self.start()
+            try:
+                meanwhile()
+            except BaseException:
+                self.end()  # first: workers that lose their relay would record failures
+                raise
             failed = self.wait()
             self.save_with_retries()
         finally:
