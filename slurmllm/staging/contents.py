@@ -27,7 +27,11 @@ from slurmllm.config.resolve import shipped_dir
 PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 # Of the standard library's folder: nothing imports them but Python's own tests, editor and demos;
 # the site-packages of a base interpreter are no part of a virtual environment.
-_UNUSED = ("test", "idlelib", "turtledemo", "ensurepip", "site-packages")
+# The folder of LIBPL has the static library, with which programs embed Python.
+_UNUSED = (
+    *("test", "idlelib", "turtledemo", "ensurepip", "site-packages"),
+    Path(sysconfig.get_config_var("LIBPL") or "").name,
+)
 _SYSTEM = tuple(Path(name) for name in ("/usr", "/lib", "/lib64", "/bin"))
 _SITE = ("site-packages", "dist-packages")
 _BLOCK = 4096  # bytes that a file takes of a disk, or a multiple

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -41,6 +41,7 @@ _TEST = """
 import json, os, sys
 root, backend = sys.argv[1:]
 import slurmllm.cli.main, slurmllm.train.worker, slurmllm.train.loop
+import slurmllm.train.hooks.checkpoint, slurmllm.train.hooks.tensorboard
 from slurmllm.backends.base import load_backend
 load_backend(backend)
 files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
@@ -104,28 +105,30 @@ def install_environment(
     """
     manifest = EnvironmentManifest.load_trusted(path, group)
     root = folder / manifest.fingerprint
-    try:
-        check_private_folder(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        # The launchers of --local share one disk: one unpacks, the others find it present.
-        with _locked(root):
-            use = open_lock(root.with_name(f"{root.name}.use"))
-            fcntl.flock(use, fcntl.LOCK_SH)
-            if read_marker(root) == manifest.fingerprint:
-                os.utime(root / MARKER)
-                return Staged(root, manifest, "present", use)
-            _remove_old(folder, keep=root)
-            origin = _unpack(root, path, manifest, broadcast, group)
-            staged = Staged(root, manifest, origin, use)
-            _test(staged, backend)
-            marker = {"fingerprint": manifest.fingerprint, "bytes": manifest.unpacked_bytes}
-            (root / MARKER).write_text(json.dumps(marker), encoding="utf-8")
-        return staged
-    except OSError as error:
-        raise StorageError(
-            f"cannot stage the Python environment into {folder} on {os.uname().nodename}: "
-            f"{reason(error)}"
-        ) from error
+    with ExitStack() as opened:
+        try:
+            check_private_folder(folder.parent)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            # The launchers of --local share one disk: one unpacks, the others find it present.
+            with _locked(root):
+                use = opened.enter_context(open_lock(root.with_name(f"{root.name}.use")))
+                fcntl.flock(use, fcntl.LOCK_SH)
+                if read_marker(root) == manifest.fingerprint:
+                    os.utime(root / MARKER)
+                    origin = "present"
+                else:
+                    _remove_old(folder, keep=root)
+                    origin = _unpack(root, path, manifest, broadcast, group)
+                    _test(Staged(root, manifest, origin, use), backend)
+                    marker = {"fingerprint": root.name, "bytes": manifest.unpacked_bytes}
+                    (root / MARKER).write_text(json.dumps(marker), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(
+                f"cannot stage the Python environment into {folder} on {os.uname().nodename}: "
+                f"{reason(error)}"
+            ) from error
+        opened.pop_all()  # the lock is held as long as the launcher lives
+    return Staged(root, manifest, origin, use)
 
 
 def read_marker(root: Path) -> str | None:
