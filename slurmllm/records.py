@@ -40,7 +40,7 @@ TimePart = Literal[
     "first_step",  # extra time of first steps: compiling, loading graphs
     "start_up",  # from the allocation to the first step, less preflight and cache
     "preflight",  # checks of the nodes
-    "cache",  # broadcast of the compiled graphs to the nodes
+    "cache",  # broadcast of graphs and environment to the nodes, beyond the preflight
     "precompile",  # the precompile stage
     "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, between the steps
 ]
