@@ -84,17 +84,18 @@ def test_a_staged_run_has_the_same_rows_and_the_next_one_uses_its_environment(
     bench: Bench, shared: list[dict[str, Any]]
 ) -> None:
     output = bench.run("staged", STAGED)
-    assert output.count("files packed") == 1  # by the precompile stage
-    assert "environment: present on all 2 nodes" in output  # in the train stage
+    assert output.count("files packed") == 1
     nodes = bench.nodes("staged")
     assert [node["environment_source"] for node in nodes] == ["staged", "staged"]
-    assert {node["environment_reason"] for node in nodes} == {"present"}
+    # Both nodes are this machine: one of them unpacks.
+    assert sorted(node["environment_reason"] for node in nodes) == ["archive", "present"]
     assert len(shared) == 20
     assert bench.rows("staged") == shared
     assert len(bench.environments) == 1
     again = bench.run("again", STAGED)
     assert "files packed" not in again
-    assert again.count("environment: present on all") == 2
+    assert "environment: present on all 2 nodes" in again
+    assert {node["environment_reason"] for node in bench.nodes("again")} == {"present"}
     assert bench.rows("again") == shared
 
 
@@ -111,11 +112,13 @@ def test_workers_fall_back_if_the_archive_is_damaged(
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 1]))
     output = bench.run("damaged", STAGED)
-    # The stage that found the damage ran from the shared environment; the next one packed again.
-    assert "is damaged" in output
     assert "run from the shared environment" in output
-    assert {node["environment_source"] for node in bench.nodes("damaged")} == {"staged"}
+    for node in bench.nodes("damaged"):
+        assert node["environment_source"] == "shared"
+    assert any("is damaged" in node["environment_reason"] for node in bench.nodes("damaged"))
     assert bench.rows("damaged") == shared
+    assert "files packed" in bench.run("repaired", STAGED)  # the next one packs it again
+    assert {node["environment_source"] for node in bench.nodes("repaired")} == {"staged"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
