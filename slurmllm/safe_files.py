@@ -335,6 +335,22 @@ def make_private_folder(path: Path) -> Path:
     return path
 
 
+def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
+    """Return a folder that several runs share: `name`, or this user's own next to another's.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    folder = parent / name
+    # A link of one's own has mode 777: its owner counts, and the folder that it names.
+    if os.path.lexists(folder) and (
+        folder.lstat().st_uid not in (0, os.geteuid())
+        or (folder.exists() and why_untrusted(folder.stat(), group))
+    ):
+        return make_private_folder(parent / f"{name}-{os.geteuid()}")
+    return folder
+
+
 def check_private_folder(path: Path) -> None:
     """Refuse a folder that is a link, is not this user's, or that others may enter.
 

@@ -1,4 +1,4 @@
-"""Files in which a worker reports what it does: its phase, and the events of its attempt.
+"""Files between a worker and its launcher: its phase, the events of its attempt, its graphs.
 
 The phase is one line in a file on the node's own disk. The launcher names the file
 ($SLURMLLM_PHASE_FILE) and polls it; neither side ever waits. Events are JSON lines in the run
@@ -22,6 +22,8 @@ PHASE_FILE = "SLURMLLM_PHASE_FILE"
 STACKS_FILE = "SLURMLLM_STACKS_FILE"  # a worker dumps its Python stacks into this file …
 STACKS_SIGNAL = signal.SIGQUIT  # … on this signal, from any state
 RUN_COPY = "SLURMLLM_RUN_COPY"  # the launcher's copies of the run's small files, for its workers
+INSTALLED_FILE = "SLURMLLM_INSTALLED_FILE"  # written when the compiled graphs are in place
+_POLL_S = 0.05
 _LINE_BYTES = 64  # constant: a shorter line would leave the end of the one before it
 
 
@@ -73,6 +75,16 @@ def read_phase(path: Path) -> WorkerPhase | None:
         )
     except (OSError, ValueError):
         return None
+
+
+def wait_for_graphs() -> None:
+    """Wait until the launcher has installed the compiled graphs; without a launcher, return.
+
+    If it fails to, it ends its workers.
+    """
+    path = os.environ.get(INSTALLED_FILE)
+    while path is not None and not Path(path).exists():
+        time.sleep(_POLL_S)
 
 
 class EventLog:

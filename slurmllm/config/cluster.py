@@ -55,6 +55,8 @@ class Cluster(Section):
     cpus_per_node: PositiveInt | None = None  # CPUs that a node's workers share; all by default.
     # A folder on every node's own disk, for the cache of compiled graphs.
     node_local: Annotated[str, Field(pattern=r"^/[A-Za-z0-9_./-]*$")]
+    # Whether workers run from a copy of the Python environment on the node's own disk.
+    stage_environment: bool = False
     # Unix group whose members' compiled graphs, which are code, are used too.
     trusted_group: Annotated[str, Field(pattern=r"^[^\s:/,]+$")] | None = None
     partition: SlurmWord | None = None  # Default partition.

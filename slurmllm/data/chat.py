@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from slurmllm.errors import DataError
 from slurmllm.safe_files import read_limited
+from slurmllm.staged_files import local_copy
 
 # The default date of Llama 3.1's template. With the current date, tokens would change every day.
 _DATE = datetime(2024, 7, 26)
@@ -272,7 +273,7 @@ class ChatFormat:
 
 def _read(path: Path) -> str:
     try:
-        return io.TextIOWrapper(io.BytesIO(read_limited(path)), "utf-8").read()
+        return io.TextIOWrapper(io.BytesIO(read_limited(local_copy(path))), "utf-8").read()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}; fix it or remove it") from error
 

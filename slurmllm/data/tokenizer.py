@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from slurmllm.data.chat import configured_eos_token
 from slurmllm.errors import DataError
 from slurmllm.safe_files import read_limited
+from slurmllm.staged_files import local_copy
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # In this order: GPT-2, GPT-NeoX, Pythia; then Llama.
@@ -115,7 +116,7 @@ class TokenEncoder:
 def read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
     """Read a tokenizer.json and its bytes; DataError if it is unreadable or holds no tokens."""
     try:
-        data = read_limited(path, _LARGEST)
+        data = read_limited(local_copy(path), _LARGEST)
     except OSError as error:
         raise DataError(
             f"cannot read tokenizer {path}: {error.strerror or error}; name a tokenizer.json, "

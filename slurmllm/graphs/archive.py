@@ -32,6 +32,7 @@ from slurmllm.backends.environment import load_environment, node_disk
 from slurmllm.errors import NodeError, RunError, StorageError
 from slurmllm.rundir import RunDir, fsync_dir, write_atomic
 from slurmllm.safe_files import check_private_folder, open_lock, open_trusted, read_limited
+from slurmllm.worker_files import INSTALLED_FILE
 
 _MARKER = ".archive"
 _POLL_S = 0.5
@@ -330,6 +331,25 @@ def install_archive(
         finally:
             shutil.rmtree(unpacked, ignore_errors=True)
         return origin
+
+
+@contextmanager
+def installing(cache: Path, node: str) -> Iterator[Path]:
+    """Yield a file that the workers of a node, which are started inside, wait for.
+
+    It is written when the cache is installed; until then a worker must not compile: the folder is
+    replaced.
+    """
+    # By the node's name: the launchers of --local share the disk.
+    installed = cache.with_name(f"{cache.name}.installed-{node}")
+    installed.unlink(missing_ok=True)
+    os.environ[INSTALLED_FILE] = str(installed)
+    try:
+        yield installed
+    finally:
+        del os.environ[INSTALLED_FILE]
+        with suppress(OSError):
+            installed.unlink(missing_ok=True)
 
 
 def _open_source(

@@ -23,7 +23,7 @@ from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.rundir import RUN_NAME, STAGES, RunDir, Stage, is_run, write_atomic
-from slurmllm.safe_files import make_private_folder, read_limited, user_name, why_untrusted
+from slurmllm.safe_files import own_folder, read_limited, user_name, why_untrusted
 from slurmllm.submit.render import render
 
 if TYPE_CHECKING:
@@ -265,15 +265,8 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             return config
         from slurmllm.corpus.builtin import ensure_stdlib
 
-        folder = root / ".data"
-        group = config.cluster.trusted_group
-        # A link of one's own has mode 777: its owner counts, and the folder that it names.
-        if os.path.lexists(folder) and (
-            folder.lstat().st_uid not in (0, os.geteuid())
-            or (folder.exists() and why_untrusted(folder.stat(), group))
-        ):
-            # Another user's: what is in it need not be the standard library.
-            folder = make_private_folder(root / f".data-{os.geteuid()}")
+        # Another user's: what is in it need not be the standard library.
+        folder = own_folder(root, ".data", config.cluster.trusted_group)
         builtin = ensure_stdlib(folder)
 
     def absolute(path: str, index: int) -> str:

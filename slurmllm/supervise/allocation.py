@@ -12,9 +12,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig
@@ -33,6 +34,7 @@ from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SlurmClient, retry_unreacha
 
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
+BROADCAST_S = 600.0  # for sbcast to send a file to all nodes
 RECORDED_S = COMMAND_TIMEOUT_S + 10.0  # for sbatch to return, and its job to be recorded
 # On every node: the interpreter is shared. -P: the folder that a job starts in may be another
 # user's, and its modules would be imported.
@@ -66,8 +68,13 @@ class Allocation(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, source: Path, target: Path) -> str | None:
-        """Copy a file to the same path on every node; returns the reason of a failure."""
+    def broadcast(
+        self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Copy a file to the same path on every node; returns the reason of a failure.
+
+        `stop` is polled; True ends the copying.
+        """
 
     @abstractmethod
     def state(self) -> str:
@@ -120,17 +127,33 @@ class SlurmAllocation(Allocation):
         except OSError as error:
             raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
 
-    def broadcast(self, source: Path, target: Path) -> str | None:
+    def broadcast(
+        self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
+    ) -> str | None:
         # sbcast sends through a tree; without it every node reads the shared file system once.
         # Without --force it makes the file: an existing one, or a link to another, is refused.
+        deadline, fault = time.monotonic() + BROADCAST_S, ""
         try:
-            done = subprocess.run(
-                ["sbcast", str(source), str(target)],
-                capture_output=True, text=True, errors="replace", timeout=600, check=False,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
+            with tempfile.TemporaryFile() as errors:
+                process = subprocess.Popen(
+                    ["sbcast", str(source), str(target)],
+                    stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+                )  # fmt: skip
+                while process.poll() is None and not fault:
+                    if stop():
+                        fault = "stopped"
+                    elif time.monotonic() > deadline:
+                        fault = f"not finished after {BROADCAST_S:.0f} s"
+                    time.sleep(0.05)
+                if fault:
+                    process.kill()
+                    process.wait()
+                    return fault
+                errors.seek(0)
+                text = errors.read().decode(errors="replace").strip()
+        except OSError as error:
             return str(error)
-        return None if done.returncode == 0 else (done.stderr.strip() or f"exit {done.returncode}")
+        return None if process.returncode == 0 else (text or f"exit {process.returncode}")
 
     def state(self) -> str:
         """The state of this start of the job; UNKNOWN if Slurm does not respond."""
@@ -178,7 +201,9 @@ class LocalAllocation(Allocation):
             for index, name in enumerate(self.nodes)
         ]  # fmt: skip
 
-    def broadcast(self, source: Path, target: Path) -> str | None:
+    def broadcast(
+        self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
+    ) -> str | None:
         return None  # the launchers read the run directory of this machine
 
     def state(self) -> str:

@@ -21,6 +21,7 @@ from slurmllm.backends.environment import (
     BROADCAST,
     load_environment,
     make_cache_folder,
+    node_disk,
     node_local_cache,
     remove_leftovers,
 )
@@ -32,6 +33,8 @@ from slurmllm.graphs.reuse import measured_micro_batch
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.records import NodeRecord, WorkerRecord
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.staging.install import worker_python
+from slurmllm.staging.node import NodeStaging
 from slurmllm.supervise.classify import reported_all
 from slurmllm.supervise.rank_logs import collect_leftovers
 from slurmllm.supervise.workers import POLL_S, WORKER_SIGNAL, Workers, run_command
@@ -50,7 +53,8 @@ class Launcher:
         self.config, self.record = self.workers.config, self.workers.record
         self.attempt, self.node = self.workers.attempt, self.workers.node
         self.environment = load_environment(self.config.backend)
-        self.cache = Path(node_local_cache(self.config, run))  # as planned; see _prepare_cache
+        self.cache = Path(node_local_cache(self.config, run))  # as planned; see `main`
+        self.staging = NodeStaging(self.config)
         self.group = self.config.cluster.trusted_group
         self.manifest: GraphManifest | None = None  # of the archive, train stage
         self.stopped_at: float | None = None
@@ -63,12 +67,20 @@ class Launcher:
         self.workers.watch_signals()
         try:
             self.workers.save(versions=self.environment.node_versions())
-            planned = self.cache
-            self._prepare_cache()
-            remove_leftovers(planned)
+            planned, self.cache = self.cache, make_cache_folder(self.config, self.run)
+            self.workers.save(**self.staging.prepare(self.cache.parent))
+            self._set_cache()
             collect_leftovers(self.config, self.run, self.stage, self.attempt.number)
-            run = self._precompile if self.stage == "precompile" else self.workers.run_to_end
-            failed = run()
+            if self.stage == "precompile":
+                self._empty_cache()
+                remove_leftovers(planned)
+                failed = self._precompile()
+            else:
+                # Workers import while the graphs are installed, and wait before they compile.
+                with graph_cache.installing(self.cache, self.node) as installed:
+                    failed = self.workers.run_to_end(
+                        lambda: self._install_graphs(planned, installed)
+                    )
         except SlurmllmError as error:
             self.workers.end()
             self.workers.save_with_retries(error=str(error))
@@ -87,35 +99,34 @@ class Launcher:
                 log.warning("new graphs are not kept: %s", error)
         return 1 if failed else 0
 
-    def _prepare_cache(self) -> None:
-        started = time.monotonic()
-        self.cache = make_cache_folder(self.config, self.run)
+    def _set_cache(self) -> None:
         own = self.environment.cache_variables(str(self.cache))
         given = {**self.config.cluster.env, **self.config.recipe.env}
         os.environ.update({name: own[name].value for name in own if name not in given})
         os.environ["SLURMLLM_CACHE"] = str(self.cache)
-        if self.stage == "precompile":
-            # The nodes of --local share one folder. The first one empties it before its workers
-            # open the rendezvous, when no worker can have compiled anything.
-            if self.workers.node_rank == 0 or not self.workers.local:
-                graph_cache.empty_cache(self.cache)
-                # Begin with the graphs of an earlier attempt; those that failed are retried.
-                with suppress(StorageError, NodeError):
-                    if self.run.graphs_manifest.is_file():
-                        earlier = graph_cache.load_manifest(self.run, self.group)
-                        same = earlier.versions == self.environment.versions()
-                        same = same and not earlier.complete
-                        if same and earlier.fingerprint == self._fingerprint():
-                            graph_cache.install_archive(
-                                self.cache, self.run, earlier, group=self.group
-                            )
-            if self.workers.node_rank == 0:
-                graph_cache.remove_submitted(self.run, self.record.nodes)
-                # A complete archive here was rejected by the user (`--precompile always`).
-                with suppress(StorageError):
-                    if GraphManifest.load(self.run.graphs_manifest).complete:
-                        self.run.graphs_manifest.unlink(missing_ok=True)
-            return
+
+    def _empty_cache(self) -> None:
+        # The nodes of --local share one folder. The first one empties it before its workers
+        # open the rendezvous, when no worker can have compiled anything.
+        if self.workers.node_rank == 0 or not self.workers.local:
+            graph_cache.empty_cache(self.cache)
+            # Begin with the graphs of an earlier attempt; those that failed are retried.
+            with suppress(StorageError, NodeError):
+                if self.run.graphs_manifest.is_file():
+                    earlier = graph_cache.load_manifest(self.run, self.group)
+                    same = earlier.versions == self.environment.versions()
+                    same = same and not earlier.complete
+                    if same and earlier.fingerprint == self._fingerprint():
+                        graph_cache.install_archive(self.cache, self.run, earlier, group=self.group)
+        if self.workers.node_rank == 0:
+            graph_cache.remove_submitted(self.run, self.record.nodes)
+            # A complete archive here was rejected by the user (`--precompile always`).
+            with suppress(StorageError):
+                if GraphManifest.load(self.run.graphs_manifest).complete:
+                    self.run.graphs_manifest.unlink(missing_ok=True)
+
+    def _install_graphs(self, planned: Path, done: Path) -> None:
+        started = time.monotonic()
         self.manifest = graph_cache.load_manifest(self.run, self.group)
         versions = self.environment.versions()
         if versions != self.manifest.versions:
@@ -125,12 +136,16 @@ class Launcher:
                 differences(self.manifest.versions, versions),
             )
             graph_cache.empty_cache_once(self.cache, f"{self.run.path} {self.attempt.number}")
-            self.workers.save(cache="other_versions", cache_s=time.monotonic() - started)
-            return
-        broadcast = os.environ.get(BROADCAST)
-        origin = graph_cache.install_archive(
-            self.cache, self.run, self.manifest, Path(broadcast) if broadcast else None, self.group
-        )
+            origin = "other_versions"
+        else:
+            broadcast = os.environ.get(BROADCAST)
+            origin = graph_cache.install_archive(
+                self.cache, self.run, self.manifest, Path(broadcast) if broadcast else None,
+                self.group,
+            )  # fmt: skip
+        remove_leftovers(planned)
+        with node_disk(f"write {done}"):
+            done.touch()
         self.workers.save(cache=origin, cache_s=time.monotonic() - started)
 
     def _fingerprint(self) -> str | None:
@@ -141,7 +156,7 @@ class Launcher:
         """Run the workers under the backend's commands; returns whether one of them failed."""
         work = self.cache.with_name(f"{self.cache.name}.work-{self.node}")
         inner = [
-            sys.executable, "-P", "-m", "slurmllm.supervise.workers",
+            worker_python(), "-P", "-m", "slurmllm.supervise.workers",
             str(self.run.path), self.stage, str(self.attempt.number),
         ]  # fmt: skip
         run_workers, *compilers = self.environment.precompile_commands(self.config, inner, work)

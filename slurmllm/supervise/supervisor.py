@@ -1,6 +1,6 @@
 """The batch script's own process: one attempt of one stage, from the nodes to the action.
 
-    close orphaned attempts → open this one → check the nodes → broadcast the graphs →
+    close orphaned attempts → open this one → check the nodes, broadcast graphs and environment →
     launchers → wait (signals, deadlines) → classify → record → requeue, stop or finish
 
 It runs on the first node of the attempt. If that node dies, the next attempt closes this one's
@@ -12,7 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +42,7 @@ from slurmllm.records import AttemptRecord, JobsRecord
 from slurmllm.rundir import STAGES, RunDir, Stage
 from slurmllm.safe_files import open_trusted, reason
 from slurmllm.slurm.client import AccountingRow, to_unix
+from slurmllm.staging.broadcast import broadcast_environment
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import (
     Allocation,
@@ -105,9 +109,8 @@ class Supervisor:
         observed = Observations()
         try:
             self._merge_new_graphs()
-            ending = self._preflight(record, phases)
+            ending = self._prepare_nodes(record, phases)
             if ending is None:
-                phases["cache"] = self._broadcast_graphs()
                 record = record.model_copy(update={"phases_s": dict(phases)})
                 record.save(self.run.attempt(self.stage, record.attempt).record)
                 launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
@@ -199,6 +202,41 @@ class Supervisor:
         except OSError as error:
             raise StorageError(f"cannot read {path}: {reason(error)}") from error
 
+    def _prepare_nodes(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
+        """Check the nodes and send graphs and environment to them, at the same time.
+
+        Returns the ending if a node fails its checks, which also ends the copying. The phase
+        `cache` is what the copying takes longer than the checks.
+        """
+        ended = threading.Event()
+
+        def stop() -> bool:
+            return ended.is_set() or self.stop.name is not None
+
+        # What the all-reduce reaches must not depend on a broadcast.
+        checks_first = self.config.cluster.health.bandwidth == "always"
+        with ThreadPoolExecutor(2, thread_name_prefix="broadcast") as pool:
+            ending = None
+            try:
+                if checks_first:
+                    ending = self._preflight(record, phases)
+                    if ending is not None:
+                        return ending
+                graphs = pool.submit(self._broadcast_graphs, stop)
+                environment = pool.submit(
+                    broadcast_environment, self.run, self.config, self.allocation, stop
+                )
+                if not checks_first:
+                    ending = self._preflight(record, phases)
+                started = time.monotonic()
+                if ending is None:
+                    os.environ.update(graphs.result())
+                    os.environ.update(environment.result())
+                    phases["cache"] = time.monotonic() - started
+            finally:
+                ended.set()
+        return ending
+
     def _preflight(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
         """Have every node check itself; returns the ending if a node fails."""
         if not self.config.cluster.health.enabled:
@@ -212,12 +250,12 @@ class Supervisor:
             log.warning("preflight: warning: %s", line)
         return found.ending
 
-    def _broadcast_graphs(self) -> float:
-        """Copy the archive to every node's own disk; returns the duration, s."""
+    def _broadcast_graphs(self, stop: Callable[[], bool]) -> dict[str, str]:
+        """Copy the archive to every node's own disk; returns the launchers' variables."""
         # The launchers of --local share the folder, and start at once.
         make_cache_folder(self.config, self.run)
         if self.stage == "precompile":
-            return 0.0
+            return {}
         started = time.monotonic()
         if not self.run.graphs_manifest.is_file():
             raise StorageError(
@@ -227,14 +265,14 @@ class Supervisor:
         manifest = load_manifest(self.run, self.config.cluster.trusted_group)
         require_complete(manifest, self.run, self.config.recipe.train.incomplete_graphs)
         target = broadcast_path(Path(node_local_cache(self.config, self.run)))
-        os.environ[BROADCAST] = str(target)  # the launchers inherit it
         archive = self.run.graphs_archive(manifest.archive)
-        fault = self.allocation.broadcast(archive, target)
-        if fault is not None:
-            log.warning("sbcast: %s; the nodes read %s", fault, archive)
+        fault = self.allocation.broadcast(archive, target, stop)
         seconds = time.monotonic() - started
-        log.info("graph cache: %d graphs to all nodes in %.1f s", manifest.graphs, seconds)
-        return seconds
+        if fault is None:
+            log.info("graph cache: %d graphs to all nodes in %.1f s", manifest.graphs, seconds)
+        elif not stop():
+            log.warning("sbcast: %s; the nodes read %s", fault, archive)
+        return {BROADCAST: str(target)}
 
     def _merge_new_graphs(self) -> None:
         if self.stage == "precompile":

@@ -43,6 +43,7 @@ from slurmllm.log import setup_logging
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.staging.install import worker_python
 from slurmllm.supervise.classify import is_echo
 from slurmllm.supervise.rank_logs import RankLogs
 from slurmllm.supervise.watchdog import Heartbeats
@@ -144,7 +145,7 @@ class Workers:
             # Rank 0 inherits the stage's log; the others have a file each.
             output = None if rank == 0 else self.logs.open(rank)
             self.processes[rank] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slurmllm", "worker", str(self.run.path),
+                [worker_python(), "-P", "-m", "slurmllm", "worker", str(self.run.path),
                  "--stage", self.stage, "--attempt", str(self.attempt.number)],
                 env={**os.environ, **self._environment(mesh, rank, local_rank)},
                 stdin=subprocess.DEVNULL, stdout=output,
@@ -274,10 +275,18 @@ class Workers:
             self.processes[rank].wait()
         self.node_record = self.node_record.model_copy(update={"stopped_ranks": tuple(running)})
 
-    def run_to_end(self) -> bool:
-        """Run the workers and record their exits; returns whether one failed."""
+    def run_to_end(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Run the workers and record their exits; returns whether one failed.
+
+        `meanwhile` is called once they have started; if it raises, they are ended.
+        """
         try:
             self.start()
+            try:
+                meanwhile()
+            except BaseException:
+                self.end()  # first: workers that lose their relay would record failures
+                raise
             failed = self.wait()
             self.save_with_retries()
         finally:

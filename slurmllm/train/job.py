@@ -33,7 +33,7 @@ from slurmllm.train.agreement import Agreement, Flags
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
 from slurmllm.train.schedules import SaveSchedule
-from slurmllm.worker_files import EventLog, PhaseWriter, run_copy
+from slurmllm.worker_files import EventLog, PhaseWriter, run_copy, wait_for_graphs
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +308,7 @@ def _build(job: Job, context: StartContext) -> None:
 
         return build_model(job.config.recipe.model)
 
+    wait_for_graphs()  # the backend compiles from here on
     job.backend.build(build_model)
     job.backend.build_optimizer()
 

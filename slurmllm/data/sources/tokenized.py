@@ -23,6 +23,7 @@ from slurmllm.data.sources.base import (
 )
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
+from slurmllm.staged_files import local_copy
 
 Ids = npt.NDArray[np.integer]
 
@@ -212,7 +213,7 @@ class MegatronSource(TokenizedSource):
         if not actual:
             raise DataError(f"{self.path} has no tokens; make it from files that hold text")
         self._tokens = np.memmap(self.path, dtype=self._type, mode="r")
-        self.fingerprint = fingerprint([self._index, self.path], "megatron")
+        self.fingerprint = fingerprint([local_copy(self._index), self.path], "megatron")
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -239,8 +240,9 @@ class MegatronSource(TokenizedSource):
         )
 
     def _read_index(self) -> None:
-        size = self._index.stat().st_size
-        with self._index.open("rb") as stream:
+        index = local_copy(self._index)
+        size = index.stat().st_size
+        with index.open("rb") as stream:
             header = stream.read(MEGATRON_HEADER.size)
         if len(header) < MEGATRON_HEADER.size or not header.startswith(MEGATRON_MAGIC):
             raise DataError(
@@ -265,7 +267,7 @@ class MegatronSource(TokenizedSource):
             raise DataError(f"{self._index} has no documents; make it from files that hold text")
         self._type = np.dtype(MEGATRON_TYPES[code])
         # Mapped, not read: an index of a billion documents takes gigabytes.
-        data = np.memmap(self._index, dtype=np.uint8, mode="r")
+        data = np.memmap(index, dtype=np.uint8, mode="r")
         begin = MEGATRON_HEADER.size
         self._sizes = data[begin : begin + 4 * sequences].view("<i4")
         begin += 4 * sequences

@@ -1,0 +1,1 @@
+"""The Python environment and small input files on the nodes' own disks, from where workers run."""

@@ -1,0 +1,236 @@
+"""The archives of staged environments, in a folder next to the runs, which all runs share.
+
+    runs/.environments/<fingerprint>.json              what the archive is (`EnvironmentManifest`)
+    runs/.environments/<fingerprint>-<token>.tar.zst   the archive that it names
+
+An environment is code: an archive is used only if its own user, or a member of
+`cluster.trusted_group`, has written it, and its checksum is that of the manifest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import secrets
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import pyarrow as pa
+
+from slurmllm.artifact_records import EnvironmentManifest
+from slurmllm.errors import StorageError
+from slurmllm.rundir import fsync_dir
+from slurmllm.safe_files import open_lock, open_trusted, own_folder, reason
+from slurmllm.staging.contents import PYTHON, Contents, StagedFile, own_contents
+
+MAX_AGE_S = 30 * 86400.0  # of an archive that no attempt has used
+MAX_BYTES = 50_000_000_000  # of all archives; the one in use is kept
+_CODEC = "zstd"
+
+log = logging.getLogger(__name__)
+
+
+def archives_folder(runs: Path, group: str | None = None) -> Path:
+    """The folder of the archives of all runs, which may not exist yet."""
+    return own_folder(runs, ".environments", group)
+
+
+def ensure_archive(
+    runs: Path, group: str | None = None, stop: Callable[[], bool] = lambda: False
+) -> Path:
+    """Return the manifest of this interpreter's environment, packed if no earlier attempt has.
+
+    Args:
+        runs: The folder of all runs.
+        stop: Polled while packing; True ends it.
+
+    Raises:
+        StorageError: A file of the environment cannot be read, the archive cannot be written, or
+            the packing was stopped.
+    """
+    folder = archives_folder(runs, group)
+    try:
+        contents = own_contents()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{contents.fingerprint}.json"
+        with _locked(folder / ".lock", stop):
+            if not _is_complete(path, group):
+                _pack(contents, path, stop)
+            os.utime(path)  # by it the age of an archive is known
+            _remove_old(folder, keep=path)
+        return path
+    except OSError as error:
+        raise StorageError(
+            f"cannot pack the Python environment into {folder}: {reason(error)}; free space there, "
+            "or set cluster.stage_environment=false"
+        ) from error
+
+
+@contextmanager
+def _locked(path: Path, stop: Callable[[], bool]) -> Iterator[None]:
+    """Let one of several runs that start at a time pack; without locks each of them packs."""
+    with open_lock(path) as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if stop():
+                    raise OSError(0, "stopped") from None
+                time.sleep(0.2)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+def _is_complete(path: Path, group: str | None) -> bool:
+    try:
+        manifest = EnvironmentManifest.load_trusted(path, group)
+        with open_trusted(path.with_name(manifest.archive), group) as stream:
+            return os.fstat(stream.fileno()).st_size == manifest.archive_bytes
+    except (StorageError, OSError):
+        return False
+
+
+def _pack(contents: Contents, path: Path, stop: Callable[[], bool]) -> None:
+    compressed = pa.Codec.is_available(_CODEC)
+    started = time.monotonic()
+    token = secrets.token_hex(4)
+    archive = path.with_name(f"{path.stem}-{token}.tar{'.zst' if compressed else ''}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    temporary = path.with_name(f".{archive.name}")
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o644), "wb") as stream:
+            written = _Hashed(stream)
+            _write_tar(contents.files, written, compressed, stop)
+            stream.flush()
+            os.fsync(stream.fileno())
+        # A file that was changed meanwhile would make an environment that never existed.
+        if changed := contents.difference(own_contents()):
+            raise OSError(0, f"{changed} was changed while the environment was packed")
+        temporary.replace(archive)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_dir(path.parent)
+    # The manifest makes the archive the current one.
+    EnvironmentManifest(
+        fingerprint=contents.fingerprint,
+        archive=archive.name,
+        archive_bytes=written.size,
+        archive_sha256=written.digest.hexdigest(),
+        unpacked_bytes=contents.unpacked_bytes,
+        num_files=len(contents.files),
+        python=PYTHON,
+        prefix=contents.prefix,
+        home=contents.home,
+        system_site=contents.system_site,
+        python_path=contents.python_path,
+    ).save(path)
+    log.info(
+        "environment: %d files packed in %.1f s into %s (%.0f MB)",
+        len(contents.files), time.monotonic() - started, archive, written.size / 1e6,
+    )  # fmt: skip
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is written once, from begin to end, with its checksum and size."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]  # any buffer
+        self.digest.update(data)
+        self.size += len(data)
+        return self._stream.write(data)
+
+
+def _write_tar(
+    files: tuple[StagedFile, ...], target: _Hashed, compressed: bool, stop: Callable[[], bool]
+) -> None:
+    stream: pa.NativeFile = pa.PythonFile(target, "w")
+    if compressed:
+        stream = pa.CompressedOutputStream(stream, _CODEC)
+    binary, form = cast(BinaryIO, stream), tarfile.GNU_FORMAT
+    with stream, tarfile.open(fileobj=binary, mode="w|", format=form) as tar:
+        for file in files:
+            if stop():
+                raise OSError(0, "stopped")
+            info = tarfile.TarInfo(file.name)
+            info.mode, info.mtime, info.size = file.mode, file.mtime, file.size
+            if file.link:
+                info.type, info.linkname, info.size = tarfile.SYMTYPE, file.link, 0
+                tar.addfile(info)
+            elif file.content is not None:
+                tar.addfile(info, io.BytesIO(file.content))
+            else:
+                try:
+                    with file.source.open("rb") as source:
+                        tar.addfile(info, source)
+                except FileNotFoundError:
+                    if not file.name.endswith(".pyc"):  # a cache, which may vanish
+                        raise
+
+
+def unpack(stream: BinaryIO, name: str, folder: Path) -> None:
+    """Unpack an archive that has been checked; `name` is the archive's.
+
+    Raises:
+        OSError: The disk refuses, or the archive is damaged.
+    """
+    try:
+        with stream:
+            source: pa.NativeFile | BinaryIO = stream
+            if name.endswith(".zst"):
+                source = pa.CompressedInputStream(pa.PythonFile(stream, "r"), _CODEC)
+            with tarfile.open(fileobj=cast(BinaryIO, source), mode="r|") as tar:
+                tar.extractall(folder, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise OSError(0, f"the archive is damaged: {error}") from error
+
+
+def _remove_old(folder: Path, keep: Path) -> None:
+    """Remove archives by age and total size, and files that no manifest names."""
+    found: list[tuple[float, Path, int]] = []
+    named: set[str] = set()
+    for path in folder.glob("*.json"):
+        with suppress(OSError, StorageError):
+            manifest = EnvironmentManifest.load(path)
+            named.add(manifest.archive)
+            found.append((path.stat().st_mtime, path, manifest.archive_bytes))
+    total = sum(size for _, _, size in found)
+    for used_at, path, size in sorted(found):
+        if path == keep:
+            continue
+        if time.time() - used_at > MAX_AGE_S or total > MAX_BYTES:
+            total -= size
+            with suppress(OSError, StorageError):
+                archive = path.with_name(EnvironmentManifest.load(path).archive)
+                path.unlink()  # first: a manifest without its archive would be packed again
+                archive.unlink()
+                log.info("environment: removed the unused archive %s", archive)
+    for path in folder.glob("*.tar*"):
+        with suppress(OSError):
+            if path.name not in named and time.time() - path.stat().st_mtime > 86400.0:
+                path.unlink()
+
+
+def free_for(folder: Path, needed: int) -> None:
+    """Raise an OSError if a disk has no room for `needed` bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            28, f"{folder} has {free / 1e9:.1f} GB free, the environment needs {needed / 1e9:.1f}"
+        )

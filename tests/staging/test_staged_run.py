@@ -1,0 +1,139 @@
+"""Whole runs from a staged environment: the same rows as from the shared one, and every fall-back.
+
+The interpreter is that of a small virtual environment, which is quickly packed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from end_to_end.bench import PATIENCE_S, SMALL
+
+from slurmllm.corpus.builtin import ensure_stdlib
+from staging.environment import make_environment
+
+RUN = (
+    "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
+    "--set=train.steps=20", "--set=cluster.health.enabled=false",
+)  # fmt: skip
+STAGED = "--set=cluster.stage_environment=true"
+TIMES = ("time", "step_time_s", "data_wait_s", "forward_backward_s", "optimizer_s")
+SPEEDS = ("seq_per_s", "tokens_per_s")
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        self.runs, self.node = folder / "runs", folder / "node"
+        for path in (self.runs, self.node):
+            path.mkdir()
+        self.python = make_environment(folder / "venv")
+        corpus, tokenizer = ensure_stdlib(folder / "data")
+        self.inputs = (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")
+
+    def call(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [str(self.python), "-P", "-m", "slurmllm", *arguments, "--runs-dir", str(self.runs)],
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def run(self, name: str, *options: str) -> str:
+        local = f"--set=cluster.node_local={self.node}"
+        return self.call(*RUN, *self.inputs, local, f"--name={name}", *options)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.runs / name / "metrics" / "attempt_000.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        return [{k: v for k, v in row.items() if k not in (*TIMES, *SPEEDS)} for row in rows]
+
+    def nodes(self, name: str) -> list[dict[str, Any]]:
+        folder = self.runs / name / "attempts" / "000" / "nodes"
+        return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+    @property
+    def environments(self) -> list[Path]:
+        (private,) = self.node.glob("slurmllm-*")
+        return [path for path in (private / "environments").iterdir() if path.is_dir()]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("staged")
+    yield Bench(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shared(bench: Bench) -> list[dict[str, Any]]:
+    """The rows of a run from the shared environment."""
+    bench.run("shared")
+    assert {node["environment_source"] for node in bench.nodes("shared")} == {"shared"}
+    assert {node["environment_reason"] for node in bench.nodes("shared")} == {""}
+    return bench.rows("shared")
+
+
+def test_a_staged_run_has_the_same_rows_and_the_next_one_uses_its_environment(
+    bench: Bench, shared: list[dict[str, Any]]
+) -> None:
+    output = bench.run("staged", STAGED)
+    assert output.count("files packed") == 1
+    nodes = bench.nodes("staged")
+    assert [node["environment_source"] for node in nodes] == ["staged", "staged"]
+    # Both nodes are this machine: one of them unpacks.
+    assert sorted(node["environment_reason"] for node in nodes) == ["archive", "present"]
+    assert len(shared) == 20
+    assert bench.rows("staged") == shared
+    assert len(bench.environments) == 1
+    again = bench.run("again", STAGED)
+    assert "files packed" not in again
+    assert "environment: present on all 2 nodes" in again
+    assert {node["environment_reason"] for node in bench.nodes("again")} == {"present"}
+    assert bench.rows("again") == shared
+
+
+def test_workers_fall_back_if_the_archive_is_damaged(
+    bench: Bench, shared: list[dict[str, Any]]
+) -> None:
+    bench.run("filled", STAGED)
+    for root in bench.environments:
+        shutil.rmtree(root)
+    (archive,) = (bench.runs / ".environments").glob("*.tar*")
+    with archive.open("r+b") as stream:
+        stream.seek(archive.stat().st_size // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1]))
+    output = bench.run("damaged", STAGED)
+    assert "run from the shared environment" in output
+    for node in bench.nodes("damaged"):
+        assert node["environment_source"] == "shared"
+    assert any("is damaged" in node["environment_reason"] for node in bench.nodes("damaged"))
+    assert bench.rows("damaged") == shared
+    assert "files packed" in bench.run("repaired", STAGED)  # the next one packs it again
+    assert {node["environment_source"] for node in bench.nodes("repaired")} == {"staged"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
+def test_workers_fall_back_if_the_nodes_disk_is_full(
+    bench: Bench, shared: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32m,mode=755", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        output = bench.run("full", STAGED, f"--set=cluster.node_local={tmp_path}")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert "GB free, the environment needs" in output
+    for node in bench.nodes("full"):
+        assert node["environment_source"] == "shared"
+        assert "GB free, the environment needs" in node["environment_reason"]
+    assert bench.rows("full") == shared
