@@ -233,12 +233,16 @@ def _key(value: Any) -> Any:
 
 
 class DcpReader(FileSystemReader):
-    """DCP's reader of a folder, with `read_metadata`, and regular files only."""
+    """DCP's reader of a folder, with `read_metadata`, and regular files only.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        metadata: What `read_metadata` has read before, or the part of it that is needed.
+    """
+
+    def __init__(self, directory: Path, metadata: dcp.Metadata | None = None) -> None:
         super().__init__(directory)
         self.fs = _RegularFiles()
-        self.metadata = read_metadata(directory)
+        self.metadata = metadata or read_metadata(directory)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self.metadata
