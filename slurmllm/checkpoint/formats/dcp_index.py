@@ -15,6 +15,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,9 +104,7 @@ class SaveIndex:
             raise found
         if changed:
             self._places, self._content = places, None
-            # Names of parameters repeat: compressed, they take a tenth.
-            part = zlib.compress(pickle.dumps((self._chunks, places)), 1)
-            self._parts = self._control.gather(part)
+            self._parts = self._control.gather(pack_part(self._chunks, places))
 
     def content(self) -> bytes:
         """Return the content of `.metadata`; on rank 0.
@@ -120,8 +119,15 @@ class SaveIndex:
         return self._content
 
 
+def pack_part(chunks: Sequence[Chunk], places: Sequence[Place]) -> bytes:
+    """A worker's part of the index."""
+    # Plain tuples, whose classes are not named once per chunk. Names of parameters repeat:
+    # compressed, they take a tenth.
+    return zlib.compress(pickle.dumps(([*map(tuple, chunks)], [*map(tuple, places)])), 1)
+
+
 def build_metadata(parts: Sequence[bytes]) -> Metadata:
-    """Make DCP's metadata of the compressed chunks and places of all workers, by rank.
+    """Make DCP's metadata of the parts (`pack_part`) of all workers, by rank.
 
     Raises a CodeError if the chunks of a tensor are not the whole tensor.
     """
@@ -135,7 +141,7 @@ def build_metadata(parts: Sequence[bytes]) -> Metadata:
 
     for part in parts:
         chunks, own = pickle.loads(zlib.decompress(part))  # noqa: S301 (of this attempt's workers)
-        for chunk, place in zip(chunks, own, strict=True):
+        for chunk, place in zip(starmap(Chunk, chunks), starmap(Place, own), strict=True):
             tensor = tensors.get(chunk.key)
             if tensor is None:
                 properties = TensorProperties(
