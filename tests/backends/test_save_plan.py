@@ -132,7 +132,7 @@ def items(shapes: dict[str, tuple[int, ...]]) -> list[WriteItem]:
         WriteItem(
             MetadataIndex(name, [0] * len(shape)),
             WriteItemType.TENSOR,
-            TensorWriteData(
+            tensor_data=TensorWriteData(
                 ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape)),
                 TensorProperties(torch.float32),
                 torch.Size(shape),
