@@ -7,7 +7,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slurmllm.progress import OnProgress
 
 MANIFEST = "manifest.json"
-_PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed
+PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed
 
 
 def fsync_file(path: Path) -> None:
@@ -50,13 +50,13 @@ def file_faults(
     files: Sequence[CheckpointFile],
     *,
     checksums: bool = True,
+    pickles: bool = True,
     on_progress: OnProgress = lambda _: None,
-    before_pickles: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Verifies the sizes of files, their checksums, and that pickles in them are safe to load.
 
-    Returns one line per fault; `on_progress` receives the bytes checked so far. `before_pickles` is
-    called before torch is imported for them.
+    Returns one line per fault; `on_progress` receives the bytes checked so far. Pickles are checked
+    if no other fault was found, with torch.
     """
     faults = []
     done_bytes = 0
@@ -71,9 +71,8 @@ def file_faults(
             faults.append(f"{file.path} cannot be read: {error.strerror or error}")
         done_bytes += file.bytes
         on_progress(done_bytes)
-    pickled = [file.path for file in files if file.path.endswith(_PICKLED)]
-    if pickled and checksums and not faults:
-        before_pickles()
+    pickled = [file.path for file in files if file.path.endswith(PICKLED)]
+    if pickled and checksums and pickles and not faults:
         from slurmllm.checkpoint.formats.pickles import pickle_faults  # imports torch
 
         faults = pickle_faults(directory, pickled)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurmllm.artifact_records import CheckpointManifest
+from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.checkpoint.catalogue import (
     first_attempt_used,
     gone_lines,
@@ -18,10 +18,11 @@ from slurmllm.checkpoint.catalogue import (
     recorded_saves,
     refuse_unknown,
 )
-from slurmllm.checkpoint.folder import file_faults, read_manifest
+from slurmllm.checkpoint.folder import PICKLED, file_faults, read_manifest
 from slurmllm.checkpoint.replicas import Replica, open_replica
 from slurmllm.checkpoint.shards import WorkerContext
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_differences
+from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
@@ -138,9 +139,48 @@ def first_fault(directory: Path, backend: WorkerContext) -> str | None:
     share = control.scatter(shares)
     if share is None:
         return control.broadcast(fault)
-    found = control.gather(file_faults(directory, share, before_pickles=backend.wait_for_imports))
-    lines = None if found is None else [line for part in found for line in part]
-    return "; ".join(control.broadcast(lines)) or None
+    fault = _join(control, file_faults(directory, share, pickles=False))
+    files = manifest.files if manifest else ()
+    if fault is None and control.broadcast(any(file.path.endswith(PICKLED) for file in files)):
+        fault = _join(control, _pickle_faults(directory, files, share, backend))
+    return fault
+
+
+def _join(control: ControlPlane, lines: list[str]) -> str | None:
+    """Returns the lines of all workers as one text; None if there are none (collective)."""
+    found = control.gather(lines)
+    every = None if found is None else [line for part in found for line in part]
+    return "; ".join(control.broadcast(every)) or None
+
+
+def _pickle_faults(
+    directory: Path,
+    files: Sequence[CheckpointFile],
+    share: Sequence[CheckpointFile],
+    backend: WorkerContext,
+) -> list[str]:
+    """Returns the faults of the pickles in this worker's share; rank 0 has all files (collective).
+
+    Rank 0 alone reads `.metadata`, which grows with the workers that wrote it.
+    """
+    backend.wait_for_imports()
+    from slurmllm.checkpoint.formats.pickles import Places, pickle_faults, shard_places
+
+    control = backend.control
+    faults: list[str] = []
+    shares: list[Places] | None = None
+    if control.rank == 0:
+        places: Places = {}
+        try:
+            places = shard_places(directory, [file.path for file in files])
+        except StorageError as error:
+            faults.append(str(error))
+        shares = [
+            {file.path: places.get(file.path, []) for file in files[rank :: control.world_size]}
+            for rank in range(control.world_size)
+        ]
+    own = control.scatter(shares)
+    return faults + pickle_faults(directory, [file.path for file in share], own)
 
 
 def _load_state(directory: Path, backend: WorkerContext) -> TrainState:

@@ -7,25 +7,26 @@ Why not DCP's own `async_save`: its planning and its end are collectives from a 
 on a group that nothing else may use then; its copy blocks training from start to end; and it does
 not report the files that it wrote. `DcpSaver` uses its parts one by one:
 
-1. `begin` (collective): the plan, made once, because names and shapes never change.
+1. `begin`: the plan, made once, because names and shapes never change. Each worker makes its own,
+   without a message (`save_plan`); DCP's own planning gathers all plans on one worker.
 2. In a thread: the copy into host memory. It continues during the next forward and backward passes,
    which only read weights; `wait_for_copy` blocks the optimizer until it is complete. On CUDA, a
    stream of its own copies into pinned memory.
 3. In that thread, at a lower priority: files, checksums and fsync.
-4. `finish` (collective): `.metadata`.
+4. `finish` (collective): `.metadata` (`dcp_index`).
 
 A thread and not a process, because the long parts (copy, write, sha256) release the GIL.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import mmap
 import os
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,17 +34,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import WriteResult
 
+from slurmllm.backends.native.save_plan import RANDOM, MeshPlace, own_items
+from slurmllm.checkpoint.formats.dcp_index import Chunk, ChunkTable, Place, SaveIndex
 from slurmllm.checkpoint.formats.dcp_write import DcpWriter, dcp_error
 from slurmllm.checkpoint.formats.nxd_files import read_layout
-from slurmllm.checkpoint.formats.pickles import DcpReader
+from slurmllm.checkpoint.formats.pickles import METADATA, DcpReader, read_metadata
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.checkpoint.state import MOMENTS, read_origin
@@ -56,7 +61,6 @@ log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes, of a copy in host memory
 _BACKGROUND_NICENESS = 5  # of the writing threads: training has the cores first
-_BYTES = WriteItemType.BYTE_IO
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
@@ -66,42 +70,38 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> d
         "model": model_state,
         # Without param_groups: learning rate and the like come from the recipe.
         "optimizer": optimizer_state["state"],
-        "random": {_random_key(rank): _random_state()},
+        RANDOM: {_random_key(rank): _random_state()},
     }
 
 
 class DcpSaver:
     """Writes one worker's part of every checkpoint; keeps plan and host memory between saves."""
 
-    def __init__(self, control: ControlPlane, device: torch.device) -> None:
-        self._control, self._device = control, device
+    def __init__(
+        self, control: ControlPlane, device: torch.device, mesh_place: MeshPlace | None = None
+    ) -> None:
+        assert mesh_place is not None or control.world_size == 1
+        self._control, self._device, self._mesh_place = control, device, mesh_place
         self._plan: SavePlan | None = None
-        self._metadata: Metadata | None = None
-        self._names: frozenset[str] = frozenset()
+        self._index: SaveIndex | None = None
         self._copies: dict[MetadataIndex, Tensor] = {}
         self._save: DcpSave | None = None
+        self._names: frozenset[str] = frozenset()
 
     def begin(self, state: Mapping[str, Any], directory: Path, *, asynchronous: bool) -> DcpSave:
-        """Begin to write a state (tensors, DTensors, dicts of them) into a folder (collective).
+        """Begin to write a state (tensors, DTensors, dicts of them) into a folder.
 
-        Unless `asynchronous`, all is written on return.
+        Unless `asynchronous`, all is written on return (collective).
 
         Raises:
             StorageError: On all workers if the file system refused one of them.
         """
         # Two files at once keep two cores busy with checksums; from a GPU one stream is faster.
         threads = 2 if asynchronous or self._device.type == "cpu" else 1
-        writer = DcpWriter(directory, threads)
-        planner = _SavePlanner()
-        first, rank = self._control.rank == 0, self._control.rank
-        planner.set_up_planner(dict(state), is_coordinator=first)
-        writer.set_up_storage_writer(first, rank=rank)
-        if self._plan is None:
-            plans = self._control.gather(planner.create_local_plan())
-            if plans is not None:
-                plans, self._metadata = planner.create_global_plan(plans)
-                plans = writer.prepare_global_plan(plans)
-            self._plan = self._control.scatter(plans)
+        writer, planner = DcpWriter(directory, threads), _SavePlanner()
+        planner.set_up_planner(dict(state))
+        if self._plan is None or self._index is None:
+            self._plan, self._index = self._make_plan(planner)
             self._names = frozenset(planner.state_dict)
         assert self._names == planner.state_dict.keys(), "the names of a state never change"
         plan = planner.finish_plan(self._plan)
@@ -109,11 +109,17 @@ class DcpSaver:
             if not self._copies:
                 self._allocate_copies(planner, plan)
             planner.copies = self._copies
-        self._save = save = DcpSave(
-            planner, plan, writer, self._control, self._metadata, self._device
-        )
+        self._save = save = DcpSave(planner, plan, writer, self._control, self._index, self._device)
         save.start(asynchronous)
         return save
+
+    def _make_plan(self, planner: _SavePlanner) -> tuple[SavePlan, SaveIndex]:
+        items = planner.create_local_plan().items
+        if self._mesh_place is not None:
+            items = own_items(items, planner.state_dict, self._mesh_place)
+        prefix = _StoragePrefix(f"__{self._control.rank}_")
+        chunks = [Chunk.of(item, planner.mappings[item.index.fqn]) for item in items]
+        return SavePlan(items, storage_data=prefix), SaveIndex(self._control, chunks)
 
     def wait_for_copy(self) -> None:
         """Wait until the state may be changed; before every optimizer step."""
@@ -122,7 +128,7 @@ class DcpSaver:
 
     def _allocate_copies(self, planner: _SavePlanner, plan: SavePlan) -> None:
         """Allocate host memory for the tensors that this worker writes, the same at every save."""
-        tensors = {i.index: planner.tensor(i) for i in plan.items if i.type != _BYTES}
+        tensors = {i.index: planner.tensor(i) for i in plan.items}
         sizes = {
             index: math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
             for index, tensor in tensors.items()
@@ -152,10 +158,10 @@ class DcpSave(ShardWrite):
 
     def __init__(
         self, planner: _SavePlanner, plan: SavePlan, writer: DcpWriter, control: ControlPlane,
-        metadata: Metadata | None, device: torch.device,
+        index: SaveIndex, device: torch.device,
     ) -> None:  # fmt: skip
         self._planner, self._plan, self._writer = planner, plan, writer
-        self._control, self._metadata = control, metadata
+        self._control, self._index = control, index
         self._device = device
         self._copied = threading.Event()
         self._results: Future[list[WriteResult]] = Future()
@@ -169,7 +175,6 @@ class DcpSave(ShardWrite):
             written = sorted(self._writer.fs.written)
             self._names = [*written, *self._write_metadata()]
             return
-        self._planner.keep_bytes(self._plan)
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -217,23 +222,21 @@ class DcpSave(ShardWrite):
     def _write_metadata(self) -> list[str]:
         """Write `.metadata` on rank 0 (collective)."""
         fault: SlurmllmError | None = None
-        results: list[WriteResult] = []
+        places: list[Place] = []
         try:
-            results = self._results.result()
+            stored = {result.index: result.storage_data for result in self._results.result()}
+            places = [Place.of(stored[item.index]) for item in self._plan.items]
         except (OSError, SlurmllmError) as error:
             fault = self._storage_error(error)
-        if found := self._control.first(fault):  # on all workers alike
-            raise found
-        everyone = self._control.gather(results)
-        if everyone is not None:
-            assert self._metadata is not None
+        self._index.collect(places, fault)
+        if self._control.rank == 0:
             try:
-                self._writer.finish(self._metadata, everyone)
-            except OSError as error:
+                self._writer.write_metadata(self._index.content())
+            except (OSError, SlurmllmError) as error:
                 fault = self._storage_error(error)
         if found := self._control.first(fault):
             raise found
-        return [".metadata"] if everyone is not None else []
+        return [METADATA] if self._control.rank == 0 else []
 
     def _storage_error(self, error: OSError | SlurmllmError) -> SlurmllmError:
         if isinstance(error, SlurmllmError):
@@ -251,20 +254,11 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self.copies: Mapping[MetadataIndex, Tensor] = {}
-        self._bytes: dict[MetadataIndex, bytes] = {}
 
     def tensor(self, item: WriteItem) -> Tensor:
         found = super().resolve_data(item)
         assert isinstance(found, Tensor)
         return found.detach()
-
-    def keep_bytes(self, plan: SavePlan) -> None:
-        """Keep the current values of everything that is not a tensor."""
-        for item in plan.items:
-            if item.type == _BYTES:
-                found = super().resolve_data(item)
-                assert isinstance(found, io.BytesIO)
-                self._bytes[item.index] = found.getvalue()
 
     def copy(self, ready: torch.cuda.Event | None, device: torch.device) -> None:
         """Copy all tensors; on CUDA after the work that was enqueued before `ready`."""
@@ -273,18 +267,13 @@ class _SavePlanner(DefaultSavePlanner):
             stream.wait_event(ready)
         with torch.no_grad(), torch.cuda.stream(stream):
             for item in self.plan.items:
-                if item.type != _BYTES:
-                    self.copies[item.index].copy_(self.tensor(item), non_blocking=True)
+                self.copies[item.index].copy_(self.tensor(item), non_blocking=True)
         if stream is not None:
             stream.synchronize()
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        index = write_item.index
-        if index in self._bytes:
-            return io.BytesIO(self._bytes[index])
-        if index in self.copies:
-            return self.copies[index]
-        return super().resolve_data(write_item)
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        copy = self.copies.get(write_item.index)
+        return self.tensor(write_item) if copy is None else copy
 
 
 def load(
@@ -301,10 +290,11 @@ def load(
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
+    table = _read_table(directory, control)
     fault: SlurmllmError | None = None
     try:
-        if read_layout(directory) is None:
-            _load_dcp(state, directory, control)
+        if table is not None:
+            _load_dcp(state, directory, table, control)
         else:
             _read_shards(state, open_training(directory, config or read_origin(directory).model))
     except StorageError as error:
@@ -315,26 +305,44 @@ def load(
     if found := control.first(fault):
         raise found
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    random_state = state.get("random", {}).get(_random_key(control.rank), {})
+    random_state = state.get(RANDOM, {}).get(_random_key(control.rank), {})
     if "cpu" in random_state:
         torch.set_rng_state(random_state["cpu"])
     if "cuda" in random_state:
         torch.cuda.set_rng_state(random_state["cuda"])
 
 
-def _load_dcp(state: dict[str, Any], directory: Path, control: ControlPlane) -> None:
-    reader = DcpReader(directory)
-    saved = reader.metadata.state_dict_metadata
-    ranks = {key.split(".")[1] for key in saved if key.startswith("random.")}
+def _read_table(directory: Path, control: ControlPlane) -> ChunkTable | None:
+    """Read `.metadata` on rank 0 for all workers (collective); None for a checkpoint of NxD."""
+    found: ChunkTable | StorageError | None = None
+    if control.rank == 0:
+        try:
+            if read_layout(directory) is None:
+                found = ChunkTable.of(read_metadata(directory))
+        except StorageError as error:
+            found = StorageError(f"{error} (rank 0)")
+    (found,) = control.broadcast((found,))
+    if isinstance(found, StorageError):
+        raise found
+    return found
+
+
+def _load_dcp(
+    state: dict[str, Any], directory: Path, table: ChunkTable, control: ControlPlane
+) -> None:
+    ranks = {key.split(".")[1] for key in table.stored if key.startswith(f"{RANDOM}.")}
     if len(ranks) == control.world_size:
         own = _random_key(control.rank)
         now = _random_state().items()
-        random_state = {kind: value for kind, value in now if f"random.{own}.{kind}" in saved}
+        random_state = {kind: v for kind, v in now if f"{RANDOM}.{own}.{kind}" in table.stored}
         if random_state:
-            state["random"] = {own: random_state}
+            state[RANDOM] = {own: random_state}
+    reader = DcpReader(directory, table.metadata(flatten_state_dict(state)[0]))
     try:
-        # Without a process group: DCP's plans for reading need no other worker's.
-        load_state(state, storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
+        with warnings.catch_warnings():
+            # Without a process group, on purpose: DCP's plans for reading need no other worker's.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load_state(state, storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
     except CheckpointException as error:
         raise dcp_error(error, f"cannot read shards from {directory}") from error
 
@@ -342,7 +350,7 @@ def _load_dcp(state: dict[str, Any], directory: Path, control: ControlPlane) -> 
 class _LoadPlanner(DefaultLoadPlanner):
     """Loads tensors only: DCP's own unpickles everything else without restriction."""
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: object) -> None:
         raise StorageError(f"{read_item.dest_index.fqn} is no tensor; restore the checkpoint")
 
 

@@ -40,6 +40,7 @@ from slurmllm.backends.native.parallel import (
     num_copies,
     total_norm,
 )
+from slurmllm.backends.native.save_plan import MeshPlace
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
@@ -144,7 +145,8 @@ class NativeBackend(Backend):
         self.optimizer = precision.make_optimizer(
             self.model.named_parameters(), recipe.optim, recipe.train
         )
-        self.shards = DcpSaver(self.control, self.device)
+        place = MeshPlace(self.mesh, self.worker.rank, tied=recipe.model.tied_embeddings)
+        self.shards = DcpSaver(self.control, self.device, place)
 
     def fill_weights(self, read: WeightReader) -> None:
         for chunk in self.chunks:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.filesystem import (
     DEFAULT_SUFFIX,
     FileSystem,
     FileSystemWriter,
-    _item_size,
     _split_by_size_and_type,
     _StorageInfo,
 )
@@ -45,6 +44,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from slurmllm.checkpoint.formats.pickles import METADATA
 from slurmllm.checkpoint.formats.safetensors_files import own_storage
 from slurmllm.checkpoint.shards import Region
 from slurmllm.errors import CodeError, SlurmllmError, StorageError
@@ -142,7 +142,8 @@ class DcpWriter(FileSystemWriter):
                 os.fsync(stream.fileno())
             return found
 
-        num_bytes = sum(_item_size(i) for i in plan.items if i.tensor_data is not None)
+        # Of this worker's chunks; DCP's own count takes whole tensors.
+        num_bytes = sum(map(chunk_bytes, plan.items))
         if self._threads == 1 or num_bytes < _SPLIT_BYTES:
             return super().write_data(plan, planner)
         # Our own threads: DCP's lose what is raised in any but the first.
@@ -151,6 +152,19 @@ class DcpWriter(FileSystemWriter):
         with ThreadPoolExecutor(self._threads) as pool:
             parts = list(pool.map(write_file, names, buckets))
         return _completed([result for part in parts for result in part])
+
+    def write_metadata(self, content: bytes) -> None:
+        with self.fs.create_stream(Path(self.path) / METADATA, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def chunk_bytes(item: WriteItem) -> int:
+    """Size of the values of an item, which is a chunk of a tensor."""
+    data = item.tensor_data
+    assert data is not None, "a state holds tensors only"
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def _completed(results: list[WriteResult]) -> Future[list[WriteResult]]:

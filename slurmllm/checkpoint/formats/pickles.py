@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+from collections.abc import Collection, Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -33,6 +34,7 @@ from slurmllm.errors import StorageError
 from slurmllm.safe_files import open_regular, read_limited
 
 METADATA = ".metadata"
+Places = dict[str, list[tuple[int, int]]]  # file → offset and length of its shards, bytes
 _LARGEST_METADATA = 1 << 29  # bytes; a chunk of a tensor takes 150
 _LARGEST_PICKLE = 1 << 26  # bytes of a file's `data.pkl`; a tensor takes 200
 
@@ -233,12 +235,16 @@ def _key(value: Any) -> Any:
 
 
 class DcpReader(FileSystemReader):
-    """DCP's reader of a folder, with `read_metadata`, and regular files only."""
+    """DCP's reader of a folder, with `read_metadata`, and regular files only.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        metadata: What `read_metadata` has read before, or the part of it that is needed.
+    """
+
+    def __init__(self, directory: Path, metadata: dcp.Metadata | None = None) -> None:
         super().__init__(directory)
         self.fs = _RegularFiles()
-        self.metadata = read_metadata(directory)
+        self.metadata = metadata or read_metadata(directory)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self.metadata
@@ -283,27 +289,39 @@ def check_torch_file(stream: BinaryIO) -> Any:
     return read_pickle(data)
 
 
-def pickle_faults(directory: Path, names: list[str]) -> list[str]:
+def shard_places(directory: Path, names: Collection[str]) -> Places:
+    """Where the shards are that `.metadata` places in these files; StorageError if it is damaged.
+
+    None are in the files of another format than DCP's.
+    """
+    places: Places = {}
+    if METADATA in names or any(name.endswith(".distcp") for name in names):
+        for place in read_metadata(directory).storage_data.values():
+            places.setdefault(place.relative_path, []).append((place.offset, place.length))
+    return places
+
+
+def pickle_faults(directory: Path, names: Sequence[str], places: Places | None = None) -> list[str]:
     """One line for each of these files of a checkpoint with a pickle that is not safe to load.
 
-    The shards of DCP are those that `.metadata` places in these files.
+    Args:
+        places: Of the shards in them, if `shard_places` has read them before.
     """
     faults = []
-    places: dict[str, list[_StorageInfo]] = {}
-    if METADATA in names or any(name.endswith(".distcp") for name in names):
+    if places is None:
         try:
-            for place in read_metadata(directory).storage_data.values():
-                places.setdefault(place.relative_path, []).append(place)
+            places = shard_places(directory, names)
         except StorageError as error:
             faults.append(str(error))
+            places = {}
     for name in names:
         ours = places.get(name, [])
         if not ours and not name.endswith(".pt"):
             continue
         try:
             with open_regular(directory / name) as stream:
-                for place in ours:
-                    check_torch_file(cast(BinaryIO, _Part(stream, place.offset, place.length)))
+                for offset, length in ours:
+                    check_torch_file(cast(BinaryIO, _Part(stream, offset, length)))
                 if not ours:
                     check_torch_file(stream)
         except OSError as error:

@@ -1,0 +1,173 @@
+"""Workers plan a save by themselves: the checkpoint is that of DCP's own planning."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh_pool import Case, MeshPool
+from mesh_pool import small_run as small
+from torch.distributed.checkpoint import FileSystemReader, save
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from slurmllm.backends.native import dcp
+from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.backends.native.save_plan import MeshPlace, own_items
+from slurmllm.checkpoint.formats.pickles import read_metadata
+from slurmllm.config.resolve import RunConfig
+from slurmllm.plan.mesh import make_mesh
+
+FEW = "train.micro_batch=4"
+INTERLEAVED = "parallel.virtual_pipeline=2"
+MESHES = {
+    "dp4": small("llama", 1, 1, 4),
+    "tp2-dp2": small("neox", 2, 1, 2, FEW),
+    "tp4": small("llama", 4, 1, 1, FEW),
+    "tp2-pp2 tied": small("gpt3", 2, 2, 1, FEW, INTERLEAVED),
+    "pp2-dp2 tied": small("gpt3", 1, 2, 2, FEW),
+    "tp2-dp2 bf16": small("llama", 2, 1, 2, FEW, "train.precision=bf16_sr"),
+}
+
+
+def save_both_ways(folder: Path, backend: NativeBackend) -> list[tuple[int, int]]:
+    """By DCP's own `save` into `dcp`, and three times by ours; the latter's traffic each time."""
+    state = dcp.state_of(backend.model, backend.optimizer, backend.worker.rank)
+    save(state, checkpoint_id=folder / "dcp")
+    found = []
+    for number in range(3):
+        ours = folder / f"ours_{number}"
+        ours.mkdir(exist_ok=True)
+        backend.control.barrier()
+        before = backend.control.traffic
+        shards = backend.shards.begin(state, ours, asynchronous=number > 0)
+        shards.wait()
+        shards.finish()
+        after = backend.control.traffic
+        found.append((after[0] - before[0], after[1] - before[1]))
+    return found
+
+
+def load(path: Path) -> Metadata:
+    found = FileSystemReader(path).read_metadata()
+    for entry in found.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            # An empty chunk, of a worker for which a small parameter has no part, holds nothing.
+            entry.chunks = [chunk for chunk in entry.chunks if chunk.sizes.numel()]
+            entry.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+    return found
+
+
+def whole(path: Path, out: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp_to_torch_save(path, out)
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("config", MESHES.values(), ids=MESHES)
+def test_the_checkpoint_is_dcp_s(pool: MeshPool, tmp_path: Path, config: RunConfig) -> None:
+    trained = pool.run(Case(config, last=1, after=partial(save_both_ways, tmp_path)))
+    expected = load(tmp_path / "dcp")
+    found = load(tmp_path / "ours_0")
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.planner_data == expected.planner_data
+    assert found.version == expected.version
+    stored = {
+        MetadataIndex(key, chunk.offsets)
+        for key, entry in expected.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    }
+    assert found.storage_data.keys() == stored
+    assert stored <= expected.storage_data.keys()
+    # torch itself reads it, and the tensors are the same.
+    a, b = (whole(tmp_path / name, tmp_path / f"{name}.pt") for name in ("dcp", "ours_0"))
+    torch.testing.assert_close(b, a, rtol=0, atol=0)
+    # Later saves are the same file, and only two small operations.
+    contents = [(tmp_path / f"ours_{number}" / ".metadata").read_bytes() for number in range(3)]
+    assert contents[0] == contents[1] == contents[2]
+    for saves in (outcome.after for outcome in trained):
+        # A reduction and the agreement: sent and received, with a header of 17 bytes each.
+        assert all(messages == 4 and num_bytes < 128 for messages, num_bytes in saves[1:]), saves
+
+
+def test_a_checkpoint_of_dcp_s_own_planning_loads(pool: MeshPool, tmp_path: Path) -> None:
+    """As earlier versions wrote it; with another mesh."""
+    config = small("gpt3", 1, 2, 2, FEW)
+    pool.run(Case(config, last=4, after=partial(save_both_ways, tmp_path)))
+    other = small("gpt3", 2, 1, 2, FEW)
+    runs = [
+        pool.run(Case(other, first=4, last=6, load=tmp_path / name)) for name in ("dcp", "ours_2")
+    ]
+    assert runs[0][0].rows == runs[1][0].rows
+
+
+def test_the_bytes_of_replicated_tensors_are_shared_out(pool: MeshPool, tmp_path: Path) -> None:
+    config = small("neox", 4, 1, 1, FEW)
+    pool.run(Case(config, last=1, after=partial(save_both_ways, tmp_path)))
+    written = dict.fromkeys(range(4), 0)
+    for index, place in read_metadata(tmp_path / "ours_0").storage_data.items():
+        if ".norm" in index.fqn or index.fqn.endswith(".step"):
+            written[int(place.relative_path.split("_")[2])] += 1
+    assert max(written.values()) - min(written.values()) <= 1, written
+    assert min(written.values()) > 5
+
+
+def items(shapes: dict[str, tuple[int, ...]]) -> list[WriteItem]:
+    return [
+        WriteItem(
+            MetadataIndex(name, [0] * len(shape)),
+            WriteItemType.TENSOR,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape)),
+                TensorProperties(torch.float32),
+                torch.Size(shape),
+            ),
+        )
+        for name, shape in shapes.items()
+    ]
+
+
+def test_every_tensor_has_one_writer() -> None:
+    """Plain tensors, which all workers of a stage hold; those of the ends are tied."""
+    config = small("gpt3", 2, 2, 2, FEW)
+    mesh = dataclasses.replace(make_mesh(config, 1))
+    own = {f"model.blocks.{n}.norm.weight": (8 * (n + 1),) for n in range(20)}
+    tied = {"model.embed.weight": (500, 64), "optimizer.embed.weight.step": ()}
+    writers: dict[tuple[int, str], list[int]] = {}
+    load = dict.fromkeys(range(8), 0)
+    for rank in range(8):
+        held = items({**own, **tied, f"random.rank_{rank:05d}.cpu": (5,)})
+        state = {item.index.fqn: torch.empty(0) for item in held}
+        for item in own_items(held, state, MeshPlace(mesh, rank, tied=True)):
+            stage = -1 if item.index.fqn in tied else mesh.pipeline_rank(rank)
+            writers.setdefault((stage, item.index.fqn), []).append(rank)
+            load[rank] += 1
+    assert len(writers) == 2 * len(own) + len(tied) + 8
+    assert all(len(ranks) == 1 for ranks in writers.values()), writers
+    assert max(load.values()) - min(load.values()) <= 2, load
+
+
+def test_a_state_without_a_tensor_everywhere_is_pickled_small(tmp_path: Path) -> None:
+    """What a worker sends of a chunk, compressed."""
+    from slurmllm.checkpoint.formats.dcp_index import Chunk, Place, pack_part
+
+    held = items({f"model.blocks.{n}.attn.qkv.weight": (64, 64) for n in range(300)})
+    chunks = [Chunk.of(item, ("model", item.index.fqn[6:])) for item in held]
+    places = [Place("__17_0.distcp", n * 17_600, 17_600) for n in range(300)]
+    part = pack_part(chunks, places)
+    assert len(part) < 30 * 300 < len(pickle.dumps(held)) / 5
