@@ -253,7 +253,8 @@ class Run:
         # A row is written after its step, and a save comes after the row.
         times = {step: row["time"] for step, row in self.rows(0).items()}
         last = max(times)
-        steps, saves = [], []
+        steps: list[tuple[float, float]] = []
+        saves: list[tuple[float, float]] = []
         for step in range(2, last - 1):
             window = (times[step], times[step + 1])
             (saves if step % SAVE_EVERY == 0 else steps).append(window)

@@ -120,7 +120,7 @@ def product_seconds(backend: Backend) -> float:
 
     x, weight = torch.randn(_PRODUCT.m, _PRODUCT.k), torch.randn(_PRODUCT.k, _PRODUCT.n)
     torch.mm(x, weight)
-    backend.gather(None)
+    backend.control.barrier()
     begun = time.perf_counter()
     for _ in range(_PRODUCTS):
         torch.mm(x, weight)
@@ -143,7 +143,7 @@ def forget() -> None:
 def step_seconds(backend: Backend, step: int) -> float:
     """Of one step, as the training loop makes it."""
     batches, labels = micro_batches(backend, step), counted(backend.config, step)
-    backend.gather(None)
+    backend.control.barrier()
     begun = time.perf_counter()
     float(backend.forward_backward(batches, labels))
     backend.optimizer_step(1e-4)

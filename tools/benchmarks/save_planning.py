@@ -346,7 +346,7 @@ def _median(part: str, rows: list[list[Times]]) -> float:
     if part.endswith(("cpu", "bytes")):
         rows = rows[:1]
     rounds = zip(*rows, strict=True)
-    return median(max(row[part] for row in one) for one in rounds if part in one[0])
+    return float(median(max(row[part] for row in one) for one in rounds if part in one[0]))
 
 
 def generated(workers: int) -> dict[str, float]:
@@ -408,10 +408,10 @@ def generated(workers: int) -> dict[str, float]:
         step=1, tokens=1, world_size=workers, attempt=0, recipe="llama2_70b", saved_at=1.0,
         save_s=1.0, fingerprint="0" * 32, files=files,
     )  # fmt: skip
-    path = folder / "manifest.json"
-    timed("write manifest", lambda: manifest.save(path))
-    timed("read manifest", lambda: CheckpointManifest.load(path))
-    found["manifest"] = path.stat().st_size
+    written = folder / "manifest.json"
+    timed("write manifest", lambda: manifest.save(written))
+    timed("read manifest", lambda: CheckpointManifest.load(written))
+    found["manifest"] = written.stat().st_size
     shutil.rmtree(folder)
     return found
 

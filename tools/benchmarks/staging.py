@@ -155,9 +155,9 @@ def main() -> None:
     kinds = tuple(shared_prefixes(Path()))
     print(f"{'environment':<12}" + "".join(f"{kind:>15}" for kind in kinds) + "  first step, s")
     for row in rows:
-        calls = row["calls"]
-        assert isinstance(calls, dict)
-        counts = "".join(f"{calls.get(kind, 0):>15,}" for kind in kinds)
+        counted = row["calls"]
+        assert isinstance(counted, dict)
+        counts = "".join(f"{counted.get(kind, 0):>15,}" for kind in kinds)
         print(f"{row['environment']:<12}{counts}  {row['first_step_s']:>13}")
 
 
