@@ -37,6 +37,8 @@ SMALL = (
 STRACE = ("strace", "-ff", "--seccomp-bpf", "-qq", "-y", "-s", "4096", "-e", "signal=none",
           "-e", "trace=%file,%desc,clone,clone3,fork,vfork")  # fmt: skip
 _NAMED = re.compile(r'"(/[^"]*)"|<(/[^>]*)>')
+# strace shows the working directory, which an absolute path does not depend on.
+_FROM_FOLDER = re.compile(r'\w+<[^>]*>, "/')
 _CHILD = re.compile(r"^(?:clone3?|v?fork)\(.* = (\d+)(?:<.*>)?$")
 
 
@@ -80,6 +82,7 @@ def count_calls(logs: list[Path], prefixes: dict[str, tuple[str, ...]]) -> Count
             for line in lines:
                 if line.startswith("execve("):
                     line = line.partition(", [")[0]  # its arguments are no files that it opens
+                line = _FROM_FOLDER.sub('"/', line)
                 paths = [first or second for first, second in _NAMED.findall(line)]
                 for kind, starts in prefixes.items():
                     if any(path.startswith(starts) for path in paths):
