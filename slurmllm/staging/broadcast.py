@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from slurmllm.artifact_records import EnvironmentManifest
 from slurmllm.backends.environment import broadcast_path, node_local_cache
 from slurmllm.config.resolve import RunConfig
-from slurmllm.diagnose.probe import read_lines
+from slurmllm.diagnose.probe import Nodes, read_lines
 from slurmllm.errors import SlurmllmError
 from slurmllm.rundir import RunDir
 from slurmllm.staging.archive import ensure_archive
@@ -27,13 +26,8 @@ _ASK = f'if test -f "$1"; then echo {_PRESENT}; fi'
 log = logging.getLogger(__name__)
 
 
-class Nodes(Protocol):
-    """The nodes of an attempt."""
-
-    nodes: tuple[str, ...]
-
-    def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-        """Start a command on every node, with its output in the processes' pipes."""
+class BroadcastNodes(Nodes, Protocol):
+    """The nodes of an attempt, with a way to copy files to them."""
 
     def broadcast(
         self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
@@ -42,7 +36,7 @@ class Nodes(Protocol):
 
 
 def broadcast_environment(
-    run: RunDir, config: RunConfig, nodes: Nodes, stop: Callable[[], bool]
+    run: RunDir, config: RunConfig, nodes: BroadcastNodes, stop: Callable[[], bool]
 ) -> dict[str, str]:
     """Pack the environment if no attempt has, and send it to the nodes unless all have it.
 
