@@ -321,7 +321,7 @@ class Nodes:
     """Launchers of two nodes of a Slurm job, each with a disk of its own; Slurm is not needed."""
 
     def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+        self.stage, self.secret = stage, new_secret()
         config = resolve(
             "tiny_neox",
             overrides=["backend=nxd", f"cluster.node_local={stage.folder}",
@@ -334,7 +334,7 @@ class Nodes:
     def open(self, name: StageName) -> None:
         AttemptRecord(
             attempt=0, stage=name, job_id="7", nodes=("n0", "n1"), world_size=2,
-            master_addr="127.0.0.1", master_port=1, started_at=0.0,
+            master_addr="127.0.0.1", master_port=1, control_port=free_port(), started_at=0.0,
         ).save(self.run.attempt(name, 0).record)  # fmt: skip
 
     def launch(self, name: StageName, node: int) -> subprocess.Popen[str]:
@@ -342,7 +342,7 @@ class Nodes:
         return self.stage.start_bare(
             "launch", str(self.run.path), "--stage", name, "--attempt", "0",
             SLURMLLM_CACHE="/replaced", SLURM_NODEID=str(node), SLURMLLM_NODE=f"n{node}",
-            LOGNAME=f"disk{node}", NEURON_COMPILE_CACHE_URL="/replaced",
+            LOGNAME=f"disk{node}", NEURON_COMPILE_CACHE_URL="/replaced", **self.secret,
         )  # fmt: skip
 
     def both(self, name: StageName) -> list[str]:
