@@ -20,6 +20,7 @@ from end_to_end.bench import processes_with
 
 from slurmllm.artifact_records import GraphManifest
 from slurmllm.config.resolve import resolve
+from slurmllm.control.rendezvous import free_port, new_secret
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.records import AttemptRecord, NodeRecord
 from slurmllm.rundir import RunDir
