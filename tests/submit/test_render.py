@@ -126,7 +126,7 @@ def test_the_body_keeps_the_rendezvous_ports_free(
     )
     path = f"{tmp_path}:{os.environ['PATH']}"
     subprocess.run(["bash", "-c", script], env={"PATH": path}, check=True, capture_output=True)
-    assert "ip_local_reserved_ports=41000,62182" in asked.read_text()
+    assert "ip_local_reserved_ports=41000-41001,62182" in asked.read_text()
     assert f"supervise {tmp_path}/r1 --stage {stage}" in started.read_text()
 
 

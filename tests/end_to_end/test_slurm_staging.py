@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from end_to_end.bench import PATIENCE_S, SMALL, Bench
 from end_to_end.slurm_runs import Cluster, wait
-
 from staging.environment import make_environment
 
 pytestmark = pytest.mark.slurm
