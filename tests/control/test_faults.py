@@ -103,13 +103,16 @@ def test_a_frozen_worker_is_named_within_the_limit(nodes: Callable[..., Nodes]) 
     found = nodes(3, 2, operation_s=6.0)
     found.send(2, signal.SIGSTOP, launcher=False)
     messages = [*found.failures(0), *found.failures(1)]
-    # Its whole node waits: the launcher, which relays nothing, is what the root sees.
-    assert set(messages) == {"Timed out waiting for the launcher of n2 after 6 s"}
+    # The first one frozen is named if the other still contributed to the operation; if neither did,
+    # their launcher relays nothing, and is what the root misses.
+    assert len(set(messages)) == 1
+    assert re.fullmatch(
+        r"Timed out waiting for (?:the launcher of n2|rank [45] on n2) after 6 s", messages[0]
+    )
     assert lost(messages[0])
 
 
 def test_one_frozen_worker_is_named_by_its_own_launcher(nodes: Callable[..., Nodes]) -> None:
-
     found = nodes(3, 2, operation_s=6.0)
     os.kill(found.pids[2][0], signal.SIGSTOP)
     messages = [*found.failures(0), *found.failures(1)]

@@ -29,6 +29,16 @@ def wait(bench: Bench, name: str, *states: str) -> None:
     )
 
 
+def lose_node(slurm: Cluster, bench: Bench, name: str, lost: str) -> None:
+    """Cut a node's power while a run uses it; wait until the run has finished on others."""
+    slurm.call("fail", lost)
+    try:
+        wait(bench, name, "done", "stopped", "cancelled")
+    finally:
+        slurm.call("heal", lost)
+    assert bench.endings(name) == [("node_failure", "requeue"), ("done", "finish")]
+
+
 def accounted(job: str) -> list[str]:
     """The states of a job's incarnations, by sacct."""
     return [row.state for row in SlurmClient().accounting(job) if row.job_id == job]

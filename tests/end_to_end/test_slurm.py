@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 from end_to_end.bench import Bench
-from end_to_end.slurm_runs import Cluster, accounted, submit, wait
+from end_to_end.slurm_runs import Cluster, accounted, lose_node, submit, wait
 
 pytestmark = pytest.mark.slurm
 
@@ -67,12 +67,7 @@ def test_a_node_that_dies(
     bench.wait_for_step("nodeless", 15)
     before = bench.attempt("nodeless", 0)["nodes"]
     lost = before[1]
-    slurm.call("fail", lost)
-    try:
-        wait(bench, "nodeless", "done", "stopped", "cancelled")
-    finally:
-        slurm.call("heal", lost)
-    assert bench.endings("nodeless") == [("node_failure", "requeue"), ("done", "finish")]
+    lose_node(slurm, bench, "nodeless", lost)
     assert bench.attempt("nodeless", 0)["blamed_nodes"] == [lost]
     after = bench.attempt("nodeless", 1)["nodes"]
     assert lost not in after
@@ -93,12 +88,7 @@ def test_the_first_node_dies_with_the_supervisor(
     submit(bench, inputs, "headless", "--set=train.compile=false")
     bench.wait_for_step("headless", 15)
     lost = bench.attempt("headless", 0)["nodes"][0]
-    slurm.call("fail", lost)
-    try:
-        wait(bench, "headless", "done", "stopped", "cancelled")
-    finally:
-        slurm.call("heal", lost)
-    assert bench.endings("headless") == [("node_failure", "requeue"), ("done", "finish")]
+    lose_node(slurm, bench, "headless", lost)
     assert "Slurm: NODE_FAIL" in bench.attempt("headless", 0)["evidence"][0]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import PATIENCE_S, SMALL, Bench
-from end_to_end.slurm_runs import Cluster, wait
+from end_to_end.slurm_runs import Cluster, lose_node
 from staging.environment import make_environment
 
 pytestmark = pytest.mark.slurm
@@ -44,12 +44,7 @@ def test_the_archive_goes_over_sbcast_and_a_later_attempt_finds_the_environment(
     assert "broadcast" in origins
     assert origins <= {"broadcast", "present"}
     lost = before[1]
-    slurm.call("fail", lost)
-    try:
-        wait(bench, "staged", "done", "stopped", "cancelled")
-    finally:
-        slurm.call("heal", lost)
-    assert bench.endings("staged") == [("node_failure", "requeue"), ("done", "finish")]
+    lose_node(slurm, bench, "staged", lost)
     after = bench.attempt("staged", 1)["nodes"]
     for node in after:
         record = bench.node("staged", 1, node)
