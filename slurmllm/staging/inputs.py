@@ -1,8 +1,8 @@
-"""The small files that each worker reads whole, copied once to a node's own disk.
+"""The small files that each worker reads, copied once to a node's own disk.
 
-These are the tokenizer and, of corpora in Megatron's format, the index: one reader a node instead
-of one a worker. The corpora themselves are read from the shared file system, a document at a time.
-Workers find the copies by `staged_files.local_copy`.
+These are the tokenizer, small corpora and, of corpora in Megatron's format, the index: one reader a
+node instead of one a worker. Larger corpora are read from the shared file system, a document at a
+time. Workers find the copies by `staged_files.local_copy`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from slurmllm.staging.archive import free_for
 
 FOLDER = "inputs"  # in the user's private folder on a node
 MAX_FILE_BYTES = 4_000_000_000  # a larger index is mapped from the shared file system
+MAX_CORPUS_BYTES = 256_000_000  # read in a second by each of many nodes at a time
 MAX_AGE_S = 14 * 86400.0  # of a copy that no attempt has used
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def stage_inputs(config: RunConfig, private: Path) -> Path:
     A file that cannot be copied is read from the shared file system.
     """
     folder = private / FOLDER
-    for path in _small_inputs(config):
+    for path, limit in _small_inputs(config):
         try:
             check_private_folder(private)
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -44,7 +45,7 @@ def stage_inputs(config: RunConfig, private: Path) -> Path:
                     os.utime(copy)
                     continue
                 size = os.fstat(source.fileno()).st_size
-                if size > MAX_FILE_BYTES:
+                if size > limit:
                     continue
                 free_for(folder, size)
                 with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as target:
@@ -64,17 +65,20 @@ def stage_inputs(config: RunConfig, private: Path) -> Path:
     return folder
 
 
-def _small_inputs(config: RunConfig) -> Iterator[Path]:
+def _small_inputs(config: RunConfig) -> Iterator[tuple[Path, int]]:
+    """The files, each with the largest size, in bytes, that is copied."""
     data = config.recipe.data
     if data.tokenizer is not None:
         tokenizer = Path(data.tokenizer)
-        yield tokenizer
-        yield tokenizer.with_name("tokenizer_config.json")
-        yield tokenizer.with_name("chat_template.jinja")
+        for name in (tokenizer.name, "tokenizer_config.json", "chat_template.jinja"):
+            yield tokenizer.with_name(name), MAX_FILE_BYTES
     for share in data.corpora:
         path = Path(share.path)
-        tokenized = path.suffix in (".idx", ".bin")
-        yield path.with_suffix(".idx") if tokenized else path.with_name(f"{path.name}.idx")
+        stem = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
+        yield stem.with_name(f"{stem.name}.idx"), MAX_FILE_BYTES
+        yield stem.with_name(f"{stem.name}.bin"), MAX_CORPUS_BYTES
+        if stem == path:
+            yield path, MAX_CORPUS_BYTES
 
 
 def _remove_old(folder: Path) -> None:

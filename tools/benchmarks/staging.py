@@ -6,7 +6,9 @@ Runs a small recipe with --local on two nodes: from the shared environment, and 
 that an earlier run has put onto the nodes. Each is run once for its time and once under strace.
 Counted are the system calls of a worker, its data workers included, that name a path under a
 shared prefix or work on a file opened there: this environment and its base interpreter, the
-checkout, the data, the folder of runs. `other` are those under the home folder. Needs strace.
+checkout, the data, the checkpoint that a run ends with, the rest of its folder. `other` are those
+under the home folder. The time includes the listing of the environment's files, which a run with
+checks of its nodes does meanwhile. Needs strace.
 """
 
 from __future__ import annotations
@@ -36,9 +38,12 @@ SMALL = (
 # seccomp: only the traced calls stop the process.
 STRACE = ("strace", "-ff", "--seccomp-bpf", "-qq", "-y", "-s", "4096", "-e", "signal=none",
           "-e", "trace=%file,%desc,clone,clone3,fork,vfork")  # fmt: skip
+TRACED = ("shared_traced", "staged_traced")
 _NAMED = re.compile(r'"(/[^"]*)"|<(/[^>]*)>')
 # strace shows the working directory, which an absolute path does not depend on.
 _FROM_FOLDER = re.compile(r'\w+<[^>]*>, "/')
+# What is read or written is no path.
+_CONTENT = re.compile(r'^(p?(?:read|write)(?:64)?\(\d+<[^>]*>), ".*')
 _CHILD = re.compile(r"^(?:clone3?|v?fork)\(.* = (\d+)(?:<.*>)?$")
 
 
@@ -47,6 +52,7 @@ def shared_prefixes(folder: Path) -> dict[str, tuple[str, ...]]:
     paths = {os.path.realpath(path) for path in sys.path if path}
     python = {*paths, sys.prefix, sys.base_prefix, str(CHECKOUT)}
     return {
+        "checkpoint": tuple(f"{folder / 'runs' / name}/checkpoints/" for name in TRACED),
         "run directory": (f"{folder / 'runs'}/",),
         "data": (f"{folder / 'data'}/",),
         "environment": tuple(sorted(p for p in python if not p.startswith("/usr"))),
@@ -82,7 +88,9 @@ def count_calls(logs: list[Path], prefixes: dict[str, tuple[str, ...]]) -> Count
             for line in lines:
                 if line.startswith("execve("):
                     line = line.partition(", [")[0]  # its arguments are no files that it opens
-                line = _FROM_FOLDER.sub('"/', line)
+                elif line.startswith("getcwd("):
+                    continue  # the kernel answers
+                line = _FROM_FOLDER.sub('"/', _CONTENT.sub(r"\1", line))
                 paths = [first or second for first, second in _NAMED.findall(line)]
                 for kind, starts in prefixes.items():
                     if any(path.startswith(starts) for path in paths):
@@ -124,15 +132,16 @@ class Bench:
         first = json.loads((run / "metrics/attempt_000.jsonl").read_text().splitlines()[0])
         return float(first["time"]) - float(began)
 
-    def trace(self, name: str, staged: bool) -> Counter[str]:
-        """The calls of the worker that makes most."""
+    def trace(self, name: str, staged: bool) -> dict[str, Counter[str]]:
+        """The calls of the workers."""
         logs = self.folder / f"{name}.trace"
         logs.mkdir()
         self.run(name, staged, (*STRACE, "-o", str(logs / "trace")))
         prefixes = shared_prefixes(self.folder)
-        counts = [count_calls(of_worker, prefixes) for of_worker in workers(logs)]
+        counts = [count_calls(files, prefixes) for files in workers(logs)]
         shutil.rmtree(logs)
-        return max(counts, key=lambda count: count.total())
+        counts.sort(key=lambda count: count["run directory"])
+        return {"another worker": counts[0], "rank 0": counts[-1]}  # that one writes the metrics
 
 
 def main() -> None:
@@ -151,17 +160,21 @@ def main() -> None:
             bench.run(name, staged)
             calls = bench.trace(f"{name}_traced", staged)
             seconds = round(bench.first_step_s(name), 2)
-            rows.append({"environment": name, "calls": dict(calls), "first_step_s": seconds})
+            rows += [
+                {"environment": name, "worker": role, "calls": dict(count), "first_step_s": seconds}
+                for role, count in sorted(calls.items())
+            ]
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
     kinds = tuple(shared_prefixes(Path()))
-    print(f"{'environment':<12}" + "".join(f"{kind:>15}" for kind in kinds) + "  first step, s")
+    print(f"{'environment':<12}{'':<15}" + "".join(f"{kind:>15}" for kind in kinds)
+          + "  first step, s")  # fmt: skip
     for row in rows:
         counted = row["calls"]
         assert isinstance(counted, dict)
         counts = "".join(f"{counted.get(kind, 0):>15,}" for kind in kinds)
-        print(f"{row['environment']:<12}{counts}  {row['first_step_s']:>13}")
+        print(f"{row['environment']:<12}{row['worker']:<15}{counts}  {row['first_step_s']:>13}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from slurmllm.errors import DataError
 from slurmllm.safe_files import open_regular
+from slurmllm.staged_files import local_copy
 
 if TYPE_CHECKING:
     from slurmllm.data.sources.base import Source
@@ -34,7 +35,7 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
         return MegatronSource(path, encoder, vocab_size)
     magic = b""
     # Errors are suppressed here: opening the file below raises them with a message.
-    with contextlib.suppress(OSError), open_regular(path) as stream:
+    with contextlib.suppress(OSError), open_regular(local_copy(path)) as stream:
         magic = stream.read(len(NPY_MAGIC))
     if path.suffix == ".npy" or magic == NPY_MAGIC:
         return NumpySource(path, encoder, vocab_size)

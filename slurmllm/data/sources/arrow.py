@@ -18,6 +18,7 @@ import pyarrow.ipc
 from slurmllm.data.sources.base import Integers
 from slurmllm.errors import DataError, StorageError
 from slurmllm.safe_files import open_regular
+from slurmllm.staged_files import local_copy
 
 _MAGIC = b"ARROW1"
 _FIX = "build it again with `slurmllm data build`"
@@ -33,8 +34,9 @@ class ArrowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            open_regular(path).close()
-            self._map = pa.memory_map(str(path))
+            self._file = local_copy(path)
+            open_regular(self._file).close()
+            self._map = pa.memory_map(str(self._file))
             reader = pa.ipc.open_file(self._map)
             self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
             # Buffers as long as the rows need, in constant time: Arrow reads what is beyond them.
@@ -87,7 +89,7 @@ class ArrowFile:
     @cached_property
     def footer(self) -> str:
         """Hex digest of the file's size and footer (schema, offset and size of each batch)."""
-        with self.path.open("rb") as stream:
+        with self._file.open("rb") as stream:
             size = stream.seek(0, 2)
             tail = len(_MAGIC) + 4  # the footer's length is an int32 before the magic
             stream.seek(size - tail)

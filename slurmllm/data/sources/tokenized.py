@@ -130,7 +130,7 @@ class NumpySource(TokenizedSource):
         self.path = path
         try:
             # Without pickle, which could run code.
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            tokens = np.load(local_copy(path), mmap_mode="r", allow_pickle=False)
         except FileNotFoundError as error:
             raise DataError(f"no corpus {path}; name a .npy file of token ids") from error
         except Exception as error:  # numpy parses the header as Python, which fails in many ways
@@ -204,7 +204,8 @@ class MegatronSource(TokenizedSource):
         self._read_index()
         last = len(self._sizes) - 1
         expected = int(self._offsets[last]) + int(self._sizes[last]) * self._type.itemsize
-        actual = self.path.stat().st_size
+        tokens = local_copy(self.path)
+        actual = tokens.stat().st_size
         if expected != actual:
             raise DataError(
                 f"{self._index} does not fit {self.path}: it describes {expected} bytes, the file "
@@ -212,8 +213,8 @@ class MegatronSource(TokenizedSource):
             )
         if not actual:
             raise DataError(f"{self.path} has no tokens; make it from files that hold text")
-        self._tokens = np.memmap(self.path, dtype=self._type, mode="r")
-        self.fingerprint = fingerprint([local_copy(self._index), self.path], "megatron")
+        self._tokens = np.memmap(tokens, dtype=self._type, mode="r")
+        self.fingerprint = fingerprint([self._index, self.path], "megatron")
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
