@@ -62,7 +62,7 @@ class Record(BaseModel):
     """A file of the run directory."""
 
     # Unknown fields are ignored: a run directory outlives the version that wrote it.
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, defer_build=True)
 
     def save(self, path: Path) -> None:
         write_atomic(path, self.model_dump_json(indent=2, by_alias=True) + "\n")

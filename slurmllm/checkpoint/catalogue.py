@@ -22,7 +22,7 @@ from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord
-from slurmllm.rundir import RunDir, fsync_dir
+from slurmllm.rundir import RunDir, fsync_dir, read_all
 
 if TYPE_CHECKING:
     from slurmllm.progress import OnProgress
@@ -196,7 +196,7 @@ def read_entry(directory: Path) -> CheckpointEntry:
 
 def list_checkpoints(run: RunDir) -> list[CheckpointEntry]:
     """Returns the checkpoints of a run, oldest first, not verified."""
-    return [read_entry(run.checkpoint(step)) for step in run.checkpoint_steps()]
+    return read_all(read_entry, map(run.checkpoint, run.checkpoint_steps()))
 
 
 def require_step(run: RunDir, step: str, others: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -89,6 +90,8 @@ def main() -> None:
     """The console script; exit code 1 is reserved for failed checks of a verb."""
     if not _HIDDEN.keys() & set(sys.argv[1:2]):
         open_outputs()
+        # A command reads many small records at once, none of which it frees before it ends.
+        gc.set_threshold(200_000)
     try:
         code = cli.main(prog_name="slurmllm", standalone_mode=False)
         sys.stdout.flush()  # here, so that a full disk is an error and not a traceback at exit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -78,19 +79,21 @@ def report(
                 f"--plot {plot}: none of the sources is a run, and logs have no node hours"
             )
         draw_utilization(used, Path(plot))
+    if not as_json:  # before the files, whose pictures take longer than all the reading
+        _print(runs)
+        if plot is not None:
+            click.echo(f"picture: {plot}")
+        sys.stdout.flush()
     page = default_path(runs) if out is None else Path(out)
     written: dict[str, str | None] = {"html": None, "markdown": None}
     failure = None
     try:
         written = written if no_files else write_report(runs, page, not no_html)
-    except StorageError as error:  # the tables are printed anyway
+    except StorageError as error:  # the JSON is printed anyway
         failure = StorageError(f"{error}; name another place with --out FILE.html, or --no-files")
     if as_json:
         click.echo(to_json(runs, written))
     else:
-        _print(runs)
-        if plot is not None:
-            click.echo(f"picture: {plot}")
         for path in filter(None, written.values()):
             click.echo(f"report: {path}")
     if failure is not None:

@@ -307,15 +307,19 @@ def _uniform_keys(line: bytes) -> list[str] | None:
 def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     """Returns the values of a column; NaN for nulls among floats.
 
-    pyarrow's own `to_numpy` imports pandas if it is installed, which takes half a second.
+    pyarrow's own `to_numpy` and `fill_null` import pandas if it is installed, which takes half a
+    second.
     """
     kind = np.int64 if pa.types.is_integer(column.type) else np.float64
     chunks = []
     for chunk in column.chunks:
+        begin, count = chunk.offset, len(chunk)
+        present, values = chunk.buffers()
+        found = np.frombuffer(values, kind, count, begin * np.dtype(kind).itemsize)
         if chunk.null_count and kind is np.float64:
-            chunk = chunk.fill_null(np.nan)
-        begin = chunk.offset * np.dtype(kind).itemsize
-        chunks.append(np.frombuffer(chunk.buffers()[1], kind, len(chunk), begin))
+            bits = np.unpackbits(np.frombuffer(present, np.uint8), bitorder="little")
+            found = np.where(bits[begin : begin + count], found, np.nan)
+        chunks.append(found)
     return np.concatenate(chunks)
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from slurmllm.compare.comparison import curve_letter
 from slurmllm.format import ABSENT, format_names, format_plural
 from slurmllm.report import tables
 from slurmllm.report.facts import RunFacts
@@ -140,6 +139,10 @@ def comparison_texts(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
     """The verdict on each run compared with the first, and whom it is about."""
     first = next((facts.name for facts in runs if facts.loss is not None), "")
     compared = [(facts.name, found) for facts in runs if (found := facts.comparison) is not None]
+    if not compared:
+        return []
+    from slurmllm.compare.comparison import curve_letter  # not loaded for a single run
+
     return [
         (
             found if isinstance(found, str) else f"{found.verdict}: {found.reason}",

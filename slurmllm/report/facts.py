@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from slurmllm.artifact_records import DataRecord
-from slurmllm.compare.comparison import Comparison
 from slurmllm.config.load import LenientConfig
 from slurmllm.evaluate.scores import ScoreTable
 from slurmllm.metrics.curves import Curve, SourceKind
@@ -18,6 +17,9 @@ from slurmllm.records import AttemptRecord, Event
 from slurmllm.spikes import SpikeAnalysis
 from slurmllm.status.recoveries import FailureRecovery
 from slurmllm.status.utilization import Utilization
+
+if TYPE_CHECKING:
+    from slurmllm.compare.comparison import Comparison
 
 State = Literal["done", "stopped", "cancelled", "requeued", "open", "not started", "log"]
 CheckpointState = Literal["kept", "invalidated", "damaged", "removed"]

@@ -7,12 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from slurmllm.artifact_records import DataRecord
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
-from slurmllm.compare.compare import compare
-from slurmllm.compare.comparison import Comparison, curve_letter
 from slurmllm.config.load import LenientConfig, load_leniently
 from slurmllm.errors import ConfigError, RunError, SlurmllmError
 from slurmllm.evaluate.scores import score_tables
@@ -32,6 +30,9 @@ from slurmllm.spikes import SpikeAnalysis, analyze
 from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions
 from slurmllm.status.recoveries import find_recoveries
 from slurmllm.status.utilization import account_node_hours
+
+if TYPE_CHECKING:
+    from slurmllm.compare.comparison import Comparison
 
 T = TypeVar("T")
 
@@ -281,6 +282,11 @@ def _read_node(path: Path) -> tuple[NodeRecord | None, list[str]]:
 
 def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
     """Compare each run that has a loss with the first one that has."""
+    if len(runs) == 1:
+        return [*runs]
+    from slurmllm.compare.compare import compare  # not loaded for a single run
+    from slurmllm.compare.comparison import curve_letter
+
     curves = [facts.curve if facts.loss is not None else None for facts in runs]
     first = next((curve for curve in curves if curve is not None), None)
     found: list[RunFacts] = []

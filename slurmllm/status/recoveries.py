@@ -31,7 +31,7 @@ RECOVERY_PHASES: tuple[RecoveryPhase, ...] = get_args(RecoveryPhase)
 class FailureRecovery(BaseModel):
     """The recovery from the ending of an attempt to the next completed step."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     attempt: int  # the attempt that ended
     ending: EndingClass = Field(serialization_alias="class")
@@ -53,7 +53,7 @@ class FailureRecovery(BaseModel):
 class EndingLoss(BaseModel):
     """All recoveries after endings of one class."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     ending: EndingClass = Field(serialization_alias="class")
     times: int

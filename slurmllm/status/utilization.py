@@ -182,7 +182,7 @@ def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePa
 class Utilization(BaseModel):
     """The node hours of a run, or of several."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     node_hours: float  # nodes × time of every allocation
     parts: dict[TimePart, float]  # node hours by part; they add up to node_hours
