@@ -1,9 +1,15 @@
-"""A node's place in the tree of relays: node i is below node (i - 1) // FAN_OUT, 0 is the root."""
+"""A node's place in the tree of relays, and its peers there.
+
+Node i is below node (i - 1) // FAN_OUT; node 0 is the root.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from slurmllm.control.wire import Role
 
 FAN_OUT = 16  # nodes below a node: two levels for 272 nodes
 
@@ -49,3 +55,16 @@ class Position:
         """Ranks of all workers on a node and on those below it."""
         at = Position(node, self.names, self.per_node)
         return [*at.workers(), *(rank for child in at.below() for rank in at.ranks_below(child))]
+
+
+class Peer(NamedTuple):
+    """A worker of this node, or the relay of another one."""
+
+    role: Role
+    number: int  # rank of a worker, or place of a node in the attempt
+
+    def describe(self, names: Sequence[str], own: str) -> str:
+        if self.role is Role.WORKER:
+            return f"rank {self.number} on {own}"
+        name = names[self.number] if self.number < len(names) else f"node {self.number}"
+        return f"the launcher of {name}"

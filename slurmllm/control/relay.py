@@ -11,24 +11,22 @@ worker gets a fault that names the worker or the node, and fails with it.
 
 from __future__ import annotations
 
-import errno
 import logging
 import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from slurmllm.control.operations import combine, shares
 from slurmllm.control.parent import ParentSearch
-from slurmllm.control.position import Position
+from slurmllm.control.position import Peer, Position
 from slurmllm.control.reception import Reception
-from slurmllm.control.rendezvous import listen, source_address
+from slurmllm.control.rendezvous import listen_for_nodes, source_address
 from slurmllm.control.wire import FAULTS, Claim, Connection, Frame, Kind, Role
 from slurmllm.errors import NodeError
 
@@ -37,24 +35,10 @@ __all__ = ["OPERATION_S", "Position", "Relay"]
 RENDEZVOUS_S = 600.0  # until all below have connected: nodes start minutes apart
 OPERATION_S = 7200.0  # for all contributions to an operation: peers may compile meanwhile
 _LEVEL_S = 5.0  # longer for each level below a relay: the one that knows whom it misses is first
-_PORT_S = 10.0  # for a port that an ending process still holds
 _LEAVE_S = 5.0  # for the last messages to be sent at the end
 _PAUSE_S = 0.1
 
 log = logging.getLogger(__name__)
-
-
-class _Peer(NamedTuple):
-    """A worker of this node, or the relay of another one."""
-
-    role: Role
-    number: int  # rank of a worker, or place of a node in the attempt
-
-    def describe(self, names: Sequence[str], own: str) -> str:
-        if self.role is Role.WORKER:
-            return f"rank {self.number} on {own}"
-        name = names[self.number] if self.number < len(names) else f"node {self.number}"
-        return f"the launcher of {name}"
 
 
 @dataclass
@@ -63,7 +47,7 @@ class _Operation:
 
     kind: Kind
     begun: float = field(default_factory=time.monotonic)
-    parts: dict[_Peer, bytes] = field(default_factory=dict)
+    parts: dict[Peer, bytes] = field(default_factory=dict)
 
 
 class Relay:
@@ -81,17 +65,17 @@ class Relay:
     ) -> None:
         self.position, self.path = position, path
         self._root, self._secret, self._port = root, secret, port
-        workers = [_Peer(Role.WORKER, rank) for rank in position.workers()]
-        nodes = [_Peer(Role.NODE, node) for node in position.below()]
+        workers = [Peer(Role.WORKER, rank) for rank in position.workers()]
+        nodes = [Peer(Role.NODE, node) for node in position.below()]
         # In this order contributions are combined, whatever the order in which they arrive.
         self._expected = (*workers, *nodes)
         self._owners = {worker.number: worker for worker in workers}
         for node in nodes:
             self._owners |= dict.fromkeys(position.ranks_below(node.number), node)
-        self._below: dict[_Peer, Connection] = {}
-        self._peers: dict[Connection, _Peer] = {}
+        self._below: dict[Peer, Connection] = {}
+        self._peers: dict[Connection, Peer] = {}
         self._missing = {*self._expected}  # that have not connected yet
-        self._left: set[_Peer] = set()
+        self._left: set[Peer] = set()
         self._levels = position.levels_below()
         self._counts = dict.fromkeys(self._expected, 0)  # contributions so far
         self._above: Connection | None = None
@@ -124,11 +108,12 @@ class Relay:
                 "space in the memory disk of the node"
             ) from error
         self._servers.append(server)
+        name = self.position.names[self.position.index]
         if self.position.index == 0 and len(self.position.names) > 1:
-            self._servers.append(self._listen(*self._root))
+            self._servers.append(listen_for_nodes(*self._root, name))
         elif self.position.below():
             address = source_address(self._root[0])
-            self._servers.append(self._listen(address, self._port))
+            self._servers.append(listen_for_nodes(address, self._port, name))
         for one in (*self._servers, self._wake):
             one.setblocking(False)
             self._selector.register(one, selectors.EVENT_READ)
@@ -159,22 +144,6 @@ class Relay:
         with suppress(OSError):  # it has noticed already
             self._waker.send(b"x")
         self._thread.join(2 * _LEAVE_S + 5.0)  # the search may wait for a connection
-
-    def _listen(self, address: str, port: int) -> socket.socket:
-        deadline = time.monotonic() + _PORT_S
-        while True:
-            try:
-                return listen(address, port)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                    time.sleep(_PAUSE_S)
-                    continue
-                name = self.position.names[self.position.index]
-                raise NodeError(
-                    f"the control plane cannot listen on port {port} of {name}: {error.strerror}; "
-                    "end the program that uses it, or set another cluster.master_port (the control "
-                    "plane uses the port after it)"
-                ) from error
 
     def _run(self) -> None:
         begun, leave_at = time.monotonic(), float("inf")
@@ -244,7 +213,7 @@ class Relay:
             late = {*self._expected} - self._operations[0].parts.keys()
             self._fail(f"Timed out waiting for {self._describe(late)} after {OPERATION_S:.0f} s")
 
-    def _describe(self, peers: Collection[_Peer]) -> str:
+    def _describe(self, peers: Collection[Peer]) -> str:
         own = self.position.names[self.position.index]
         names = [peer.describe(self.position.names, own) for peer in sorted(peers)]
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -280,7 +249,7 @@ class Relay:
         claim = self._reception.greet(peer, self._refuse)
         if claim is None:
             return
-        found, connection = _Peer(claim.role, claim.number), Connection(peer)
+        found, connection = Peer(claim.role, claim.number), Connection(peer)
         self._selector.modify(peer, selectors.EVENT_READ, connection)
         if found in self._missing:
             self._missing.remove(found)
@@ -292,7 +261,7 @@ class Relay:
 
     def _refuse(self, claim: Claim) -> str | None:
         """Why a peer of this attempt is refused."""
-        found = _Peer(claim.role, claim.number)
+        found = Peer(claim.role, claim.number)
         asks = claim.role is Role.NODE and self.position.index == 0 and found not in self._expected
         return None if asks or found in self._missing else f"{self._describe([found])}: unexpected"
 
@@ -311,7 +280,7 @@ class Relay:
         else:
             self._contribute(peer, frame)
 
-    def _contribute(self, peer: _Peer, frame: Frame) -> None:
+    def _contribute(self, peer: Peer, frame: Frame) -> None:
         if self._fault is not None:
             return
         number = self._counts[peer]
@@ -355,7 +324,7 @@ class Relay:
             own = None if parts is None else result._replace(payload=parts.get(peer, b""))
             self._send_encoded(connection, same if own is None else own.encode())
 
-    def _leave(self, peer: _Peer) -> None:
+    def _leave(self, peer: Peer) -> None:
         """A worker, or all workers of the nodes below one, ended as planned."""
         self._left.add(peer)
         connection = self._below.pop(peer)

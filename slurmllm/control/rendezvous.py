@@ -15,10 +15,11 @@ import os
 import secrets
 import signal
 import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from slurmllm.errors import ConfigError
+from slurmllm.errors import ConfigError, NodeError
 
 NODE_RANK = "SLURMLLM_NODE_RANK"
 NODE_NAME = "SLURMLLM_NODE"
@@ -29,6 +30,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "CCOM_SOCKET_IFNAME")
 _ROUTES = Path("/proc/net/route")
 _UP, _ANYWHERE = 0x1, "00000000"  # linux/route.h: RTF_UP; the destination of a default route
 _BACKLOG = 4096  # workers that connect at once; Linux's default limit
+_PORT_S = 10.0  # for a port that an ending process still holds
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -94,6 +96,27 @@ def listen(address: str, port: int) -> socket.socket:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
     return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def listen_for_nodes(address: str, port: int, name: str) -> socket.socket:
+    """`listen` on a port that an ending process may still hold; `name` is this node's.
+
+    Raises:
+        NodeError: another program uses the port, or it is refused.
+    """
+    deadline = time.monotonic() + _PORT_S
+    while True:
+        try:
+            return listen(address, port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            raise NodeError(
+                f"the control plane cannot listen on port {port} of {name}: {error.strerror}; end "
+                "the program that uses it, or set another cluster.master_port (the control plane "
+                "uses the port after it)"
+            ) from error
 
 
 def interface_variables(master_addr: str, routes: Path = _ROUTES) -> dict[str, str]:

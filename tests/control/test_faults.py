@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from control.trees import SECRET, Nodes, Tree, failure, tree
 
-from slurmllm.control import position
+from slurmllm.control import position, rendezvous
 from slurmllm.control import relay as relays
 from slurmllm.control.plane import ControlPlane
 from slurmllm.control.relay import Position, Relay
@@ -241,7 +241,7 @@ def test_a_root_that_never_listens_is_named(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_a_port_that_is_taken_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "_PORT_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_PORT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         found = Tree(folder, 2, 1, port)
