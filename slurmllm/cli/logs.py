@@ -356,25 +356,24 @@ class _Printer:
 def _stacks(run: RunDir, rank: int | None) -> str:
     """The stacks of the last attempt that hung, those that differ from the others first."""
     from slurmllm.errors import RunError
-    from slurmllm.supervise.first_failure import outliers, read_locations, read_stacks
+    from slurmllm.supervise.first_failure import outliers, read_stacks, stack_location
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
     if not hung:
         raise RunError(f"{run.name} has no stacks: no attempt of it has hung")
     attempt = hung[-1]
-    places = read_locations(attempt)
-    if not places:
+    dumps = read_stacks(attempt)
+    if not dumps:
         raise RunError(f"{run.name} has no stacks that can be read; see {attempt.path}")
-    if rank is not None and rank not in places:
-        known = ", ".join(map(str, sorted(places)))
+    if rank is not None and rank not in dumps:
+        known = ", ".join(map(str, sorted(dumps)))
         raise RunError(f"rank {rank}: no stacks in attempt {attempt.number}; there are {known}")
-    apart = outliers(places)
-    ranks = [rank] if rank is not None else [*apart, *sorted(set(places) - set(apart))]
+    apart = outliers({rank: stack_location(dump) for rank, dump in dumps.items()})
+    ranks = [rank] if rank is not None else [*apart, *sorted(set(dumps) - set(apart))]
     parts = []
     for shown in ranks:
         mark = ", differs from the others" if shown in apart else ""
-        dump = read_stacks(attempt, shown)
-        parts.append(f"attempt {attempt.number}, rank {shown}{mark}\n{dump.rstrip()}\n")
+        parts.append(f"attempt {attempt.number}, rank {shown}{mark}\n{dumps[shown].rstrip()}\n")
     return "\n".join(parts)
 
 

@@ -169,22 +169,22 @@ class StackLocation(NamedTuple):
 
 def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
     """Rank → location of the workers of an attempt that hung."""
+    return {rank: stack_location(dump) for rank, dump in read_stacks(attempt).items()}
+
+
+def read_stacks(attempt: AttemptDir) -> dict[int, str]:
+    """Rank → the dump of a worker's stacks, of all that can be read."""
     folder = attempt.stacks(0).parent
 
-    def read(path: Path) -> tuple[int, StackLocation] | None:
+    def read(path: Path) -> tuple[int, str] | None:
         try:
             rank = int(path.stem.removeprefix("rank_"))
-            return rank, stack_location(read_stacks(attempt, rank))
+            return rank, read_limited(path).decode(errors="replace")
         except (OSError, ValueError):
             return None
 
     paths = sorted(folder.glob("rank_*.txt")) if folder.is_dir() else []
     return dict(found for found in read_all(read, paths) if found is not None)
-
-
-def read_stacks(attempt: AttemptDir, rank: int) -> str:
-    """The dump of a worker's stacks; OSError if it cannot be read."""
-    return read_limited(attempt.stacks(rank)).decode(errors="replace")
 
 
 def stack_location(dump: str) -> StackLocation:
