@@ -59,6 +59,8 @@ def is_secret_at(path: str, value: object = "") -> bool:
     section, _, name = path.rpartition(".")
     if path.startswith("slurm.notify"):  # a webhook's URL, which is refused there
         return "://" in str(value)
+    if path.startswith("cluster.trackers"):  # an address with a password, likewise
+        return _URL_WITH_PASSWORD.search(str(value)) is not None
     return section in ("env", "cluster.env") and is_secret(name, value)
 
 

@@ -180,6 +180,10 @@ def _unreachable(config: RunConfig) -> list[str]:
     if notify.command and shutil.which(notify.command[0]) is None:
         what = f"{notify.command[0]} is not a program here; name it with its folder"
         faults.append(f"slurm.notify.command: {what}")
+    if config.recipe.trackers and config.cluster.trackers.network:
+        from slurmllm.track.trackers import missing
+
+        faults += missing(config, config.recipe.trackers)
     return faults
 
 

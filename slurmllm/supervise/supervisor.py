@@ -66,6 +66,7 @@ from slurmllm.supervise.notify import Notifier
 from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.preflight import preflight
 from slurmllm.supervise.run_lock import locked
+from slurmllm.supervise.tracking import Tracking
 
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
 EXIT_FAILED = {  # by class of ending; 70 for the others
@@ -84,6 +85,7 @@ class Supervisor:
         self.config: RunConfig = load(run.config, trusted=True)
         self.stop = StopSignals()
         self.notifier = Notifier(run, self.config)
+        self.tracking = Tracking(run, self.config)
 
     def main(self) -> int:
         """Run the attempt; returns 0 finished, 75 to be started again, or a code of errors.py.
@@ -117,6 +119,7 @@ class Supervisor:
                 record = record.model_copy(update={"phases_s": dict(phases)})
                 record.save(self.run.attempt(self.stage, record.attempt).record)
                 launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
+                self.tracking.start(self.stage)
         except SlurmllmError as error:
             closed = self._close(record, ending_of_error(error, record.nodes[0]), phases, observed)
             if closed.action == "requeue":
@@ -447,9 +450,12 @@ def supervise(run: RunDir, stage: Stage) -> int:
     allocation = current_allocation(run)
     try:
         supervisor = Supervisor(run, stage, allocation)
+        code = EXIT_REQUEUE
         try:
-            return supervisor.main()
+            code = supervisor.main()
         finally:
+            supervisor.tracking.stop(requeued=code == EXIT_REQUEUE)
             supervisor.notifier.wait()
+        return code
     except StorageError as error:
         return requeue_unrecorded(run, stage, allocation, error)
