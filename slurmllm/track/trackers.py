@@ -78,6 +78,7 @@ class Wandb(Tracker):
 
     def open(self, run_id: str, about: Description) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
         about.files.mkdir(exist_ok=True)
@@ -86,7 +87,7 @@ class Wandb(Tracker):
             name=about.name, dir=str(about.files), config=None,
             settings=wandb.Settings(
                 # The metrics are those of the workers: nothing of this process belongs in the run.
-                console="off", silent=True, disable_git=True, disable_code=True,
+                console="off", silent=True, disable_git=True, disable_code=True, init_timeout=30,
                 x_disable_stats=True, x_disable_meta=True, x_save_requirements=False,
             ),
         )  # fmt: skip
