@@ -196,12 +196,12 @@ def resolve(
         for path, source in origins.items()
         if path.startswith("env.") and loads_code(path[4:]) and source == of_files.get(path)
     ]
-    faults += [
-        f"{path} ({source}): a recipe may not set a program to run, as it may be another user's "
-        f"file; if you trust it, --set {path}=…"
-        for path, source in origins.items()
-        if path == "slurm.notify.command" and source == of_files.get(path)
-    ]
+    command, source = "slurm.notify.command", origins.get("slurm.notify.command")
+    if flatten(tree).get(command) and source is not None and source == of_files.get(command):
+        faults.append(
+            f"{command} ({source}): a recipe may not set a program to run, as it may be another "
+            f"user's file; if you trust it, --set {command}=…"
+        )
     for dotted, (option, value) in (options or {}).items():
         if value is not None:
             _assign(tree, dotted, value, option, origins, faults)
