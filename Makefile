@@ -7,6 +7,7 @@
 # make sbom    the installed packages as a CycloneDX list, build/sbom.json
 # make fuzz    hostile files for every reader, for an hour
 # make gpu     all that needs one GPU, in nine minutes; writes build/gpu.md
+# make trackers  the tests against the packages of W&B and MLflow, which it installs
 # make chaos   the chaos suite: 200 runs that fail on 4 nodes, 20 on 128; 55 minutes of it a call
 # make chaos-part  12 of them, in 20 minutes
 
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check docs audit sbom fuzz gpu chaos chaos-part install dev slurm browser clean
+.PHONY: demo test test-all check docs audit sbom fuzz gpu trackers chaos chaos-part install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -64,6 +65,11 @@ fuzz: dev
 # Exit code 1: a required part failed; 2: nothing was run, for example because there is no GPU.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/benchmarks/gpu.py --out build/gpu.md
+
+# mlflow's server is no part of the extra.
+trackers: dev
+	$(PIP) --editable '.[wandb,mlflow]' 'mlflow>=2.14'
+	$(BIN)/python -m pytest -rs tests/track
 
 chaos: dev slurm
 	$(BIN)/python tools/chaos --suite full --minutes 55 --parallel 4 --results build/chaos

@@ -151,6 +151,8 @@ class Submission(Record):
     host: str | None = None  # machine of a local submission
     cancelled_at: float | None = None  # Unix time of `cancel`, s
     from_scratch: bool = False  # earlier checkpoints are not used
+    # Of the folder's repository; only if the run has trackers.
+    git_commit: str | None = Field(default=None, max_length=200)
 
 
 class JobsRecord(Record):

@@ -23,6 +23,7 @@ Layout (`runs/<name>/`, on the shared file system):
     events/attempt_NNN.jsonl          saves, spikes and the like; a file per attempt
     evaluations/<checkpoint>/         scores of a checkpoint, a file per task
     evaluations/suites/<name>.yaml    the user's own suites
+    trackers/<tracker>.json           the run's run in W&B or MLflow, and what was sent to it
     tensorboard/  reports/
 """
 
@@ -187,6 +188,10 @@ class RunDir:
     evaluations = _Inside("evaluations")  # the folder of all scores
     reports = _Inside("reports")  # pictures and reports made after the run
 
+    report = _Inside("reports/report.html")  # as `slurmllm report` names it
+    trackers = _Inside("trackers")  # the records of trackers, W&B's own files
+    track_log = _Inside("logs/track.log")  # of the process that sends to trackers
+
     @property
     def name(self) -> str:
         """The run's name, which is the directory's."""
@@ -257,6 +262,10 @@ class RunDir:
             return []
         found = [(int(m.group(1)), e) for e in folder.iterdir() if (m := _METRICS.match(e.name))]
         return [entry for _, entry in sorted(found)]
+
+    def tracker(self, name: str) -> Path:
+        """The run's run in a tracker (`track.sync.TrackerRecord`)."""
+        return self.trackers / f"{name}.json"
 
     def evaluation(self, checksum: str, key: str) -> Path:
         """The scores of a checkpoint in a task (`EvaluationRecord`).

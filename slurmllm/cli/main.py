@@ -24,7 +24,8 @@ _MODULES = {
     "doctor": "diagnose", "health": "diagnose", "recipes": "recipes", "plan": "plan",
     "submit": "submit", "status": "status", "logs": "logs", "cancel": "submit", "resume": "submit",
     "data": "data", "tokenizer": "data", "checkpoint": "checkpoint", "compare": "compare",
-    "spikes": "spikes", "report": "report", "evaluate": "evaluate", "drill": "drill",
+    "spikes": "spikes", "report": "report", "evaluate": "evaluate", "track": "track",
+    "drill": "drill",
 }  # fmt: skip
 # Called on the nodes; they write logs.
 _HIDDEN = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from datetime import date
 from typing import Annotated, Literal
@@ -42,6 +43,29 @@ class HealthChecks(Section):
     min_allreduce_gb_s: PositiveFloat | None = None
 
 
+def _without_password(value: str) -> str:
+    if not _SERVER.fullmatch(value):
+        raise ValueError(
+            "must be an address such as http://mlflow.example.com:5000, without a name or a "
+            "password: --set env.MLFLOW_TRACKING_USERNAME, --set env.MLFLOW_TRACKING_PASSWORD"
+        )
+    return value
+
+
+_SERVER = re.compile(r"[a-z][a-z0-9+.-]*:[^@\s]+")
+
+
+class Trackers(Section):
+    """Where the trackers of a recipe's `trackers` are."""
+
+    project: str = "slurmllm"  # W&B's project, MLflow's experiment.
+    entity: str | None = None  # W&B's entity: a user or a team; the key's own by default.
+    # MLflow's server; $MLFLOW_TRACKING_URI by default.
+    tracking_uri: Annotated[str, AfterValidator(_without_password)] | None = None
+    # Whether the nodes reach them. If not, `slurmllm track sync` on the login node does.
+    network: bool = True
+
+
 class Cluster(Section):
     """A cluster profile (`--cluster`); `--set cluster.<field>=…` overrides a value."""
 
@@ -73,6 +97,7 @@ class Cluster(Section):
     hardware: Hardware | None = None  # What the nodes can do, for `slurmllm plan`.
     price: Price | None = None  # What a node costs.
     health: HealthChecks = HealthChecks()
+    trackers: Trackers = Trackers()
     # Environment variables for every job of this cluster.
     env: dict[EnvName, str] = Field(default_factory=dict)
 

@@ -126,6 +126,36 @@ SlurmTime = Annotated[str, BeforeValidator(_slurm_time)]
 SlurmWord = Annotated[str, BeforeValidator(_slurm_word)]
 
 
+NotifyEvent = Literal["start", "failure", "requeue", "divergence", "end"]
+
+
+def _variable_name(value: Any) -> str:
+    """A URL is a secret: the configuration names the variable that holds it."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        return value
+    raise ValueError(
+        "must be the name of a variable that holds the URL, which is a secret: `export "
+        "SLACK_WEBHOOK=https://…`, then --set slurm.notify.webhook=SLACK_WEBHOOK --set "
+        "env.SLACK_WEBHOOK"
+    )
+
+
+class NotifyConfig(Section):
+    """Notifications of a run; they never delay it."""
+
+    # Name of the variable with the URL to which a notification is posted as JSON, with the line
+    # `text` that Slack shows.
+    webhook: Annotated[str, BeforeValidator(_variable_name)] | None = None
+    # A program and its arguments, called with the JSON on its standard input and the line of text
+    # in $SLURMLLM_NOTIFICATION; not from a recipe's file.
+    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    # Which: the start of an attempt; its end, as a failure that stops the run, a requeue, a
+    # divergence, or the end of the run.
+    on: Annotated[tuple[NotifyEvent, ...], Field(strict=False)] = (
+        "start", "failure", "requeue", "divergence", "end",
+    )  # fmt: skip
+
+
 class SlurmConfig(Section):
     """Slurm options of the batch scripts, and limits on restarts."""
 
@@ -152,3 +182,4 @@ class SlurmConfig(Section):
     # Hours for which a node that failed is excluded from the run.
     exclude_hours: NonNegativeFloat = 24.0
     drain: bool = False  # Whether such a node is drained too, if Slurm permits it to this user.
+    notify: NotifyConfig = NotifyConfig()

@@ -213,6 +213,9 @@ class ParallelConfig(Section):
         raise ValueError("must be auto, or degrees such as {tensor: 8, pipeline: 4}")
 
 
+TrackerName = Literal["wandb", "mlflow"]
+
+
 class Recipe(Section):
     """One YAML file per run."""
 
@@ -232,6 +235,8 @@ class Recipe(Section):
     slurm: SlurmConfig = SlurmConfig()
     # Nxd on Neuron devices, native elsewhere; rehearsal does everything but the arithmetic.
     backend: Literal["auto", "native", "nxd", "rehearsal"] = "auto"
+    # Trackers that get the run's metrics: wandb, mlflow; project and server in the profile.
+    trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
     # Environment variables for this recipe's workers; they replace those of the same name
     # from the cluster profile and the backend.
     env: dict[EnvName, str] = Field(default_factory=dict)

@@ -104,6 +104,11 @@ class RunConfig:
             raise ConfigError(f"{self.recipe.name}: {len(missing)} secret(s) missing", missing)
         return {path.rpartition(".")[2]: value for path, value in found.items()}
 
+    def variable(self, name: str) -> str | None:
+        """A variable as the recipe or the profile sets it, else of this process's environment."""
+        value = {**self.cluster.env, **self.recipe.env}.get(name, MASK)
+        return os.environ.get(name) if value == MASK else value
+
     def is_set(self, path: str) -> bool:
         """Whether the value was set: it is neither a default nor the planner's choice."""
         return _is_set(path, self.origins)
@@ -191,6 +196,12 @@ def resolve(
         for path, source in origins.items()
         if path.startswith("env.") and loads_code(path[4:]) and source == of_files.get(path)
     ]
+    command, source = "slurm.notify.command", origins.get("slurm.notify.command")
+    if flatten(tree).get(command) and source is not None and source == of_files.get(command):
+        faults.append(
+            f"{command} ({source}): a recipe may not set a program to run, as it may be another "
+            f"user's file; if you trust it, --set {command}=…"
+        )
     for dotted, (option, value) in (options or {}).items():
         if value is not None:
             _assign(tree, dotted, value, option, origins, faults)

@@ -26,7 +26,7 @@ _LOADS_CODE = re.compile(
     r"|TRITON_(CACHE_MANAGER|REMOTE_CACHE_BACKEND)"
 )
 _SECRET = re.compile(
-    r"TOKEN(?![A-Z])|SECRET|PASSW(OR)?D|PASSPHRASE|PASS(?![A-Z])|_PWD$|CREDENTIAL|API_?KEY"
+    r"TOKEN(?![A-Z])|SECRET|PASSW(OR)?D|PASSPHRASE|PASS(?![A-Z])|_PWD$|CREDENTIAL|API_?KEY|WEBHOOK"
     r"|(^|_)(KEY|AUTH|PAT)(_|$)",
     re.IGNORECASE,
 )
@@ -57,6 +57,10 @@ def is_secret(name: str, value: object = "") -> bool:
 def is_secret_at(path: str, value: object = "") -> bool:
     """Whether the value at a dotted path of a configuration is a secret."""
     section, _, name = path.rpartition(".")
+    if path.startswith("slurm.notify"):  # a webhook's URL, which is refused there
+        return "://" in str(value)
+    if path.startswith("cluster.trackers"):  # an address with a password, likewise
+        return _URL_WITH_PASSWORD.search(str(value)) is not None
     return section in ("env", "cluster.env") and is_secret(name, value)
 
 

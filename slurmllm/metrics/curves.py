@@ -31,6 +31,21 @@ COLUMNS = (
     *(name for name in MetricsRow.model_fields if name not in ("step", "attempt")),
     *("samples", "val_loss"),
 )
+# Metric → tag in TensorBoard and in trackers, which group charts by the part before the slash.
+TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "param_norm": "train/param_norm",
+    "lr": "train/lr",
+    "tokens": "train/tokens",
+    "seq_per_s": "throughput/seq_per_s",
+    "tokens_per_s": "throughput/tokens_per_s",
+    "step_time_s": "time/step_time_s",
+    "data_wait_s": "time/data_wait_s",
+    "forward_backward_s": "time/forward_backward_s",
+    "optimizer_s": "time/optimizer_s",
+    "attempt": "run/attempt",
+}
 # What an exact resume reproduces bit by bit; the other metrics are times and rates.
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
 

@@ -45,9 +45,20 @@ def _submission(prepared: PreparedRun, **fields: object) -> Submission:
             "nodes": prepared.mesh.nodes,
             "first_attempt": attempts[-1].number + 1 if attempts else 0,
             "from_scratch": prepared.from_scratch,
+            "git_commit": _git_commit() if prepared.config.recipe.trackers else None,
             **fields,
         }
     )
+
+
+def _git_commit() -> str | None:
+    """The commit of this folder's repository, with -dirty after changes; None without one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip()[:200] or None
 
 
 def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Submission:

@@ -115,6 +115,10 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise ConfigError(
             f"backend {config.backend} cannot train {config.recipe.name} like this", reasons
         )
+    if faults := _unreachable(config):
+        if not dry_run:
+            raise ConfigError(f"{config.recipe.name}: what it reports to is not usable", faults)
+        reasons += faults
     fit = None
     if request.check_layout and config.cluster.hardware is not None:
         from slurmllm.plan.fit_check import check_fit
@@ -161,6 +165,26 @@ def prepare(request: RunRequest) -> PreparedRun:
             remove_unsubmitted(run)
         raise
     return prepared
+
+
+def _unreachable(config: RunConfig) -> list[str]:
+    """Faults of what a run sends to, as far as they are known before it runs."""
+    notify, faults = config.recipe.slurm.notify, []
+    if (name := notify.webhook) is not None:
+        url = config.variable(name)
+        if not url:
+            what = "is not set; `export` it and add"
+            faults.append(f"slurm.notify.webhook: {name} {what} --set env.{name}")
+        elif not url.startswith(("https://", "http://")):
+            faults.append(f"slurm.notify.webhook: {name} holds no http(s) URL; correct it")
+    if notify.command and shutil.which(notify.command[0]) is None:
+        what = f"{notify.command[0]} is not a program here; name it with its folder"
+        faults.append(f"slurm.notify.command: {what}")
+    if config.recipe.trackers and config.cluster.trackers.network:
+        from slurmllm.track.trackers import missing
+
+        faults += missing(config, config.recipe.trackers)
+    return faults
 
 
 def _require_own(run: RunDir, group: str | None) -> None:

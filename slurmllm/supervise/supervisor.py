@@ -62,9 +62,11 @@ from slurmllm.supervise.attempts import (
 from slurmllm.supervise.classify import Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, excluded, nodes_to_avoid, requeue
+from slurmllm.supervise.notify import Notifier
 from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.preflight import preflight
 from slurmllm.supervise.run_lock import locked
+from slurmllm.supervise.tracking import Tracking
 
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
 EXIT_FAILED = {  # by class of ending; 70 for the others
@@ -82,6 +84,8 @@ class Supervisor:
         self.run, self.stage, self.allocation = run, stage, allocation
         self.config: RunConfig = load(run.config, trusted=True)
         self.stop = StopSignals()
+        self.notifier = Notifier(run, self.config)
+        self.tracking = Tracking(run, self.config)
 
     def main(self) -> int:
         """Run the attempt; returns 0 finished, 75 to be started again, or a code of errors.py.
@@ -105,6 +109,7 @@ class Supervisor:
             return self._exit_code(stopped)
         record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
         self._log(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
+        self.notifier.started(record)
         phases: dict[str, float] = {}
         observed = Observations()
         try:
@@ -114,6 +119,7 @@ class Supervisor:
                 record = record.model_copy(update={"phases_s": dict(phases)})
                 record.save(self.run.attempt(self.stage, record.attempt).record)
                 launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
+                self.tracking.start(self.stage)
         except SlurmllmError as error:
             closed = self._close(record, ending_of_error(error, record.nodes[0]), phases, observed)
             if closed.action == "requeue":
@@ -153,6 +159,7 @@ class Supervisor:
         )
         self._exclude_failed(closed)
         self._log(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
+        self.notifier.closed(closed)
         nodes = attempts.node_records(self.run, record)
         if line := attempts.unequal_versions({name: n.versions for name, n in nodes.items()}):
             self._log(closed, f"warning: {line}")
@@ -370,6 +377,7 @@ class Supervisor:
             ended_at = None if row is None else to_unix(row.end)
             closed = attempts.close_attempt(self.run, record, ending, ended_at=ended_at, row=row)
             self._log(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
+            self.notifier.closed(closed)
             self._exclude_failed(closed)
         if closed is None or self.stage == "precompile" or closed.action != "stop":
             return None
@@ -441,6 +449,13 @@ def supervise(run: RunDir, stage: Stage) -> int:
     """Entry of the hidden verb `supervise`."""
     allocation = current_allocation(run)
     try:
-        return Supervisor(run, stage, allocation).main()
+        supervisor = Supervisor(run, stage, allocation)
+        code = EXIT_REQUEUE
+        try:
+            code = supervisor.main()
+        finally:
+            supervisor.tracking.stop(requeued=code == EXIT_REQUEUE)
+            supervisor.notifier.wait()
+        return code
     except StorageError as error:
         return requeue_unrecorded(run, stage, allocation, error)

@@ -18,11 +18,12 @@ from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
+from slurmllm.metrics.curves import TAGS
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import AttemptRecord, MetricsRow
 from slurmllm.rundir import RunDir
 from slurmllm.train.hooks import StepEnd
-from slurmllm.train.hooks.tensorboard import TAGS, TensorBoardHook
+from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
 from .gang import small_config
 

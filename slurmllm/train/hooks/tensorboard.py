@@ -20,25 +20,10 @@ from tensorboard.summary.writer.event_file_writer import (  # type: ignore[impor
 
 from slurmllm.config.resolve import flatten
 from slurmllm.errors import StorageError
+from slurmllm.metrics.curves import TAGS
 from slurmllm.records import AttemptRecord
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
-
-# Metric → tag; TensorBoard groups cards by the part before the slash.
-TAGS = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "param_norm": "train/param_norm",
-    "lr": "train/lr",
-    "tokens": "train/tokens",
-    "seq_per_s": "throughput/seq_per_s",
-    "tokens_per_s": "throughput/tokens_per_s",
-    "step_time_s": "time/step_time_s",
-    "data_wait_s": "time/data_wait_s",
-    "forward_backward_s": "time/forward_backward_s",
-    "optimizer_s": "time/optimizer_s",
-    "attempt": "run/attempt",
-}
 
 
 class TensorBoardHook(Hook):

@@ -1,0 +1,81 @@
+"""`slurmllm track sync`: send the metrics of a run to W&B and MLflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from slurmllm.config.recipe import TrackerName
+
+
+@click.group()
+def track() -> None:
+    """Send the metrics of runs to Weights & Biases and MLflow."""
+
+
+@track.command()
+@click.argument("run", shell_complete=options.complete_run)
+@click.option(
+    "--to", "trackers", multiple=True, type=click.Choice(["wandb", "mlflow"]),
+    help="Tracker; repeatable.  [default: the recipe's trackers]",
+)  # fmt: skip
+@click.option("--follow", "-f", is_flag=True, help="Continue until the run has ended.")
+@click.option("--supervised", is_flag=True, hidden=True)
+@options.runs_dir
+@options.as_json
+def sync(
+    run: str, trackers: tuple[TrackerName, ...], follow: bool, supervised: bool, runs_dir: Path,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Send the steps of RUN that a tracker does not have yet.
+
+    All attempts of a run are one run of the tracker. Needs a network, the tracker's package and its
+    key; what cannot be sent now is sent by the next call.
+
+    Exit codes: 0 all was sent; 2 a package, a key or an address is missing; 3 a tracker failed.
+    """
+    import signal
+    import threading
+    from types import FrameType
+
+    from slurmllm.config.load import load
+    from slurmllm.errors import UserError
+    from slurmllm.log import setup_logging
+    from slurmllm.rundir import find_run
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import is_active
+    from slurmllm.track import sync as sending
+
+    found = find_run(run, runs_dir)
+    config = load(found.config, trusted=True)
+    names = trackers or config.recipe.trackers
+    if not names:
+        raise UserError(f"{found.name} has no trackers; name one with --to wandb or --to mlflow")
+    setup_logging()
+    if supervised:
+        stop = threading.Event()
+
+        def on_signal(received: int, frame: FrameType | None) -> None:
+            stop.set()
+
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
+            signal.signal(getattr(signal, name), on_signal)
+        sending.sync(found, config, names, stop.is_set, stop.wait)
+        return
+    client = SlurmClient()
+    sent = sending.sync(found, config, names, lambda: not (follow and is_active(found, client)))
+    if as_json:
+        options.echo_json(
+            {name: {"steps_sent": n, "url": record.url} for name, (n, record) in sent.items()}
+        )
+        return
+    for name, (number, record) in sent.items():
+        where = f"; {record.url}" if record.url else ""
+        click.echo(
+            f"{name}: {number} steps sent, up to {max(record.sent.values(), default=0)}{where}"
+        )

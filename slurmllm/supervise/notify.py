@@ -1,0 +1,145 @@
+"""Notifications of a run: a webhook or a command when an attempt starts and when it ends.
+
+Each is sent by a thread of its own, which nothing waits for while the run has work to do. The
+supervisor's last act is to wait a few seconds for what is under way; it does not if an earlier
+notification of the attempt has taken too long.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from slurmllm.config.operation import NotifyEvent
+from slurmllm.config.resolve import RunConfig
+from slurmllm.records import AttemptRecord
+from slurmllm.rundir import RunDir
+
+TIMEOUT_S = 10.0  # for a webhook to answer, or a command to end
+LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
+_LONGEST = 1000  # characters of the text
+NOTIFICATION = "SLURMLLM_NOTIFICATION"  # the text, in the command's environment
+
+log = logging.getLogger(__name__)
+
+
+class Notifier:
+    """Sends the notifications of one run that `slurm.notify` asks for."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self._run, self._config = run, config
+        self._notify = config.recipe.slurm.notify
+        self._sending: list[threading.Thread] = []
+        self._slow = False  # whether a notification has taken too long
+
+    def started(self, record: AttemptRecord) -> None:
+        """Announce the start of an attempt of the train stage."""
+        if record.stage == "train":
+            self._send("start", record, f"started on {len(record.nodes)} node(s)")
+
+    def closed(self, record: AttemptRecord) -> None:
+        """Announce the end of an attempt, and what follows."""
+        event = event_of(record)
+        if event is not None:
+            step = "" if record.last_step is None else f", after step {record.last_step}"
+            ending = f"{record.ending} → {record.action}{step}: {'; '.join(record.evidence)}"
+            self._send(event, record, ending)
+
+    def wait(self) -> None:
+        """Wait for what is under way; not at all after a notification that took too long."""
+        deadline = time.monotonic() + LAST_WAIT_S
+        for thread in self._sending:
+            while thread.is_alive() and not self._slow and time.monotonic() < deadline:
+                thread.join(0.05)
+        if any(thread.is_alive() for thread in self._sending):
+            log.warning("notification: not delivered before the end of the supervisor")
+
+    def _send(self, event: NotifyEvent, record: AttemptRecord, ending: str) -> None:
+        notify = self._notify
+        if event not in notify.on:
+            return
+        job = f" of job {record.job_id}" if record.job_id else ""
+        text = f"{self._run.name}: {record.stage} attempt {record.attempt}{job}: {ending}"
+        message = {
+            "text": text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…",
+            "event": event,
+            "run": self._run.name,
+            "run_dir": str(self._run.path),
+            "steps": self._config.recipe.train.steps,
+            "time": time.time(),
+            **record.model_dump(mode="json", by_alias=True, include=_FIELDS),
+        }
+        webhook, command = notify.webhook is not None, bool(notify.command)
+        for deliver in [self._post] * webhook + [self._call] * command:
+            # A daemon: the interpreter does not wait for it at its exit.
+            thread = threading.Thread(target=self._try, args=(deliver, message), daemon=True)
+            thread.start()
+            self._sending.append(thread)
+
+    def _try(self, deliver: Any, message: dict[str, Any]) -> None:
+        begin = time.monotonic()
+        try:
+            fault = deliver(message)
+        except Exception as error:  # whatever a user's host, proxy or command does
+            fault = type(error).__name__  # its text may hold the URL, which is a secret
+        self._slow |= time.monotonic() - begin >= TIMEOUT_S
+        if fault:
+            log.warning("notification of %s not delivered: %s", message["event"], fault)
+
+    def _post(self, message: dict[str, Any]) -> str:
+        name = str(self._notify.webhook)
+        url = self._config.variable(name) or ""
+        if not url.startswith(("https://", "http://")):
+            return f"{name} holds no http(s) URL; `slurmllm resume RUN --set env.{name}`"
+        headers = {"Content-Type": "application/json", "User-Agent": "slurmllm"}
+        request = Request(url, json.dumps(message).encode(), headers)  # noqa: S310 (http(s) only)
+        try:
+            with urlopen(request, timeout=TIMEOUT_S):  # noqa: S310
+                return ""
+        except HTTPError as error:
+            return f"the webhook in {name} answered HTTP {error.code}"
+        except URLError as error:
+            cause = error.reason
+            text = cause.strerror if isinstance(cause, OSError) else None
+            return f"the webhook in {name} cannot be reached: {text or type(cause).__name__}"
+        except (TimeoutError, http.client.HTTPException) as error:
+            return f"the webhook in {name} has not answered: {type(error).__name__}"
+
+    def _call(self, message: dict[str, Any]) -> str:
+        command = self._notify.command
+        environment = {**os.environ, NOTIFICATION: message["text"]}
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(message).encode(), env=environment,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=TIMEOUT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"{command[0]} has not ended after {TIMEOUT_S:g} s"
+        except OSError as error:
+            return f"{command[0]} cannot be started: {error.strerror}"
+        return f"{command[0]} ended with exit code {done.returncode}" if done.returncode else ""
+
+
+_FIELDS = {
+    *("stage", "attempt", "job_id", "nodes", "started_at", "ended_at", "ending", "action"),
+    *("evidence", "blamed_nodes", "first_step", "last_step", "checkpoint_after"),
+}
+
+
+def event_of(record: AttemptRecord) -> NotifyEvent | None:
+    """The event that a closed attempt is; None if there is nothing to announce."""
+    if record.ending == "superseded" or (record.stage, record.action) == ("precompile", "finish"):
+        return None
+    if record.ending == "divergence":
+        return "divergence"
+    if record.action == "requeue":
+        return "requeue"
+    return "end" if record.action == "finish" or record.ending == "cancelled" else "failure"

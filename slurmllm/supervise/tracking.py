@@ -1,0 +1,64 @@
+"""The child process that sends an attempt's metrics to trackers, with the lowest priority.
+
+It reads the run directory (`track.sync`), so that neither training nor the supervisor waits for a
+tracker, and nothing is lost with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+from slurmllm.config.resolve import RunConfig
+from slurmllm.control.rendezvous import die_with_parent
+from slurmllm.rundir import RunDir, Stage
+from slurmllm.safe_files import open_append, reason
+
+LAST_STEPS_S = 15.0  # for the last steps of a run, when its nodes have no more work
+
+log = logging.getLogger(__name__)
+
+
+class Tracking:
+    """The child process of one attempt; nothing without `trackers`, or without a network."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self._run, self._names = run, config.recipe.trackers
+        self._wanted = bool(self._names) and config.cluster.trackers.network
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self, stage: Stage) -> None:
+        if not self._wanted or stage != "train":
+            return
+        command = [
+            *("nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm"),
+            *("track", "sync", str(self._run.path), "--supervised"),
+        ]
+        try:
+            output = open_append(self._run.track_log)
+            with os.fdopen(output, "wb", buffering=0) as stream:
+                self._child = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
+                    preexec_fn=die_with_parent,
+                )  # fmt: skip
+        except OSError as error:
+            log.warning("trackers: cannot be started: %s", reason(error))
+
+    def stop(self, *, requeued: bool) -> None:
+        """Have it send the last steps and wait for that; if requeued, the next attempt does."""
+        if self._child is None:
+            return
+        if not requeued:
+            with suppress(subprocess.TimeoutExpired):
+                self._child.terminate()
+                if self._child.wait(LAST_STEPS_S) == 0:
+                    return
+            log.warning(
+                "trackers: %s may lack the last steps; see %s, then `slurmllm track sync %s`",
+                " and ".join(self._names), self._run.track_log, self._run.name,
+            )  # fmt: skip
+        self._child.kill()
+        self._child.wait()

@@ -1,0 +1,241 @@
+"""Weights & Biases and MLflow: one run of the tracker for a run, whatever its attempts."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from slurmllm.config.recipe import TrackerName
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.variables import MASK, is_secret
+
+# How the run ended; "running" also between two attempts.
+State = Literal["running", "finished", "failed", "cancelled"]
+PACKAGES: Mapping[TrackerName, str] = {"wandb": "wandb", "mlflow": "mlflow"}
+_SAAS = "https://api.wandb.ai"
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """The metrics of one step."""
+
+    step: int
+    time: float  # Unix time, s
+    values: Mapping[str, float]  # by tag, those that the step has
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a tracker shows of a run apart from its metrics."""
+
+    name: str
+    folder: Path  # of the run
+    files: Path  # folder for the tracker's own files
+    config: Mapping[str, Any]  # the resolved configuration by dotted path; secrets are masked
+    notes: Mapping[str, str]  # commit, report, directory and jobs
+
+
+class Tracker(ABC):
+    """A run of a tracker, open until `close`. Any of these may raise whatever its package does."""
+
+    repeats: ClassVar[bool]  # whether a step that was sent can be sent again
+    url = ""  # of the run, once it is open
+
+    @abstractmethod
+    def open(self, run_id: str, about: Description) -> None:
+        """Continue the run with this id, or create it."""
+
+    def next_step(self) -> int | None:
+        """The first step that the tracker does not have; None if it cannot tell."""
+        return None
+
+    @abstractmethod
+    def log(self, steps: Sequence[StepValues]) -> None: ...
+
+    @abstractmethod
+    def close(self, state: State) -> None: ...
+
+
+class Wandb(Tracker):
+    """Weights & Biases. Its steps only increase: the first values of a step stay."""
+
+    repeats = False
+
+    def __init__(self, config: RunConfig) -> None:
+        self._project, self._entity = (
+            config.cluster.trackers.project,
+            config.cluster.trackers.entity,
+        )
+        self._run: Any = None
+
+    def open(self, run_id: str, about: Description) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        about.files.mkdir(exist_ok=True)
+        self._run = wandb.init(
+            project=self._project, entity=self._entity, id=run_id, resume="allow",
+            name=about.name, dir=str(about.files), config=None,
+            settings=wandb.Settings(
+                # The metrics are those of the workers: nothing of this process belongs in the run.
+                console="off", silent=True, disable_git=True, disable_code=True, init_timeout=30,
+                x_disable_stats=True, x_disable_meta=True, x_save_requirements=False,
+            ),
+        )  # fmt: skip
+        self._run.config.update({**about.config, **about.notes}, allow_val_change=True)
+        self.url = "" if self._run.offline else self._run.url or ""
+
+    def next_step(self) -> int | None:
+        # What was lost with a process that was killed is missing there. Offline it is 0.
+        return None if self._run.offline else int(self._run.step)
+
+    def log(self, steps: Sequence[StepValues]) -> None:
+        for one in steps:
+            self._run.log({**one.values, "time": one.time}, step=one.step)
+
+    def close(self, state: State) -> None:
+        self._run.finish(exit_code=1 if state == "failed" else 0)
+
+
+class Mlflow(Tracker):
+    """MLflow. A step that is sent again is a second value of it, the latest one counts."""
+
+    repeats = True
+    _BATCH = 1000  # metrics in a request; the server takes no more
+    _PARAMS = 100  # parameters, likewise
+    _LONGEST = 6000  # characters of a parameter
+
+    def __init__(self, config: RunConfig) -> None:
+        self._project = config.cluster.trackers.project
+        self._uri = tracking_uri(config) or ""
+        self._run_id = ""
+        self._client: Any = None
+
+    def open(self, run_id: str, about: Description) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        self._client = client = MlflowClient(tracking_uri=self._uri)
+        experiment = client.get_experiment_by_name(self._project)
+        if experiment is None:
+            with suppress(MlflowException):  # made by another run meanwhile
+                client.create_experiment(self._project)
+            experiment = client.get_experiment_by_name(self._project)
+        # Found by our id: a process that was killed may have created the run and not recorded it.
+        found = client.search_runs(
+            [experiment.experiment_id], f"tags.`slurmllm.id` = '{run_id}'", max_results=1
+        )
+        if found:
+            run = found[0]
+            client.update_run(run.info.run_id, status="RUNNING")
+        else:
+            tags = {"slurmllm.id": run_id}
+            run = client.create_run(experiment.experiment_id, tags=tags, run_name=about.name)
+        self._run_id = run.info.run_id
+        params = {key: str(value)[: self._LONGEST] for key, value in about.config.items()}
+        known = run.data.params  # a parameter cannot change
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        for begin in range(0, len(new), self._PARAMS):
+            client.log_batch(self._run_id, params=new[begin : begin + self._PARAMS])
+        changed = {k: v for k, v in params.items() if k in known and known[k] != v}
+        notes = dict(about.notes)
+        if "slurmllm.git_commit" in notes:  # the name under which MLflow's pages show it
+            notes["mlflow.source.git.commit"] = notes["slurmllm.git_commit"]
+        for key, value in {**notes, **changed}.items():
+            client.set_tag(self._run_id, key, value)
+        if self._uri.startswith("http"):
+            where = f"#/experiments/{experiment.experiment_id}/runs/{self._run_id}"
+            self.url = f"{self._uri.rstrip('/')}/{where}"
+
+    def log(self, steps: Sequence[StepValues]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(tag, value, round(one.time * 1000), one.step)
+            for one in steps
+            for tag, value in one.values.items()
+        ]
+        for begin in range(0, len(metrics), self._BATCH):
+            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + self._BATCH])
+
+    def close(self, state: State) -> None:
+        status = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+        if state in status:
+            self._client.set_terminated(self._run_id, status[state])
+
+
+TRACKERS: Mapping[TrackerName, type[Wandb] | type[Mlflow]] = {"wandb": Wandb, "mlflow": Mlflow}
+
+
+def tracking_uri(config: RunConfig) -> str | None:
+    """MLflow's server, by the profile or by MLflow's own variable."""
+    return config.cluster.trackers.tracking_uri or config.variable("MLFLOW_TRACKING_URI")
+
+
+def variables(config: RunConfig) -> dict[str, str]:
+    """The trackers' variables of recipe and profile: keys, among others."""
+    both = {**config.cluster.env, **config.recipe.env}
+    return {
+        name: value
+        for name, value in both.items()
+        if name.startswith(("WANDB_", "MLFLOW_")) and value != MASK
+    }
+
+
+def without_secrets(text: str, config: RunConfig) -> str:
+    """A message of a tracker's package without the values of secret variables."""
+    for name, value in {**os.environ, **variables(config)}.items():
+        if name.startswith(("WANDB_", "MLFLOW_")) and is_secret(name, value):
+            text = text.replace(value, MASK)
+    return text
+
+
+def missing(config: RunConfig, names: Sequence[TrackerName]) -> list[str]:
+    """What these trackers need and this machine does not have, a line each with the fix."""
+    faults = []
+    for name in names:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            faults.append(
+                f"trackers: {name}: its package is not installed here; "
+                f"`pip install 'slurmllm[{name}]'`"
+            )
+    if "mlflow" in names and not tracking_uri(config):
+        faults.append(
+            "cluster.trackers.tracking_uri: not set; it names MLflow's server, such as "
+            "http://mlflow.example.com:5000"
+        )
+    if "wandb" in names and not _has_wandb_key(config):
+        faults.append(
+            "trackers: wandb: no API key here; `wandb login`, or `export WANDB_API_KEY=…` and "
+            "--set env.WANDB_API_KEY; without a network, --set env.WANDB_MODE=offline"
+        )
+    return faults
+
+
+def _has_wandb_key(config: RunConfig) -> bool:
+    if config.variable("WANDB_MODE") in ("offline", "disabled"):
+        return True
+    if any(config.variable(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
+    host = urlsplit(config.variable("WANDB_BASE_URL") or _SAAS).hostname
+    named = os.environ.get("NETRC")
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            hosts = netrc.netrc(path).hosts
+            # W&B's own settings file may name another host; its login is always "user".
+            if host in hosts or any(login == "user" for login, _, _ in hosts.values()):
+                return True
+    return False

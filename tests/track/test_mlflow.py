@@ -1,0 +1,166 @@
+"""MLflow's own server, with SQLite, and a run that is requeued; needs mlflow (`make trackers`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from end_to_end.bench import SMALL, Bench
+from train.gang import make_data
+from training_rows import make_row, make_rows, write_rows
+
+from slurmllm.config.load import save
+from slurmllm.config.resolve import resolve
+from slurmllm.rundir import RunDir
+from slurmllm.track.sync import sync
+
+pytest.importorskip("mlflow.server", reason="mlflow is not installed: `make trackers` runs this")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with Bench(tmp_path / "runs") as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("mlflow")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--workers", "1"),
+        *("--artifacts-destination", str(folder / "artifacts")),
+    ]
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (folder / "log").open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+    uri = f"http://127.0.0.1:{port}"
+    try:
+
+        def answers() -> bool:
+            assert process.poll() is None, (folder / "log").read_text()
+            try:
+                with urllib.request.urlopen(f"{uri}/health", timeout=5):
+                    return True
+            except OSError:
+                return False
+
+        Bench(folder).until(answers, "mlflow's server does not answer", every_s=0.2)
+        yield uri
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def runs_of(uri: str, name: str) -> list[Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("slurmllm")
+    assert experiment is not None
+    wanted = f"tags.`mlflow.runName` = '{name}'"
+    return list(client.search_runs([experiment.experiment_id], wanted))
+
+
+def curve_of(uri: str, run_id: str, tag: str = "train/loss") -> list[tuple[int, float]]:
+    from mlflow import MlflowClient
+
+    history = MlflowClient(tracking_uri=uri).get_metric_history(run_id, tag)
+    return [(one.step, one.value) for one in sorted(history, key=lambda m: (m.step, m.timestamp))]
+
+
+def test_one_run_with_a_continuous_curve_after_a_requeue(
+    bench: Bench, server: str, tmp_path: Path
+) -> None:
+    corpus, tokenizer = make_data(tmp_path)
+    process = bench.start(
+        "submit", "tiny_neox", "--nodes=2", "--local", "--name=r", "--set=backend=rehearsal",
+        *SMALL, "--set=train.compile=false", "--set=model.vocab_size=512",
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.1", f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}", "--set=trackers=[mlflow]",
+        f"--set=cluster.trackers.tracking_uri={server}",
+    )  # fmt: skip
+    bench.wait_for_step("r", 23)
+    os.kill(bench.node("r", 0, "local1")["pids"]["1"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert [ending for ending, _ in bench.endings("r")] == ["node_failure", "done"]
+    log = (bench.runs / "r" / "logs" / "track.log").read_text()
+    if "may lack the last steps" in output:  # on a machine with other work
+        log += bench.call("track", "sync", "r")
+    (found,) = runs_of(server, "r")
+    rows = {row["step"]: row["loss"] for row in curve_rows(bench.runs / "r")}
+    assert curve_of(server, found.info.run_id) == sorted(rows.items())
+    assert sorted(rows) == list(range(1, 41))
+    assert {value for _, value in curve_of(server, found.info.run_id, "run/attempt")} <= {0, 1}
+    assert found.info.status == "FINISHED", log
+    assert found.data.params["optim.lr"]
+    assert found.data.tags["slurmllm.run_dir"] == str(bench.runs / "r")
+
+
+def curve_rows(run: Path) -> list[dict[str, Any]]:
+    """The steps that the run kept."""
+    import json
+
+    rows = {}
+    for path in sorted(run.glob("metrics/attempt_*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            rows[row["step"]] = row
+    return list(rows.values())
+
+
+def made_run(tmp_path: Path, uri: str, name: str) -> RunDir:
+    run = RunDir(tmp_path / "runs" / name)
+    run.logs.mkdir(parents=True)
+    overrides = ["trackers=[mlflow]", f"cluster.trackers.tracking_uri={uri}"]
+    save(resolve("tiny_neox", "local", overrides), run)
+    return run
+
+
+def test_a_process_that_was_killed_before_it_recorded_what_it_sent(
+    server: str, tmp_path: Path
+) -> None:
+    run = made_run(tmp_path, server, "killed")
+    config = resolve(
+        "tiny_neox", "local", ["trackers=[mlflow]", f"cluster.trackers.tracking_uri={server}"]
+    )
+    write_rows(run.metrics(0), make_rows(1, 30))
+    _, record = sync(run, config, ("mlflow",))["mlflow"]
+    record.model_copy(update={"sent": {}}).save(run.tracker("mlflow"))
+    write_rows(run.metrics(0), [*make_rows(1, 30), make_row(31, loss=float("nan"))])
+    sync(run, config, ("mlflow",))
+    (found,) = runs_of(server, "killed")
+    curve = curve_of(server, found.info.run_id)
+    assert curve[:30] == [(row["step"], row["loss"]) for row in make_rows(1, 30)]
+    assert len(curve) == 31
+    assert curve[30][1] != curve[30][1]
+
+
+def test_without_a_server_the_run_ends_well_and_nothing_is_lost(
+    bench: Bench, server: str, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    run = made_run(bench.runs.parent, nowhere, "offline")
+    write_rows(run.metrics(0), make_rows(1, 30))
+    shown = bench.call("track", "sync", "offline", code=3)
+    assert "mlflow: MlflowException: API request to http://127.0.0.1:" in shown
+    assert "nothing is lost: `slurmllm track sync offline` sends what is missing" in shown
+    overrides = ["trackers=[mlflow]", f"cluster.trackers.tracking_uri={server}"]
+    save(resolve("tiny_neox", "local", overrides), run)
+    assert f"mlflow: 30 steps sent, up to 30; {server}/#/" in bench.call("track", "sync", "offline")
+    assert len(runs_of(server, "offline")) == 1

@@ -1,0 +1,291 @@
+"""Which steps a tracker gets, and that nothing is lost: with a tracker in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from click.testing import CliRunner
+from training_rows import make_row, make_rows, write_rows
+
+from slurmllm.cli.main import cli
+from slurmllm.config.load import save
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.errors import ConfigError, InfrastructureError, RunError
+from slurmllm.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord, Submission
+from slurmllm.rundir import RunDir
+from slurmllm.submit.prepare import RunRequest, prepare
+from slurmllm.supervise.tracking import Tracking
+from slurmllm.track import sync as sending
+from slurmllm.track import trackers
+from slurmllm.track.sync import TrackerRecord, state_of, sync
+from slurmllm.track.trackers import Description, State, StepValues, Tracker, missing
+
+KEY = "cAnArY" + "0" * 34
+
+
+class Memory(Tracker):
+    """Remembers what it is sent; fails after `fails_after` steps."""
+
+    repeats = False
+    got: ClassVar[list[tuple[str, int, float]]] = []
+    states: ClassVar[list[State]] = []
+    known: ClassVar[int | None] = None
+    fails_after: ClassVar[int | None] = None
+    about: ClassVar[Description | None] = None
+
+    def __init__(self, config: RunConfig) -> None:
+        self.url = "https://tracker/r"
+
+    def open(self, run_id: str, about: Description) -> None:
+        self._id, Memory.about = run_id, about
+
+    def next_step(self) -> int | None:
+        return Memory.known
+
+    def log(self, steps: Sequence[StepValues]) -> None:
+        if Memory.fails_after is not None and len(Memory.got) >= Memory.fails_after:
+            raise OSError(f"no route to host; the key is {KEY}")
+        Memory.got += [(self._id, one.step, one.values["train/loss"]) for one in steps]
+
+    def close(self, state: State) -> None:
+        Memory.states.append(state)
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "TRACKERS", {"wandb": Memory})
+    monkeypatch.setattr(sending, "missing", lambda *_: [])
+    for name, value in {"got": [], "states": [], "known": None, "fails_after": None}.items():
+        monkeypatch.setattr(Memory, name, value)
+    monkeypatch.setattr(Memory, "repeats", False)
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.setenv(name, "")  # restored after what `sync` sets
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return resolve("tiny_neox", "local", ["trackers=[wandb]", f"env.WANDB_API_KEY={KEY}"])
+
+
+@pytest.fixture
+def run(tmp_path: Path, config: RunConfig) -> RunDir:
+    found = RunDir(tmp_path / "runs" / "demo")
+    found.logs.mkdir(parents=True)
+    save(config, found)
+    return found
+
+
+def steps() -> list[int]:
+    return [step for _, step, _ in Memory.got]
+
+
+def test_a_requeue_continues_one_run_and_repeats_no_step(run: RunDir, config: RunConfig) -> None:
+    write_rows(run.metrics(0), make_rows(1, 45))
+    assert sync(run, config, ("wandb",))["wandb"][0] == 45
+    assert sync(run, config, ("wandb",))["wandb"][0] == 0
+    write_rows(run.metrics(1), make_rows(41, 200, attempt=1))
+    number, record = sync(run, config, ("wandb",))["wandb"]
+    assert number == 155
+    assert steps() == list(range(1, 201))
+    assert {run_id for run_id, _, _ in Memory.got} == {record.run_id}
+    assert TrackerRecord.load(run.tracker("wandb")) == record
+    assert (record.sent, record.url) == ({0: 45, 1: 200}, "https://tracker/r")
+
+
+def test_steps_with_other_values_are_sent_again_where_that_is_possible(
+    run: RunDir, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Memory, "repeats", True)
+    write_rows(run.metrics(0), make_rows(1, 45))
+    sync(run, config, ("wandb",))
+    again = [make_row(step, 1, loss=1.0) for step in range(41, 51)]
+    write_rows(run.metrics(1), again)
+    sync(run, config, ("wandb",))
+    assert steps() == [*range(1, 46), *range(41, 51)]
+    assert [loss for _, _, loss in Memory.got[-10:]] == [1.0] * 10
+
+
+def test_steps_after_a_roll_back_are_sent_again(
+    run: RunDir, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Memory, "repeats", True)
+    write_rows(run.metrics(0), make_rows(1, 45))
+    sync(run, config, ("wandb",))
+    skip = SkippedBatches(first=44, last=45, roll_back_to=40, onset=44, attempt=0, reason="spike")
+    SkipsRecord(skips=(skip,)).save(run.skips)
+    write_rows(run.metrics(1), [make_row(step, 1, loss=1.0) for step in range(41, 44)])
+    sync(run, config, ("wandb",))
+    assert steps() == [*range(1, 46), 41, 42, 43]
+
+
+def test_what_a_tracker_lost_with_a_process_is_sent_again(run: RunDir, config: RunConfig) -> None:
+    write_rows(run.metrics(0), make_rows(1, 45))
+    sync(run, config, ("wandb",))
+    Memory.known = 31  # uploads end with the process
+    sync(run, config, ("wandb",))
+    assert steps() == [*range(1, 46), *range(31, 46)]
+
+
+def test_a_failure_loses_nothing_and_names_no_key(run: RunDir, config: RunConfig) -> None:
+    write_rows(run.metrics(0), make_rows(1, 300))
+    Memory.fails_after = 160
+    with pytest.raises(InfrastructureError, match=r"OSError: no route to host") as error:
+        sync(run, config, ("wandb",))
+    assert "`slurmllm track sync demo` sends what is missing" in str(error.value)
+    assert KEY not in str(error.value)
+    assert steps() == list(range(1, 161))
+    Memory.fails_after = None
+    sync(run, config, ("wandb",))
+    assert steps() == list(range(1, 301))
+
+
+def test_it_follows_a_run_and_logs_each_failure_once(
+    run: RunDir, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = 0
+
+    def train(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        assert seconds >= sending.INTERVAL_S
+        write_rows(run.metrics(0), make_rows(1, 10 * looks))
+        Memory.fails_after = 10 if looks in (2, 3) else None
+
+    count, _ = sync(run, config, ("wandb",), lambda: looks == 5, train)["wandb"]
+    assert steps() == list(range(1, 51))
+    assert count == 50
+    assert caplog.text.count("no route to host") == 1
+    assert Memory.states == ["running"]
+
+
+def test_only_one_process_sends(run: RunDir, config: RunConfig) -> None:
+    import subprocess
+
+    run.trackers.mkdir()
+    hold = (
+        "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); "
+        "print('held', flush=True); input()"
+    )
+    command = [sys.executable, "-c", hold, str(run.trackers / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(RunError, match="another process sends the metrics of demo"):
+            sync(run, config, ("wandb",))
+        other.communicate(b"\n")
+    sync(run, config, ("wandb",))
+
+
+def test_the_description_has_the_commit_and_no_key(run: RunDir, config: RunConfig) -> None:
+    sent = Submission(
+        submitted_at=1.0, nodes=1, local=False, first_attempt=0, train_job="7",
+        git_commit="ab-dirty",
+    )  # fmt: skip
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    write_rows(run.metrics(0), make_rows(1, 2))
+    sync(run, config, ("wandb",))
+    assert Memory.about is not None
+    assert Memory.about.notes == {
+        "slurmllm.run_dir": str(run.path),
+        "slurmllm.report": str(run.path / "reports" / "report.html"),
+        "slurmllm.jobs": "7",
+        "slurmllm.git_commit": "ab-dirty",
+    }
+    assert Memory.about.config["env.WANDB_API_KEY"] == "***"
+    assert Memory.about.config["optim.lr"] == config.recipe.optim.lr
+
+
+@pytest.mark.parametrize(
+    ("ending", "action", "state"),
+    [
+        (None, None, "running"), ("hang", "requeue", "running"), ("done", "finish", "finished"),
+        ("cancelled", "stop", "cancelled"), ("code_error", "stop", "failed"),
+        ("superseded", "stop", "running"),
+    ],
+)  # fmt: skip
+def test_states(run: RunDir, ending: str | None, action: str | None, state: State) -> None:
+    assert state_of(run) == "running"
+    AttemptRecord.model_validate(
+        {
+            "attempt": 0, "stage": "train", "job_id": None, "nodes": ("n1",), "world_size": 1,
+            "master_addr": "n1", "master_port": 2000, "started_at": 1.0, "ending": ending,
+            "action": action,
+        }
+    ).save(run.attempt("train", 0).record)  # fmt: skip
+    assert state_of(run) == state
+
+
+def test_what_is_missing_is_refused_at_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(trackers, "PACKAGES", {"wandb": "no_wandb", "mlflow": "no_mlflow"})
+    config = resolve("tiny_neox", "local", ["trackers=[wandb, mlflow]"])
+    with pytest.raises(ConfigError) as error:
+        prepare(RunRequest(config=config, nodes=1, root=tmp_path / "runs", local=True))
+    package, other, uri, key = error.value.faults
+    assert "pip install 'slurmllm[wandb]'" in package
+    assert "pip install 'slurmllm[mlflow]'" in other
+    assert uri.startswith("cluster.trackers.tracking_uri: not set")
+    assert "no API key here; `wandb login`" in key
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_key_may_be_in_any_of_wandb_s_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(trackers, "PACKAGES", {"wandb": "json"})
+
+    def found(*overrides: str) -> bool:
+        return not missing(resolve("tiny_neox", "local", overrides), ("wandb",))
+
+    assert not found()
+    assert found(f"env.WANDB_API_KEY={KEY}")
+    assert found("cluster.env.WANDB_MODE=offline")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert found()
+    monkeypatch.delenv("WANDB_API_KEY")
+    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n login user\n password {KEY}\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert found()
+
+
+def test_an_address_with_a_password_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as error:
+        resolve("tiny_neox", "local", [f"cluster.trackers.tracking_uri=https://me:{KEY}@host"])
+    assert KEY not in str(error.value)
+
+
+def test_a_run_without_trackers(run: RunDir) -> None:
+    save(resolve("tiny_neox", "local"), run)
+    done = CliRunner().invoke(cli, ["track", "sync", str(run.path)])
+    assert "demo has no trackers; name one with --to wandb or --to mlflow" in done.output
+
+
+def test_a_child_that_fails_is_a_warning(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = resolve("tiny_neox", "local", ["trackers=[wandb]"])  # and there is no key
+    save(config, run)
+    tracking = Tracking(run, config)
+    tracking.start("train")
+    assert tracking._child is not None
+    tracking._child.wait()
+    tracking.stop(requeued=False)
+    assert "may lack the last steps" in caplog.text
+    assert "no API key here" in run.track_log.read_text()
+
+
+@pytest.mark.parametrize("override", ["cluster.trackers.network=false", "trackers=[]"])
+def test_no_child_without_trackers_or_network(run: RunDir, override: str) -> None:
+    tracking = Tracking(run, resolve("tiny_neox", "local", ["trackers=[wandb]", override]))
+    tracking.start("train")
+    tracking.stop(requeued=False)
+    assert not run.track_log.exists()

@@ -1,0 +1,62 @@
+"""W&B's own files of an offline run; needs its package (`make trackers`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_rows import make_rows, write_rows
+
+from slurmllm.config.load import save
+from slurmllm.config.resolve import resolve
+from slurmllm.metrics.row_logs import read_wandb
+from slurmllm.rundir import RunDir
+
+pytest.importorskip("wandb", reason="wandb is not installed: `make trackers` runs this")
+KEY = "cAnArY" + "0" * 34
+SYNC = (sys.executable, "-P", "-m", "slurmllm", "track", "sync")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    overrides = ["trackers=[wandb]", "env.WANDB_MODE=offline", f"env.WANDB_API_KEY={KEY}"]
+    found = RunDir(tmp_path / "runs" / "demo")
+    found.logs.mkdir(parents=True)
+    save(resolve("tiny_neox", "local", overrides), found)
+    return found
+
+
+def sync(run: RunDir, home: Path) -> str:
+    environment = {**os.environ, "HOME": str(home)}
+    done = subprocess.run(
+        [*SYNC, str(run.path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_requeue_has_one_run_id_and_no_file_the_key(run: RunDir, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    write_rows(run.metrics(0), make_rows(1, 45))
+    shown = sync(run, home)
+    write_rows(run.metrics(1), make_rows(41, 60, attempt=1))
+    shown += sync(run, home)
+    assert "wandb: 45 steps sent, up to 45" in shown
+    assert "wandb: 15 steps sent, up to 60" in shown
+    files = sorted(run.trackers.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert len({path.name for path in files}) == 1
+    found: dict[int, float] = {}
+    for path in files:
+        series = read_wandb(path, {}).series["train/loss"]
+        values = dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+        assert not found.keys() & values.keys()
+        found |= values
+    assert found == {row["step"]: row["loss"] for row in make_rows(1, 60)}
+    everything = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {p.name for p in everything if KEY.encode() in p.read_bytes()} == {"secrets.json"}
+    assert KEY not in shown
