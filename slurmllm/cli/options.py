@@ -92,14 +92,14 @@ def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -
 
 def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[CompletionItem]:
     """Names of runs for the shell, or its own completion of paths if none begins so."""
-    from slurmllm.rundir import RUN_NAME, is_run, runs_root
+    from slurmllm.rundir import RUN_NAME, is_run, is_sweep, run_folders, runs_root
 
     found: list[str] = []
     with contextlib.suppress(OSError):
-        entries = runs_root(ctx.params.get("runs_dir")).iterdir()
+        entries = run_folders(runs_root(ctx.params.get("runs_dir")))
         # A shell inserts names as they are: those that it would interpret are left out.
-        named = [one for one in entries if one.name.startswith(begin)]
-        found = sorted(one.name for one in named if RUN_NAME.fullmatch(one.name) and is_run(one))
+        named = [e for e in entries if e.name.startswith(begin) and RUN_NAME.fullmatch(e.name)]
+        found = sorted(one.name for one in named if is_run(one) or is_sweep(one))
     return _completions(found, begin)
 
 

@@ -32,12 +32,27 @@ if TYPE_CHECKING:
 @options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
+@click.option(
+    "--sweep", multiple=True, metavar="PATH=V1,V2",
+    help="Submit a run for each value, such as optim.lr=1e-4,3e-4; repeatable: for each "
+    "combination.",
+)  # fmt: skip
+@click.option(
+    "--sweep-file",
+    metavar="FILE.yaml",
+    help="Submit a run for each case of the file, such as `low: {optim.lr: 1e-4}`.",
+)
+@click.option(
+    "--max-running", type=int, help="Runs of a sweep that train at a time.  [default: all]"
+)
+@click.option("--yes", is_flag=True, help="Do not ask before a sweep of more than 100 runs.")
 @options.force
 @options.as_json
 @click.pass_context
 def submit(
     ctx: click.Context, /, recipe: str, nodes: int, name: str | None, overrides: tuple[str, ...],
     cluster: str | None, precompile: Precompile, runs_dir: Path, dry_run: bool, local: bool,
+    sweep: tuple[str, ...], sweep_file: str | None, max_running: int | None, yes: bool,
     force: bool, as_json: bool, **slurm: str | None,
 ) -> None:  # fmt: skip
     """Train RECIPE on N nodes.
@@ -46,30 +61,46 @@ def submit(
 
     RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, N launcher
     processes on this machine stand in for nodes; Ctrl-C saves a checkpoint and exits.
+
+    With --sweep or --sweep-file several runs are submitted, in a directory of their own; NAME is
+    the sweep's.
     """
     import contextlib
+    from dataclasses import replace
 
+    from slurmllm.cli import sweep as sweeps
     from slurmllm.config.resolve import resolve
     from slurmllm.submit.launch import record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
+    from slurmllm.submit.sweep import resolve_cases
     from slurmllm.supervise.run_lock import locked
 
     given = {f"slurm.{name}": (f"--{name}", value) for name, value in slurm.items()}
+    cases = sweeps.read_cases(sweep, sweep_file, max_running, local)
+    if cases and not dry_run:
+        sweeps.confirm(len(cases), yes)
+    configs = (
+        resolve_cases(cases, recipe, cluster, overrides, given)
+        if cases
+        else [resolve(recipe, cluster, overrides, given)]
+    )
     if not dry_run:
         options.ignore_output_errors()
+    request = RunRequest(
+        config=configs[0],
+        nodes=nodes,
+        root=runs_dir,
+        name=name,
+        local=local,
+        precompile=precompile,
+        force=force,
+        dry_run=dry_run,
+    )
+    if cases:
+        ctx.exit(sweeps.submit(request, cases, configs, max_running, as_json))
     with contextlib.ExitStack() as held:
         prepared = prepare(
-            RunRequest(
-                config=resolve(recipe, cluster, overrides, given),
-                nodes=nodes,
-                root=runs_dir,
-                name=name,
-                local=local,
-                precompile=precompile,
-                force=force,
-                dry_run=dry_run,
-                claimed=lambda run: held.enter_context(locked(run, "submit")),
-            )
+            replace(request, claimed=lambda run: held.enter_context(locked(run, "submit")))
         )
         print_warnings(prepared)
         if dry_run:
@@ -316,34 +347,46 @@ def _layout(config: RunConfig) -> tuple[Any, ...]:
 @click.argument("run", shell_complete=options.complete_run)
 @options.runs_dir
 def cancel(run: str, runs_dir: Path) -> None:
-    """Cancel RUN's jobs.
+    """Cancel RUN's jobs, or those of a sweep.
 
     The workers save a checkpoint before they exit, if Slurm gives them the time.
     """
-    from slurmllm.rundir import find_run
+    from slurmllm.cli import sweep as sweeps
+    from slurmllm.rundir import find_run, find_sweep
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.supervise.run_lock import locked
 
+    if (sweep := find_sweep(run, runs_dir)) is not None:
+        sweeps.cancel(sweep, SlurmClient())
+        return
     found = find_run(run, runs_dir)
     with locked(found, "cancel"):
-        _cancel(found, SlurmClient())
+        cancel_run(found, SlurmClient())
 
 
-def _cancel(found: RunDir, client: SlurmClient) -> None:
+def require_own_record(run: RunDir) -> None:
+    """Raise RunError if others may have written what is to be cancelled."""
+    from slurmllm.errors import RunError
+    from slurmllm.safe_files import why_untrusted
+
+    if why := why_untrusted(run.jobs.stat()):
+        raise RunError(
+            f"{run.jobs}: {why}; it may name any job or process of yours. Whose run it is can "
+            "cancel it; an administrator uses `scancel`"
+        )
+
+
+def cancel_run(found: RunDir, client: SlurmClient) -> None:
     import signal
 
     from slurmllm.errors import RunError
     from slurmllm.records import JobsRecord
-    from slurmllm.safe_files import why_untrusted
     from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import record_cancellation
 
     sent = JobsRecord.of(found).last
-    if sent is not None and (why := why_untrusted(found.jobs.stat())):
-        raise RunError(
-            f"{found.jobs}: {why}; it may name any job or process of yours. Whose run it is can "
-            "cancel it; an administrator uses `scancel`"
-        )
+    if sent is not None:
+        require_own_record(found)
     if sent is None or not is_active(found, client):
         click.echo(f"{found.name} has no pending or running jobs; nothing to cancel")
         return
@@ -365,10 +408,9 @@ def _cancel(found: RunDir, client: SlurmClient) -> None:
         _signal(sent.pid, signal.SIGTERM)
         click.echo(f"asked process {sent.pid} to save and exit")
     else:
-        ids = [job for job in (sent.train_job, sent.precompile_job) if job is not None]
-        client.cancel(ids)
+        client.cancel(sent.own_jobs)
         record_cancellation(found)
-        click.echo(f"cancelled {', '.join(ids)}")
+        click.echo(f"cancelled {', '.join(sent.own_jobs)}")
     click.echo(f"`slurmllm resume {found.name}` continues from the newest checkpoint")
 
 

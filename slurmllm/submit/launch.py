@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
@@ -61,8 +62,17 @@ def _git_commit() -> str | None:
     return done.stdout.strip()[:200] or None
 
 
-def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Submission:
+def submit_jobs(
+    prepared: PreparedRun, client: SlurmClient | None = None,
+    stages: Sequence[Stage] | None = None, **fields: object,
+) -> Submission:  # fmt: skip
     """Submit the stages' scripts, each after the success of the one before, and record the ids.
+
+    Args:
+        prepared: The run.
+        client: Slurm.
+        stages: By default those that the run needs.
+        fields: Further fields of the submission, of a run of a sweep.
 
     Raises:
         SlurmError: sbatch refused; a precompile job that was submitted before is cancelled, and the
@@ -70,13 +80,14 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
     """
     client = client or SlurmClient()
     run, before = prepared.run, JobsRecord.of(prepared.run)
-    sent = _submission(prepared, local=False)
-    for stage in prepared.stages:
+    sent = _submission(prepared, local=False, **fields)
+    for stage in stages or prepared.stages:
+        lane = sent.lane if stage == "train" else None
         try:
-            job = client.submit(prepared.scripts[stage], after_ok=sent.precompile_job)
+            job = client.submit(prepared.scripts[stage], after_ok=sent.precompile_job, lane=lane)
         except SlurmError as error:
             message = f"{error}; --dry-run shows the scripts"
-            if sent.precompile_job is not None:
+            if sent.precompile_job is not None and sent.graphs_of is None:
                 try:
                     client.cancel([sent.precompile_job])
                 except SlurmError as reason:
@@ -98,18 +109,20 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
     return sent
 
 
-def record_local(prepared: PreparedRun) -> Submission:
+def record_local(prepared: PreparedRun, **fields: object) -> Submission:
     """Record this process as the one that runs the stages: from then on the run is active."""
     run, pid, host = prepared.run, os.getpid(), socket.gethostname()
     identity = process_identity(pid)
-    sent = _submission(prepared, local=True, pid=pid, process=identity, host=host)
+    sent = _submission(prepared, local=True, pid=pid, process=identity, host=host, **fields)
     JobsRecord(submissions=(*JobsRecord.of(run).submissions, sent)).save(run.jobs)
     return sent
 
 
-def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
+def run_locally(
+    prepared: PreparedRun, quiet: bool = False, stages: Sequence[Stage] | None = None
+) -> int:
     """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C."""
-    config, nodes, stages = prepared.config, prepared.mesh.nodes, prepared.stages
+    config, nodes, stages = prepared.config, prepared.mesh.nodes, stages or prepared.stages
     precompile_nodes = load_environment(config.backend).precompile_nodes(config, nodes)
     for stage in stages:
         job = LocalJob(
