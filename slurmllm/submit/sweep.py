@@ -168,8 +168,8 @@ def name_cases(sweep: str, cases: Sequence[Case]) -> tuple[SweepCase, ...]:
     counts = Counter(tuple(sorted(case.values.items())) for case in cases)
     for values, count in counts.items():
         if count > 1:
-            shown = " ".join(f"{path}={value}" for path, value in values)
-            raise UserError(f"{count} cases of the sweep are equal: {shown}; remove all but one")
+            equal = " ".join(f"{path}={value}" for path, value in values)
+            raise UserError(f"{count} cases of the sweep are equal: {equal}; remove all but one")
     unnamed = tuple(SweepCase(run=sweep, values=case.values) for case in cases)
     labels = SweepRecord(recipe="", created_at=0, cases=unnamed).labels
     varying = [p for p in labels if len({case.values.get(p) for case in cases}) > 1] or list(labels)
