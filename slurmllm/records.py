@@ -207,7 +207,7 @@ class SweepRecord(Record):
 class LockRecord(Record):
     """`lock.json`: the command that changes the run now; its user is the file's."""
 
-    verb: str = Field(max_length=40, pattern=r"^[a-z]+$")
+    verb: str = Field(max_length=40, pattern=r"^[a-z-]+$")
     host: NodeName  # machine of the command
     pid: ProcessId  # its process id
     process: str | None  # its `process_identity`

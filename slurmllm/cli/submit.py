@@ -9,6 +9,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from slurmllm.config.resolve import RunConfig
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 @options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
+@options.in_allocation
 @click.option(
     "--sweep", multiple=True, metavar="PATH=V1,V2",
     help="Submit a run for each value, such as optim.lr=1e-4,3e-4; repeatable: for each "
@@ -52,7 +54,8 @@ if TYPE_CHECKING:
 def submit(
     ctx: click.Context, /, recipe: str, nodes: int, name: str | None, overrides: tuple[str, ...],
     cluster: str | None, precompile: Precompile, runs_dir: Path, dry_run: bool, local: bool,
-    sweep: tuple[str, ...], sweep_file: str | None, max_running: int | None, yes: bool,
+    in_allocation: bool, sweep: tuple[str, ...], sweep_file: str | None,
+    max_running: int | None, yes: bool,
     force: bool, as_json: bool, **slurm: str | None,
 ) -> None:  # fmt: skip
     """Train RECIPE on N nodes.
@@ -79,6 +82,11 @@ def submit(
     cases = sweeps.read_cases(sweep, sweep_file, max_running, local)
     if cases and not dry_run:
         sweeps.confirm(len(cases), yes)
+    allocation = None
+    if in_allocation:
+        refused = {"--local": local, "--sweep": cases, **{f"--{n}": v for n, v in slurm.items()}}
+        given_nodes = ctx.get_parameter_source("nodes") is not click.core.ParameterSource.DEFAULT
+        allocation, nodes = _held_nodes(nodes if given_nodes else None, refused)
     configs = (
         resolve_cases(cases, recipe, cluster, overrides, given)
         if cases
@@ -106,10 +114,22 @@ def submit(
         if dry_run:
             _print_dry_run(prepared, as_json)
             return
-        sent = record_local(prepared) if local else submit_jobs(prepared)
-    if local:
-        ctx.exit(run_and_report(prepared, as_json))
+        here = local or in_allocation
+        sent = record_local(prepared, allocation=allocation) if here else submit_jobs(prepared)
+    if here:
+        ctx.exit(run_and_report(prepared, as_json, allocation))
     print_submission(prepared, sent, as_json)
+
+
+def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
+    """The allocation that this command runs in and the nodes to use; `refused`: option → value."""
+    from slurmllm.errors import UserError
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.supervise.allocation import held_allocation
+
+    if names := [name for name, value in refused.items() if value]:
+        raise UserError(f"--in-allocation and {names[0]} exclude each other; give one of them")
+    return held_allocation(SlurmClient(), nodes)
 
 
 def print_warnings(prepared: PreparedRun) -> None:
@@ -210,8 +230,8 @@ def _print_graphs(prepared: PreparedRun) -> None:
         click.echo(f"graphs     compiled by {owner} already; no precompile stage")
 
 
-def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
-    """Run the stages on this machine; returns the exit code."""
+def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None = None) -> int:
+    """Run the stages on this machine, or in an allocation; returns the exit code."""
     from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
     from slurmllm.submit.launch import run_locally
 
@@ -220,7 +240,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
         click.echo(f"run        {run.name}\ndirectory  {run.path}")
         _print_choice(prepared)
         _print_graphs(prepared)
-    code = run_locally(prepared, quiet=as_json)
+    code = run_locally(prepared, quiet=as_json, allocation=allocation)
     if as_json:
         _echo_run_json(prepared, exit_code=code)
     elif code == EXIT_OK:
@@ -245,6 +265,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
     "batch cannot change: the checkpoints depend on them."
 )
 @click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
+@options.in_allocation
 @click.option(
     "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."
 )
@@ -255,7 +276,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
 @click.pass_context
 def resume(
     ctx: click.Context, run: str, nodes: int | None, cluster: str | None,
-    overrides: tuple[str, ...], local: bool, from_scratch: bool, force: bool,
+    overrides: tuple[str, ...], local: bool, in_allocation: bool, from_scratch: bool, force: bool,
     precompile: Precompile, runs_dir: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Continue RUN after it was cancelled or stopped.
@@ -302,8 +323,13 @@ def resume(
             )
         if not from_scratch and config.recipe.checkpoint.replica is None:
             require_recorded(found)  # a worker finds out too, hours in the queue later
+        allocation = None
         wanted, here = options.as_before(last, nodes, local)
-        excluded = [] if here else to_avoid(client, found, config, wanted)
+        if in_allocation:
+            as_before = nodes or (last.nodes if last else None)
+            here, (allocation, wanted) = False, _held_nodes(as_before, {"--local": local})
+        at_once = here or in_allocation
+        excluded = [] if at_once else to_avoid(client, found, config, wanted)
         prepared = prepare(
             RunRequest(
                 config=config,
@@ -328,9 +354,13 @@ def resume(
                 f"excluded: {' '.join(excluded)}, which failed the run; see status", err=True
             )
         options.ignore_output_errors()
-        sent = record_local(prepared) if here else submit_jobs(prepared, client)
-    if here:
-        ctx.exit(run_and_report(prepared, as_json))
+        sent = (
+            record_local(prepared, allocation=allocation)
+            if at_once
+            else submit_jobs(prepared, client)
+        )
+    if at_once:
+        ctx.exit(run_and_report(prepared, as_json, allocation))
     print_submission(prepared, sent, as_json)
 
 

@@ -8,6 +8,7 @@ the time limit; a second Ctrl-C kills it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -27,8 +28,10 @@ from slurmllm.rundir import RunDir, Stage
 from slurmllm.safe_files import open_append
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.prepare import PreparedRun, remove_unsubmitted
-from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
+from slurmllm.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.supervise.attempts import process_identity
+
+log = logging.getLogger(__name__)
 
 
 def record_cancellation(run: RunDir) -> None:
@@ -119,9 +122,21 @@ def record_local(prepared: PreparedRun, **fields: object) -> Submission:
 
 
 def run_locally(
-    prepared: PreparedRun, quiet: bool = False, stages: Sequence[Stage] | None = None
+    prepared: PreparedRun,
+    quiet: bool = False,
+    stages: Sequence[Stage] | None = None,
+    allocation: str | None = None,
+    once: bool = False,
 ) -> int:
-    """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C."""
+    """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C.
+
+    Args:
+        prepared: The run.
+        quiet: Whether the stages' logs do not go to the terminal too.
+        stages: By default those that the run needs.
+        allocation: Slurm job that holds the nodes, instead of this machine alone.
+        once: Whether a stage is not started again, whatever its supervisor asks for.
+    """
     config, nodes, stages = prepared.config, prepared.mesh.nodes, stages or prepared.stages
     precompile_nodes = load_environment(config.backend).precompile_nodes(config, nodes)
     for stage in stages:
@@ -131,6 +146,8 @@ def run_locally(
             prepared.scripts[stage],
             precompile_nodes if stage == "precompile" else nodes,
             quiet,
+            allocation,
+            once,
         )
         # Handlers belong to the process: restored after each stage, also if it raises.
         previous = {n: signal.signal(n, job.on_interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -153,9 +170,12 @@ class LocalJob:
     all runs.
     """
 
-    def __init__(self, run: RunDir, stage: Stage, script: str, nodes: int, quiet: bool) -> None:
+    def __init__(
+        self, run: RunDir, stage: Stage, script: str, nodes: int, quiet: bool,
+        allocation: str | None = None, once: bool = False,
+    ) -> None:  # fmt: skip
         self.run, self.stage, self.script = run, stage, script
-        self.nodes, self.quiet = nodes, quiet
+        self.nodes, self.quiet, self.allocation, self.once = nodes, quiet, allocation, once
         self.interrupts = self.restarts = 0
         self.process: subprocess.Popen[str] | None = None
 
@@ -166,7 +186,19 @@ class LocalJob:
             code = self._run_once()
             if code != EXIT_REQUEUE:
                 return EXIT_INTERRUPTED if self.interrupts and code != EXIT_OK else code
+            if self.once or not self._has_nodes():
+                return code
             self.restarts += 1
+
+    def _has_nodes(self) -> bool:
+        """Whether the allocation still has its nodes: Slurm ends it if one of them dies."""
+        if self.allocation is None:
+            return True
+        job = SlurmClient().queue([self.allocation]).get(self.allocation)
+        if job is not None and job.state == "RUNNING":
+            return True
+        log.error("job %s, which held the nodes, has ended", self.allocation)
+        return False
 
     def on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1
@@ -180,7 +212,9 @@ class LocalJob:
         self.process = subprocess.Popen(
             ["bash", "-c", self.script, str(self.run.script(self.stage))],
             env={
-                **os.environ, LOCAL_NODES: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)
+                **os.environ,
+                HELD_NODES if self.allocation else LOCAL_NODES: str(self.nodes),
+                LOCAL_RESTARTS: str(self.restarts),
             },
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace",

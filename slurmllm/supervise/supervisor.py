@@ -326,7 +326,7 @@ class Supervisor:
         if newer is not None:
             self._log(closed, f"superseded by attempt {newer}: not requeued")
             return EXIT_NEGATIVE
-        if isinstance(self.allocation, SlurmAllocation):
+        if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
             self._requeue(self.allocation, closed)
             return EXIT_REQUEUE
         # A requeued job waits in Slurm's queue, a local run here.
@@ -456,7 +456,7 @@ def requeue_unrecorded(
         ) from error
     wait_s = backoff_s(limits.backoff_s, starts)
     log.warning("%s; trying again in %.0f s", error, wait_s)
-    if isinstance(allocation, SlurmAllocation):
+    if isinstance(allocation, SlurmAllocation) and allocation.requeues:
         wait_writable(run, WRITABLE_S)
         if not started_again(allocation):
             requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=wait_s)
