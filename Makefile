@@ -9,6 +9,7 @@
 # make gpu     all that needs one GPU, in nine minutes; writes build/gpu.md
 # make trackers  the tests against the packages of W&B and MLflow, which it installs
 # make chaos   the chaos suite: 200 runs that fail on 4 nodes, 20 on 128; 55 minutes of it a call
+# make slurm-matrix  the Slurm tests on 22.05, 24.11 and the newest that Debian has; needs root
 # make chaos-part  12 of them, in 20 minutes
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check docs audit sbom fuzz gpu trackers chaos chaos-part install dev slurm browser clean
+.PHONY: demo test test-all check docs audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -36,7 +37,7 @@ check: dev
 	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py \
 	  tools/benchmarks/*.py tools/benchmarks/_month/*.py tools/benchmarks/_gpu/*.py \
 	  tools/check_parallelcluster.py \
-	  tools/house.py tools/audit.py
+	  tools/house.py tools/audit.py tools/slurm_matrix.py
 	$(BIN)/mypy --strict tools/chaos tools/_chaos
 	MYPYPATH=tools $(BIN)/mypy --strict tools/fuzz
 	$(BIN)/mypy --strict tools/benchmarks/departures
@@ -76,6 +77,9 @@ chaos: dev slurm
 
 chaos-part: dev slurm
 	$(BIN)/python tools/chaos --suite part --parallel 2 --results build/chaos
+
+slurm-matrix: dev slurm
+	$(BIN)/python tools/slurm_matrix.py
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev

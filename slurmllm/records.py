@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
-from slurmllm.rundir import RunDir, write_atomic
+from slurmllm.rundir import RUN_NAME, RunDir, write_atomic
 from slurmllm.safe_files import LARGEST_RECORD, open_trusted, read_limited, reason
 
 EndingClass = Literal[
@@ -52,6 +52,7 @@ Phase = Literal["starting", "resuming", "first_step", "stepping", "saving", "sto
 # be written by others. An id may be that of an array's task or of a part of a heterogeneous job.
 JobId = Annotated[str, Field(pattern=r"^[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18})?$")]
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
+RunName = Annotated[str, Field(pattern=rf"^{RUN_NAME.pattern}$")]
 # Not 0 and not negative: kill(2) takes these for groups of processes. proc(5): at most 2^22.
 ProcessId = Annotated[int, Field(gt=0, le=1 << 22)]
 Seconds = Annotated[float, Field(gt=-1e10, lt=1e10)]  # 300 years: sums are finite
@@ -153,6 +154,16 @@ class Submission(Record):
     from_scratch: bool = False  # earlier checkpoints are not used
     # Of the folder's repository; only if the run has trackers.
     git_commit: str | None = Field(default=None, max_length=200)
+    # Run of the same sweep whose precompile job, `precompile_job`, compiles the graphs of this one.
+    graphs_of: RunName | None = None
+    lane: str | None = None  # name of the train job: jobs of one lane run one after the other
+    allocation: JobId | None = None  # job that held the nodes (`--in-allocation`)
+
+    @property
+    def own_jobs(self) -> list[str]:
+        """The jobs that serve no other run, the last stage first."""
+        precompile = None if self.graphs_of is not None else self.precompile_job
+        return [job for job in (self.train_job, precompile) if job is not None]
 
 
 class JobsRecord(Record):
@@ -170,10 +181,33 @@ class JobsRecord(Record):
         return self.submissions[-1] if self.submissions else None
 
 
+class SweepCase(Record):
+    """One run of a sweep."""
+
+    run: RunName
+    values: dict[str, str]  # dotted path → value, as given
+
+
+class SweepRecord(Record):
+    """`sweep.json`: what a sweep was submitted with."""
+
+    recipe: str
+    created_at: float  # Unix time, s
+    max_running: int | None = None  # how many of its runs train at a time; None: no limit
+    cases: tuple[SweepCase, ...]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Dotted path of each value → its last part, or the path if several have that part."""
+        paths = list(dict.fromkeys(path for case in self.cases for path in case.values))
+        last = [path.rpartition(".")[2] for path in paths]
+        return {p: one if last.count(one) == 1 else p for p, one in zip(paths, last, strict=True)}
+
+
 class LockRecord(Record):
     """`lock.json`: the command that changes the run now; its user is the file's."""
 
-    verb: str = Field(max_length=40, pattern=r"^[a-z]+$")
+    verb: str = Field(max_length=40, pattern=r"^[a-z-]+$")
     host: NodeName  # machine of the command
     pid: ProcessId  # its process id
     process: str | None  # its `process_identity`

@@ -25,6 +25,8 @@ Layout (`runs/<name>/`, on the shared file system):
     evaluations/suites/<name>.yaml    the user's own suites
     trackers/<tracker>.json           the run's run in W&B or MLflow, and what was sent to it
     tensorboard/  reports/
+
+A sweep (`runs/<sweep>/`, see SweepDir) holds its runs and `sweep.json`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
@@ -110,12 +112,12 @@ def fsync_dir(path: Path) -> None:
 
 
 class _Inside:
-    """A file or folder of fixed name in the directory of a run or an attempt."""
+    """A file or folder of fixed name in the directory of a run, an attempt or a sweep."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, owner: AttemptDir | RunDir, kind: type) -> Path:
+    def __get__(self, owner: AttemptDir | RunDir | SweepDir, kind: type) -> Path:
         return owner.path / self._name
 
 
@@ -289,6 +291,75 @@ class RunDir:
         return sorted((self.evaluations / "suites").glob("*.yaml"))
 
 
+@dataclass(frozen=True)
+class SweepDir:
+    """The directory of a sweep: one run for each case, and the runs that compile their graphs."""
+
+    path: Path
+
+    record = _Inside("sweep.json")  # the cases (`SweepRecord`)
+    reports = _Inside("reports")  # reports of all runs
+
+    @property
+    def name(self) -> str:
+        """The sweep's name, which is the directory's."""
+        return self.path.name
+
+    def run(self, name: str) -> RunDir:
+        return RunDir(self.path / name)
+
+    @property
+    def graphs(self) -> Path:
+        """The folder of the runs that only compile graphs, each for some of the sweep's runs."""
+        return self.path / "graphs"
+
+    def graph_run(self, name: str) -> RunDir:
+        return RunDir(self.graphs / name)
+
+    def graph_runs(self) -> list[RunDir]:
+        """The runs that only compile graphs, sorted by name."""
+        found = [RunDir(entry) for entry in _entries(self.graphs) if is_run(entry)]
+        return sorted(found, key=lambda run: run.name)
+
+
+def find_sweep(name: str, root: Path) -> SweepDir | None:
+    """A sweep by its name under `root` or by its directory; None if there is none."""
+    for path in (root / name, Path(name).absolute()):
+        if name and is_sweep(path):
+            return SweepDir(path)
+    return None
+
+
+def is_sweep(path: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return (path / "sweep.json").is_file()
+    return False
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """What may be a run in a folder of runs: its entries, and those of the sweeps in it.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for entry in root.iterdir():
+        yield entry
+        if is_sweep(entry):
+            yield from _entries(entry)
+
+
+def root_of(run: RunDir) -> Path:
+    """The folder of all runs that a run is in, by itself or as one of a sweep."""
+    folders = run.path.parents[:2]
+    return next((folder.parent for folder in folders if is_sweep(folder)), folders[0])
+
+
+def _entries(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return list(folder.iterdir())
+    return []
+
+
 def runs_root(option: str | None = None) -> Path:
     """The folder of all runs: the option, else $SLURMLLM_RUNS, else `runs` here."""
     return Path(option or os.environ.get("SLURMLLM_RUNS") or "runs").absolute()
@@ -302,11 +373,16 @@ def is_run(path: Path) -> bool:
 
 
 def find_run(run: str, root: Path) -> RunDir:
-    """Find a run by its name under `root` or by its directory.
+    """Find a run by its name under `root` or in a sweep there, or by its directory.
 
     Raises:
         RunError: No such run; the message lists those that exist.
     """
+    if find_sweep(run, root) is not None:
+        raise RunError(
+            f"{run} is a sweep of several runs; name one of them (`slurmllm status {run}` lists "
+            "them); status, cancel, compare and report also take a sweep"
+        )
     for candidate in (root / run, Path(run).absolute()):
         if is_run(candidate):
             return RunDir(candidate)
@@ -319,7 +395,10 @@ def find_run(run: str, root: Path) -> RunDir:
         raise RunError(f"{candidate / 'config.yaml'} is not a regular file; restore or remove it")
     known: list[str] = []
     with contextlib.suppress(OSError):
-        known = sorted(entry.name for entry in root.iterdir() if is_run(entry))
+        runs = [entry for entry in run_folders(root) if is_run(entry)]
+        if found := [entry for entry in runs if entry.name == run]:
+            return RunDir(found[0])
+        known = sorted(entry.name for entry in runs)
     listing = f"runs there: {', '.join(known[-10:])}" if known else "there are no runs yet"
     raise RunError(
         f"no run {run!r}: neither {root / run} nor {Path(run).absolute()} holds a config.yaml; "

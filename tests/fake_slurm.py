@@ -20,6 +20,7 @@ class _Job:
     job_id: str
     script: str
     after_ok: str | None
+    lane: str | None = None
     state: str = "PENDING"
     nodes: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
@@ -64,11 +65,13 @@ class FakeSlurm(SlurmClient):
         self.may_drain, self.reasons = False, dict[str, str]()
         self._ids = itertools.count(1)
 
-    def submit(self, script: str, after_ok: str | None = None, exclude: str = "") -> str:
+    def submit(
+        self, script: str, after_ok: str | None = None, exclude: str = "", lane: str | None = None
+    ) -> str:
         if self.refuse is not None:
             raise SlurmError(f"sbatch failed with exit code 1: sbatch: error: {self.refuse}")
         job_id = str(next(self._ids))
-        self.jobs[job_id] = _Job(job_id, script, after_ok)
+        self.jobs[job_id] = _Job(job_id, script, after_ok, lane)
         self.jobs[job_id].excluded = tuple(exclude.split(",")) if exclude else ()
         return job_id
 
@@ -78,6 +81,9 @@ class FakeSlurm(SlurmClient):
         if job.state != "PENDING":
             return
         if job.after_ok is not None and self._job(job.after_ok).state != "COMPLETED":
+            return
+        earlier = (j for j in self.jobs.values() if j.lane == job.lane and j.lane is not None)
+        if any(j.state in ("PENDING", "RUNNING") and int(j.job_id) < int(job_id) for j in earlier):
             return
         free = [n for n, state in self.states.items() if state == "idle" and n not in job.excluded]
         if len(free) >= job.wanted_nodes:

@@ -23,9 +23,7 @@ _HEADINGS = (
 
 @click.command()
 @click.argument("a", shell_complete=options.complete_run)
-@click.argument(
-    "others", metavar="B [C …]", nargs=-1, required=True, shell_complete=options.complete_run
-)
+@click.argument("others", metavar="B [C …]", nargs=-1, shell_complete=options.complete_run)
 @click.option("--tolerance", type=float, help="Relative tolerance of the loss.  [default: 1e-3]")
 @click.option(
     "--grad-norm-tolerance", type=float,
@@ -79,10 +77,21 @@ def compare(
     The verdict of each is identical, match, equivalent (independent scatter around the same
     trajectory), or differ.
 
+    `compare SWEEP` prints one table of the sweep's runs, the lowest loss first.
+
     Exit codes: 0 no run differs from A; 1 one does, or its verdict is weaker than --require;
     2 invalid input; 4 the plot cannot be written.
     """
     from slurmllm.errors import EXIT_NEGATIVE, UserError
+    from slurmllm.rundir import find_sweep
+
+    if not others and (sweep := find_sweep(a, runs_dir)) is not None:
+        from slurmllm.cli.sweep import print_table_of
+
+        print_table_of(sweep, as_json)
+        return
+    if not others:
+        raise UserError(f"{a} is no sweep, so give a second run: slurmllm compare {a} B")
 
     for option, value in (
         ("--tolerance", tolerance),

@@ -26,6 +26,7 @@ _MODULES = {
     "data": "data", "tokenizer": "data", "checkpoint": "checkpoint", "compare": "compare",
     "spikes": "spikes", "report": "report", "evaluate": "evaluate", "track": "track",
     "drill": "drill",
+    "shell": "shell", "run-stage": "shell",
 }  # fmt: skip
 # Called on the nodes; they write logs.
 _HIDDEN = {

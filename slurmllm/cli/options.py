@@ -92,14 +92,14 @@ def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -
 
 def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[CompletionItem]:
     """Names of runs for the shell, or its own completion of paths if none begins so."""
-    from slurmllm.rundir import RUN_NAME, is_run, runs_root
+    from slurmllm.rundir import RUN_NAME, is_run, is_sweep, run_folders, runs_root
 
     found: list[str] = []
     with contextlib.suppress(OSError):
-        entries = runs_root(ctx.params.get("runs_dir")).iterdir()
+        entries = run_folders(runs_root(ctx.params.get("runs_dir")))
         # A shell inserts names as they are: those that it would interpret are left out.
-        named = [one for one in entries if one.name.startswith(begin)]
-        found = sorted(one.name for one in named if RUN_NAME.fullmatch(one.name) and is_run(one))
+        named = [e for e in entries if e.name.startswith(begin) and RUN_NAME.fullmatch(e.name)]
+        found = sorted(one.name for one in named if is_run(one) or is_sweep(one))
     return _completions(found, begin)
 
 
@@ -163,6 +163,10 @@ to_step = click.option(
     "--to-step", type=click.IntRange(min=0), callback=_after_from_step,
     help="Last step to read, inclusive.  [default: the last]",
 )  # fmt: skip
+in_allocation = click.option(
+    "--in-allocation", is_flag=True,
+    help="Run the stages here and now, on the nodes of the allocation (salloc) of this shell.",
+)  # fmt: skip
 force = click.option(
     "--force", is_flag=True,
     help="Submit even if the planner predicts that the run exceeds device memory.",
@@ -195,7 +199,7 @@ def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
 def as_before(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
     """Nodes, and whether they are launchers on this machine; by default as the last submission."""
     wanted = nodes if nodes is not None else last.nodes if last else 1
-    return wanted, local or (last is not None and last.local)
+    return wanted, local or (last is not None and last.local and last.allocation is None)
 
 
 def echo_json(value: Any, indent: int | None = 2) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from slurmllm.report.tables import Table
 
 
+_MOST_OF_SWEEP = 20  # runs in the page of a sweep
+
+
 @click.command()
 @click.argument(
     "sources", nargs=-1, required=True, metavar="SOURCE…", shell_complete=options.complete_run
@@ -43,18 +46,22 @@ def report(
 ) -> None:  # fmt: skip
     """Report curves, throughput, utilization and cost of runs.
 
-    SOURCE is a run's name or directory (a partial copy is enough), or another framework's log
-    (TensorBoard, JSON lines, CSV, text). Writes a self-contained HTML page and a Markdown version.
+    SOURCE is a run's name or directory (a partial copy is enough), another framework's log
+    (TensorBoard, JSON lines, CSV, text), or a sweep: a table of its runs, the lowest loss first,
+    and a page of the best 20. Writes a self-contained HTML page and a Markdown version.
 
     Node hours are taken from Slurm's accounting (sacct), or without it from the attempts' records.
 
     Exit codes: 0 success; 2 run not found or invalid options; 4 a file cannot be written.
     """
+    from slurmllm.cli.sweep import print_ranking, ranking_json
     from slurmllm.errors import StorageError, UserError
     from slurmllm.metrics.source import locate, parse_tags
     from slurmllm.report import sources as reading
     from slurmllm.report.write import default_path, to_json, write_report
+    from slurmllm.rundir import find_sweep
     from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.sweeps import rank, read_sweep
 
     usd = _price(price)
     options.check_picture(plot)
@@ -63,11 +70,20 @@ def report(
     if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out {out}: the page is HTML; name it {Path(out).stem}.html")
     mapping = parse_tags(tags)
+    client = SlurmClient()
+    sweeps = [
+        read_sweep(sweep, client) for name in sources if (sweep := find_sweep(name, runs_dir))
+    ]
+    rankings = [rank(sweep) for sweep in sweeps]
     # A run named twice, by its name and its directory, is one.
     paths = dict.fromkeys(
-        reading.find_run_directory(name, runs_dir) or locate(name, runs_dir) for name in sources
+        reading.find_run_directory(name, runs_dir) or locate(name, runs_dir)
+        for name in sources
+        if find_sweep(name, runs_dir) is None
     )
-    client = SlurmClient()
+    alone = not paths
+    for ranked in rankings:
+        paths |= dict.fromkeys(Path(one.state.run_dir) for one in ranked[:_MOST_OF_SWEEP])
     facts = [reading.read_run_facts(path, mapping, usd, client) for path in paths]
     runs = reading.compare_with_first(reading.make_names_unique(facts))
     if plot is not None:
@@ -80,11 +96,18 @@ def report(
             )
         draw_utilization(used, Path(plot))
     if not as_json:  # before the files, whose pictures take longer than all the reading
-        _print(runs)
+        for state, ranked in zip(sweeps, rankings, strict=True):
+            print_ranking(state, ranked)
+            if len(ranked) > _MOST_OF_SWEEP:
+                click.echo(f"the report has the best {_MOST_OF_SWEEP} of {len(ranked)} runs")
+        if not alone:
+            _print(runs)
         if plot is not None:
             click.echo(f"picture: {plot}")
         sys.stdout.flush()
     page = default_path(runs) if out is None else Path(out)
+    if out is None and alone and len(sweeps) == 1:
+        page = sweeps[0].sweep.reports / "report.html"
     written: dict[str, str | None] = {"html": None, "markdown": None}
     failure = None
     try:
@@ -92,7 +115,8 @@ def report(
     except StorageError as error:  # the JSON is printed anyway
         failure = StorageError(f"{error}; name another place with --out FILE.html, or --no-files")
     if as_json:
-        click.echo(to_json(runs, written))
+        tables = [ranking_json(*one) for one in zip(sweeps, rankings, strict=True)]
+        click.echo(to_json(runs, written, **({"sweeps": tables} if tables else {})))
     else:
         for path in filter(None, written.values()):
             click.echo(f"report: {path}")

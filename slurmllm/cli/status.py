@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from slurmllm.cli.status_tables import View
     from slurmllm.status.runs import RunState
+    from slurmllm.status.sweeps import SweepState
 
 _INTERVAL_S = 5.0
 
@@ -47,7 +48,7 @@ class _StatusCommand(click.Command):
 def status(
     run: str | None, watch: float | None, active: bool, runs_dir: Path, as_json: bool
 ) -> None:
-    """Show the status of RUN, or of all runs.
+    """Show the status of RUN, of the runs of a sweep, or of all runs.
 
     --watch ends when all shown runs have ended. If the output is not a terminal, each refresh
     prints another table; with --json, one document per line.
@@ -70,16 +71,20 @@ def status(
 
 
 class _ShownStates:
-    """The states of one refresh; `empty_text` is for no runs, and None if RUN was given."""
+    """The states of one refresh; `empty_text` is for no runs, and None if a run was given."""
 
-    def __init__(self, states: list[RunState], empty_text: str | None) -> None:
-        self.states, self.empty_text = states, empty_text
+    def __init__(
+        self, states: Sequence[RunState], empty_text: str | None, sweep: SweepState | None = None
+    ) -> None:
+        self.states, self.empty_text, self.sweep = states, empty_text, sweep
 
     def as_json(self, indent: int | None = None) -> str:
         import json
 
         found = [_state_json(state) for state in self.states]
-        return json.dumps(found[0] if self.empty_text is None else {"runs": found}, indent=indent)
+        of_sweep = self.sweep.to_json() if self.sweep is not None else {}
+        shown = found[0] if self.empty_text is None else {**of_sweep, "runs": found}
+        return json.dumps(shown, indent=indent)
 
     def view(self, height: int | None = None) -> View:
         from rich.text import Text
@@ -91,7 +96,10 @@ class _ShownStates:
             return run_view(self.states[0], console())
         if not self.states:
             return View([Text(self.empty_text)], ())
-        return runs_view(self.states, console(), height)
+        view = runs_view(self.states, console(), height)
+        if self.sweep is None:
+            return view
+        return view._replace(lines=[Text(f"sweep {self.sweep.sweep.name}, {self.sweep.summary}")])
 
     def print(self) -> None:
         from slurmllm.tables import console  # rich, which --json does not need
@@ -109,11 +117,19 @@ class _ShownStates:
 
 def _make_reader(run: str | None, runs_dir: Path, active: bool) -> Callable[[], _ShownStates]:
     """Return a function that reads the state of a run, or of all runs."""
-    from slurmllm.rundir import find_run
+    from slurmllm.rundir import find_run, find_sweep
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import list_runs, run_state, run_states
+    from slurmllm.status.sweeps import read_sweep
 
     client = SlurmClient()
+    if run is not None and (sweep := find_sweep(run, runs_dir)) is not None:
+
+        def read_runs() -> _ShownStates:
+            state = read_sweep(sweep, client)
+            return _ShownStates(state.runs, f"{run}: all runs of the sweep were removed", state)
+
+        return read_runs
     if run is not None:
         found = find_run(run, runs_dir)
         return lambda: _ShownStates([run_state(found, client)], None)

@@ -9,6 +9,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from slurmllm.config.resolve import RunConfig
@@ -32,12 +33,29 @@ if TYPE_CHECKING:
 @options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
+@options.in_allocation
+@click.option(
+    "--sweep", multiple=True, metavar="PATH=V1,V2",
+    help="Submit a run for each value, such as optim.lr=1e-4,3e-4; repeatable: for each "
+    "combination.",
+)  # fmt: skip
+@click.option(
+    "--sweep-file",
+    metavar="FILE.yaml",
+    help="Submit a run for each case of the file, such as `low: {optim.lr: 1e-4}`.",
+)
+@click.option(
+    "--max-running", type=int, help="Runs of a sweep that train at a time.  [default: all]"
+)
+@click.option("--yes", is_flag=True, help="Do not ask before a sweep of more than 100 runs.")
 @options.force
 @options.as_json
 @click.pass_context
 def submit(
     ctx: click.Context, /, recipe: str, nodes: int, name: str | None, overrides: tuple[str, ...],
     cluster: str | None, precompile: Precompile, runs_dir: Path, dry_run: bool, local: bool,
+    in_allocation: bool, sweep: tuple[str, ...], sweep_file: str | None,
+    max_running: int | None, yes: bool,
     force: bool, as_json: bool, **slurm: str | None,
 ) -> None:  # fmt: skip
     """Train RECIPE on N nodes.
@@ -46,39 +64,72 @@ def submit(
 
     RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, N launcher
     processes on this machine stand in for nodes; Ctrl-C saves a checkpoint and exits.
+
+    With --sweep or --sweep-file several runs are submitted, in a directory of their own; NAME is
+    the sweep's.
     """
     import contextlib
+    from dataclasses import replace
 
+    from slurmllm.cli import sweep as sweeps
     from slurmllm.config.resolve import resolve
     from slurmllm.submit.launch import record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
+    from slurmllm.submit.sweep import resolve_cases
     from slurmllm.supervise.run_lock import locked
 
     given = {f"slurm.{name}": (f"--{name}", value) for name, value in slurm.items()}
+    cases = sweeps.read_cases(sweep, sweep_file, max_running, local)
+    if cases and not dry_run:
+        sweeps.confirm(len(cases), yes)
+    allocation = None
+    if in_allocation:
+        refused = {"--local": local, "--sweep": cases, **{f"--{n}": v for n, v in slurm.items()}}
+        given_nodes = ctx.get_parameter_source("nodes") is not click.core.ParameterSource.DEFAULT
+        allocation, nodes = _held_nodes(nodes if given_nodes else None, refused)
+    configs = (
+        resolve_cases(cases, recipe, cluster, overrides, given)
+        if cases
+        else [resolve(recipe, cluster, overrides, given)]
+    )
     if not dry_run:
         options.ignore_output_errors()
+    request = RunRequest(
+        config=configs[0],
+        nodes=nodes,
+        root=runs_dir,
+        name=name,
+        local=local,
+        precompile=precompile,
+        force=force,
+        dry_run=dry_run,
+    )
+    if cases:
+        ctx.exit(sweeps.submit(request, cases, configs, max_running, as_json))
     with contextlib.ExitStack() as held:
         prepared = prepare(
-            RunRequest(
-                config=resolve(recipe, cluster, overrides, given),
-                nodes=nodes,
-                root=runs_dir,
-                name=name,
-                local=local,
-                precompile=precompile,
-                force=force,
-                dry_run=dry_run,
-                claimed=lambda run: held.enter_context(locked(run, "submit")),
-            )
+            replace(request, claimed=lambda run: held.enter_context(locked(run, "submit")))
         )
         print_warnings(prepared)
         if dry_run:
             _print_dry_run(prepared, as_json)
             return
-        sent = record_local(prepared) if local else submit_jobs(prepared)
-    if local:
-        ctx.exit(run_and_report(prepared, as_json))
+        here = local or in_allocation
+        sent = record_local(prepared, allocation=allocation) if here else submit_jobs(prepared)
+    if here:
+        ctx.exit(run_and_report(prepared, as_json, allocation))
     print_submission(prepared, sent, as_json)
+
+
+def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
+    """The allocation that this command runs in and the nodes to use; `refused`: option → value."""
+    from slurmllm.errors import UserError
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.supervise.allocation import held_allocation
+
+    if names := [name for name, value in refused.items() if value]:
+        raise UserError(f"--in-allocation and {names[0]} exclude each other; give one of them")
+    return held_allocation(SlurmClient(), nodes)
 
 
 def print_warnings(prepared: PreparedRun) -> None:
@@ -179,8 +230,8 @@ def _print_graphs(prepared: PreparedRun) -> None:
         click.echo(f"graphs     compiled by {owner} already; no precompile stage")
 
 
-def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
-    """Run the stages on this machine; returns the exit code."""
+def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None = None) -> int:
+    """Run the stages on this machine, or in an allocation; returns the exit code."""
     from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
     from slurmllm.submit.launch import run_locally
 
@@ -189,7 +240,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
         click.echo(f"run        {run.name}\ndirectory  {run.path}")
         _print_choice(prepared)
         _print_graphs(prepared)
-    code = run_locally(prepared, quiet=as_json)
+    code = run_locally(prepared, quiet=as_json, allocation=allocation)
     if as_json:
         _echo_run_json(prepared, exit_code=code)
     elif code == EXIT_OK:
@@ -214,6 +265,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
     "batch cannot change: the checkpoints depend on them."
 )
 @click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
+@options.in_allocation
 @click.option(
     "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."
 )
@@ -224,7 +276,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool) -> int:
 @click.pass_context
 def resume(
     ctx: click.Context, run: str, nodes: int | None, cluster: str | None,
-    overrides: tuple[str, ...], local: bool, from_scratch: bool, force: bool,
+    overrides: tuple[str, ...], local: bool, in_allocation: bool, from_scratch: bool, force: bool,
     precompile: Precompile, runs_dir: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Continue RUN after it was cancelled or stopped.
@@ -271,8 +323,13 @@ def resume(
             )
         if not from_scratch and config.recipe.checkpoint.replica is None:
             require_recorded(found)  # a worker finds out too, hours in the queue later
+        allocation = None
         wanted, here = options.as_before(last, nodes, local)
-        excluded = [] if here else to_avoid(client, found, config, wanted)
+        if in_allocation:
+            as_before = nodes or (last.nodes if last else None)
+            here, (allocation, wanted) = False, _held_nodes(as_before, {"--local": local})
+        at_once = here or in_allocation
+        excluded = [] if at_once else to_avoid(client, found, config, wanted)
         prepared = prepare(
             RunRequest(
                 config=config,
@@ -297,9 +354,13 @@ def resume(
                 f"excluded: {' '.join(excluded)}, which failed the run; see status", err=True
             )
         options.ignore_output_errors()
-        sent = record_local(prepared) if here else submit_jobs(prepared, client)
-    if here:
-        ctx.exit(run_and_report(prepared, as_json))
+        sent = (
+            record_local(prepared, allocation=allocation)
+            if at_once
+            else submit_jobs(prepared, client)
+        )
+    if at_once:
+        ctx.exit(run_and_report(prepared, as_json, allocation))
     print_submission(prepared, sent, as_json)
 
 
@@ -316,34 +377,46 @@ def _layout(config: RunConfig) -> tuple[Any, ...]:
 @click.argument("run", shell_complete=options.complete_run)
 @options.runs_dir
 def cancel(run: str, runs_dir: Path) -> None:
-    """Cancel RUN's jobs.
+    """Cancel RUN's jobs, or those of a sweep.
 
     The workers save a checkpoint before they exit, if Slurm gives them the time.
     """
-    from slurmllm.rundir import find_run
+    from slurmllm.cli import sweep as sweeps
+    from slurmllm.rundir import find_run, find_sweep
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.supervise.run_lock import locked
 
+    if (sweep := find_sweep(run, runs_dir)) is not None:
+        sweeps.cancel(sweep, SlurmClient())
+        return
     found = find_run(run, runs_dir)
     with locked(found, "cancel"):
-        _cancel(found, SlurmClient())
+        cancel_run(found, SlurmClient())
 
 
-def _cancel(found: RunDir, client: SlurmClient) -> None:
+def require_own_record(run: RunDir) -> None:
+    """Raise RunError if others may have written what is to be cancelled."""
+    from slurmllm.errors import RunError
+    from slurmllm.safe_files import why_untrusted
+
+    if why := why_untrusted(run.jobs.stat()):
+        raise RunError(
+            f"{run.jobs}: {why}; it may name any job or process of yours. Whose run it is can "
+            "cancel it; an administrator uses `scancel`"
+        )
+
+
+def cancel_run(found: RunDir, client: SlurmClient) -> None:
     import signal
 
     from slurmllm.errors import RunError
     from slurmllm.records import JobsRecord
-    from slurmllm.safe_files import why_untrusted
     from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import record_cancellation
 
     sent = JobsRecord.of(found).last
-    if sent is not None and (why := why_untrusted(found.jobs.stat())):
-        raise RunError(
-            f"{found.jobs}: {why}; it may name any job or process of yours. Whose run it is can "
-            "cancel it; an administrator uses `scancel`"
-        )
+    if sent is not None:
+        require_own_record(found)
     if sent is None or not is_active(found, client):
         click.echo(f"{found.name} has no pending or running jobs; nothing to cancel")
         return
@@ -365,10 +438,9 @@ def _cancel(found: RunDir, client: SlurmClient) -> None:
         _signal(sent.pid, signal.SIGTERM)
         click.echo(f"asked process {sent.pid} to save and exit")
     else:
-        ids = [job for job in (sent.train_job, sent.precompile_job) if job is not None]
-        client.cancel(ids)
+        client.cancel(sent.own_jobs)
         record_cancellation(found)
-        click.echo(f"cancelled {', '.join(ids)}")
+        click.echo(f"cancelled {', '.join(sent.own_jobs)}")
     click.echo(f"`slurmllm resume {found.name}` continues from the newest checkpoint")
 
 

@@ -20,7 +20,7 @@ from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.graphs.archive import checksum, make_own_folder
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.rundir import RunDir, fsync_dir
+from slurmllm.rundir import RunDir, fsync_dir, root_of, run_folders
 from slurmllm.safe_files import open_trusted
 
 
@@ -51,8 +51,8 @@ def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir)
 def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> Iterator[RunDir]:
     """The other runs in the folder of runs that have all graphs, newest first."""
     modified_at: dict[RunDir, float] = {}
-    root = run.path.parent
-    for entry in root.iterdir() if root.is_dir() else ():
+    root = root_of(run)
+    for entry in run_folders(root) if root.is_dir() else ():
         with suppress(OSError):  # no run, just removed, or not this user's to read
             if entry != run.path and (entry / "config.yaml").is_file():
                 other = RunDir(entry)

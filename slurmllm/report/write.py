@@ -164,7 +164,7 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, 
     return {"html": str(page) if html else None, "markdown": str(markdown)}
 
 
-def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None]) -> str:
+def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None], **more: Any) -> str:
     """The whole document, with the files of `write_report`; NaN and unknown values are null."""
     used = [facts.used for facts in runs if facts.used is not None]
     found = {
@@ -172,6 +172,7 @@ def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None]) -> str:
         "total": sum_utilization(used) if used else None,
         "scaling": scaling_json(scaling_rows(runs)),
         "report": written,
+        **more,
     }
     return pydantic_core.to_json(found, indent=2, inf_nan_mode="null").decode()
 

@@ -139,17 +139,23 @@ def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> 
 class SlurmClient:
     """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
 
-    def submit(self, script: str, after_ok: str | None = None, exclude: str = "") -> str:
+    def submit(
+        self, script: str, after_ok: str | None = None, exclude: str = "", lane: str | None = None
+    ) -> str:
         """Submit a batch script, after the success of job `after_ok` if given; returns the job id.
 
         Args:
             script: Its text: a file may be replaced before sbatch reads it.
             exclude: Nodes, in place of those of the script.
+            lane: The job's name, in place of that of the script; the job starts when all of this
+                user's earlier jobs of that name have ended, requeued ones included.
 
         Raises:
             SlurmError: sbatch is missing or refused; the message contains its output.
         """
-        options = [f"--dependency=afterok:{after_ok}"] if after_ok else []
+        depends = ([f"afterok:{after_ok}"] if after_ok else []) + (["singleton"] if lane else [])
+        options = [f"--dependency={','.join(depends)}"] if depends else []
+        options += [f"--job-name={lane}"] if lane else []
         options += [f"--exclude={exclude}"] if exclude else []
         output = _run(["sbatch", "--parsable", *options], stdin=script)
         job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""

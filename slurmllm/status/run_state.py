@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from slurmllm.config.load import ConfigSummary
 from slurmllm.errors import SlurmError
 from slurmllm.records import AttemptRecord, JobsRecord, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.rundir import RunDir, SweepDir
 from slurmllm.slurm.client import QueuedJob, SlurmClient
 from slurmllm.supervise.attempts import is_running, load_attempts
 
@@ -91,6 +91,10 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
     if records.ended:
         return _stopped(run, last) if last is not None else _not_precompiled(records, None)
     precompile, train = jobs.get("precompile"), jobs.get("train")
+    # The precompile job of a sweep goes on for the other runs.
+    shared = sent.graphs_of is not None
+    if shared and sent.cancelled_at is not None and (train is None or train.state == "CANCELLED"):
+        return _cancelled(run)
     # A record cannot show that a requeued job runs again before its attempt is opened.
     if train is not None and train.state in _RUNNING:
         return "training", ""
@@ -149,7 +153,14 @@ def _not_precompiled(records: RunRecords, job: JobState | None) -> tuple[str, st
     state = "cancelled" if cancelled else "stopped"
     if last is not None:
         return state, f"precompile: {last.ending}: {'; '.join(last.evidence)}"
-    return state, f"precompile job {job_state}; see {records.run.stage_log('precompile')}"
+    graphs = compiling_run(records.run, records.sent)
+    return state, f"precompile job {job_state}; see {graphs.stage_log('precompile')}"
+
+
+def compiling_run(run: RunDir, sent: Submission | None) -> RunDir:
+    """The run whose precompile stage compiles the graphs of `run`: itself, or one of its sweep."""
+    name = None if sent is None else sent.graphs_of
+    return run if name is None else SweepDir(run.path.parent).graph_run(name)
 
 
 def is_process_alive(sent: Submission) -> bool:

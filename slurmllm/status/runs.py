@@ -17,7 +17,7 @@ from slurmllm.errors import SlurmError, SlurmllmError, StorageError
 from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
 from slurmllm.records import AttemptRecord, JobsRecord
-from slurmllm.rundir import RunDir
+from slurmllm.rundir import RunDir, run_folders
 from slurmllm.safe_files import reason
 from slurmllm.slurm.client import SlurmClient, explain_drain
 from slurmllm.status.details import Details, read_details
@@ -26,7 +26,6 @@ from slurmllm.status.run_state import (
     RunRecords,
     derive_state,
     is_process_alive,
-    job_ids,
     query_queue,
     read_job_states,
     read_records,
@@ -90,14 +89,14 @@ class RunState:
 
 
 def list_runs(root: Path) -> list[RunDir]:
-    """The runs in a folder, the newest last; also those that cannot be read.
+    """The runs in a folder and its sweeps, the newest last; also those that cannot be read.
 
     Raises:
         StorageError: The folder cannot be read.
     """
     found = []
     try:
-        entries = [entry for entry in root.iterdir() if not entry.name.startswith(".")]
+        entries = [entry for entry in run_folders(root) if not entry.name.startswith(".")]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -173,7 +172,7 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
         return False
     if sent.local:
         return is_process_alive(sent)
-    return any(job.active for job in client.queue(list(job_ids(sent).values())).values())
+    return any(job.active for job in client.queue(sent.own_jobs).values())
 
 
 def _drained(client: SlurmClient) -> list[str]:

@@ -8,6 +8,7 @@ the time limit; a second Ctrl-C kills it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
@@ -26,8 +28,10 @@ from slurmllm.rundir import RunDir, Stage
 from slurmllm.safe_files import open_append
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.prepare import PreparedRun, remove_unsubmitted
-from slurmllm.supervise.allocation import LOCAL_NODES, LOCAL_RESTARTS
+from slurmllm.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.supervise.attempts import process_identity
+
+log = logging.getLogger(__name__)
 
 
 def record_cancellation(run: RunDir) -> None:
@@ -61,8 +65,17 @@ def _git_commit() -> str | None:
     return done.stdout.strip()[:200] or None
 
 
-def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Submission:
+def submit_jobs(
+    prepared: PreparedRun, client: SlurmClient | None = None,
+    stages: Sequence[Stage] | None = None, **fields: object,
+) -> Submission:  # fmt: skip
     """Submit the stages' scripts, each after the success of the one before, and record the ids.
+
+    Args:
+        prepared: The run.
+        client: Slurm.
+        stages: By default those that the run needs.
+        fields: Further fields of the submission, of a run of a sweep.
 
     Raises:
         SlurmError: sbatch refused; a precompile job that was submitted before is cancelled, and the
@@ -70,13 +83,14 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
     """
     client = client or SlurmClient()
     run, before = prepared.run, JobsRecord.of(prepared.run)
-    sent = _submission(prepared, local=False)
-    for stage in prepared.stages:
+    sent = _submission(prepared, local=False, **fields)
+    for stage in stages or prepared.stages:
+        lane = sent.lane if stage == "train" else None
         try:
-            job = client.submit(prepared.scripts[stage], after_ok=sent.precompile_job)
+            job = client.submit(prepared.scripts[stage], after_ok=sent.precompile_job, lane=lane)
         except SlurmError as error:
             message = f"{error}; --dry-run shows the scripts"
-            if sent.precompile_job is not None:
+            if sent.precompile_job is not None and sent.graphs_of is None:
                 try:
                     client.cancel([sent.precompile_job])
                 except SlurmError as reason:
@@ -98,18 +112,32 @@ def submit_jobs(prepared: PreparedRun, client: SlurmClient | None = None) -> Sub
     return sent
 
 
-def record_local(prepared: PreparedRun) -> Submission:
+def record_local(prepared: PreparedRun, **fields: object) -> Submission:
     """Record this process as the one that runs the stages: from then on the run is active."""
     run, pid, host = prepared.run, os.getpid(), socket.gethostname()
     identity = process_identity(pid)
-    sent = _submission(prepared, local=True, pid=pid, process=identity, host=host)
+    sent = _submission(prepared, local=True, pid=pid, process=identity, host=host, **fields)
     JobsRecord(submissions=(*JobsRecord.of(run).submissions, sent)).save(run.jobs)
     return sent
 
 
-def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
-    """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C."""
-    config, nodes, stages = prepared.config, prepared.mesh.nodes, prepared.stages
+def run_locally(
+    prepared: PreparedRun,
+    quiet: bool = False,
+    stages: Sequence[Stage] | None = None,
+    allocation: str | None = None,
+    once: bool = False,
+) -> int:
+    """Run the stages in order; returns 0, the exit code of the failed stage, or 130 for Ctrl-C.
+
+    Args:
+        prepared: The run.
+        quiet: Whether the stages' logs do not go to the terminal too.
+        stages: By default those that the run needs.
+        allocation: Slurm job that holds the nodes, instead of this machine alone.
+        once: Whether a stage is not started again, whatever its supervisor asks for.
+    """
+    config, nodes, stages = prepared.config, prepared.mesh.nodes, stages or prepared.stages
     precompile_nodes = load_environment(config.backend).precompile_nodes(config, nodes)
     for stage in stages:
         job = LocalJob(
@@ -118,6 +146,8 @@ def run_locally(prepared: PreparedRun, quiet: bool = False) -> int:
             prepared.scripts[stage],
             precompile_nodes if stage == "precompile" else nodes,
             quiet,
+            allocation,
+            once,
         )
         # Handlers belong to the process: restored after each stage, also if it raises.
         previous = {n: signal.signal(n, job.on_interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -140,9 +170,12 @@ class LocalJob:
     all runs.
     """
 
-    def __init__(self, run: RunDir, stage: Stage, script: str, nodes: int, quiet: bool) -> None:
+    def __init__(
+        self, run: RunDir, stage: Stage, script: str, nodes: int, quiet: bool,
+        allocation: str | None = None, once: bool = False,
+    ) -> None:  # fmt: skip
         self.run, self.stage, self.script = run, stage, script
-        self.nodes, self.quiet = nodes, quiet
+        self.nodes, self.quiet, self.allocation, self.once = nodes, quiet, allocation, once
         self.interrupts = self.restarts = 0
         self.process: subprocess.Popen[str] | None = None
 
@@ -153,7 +186,19 @@ class LocalJob:
             code = self._run_once()
             if code != EXIT_REQUEUE:
                 return EXIT_INTERRUPTED if self.interrupts and code != EXIT_OK else code
+            if self.once or not self._has_nodes():
+                return code
             self.restarts += 1
+
+    def _has_nodes(self) -> bool:
+        """Whether the allocation still has its nodes: Slurm ends it if one of them dies."""
+        if self.allocation is None:
+            return True
+        job = SlurmClient().queue([self.allocation]).get(self.allocation)
+        if job is not None and job.state == "RUNNING":
+            return True
+        log.error("job %s, which held the nodes, has ended", self.allocation)
+        return False
 
     def on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += 1
@@ -167,7 +212,9 @@ class LocalJob:
         self.process = subprocess.Popen(
             ["bash", "-c", self.script, str(self.run.script(self.stage))],
             env={
-                **os.environ, LOCAL_NODES: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)
+                **os.environ,
+                HELD_NODES if self.allocation else LOCAL_NODES: str(self.nodes),
+                LOCAL_RESTARTS: str(self.restarts),
             },
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace",

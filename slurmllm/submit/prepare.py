@@ -40,7 +40,8 @@ class RunRequest:
 
     config: RunConfig
     nodes: int  # nodes of the train stage
-    root: Path
+    root: Path  # folder of all runs
+    folder: Path | None = None  # where a new run is made, if not there: the directory of a sweep
     run: RunDir | None = None  # the run to resume; None for a new one
     name: str | None = None  # name of a new run; None: the recipe's name with the next free number
     local: bool = False  # whether the nodes are launchers on this machine
@@ -52,6 +53,7 @@ class RunRequest:
     dry_run: bool = False
     check_layout: bool = True  # whether to compare the layout with the planner's
     check_weights: bool = True  # whether to check `train.init_from`
+    find_graphs: bool = True  # whether to look for a run that has compiled its graphs
     exclude: Sequence[str] = ()  # nodes to exclude, in addition to `slurm.exclude`
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
 
@@ -96,7 +98,8 @@ def prepare(request: RunRequest) -> PreparedRun:
         # For the jobs too, by sbatch: nobody else may write to the folders of the run.
         os.umask(os.umask(0o022) | 0o022)
         os.environ.pop("SLURM_UMASK", None)  # of a job that this command runs in
-    run = request.run or new_run(root, request.name, config.recipe.name)
+    folder = request.folder or root
+    run = request.run or new_run(folder, request.name, config.recipe.name)
     chosen = config.recipe.parallel.auto
     unsupported = load_environment(config.backend).unsupported
     if chosen:
@@ -144,12 +147,12 @@ def prepare(request: RunRequest) -> PreparedRun:
     if dry_run:
         return replace(prepared, fit=fit, refusals=tuple(reasons))
     if request.run is None:
-        run = claim_run(root, request.name, config.recipe.name)
+        run = claim_run(folder, request.name, config.recipe.name)
     try:
         if request.run is None and request.claimed is not None:
             request.claimed(run)
         # After the claim: an adopted archive's manifest is stored in the run's directory.
-        graphs_from = _find_graphs(request, config, run)
+        graphs_from = _find_graphs(request, config, run) if request.find_graphs else None
         prepared = replace(
             # Again: the scripts name the claimed directory, and an adopted archive may have brought
             # the micro batch that its run measured.

@@ -27,13 +27,14 @@ from slurmllm.control.rendezvous import (
     new_secret,
     reachable_address,
 )
-from slurmllm.errors import SlurmError
+from slurmllm.errors import SlurmError, UserError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SlurmClient, retry_unreachable
 
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
+HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
 BROADCAST_S = 600.0  # for sbcast to send a file to all nodes
 RECORDED_S = COMMAND_TIMEOUT_S + 10.0  # for sbatch to return, and its job to be recorded
 # On every node: the interpreter is shared. -P: the folder that a job starts in may be another
@@ -50,6 +51,7 @@ class Allocation(ABC):
     nodes: tuple[str, ...]
     job_id: str | None
     restart_count: int = 0
+    requeues: bool = False  # whether Slurm starts the job again; else its caller starts the script
 
     @property
     @abstractmethod
@@ -85,6 +87,7 @@ class SlurmAllocation(Allocation):
     """The nodes of the Slurm job whose batch script this process is."""
 
     job_id: str
+    requeues = True
 
     def __init__(self, client: SlurmClient | None = None) -> None:
         self.client = client or SlurmClient()
@@ -168,6 +171,28 @@ class SlurmAllocation(Allocation):
         return job.state if job is not None else "UNKNOWN"
 
 
+class HeldAllocation(SlurmAllocation):
+    """The first nodes of an allocation that salloc holds, for `submit --in-allocation`."""
+
+    requeues = False
+
+    def __init__(self, run: RunDir, client: SlurmClient | None = None) -> None:
+        super().__init__(client)
+        self._run = run
+        self.restart_count = int(os.environ.get(LOCAL_RESTARTS) or 0)
+        self.nodes = self.nodes[: int(os.environ[HELD_NODES])]
+        set_cpus_on_node()
+
+    def _srun(
+        self, options: Sequence[str], command: Sequence[str], output: int | None
+    ) -> subprocess.Popen[bytes]:
+        return super()._srun([f"--nodelist={','.join(self.nodes)}", *options], command, output)
+
+    def state(self) -> str:
+        recorded = LocalAllocation(self._run).state()
+        return recorded if recorded == "CANCELLED" else super().state()
+
+
 class LocalAllocation(Allocation):
     """This machine as one node or several; `run` is None outside a run."""
 
@@ -214,9 +239,36 @@ class LocalAllocation(Allocation):
 
 
 def current_allocation(run: RunDir) -> Allocation:
+    if HELD_NODES in os.environ:
+        return HeldAllocation(run)
     # --local inside an interactive allocation sets both: the narrower one applies.
     in_slurm = "SLURM_JOB_ID" in os.environ and LOCAL_NODES not in os.environ
     return SlurmAllocation() if in_slurm else LocalAllocation(run)
+
+
+def held_allocation(client: SlurmClient, nodes: int | None) -> tuple[str, int]:
+    """The job id of the allocation that this command runs in, and `nodes` or all of its nodes.
+
+    Raises:
+        UserError: there is no allocation, it has ended, or it has fewer nodes.
+    """
+    job_id, nodelist = (os.environ.get(f"SLURM_JOB_{name}") for name in ("ID", "NODELIST"))
+    if not job_id or not nodelist:
+        raise UserError("there is no allocation here; `salloc --nodes=N` first, or add --local")
+    job = client.queue([job_id]).get(job_id)
+    if job is None or job.state != "RUNNING":
+        state = "gone" if job is None else job.state
+        raise UserError(f"the allocation of this shell, job {job_id}, is {state}; `salloc` again")
+    held = len(client.hostnames(nodelist))
+    if nodes is not None and nodes > held:
+        raise UserError(f"job {job_id} holds {held} nodes, fewer than --nodes {nodes}")
+    return job_id, nodes or held
+
+
+def set_cpus_on_node() -> None:
+    # Slurm sets SLURM_CPUS_ON_NODE in batch jobs, but not for salloc's command.
+    if cpus := re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")):
+        os.environ.setdefault("SLURM_CPUS_ON_NODE", cpus.group())
 
 
 def started_again(allocation: SlurmAllocation) -> bool:
@@ -233,7 +285,7 @@ def lost_start(allocation: Allocation) -> str:
     the job as pending again while the batch script runs, and starts it once more: on another node,
     or on this one, which refuses a second copy and is drained ("Duplicate jobid").
     """
-    if not isinstance(allocation, SlurmAllocation):
+    if not isinstance(allocation, SlurmAllocation) or not allocation.requeues:
         return ""
     job_id = allocation.job_id
     try:
@@ -259,7 +311,7 @@ def unrecorded(run: RunDir, allocation: Allocation) -> str:
     deadline = time.monotonic() + RECORDED_S
     while allocation.job_id is not None:
         last = JobsRecord.of(run).last
-        if last is None or allocation.job_id in (last.precompile_job, last.train_job):
+        if last is None or allocation.job_id in (*last.own_jobs, last.allocation):
             break
         if time.monotonic() > deadline:
             return (
@@ -296,9 +348,7 @@ def allocate_nodes(
         return LocalAllocation()
     given = dict(options or {})
     if "SLURM_JOB_ID" in os.environ and nodes is None and not given.get("nodelist"):
-        # Slurm sets SLURM_CPUS_ON_NODE in batch jobs, but not for salloc's command.
-        if cpus := re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")):
-            os.environ.setdefault("SLURM_CPUS_ON_NODE", cpus.group())
+        set_cpus_on_node()
         return SlurmAllocation()
     if shutil.which("salloc") is None:
         raise SlurmError(

@@ -36,10 +36,12 @@ from slurmllm.errors import (
     SlurmllmError,
     StorageError,
 )
+from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, require_complete
 from slurmllm.graphs.merge import merge_new_graphs
+from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.records import AttemptRecord, JobsRecord
-from slurmllm.rundir import STAGES, RunDir, Stage
+from slurmllm.rundir import STAGES, RunDir, Stage, SweepDir
 from slurmllm.safe_files import open_trusted, reason
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.staging.broadcast import broadcast_environment
@@ -113,6 +115,7 @@ class Supervisor:
         phases: dict[str, float] = {}
         observed = Observations()
         try:
+            self._take_graphs()
             self._merge_new_graphs()
             ending = self._prepare_nodes(record, phases)
             if ending is None:
@@ -190,9 +193,12 @@ class Supervisor:
                 job: str | None = None
                 for stage in stages:
                     replaced = old[stage]
-                    exclude = client.batch_job(replaced).excluded if replaced else ""
+                    if replaced is None:  # a run that only compiles graphs for a sweep
+                        continue
+                    exclude = client.batch_job(replaced).excluded
+                    lane = last.lane if stage == "train" else None
                     script = self._script(stage)
-                    job = client.submit(script, after_ok=job, exclude=exclude)
+                    job = client.submit(script, after_ok=job, exclude=exclude, lane=lane)
                     last = last.model_copy(update={f"{stage}_job": job})
                     JobsRecord(submissions=(*before, last)).save(self.run.jobs)
                     log.warning("submitted job %s in place of job %s", job, replaced)
@@ -281,6 +287,20 @@ class Supervisor:
             log.warning("sbcast: %s; the nodes read %s", fault, archive)
         return {BROADCAST: str(target)}
 
+    def _take_graphs(self) -> None:
+        """Link a run of a sweep to the graphs that another one has compiled for it."""
+        last = JobsRecord.of(self.run).last
+        if last is None or last.graphs_of is None or self.run.graphs_manifest.is_file():
+            return
+        source = SweepDir(self.run.path.parent).graph_run(last.graphs_of)
+        if reason := reuse.adopt(source, self.run, self.config.cluster.trusted_group):
+            raise StorageError(
+                f"cannot use the graphs of {source.path}: {reason}; `slurmllm resume "
+                f"{self.run.name}` compiles them"
+            )
+        measured = reuse.measured_micro_batch(self.run)
+        save_mesh(make_mesh(self.config, last.nodes, measured), self.run.plan)
+
     def _merge_new_graphs(self) -> None:
         if self.stage == "precompile":
             return
@@ -306,7 +326,7 @@ class Supervisor:
         if newer is not None:
             self._log(closed, f"superseded by attempt {newer}: not requeued")
             return EXIT_NEGATIVE
-        if isinstance(self.allocation, SlurmAllocation):
+        if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
             self._requeue(self.allocation, closed)
             return EXIT_REQUEUE
         # A requeued job waits in Slurm's queue, a local run here.
@@ -436,7 +456,7 @@ def requeue_unrecorded(
         ) from error
     wait_s = backoff_s(limits.backoff_s, starts)
     log.warning("%s; trying again in %.0f s", error, wait_s)
-    if isinstance(allocation, SlurmAllocation):
+    if isinstance(allocation, SlurmAllocation) and allocation.requeues:
         wait_writable(run, WRITABLE_S)
         if not started_again(allocation):
             requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=wait_s)

@@ -70,11 +70,14 @@ NODE_NAMESPACES = ("--mount", "--uts", "--ipc", "--pid", "--mount-proc", "--kill
 class Cluster:
     """The cluster of one state directory, running or not."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, slurm: str = ""):
         self.directory = StateDirectory(root)
+        if not slurm and self.directory.settings_file.exists():
+            slurm = self.directory.settings().slurm
+        own = f"{slurm}/bin:{slurm}/sbin:" if slurm else ""
         # Not the caller's environment: SLURM_… variables would change what the commands print.
         self.env = {
-            "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin",
+            "PATH": own + os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin",
             "HOME": "/root",
             "LANG": "C.UTF-8",
             "SLURM_CONF": str(self.directory.slurm_conf),

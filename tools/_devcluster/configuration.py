@@ -98,6 +98,8 @@ class Settings:
     node_disk_mb: int = 0  # of each node's own disk, a file system of its own; 0: a directory
     network: bool = False  # between the nodes; else all share the machine's
     clock: bool = False  # of each node its own
+    slurm: str = ""  # the prefix of another Slurm than that of the PATH
+    root: str = ""  # the root that it runs in, if that is another than the machine's
     first_port: int = 0  # slurmctld's; then come slurmdbd's and the nodes'
 
     @property

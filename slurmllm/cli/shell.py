@@ -1,0 +1,143 @@
+"""`slurmllm shell` and `run-stage`: look into a running job, and run a stage by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slurmllm.rundir import RunDir, Stage
+    from slurmllm.slurm.client import SlurmClient
+
+
+@click.command()
+@click.argument("run", shell_complete=options.complete_run)
+@click.argument("command", metavar="[-- COMMAND …]", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True,
+    help="Worker whose node is entered.",
+)  # fmt: skip
+@options.runs_dir
+def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None:
+    """Open a shell on a node of RUN's running job, or run COMMAND there.
+
+    It has the environment variables of RUN's workers and starts in RUN's directory. It shares the
+    node with the workers, and ends with the job.
+    """
+    import os
+    import sys
+
+    from slurmllm.backends.environment import node_local_cache, worker_environment
+    from slurmllm.config.load import load
+    from slurmllm.errors import SlurmError, UserError
+    from slurmllm.rundir import find_run
+    from slurmllm.slurm.client import SlurmClient
+
+    found, client = find_run(run, runs_dir), SlurmClient()
+    config = load(found.config, trusted=True)
+    job, node = _node_of(found, rank, config.cluster.devices_per_node, client)
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not command and not on_terminal:
+        raise UserError("a shell needs a terminal; give a command: `slurmllm shell RUN -- COMMAND`")
+    # srun would take the variables of a surrounding job for its own options.
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_") or n == "SLURM_CONF"}
+    own = {name: variable.value for name, variable in worker_environment(config, found).items()}
+    own |= {"SLURMLLM_RUN": str(found.path), "SLURMLLM_CACHE": node_local_cache(config, found)}
+    srun = [
+        "srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}",
+        "--cpu-bind=none", f"--chdir={found.path}", *(["--pty"] if on_terminal else []),
+    ]  # fmt: skip
+    try:
+        # Secrets too: the environment, unlike the command line, is this user's only.
+        environment = {**kept, **own, **config.worker_secrets()}
+        os.execvpe("srun", [*srun, *(command or ("bash",))], environment)  # noqa: S606 (no shell)
+    except OSError as error:
+        raise SlurmError(f"srun cannot be started: {error}") from error
+
+
+def _node_of(run: RunDir, rank: int, workers_per_node: int, client: SlurmClient) -> tuple[str, str]:
+    """The running job of a run, and the node of a worker.
+
+    Raises:
+        UserError: no job is running, or it has no such worker.
+    """
+    from slurmllm.errors import UserError
+    from slurmllm.records import JobsRecord
+    from slurmllm.supervise.attempts import load_attempts
+
+    last = JobsRecord.of(run).last
+    if last is not None and last.local and last.allocation is None:
+        raise UserError(f"{run.name} was started with --local: its workers run on {last.host}")
+    jobs: list[str] = []
+    if last is not None:
+        named = (last.train_job, last.precompile_job, last.allocation)
+        jobs = [job for job in named if job is not None]
+    queue = client.queue(jobs)
+    running = [job for job in jobs if job in queue and queue[job].state == "RUNNING"]
+    if not running:
+        states = ", ".join(f"job {job} is {queue[job].state}" for job in jobs if job in queue)
+        raise UserError(
+            f"{run.name} has no running job{f': {states}' if states else ''}; `slurmllm status "
+            f"{run.name}` shows its state"
+        )
+    job = running[0]
+    # The workers' own order, if they have started.
+    attempts = [*load_attempts(run, "precompile"), *load_attempts(run, "train")]
+    started = [one.nodes for one in attempts if one.job_id == job and one.ended_at is None]
+    nodes = started[-1] if started else client.hostnames(queue[job].nodes)
+    if rank >= len(nodes) * workers_per_node:
+        workers = f"{len(nodes) * workers_per_node} workers"
+        raise UserError(f"--rank {rank}: job {job} has {workers}, from rank 0")
+    return job, nodes[rank // workers_per_node]
+
+
+@click.command()
+@click.argument("run", shell_complete=options.complete_run)
+@click.argument("stage", type=click.Choice(["precompile", "train"]))
+@click.option("--nodes", type=int, help="Number of nodes.  [default: as before]")
+@click.option("--local", is_flag=True, help="Run it on this machine, without Slurm.")
+@options.runs_dir
+@click.pass_context
+def run_stage(
+    ctx: click.Context, run: str, stage: Stage, nodes: int | None, local: bool, runs_dir: Path
+) -> None:
+    """Run one stage of RUN by hand, once, with its output here.
+
+    It runs on the nodes of the allocation (salloc) of this shell, or with --local on this machine,
+    as the stage's next attempt. It is never started again: exit code 75 means that a job would have
+    been requeued.
+    """
+    from slurmllm.config.load import load
+    from slurmllm.errors import RunError
+    from slurmllm.records import JobsRecord
+    from slurmllm.rundir import find_run
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import is_active
+    from slurmllm.submit.launch import record_local, run_locally
+    from slurmllm.submit.prepare import RunRequest, prepare
+    from slurmllm.supervise.allocation import held_allocation
+    from slurmllm.supervise.run_lock import locked
+
+    found, client, allocation = find_run(run, runs_dir), SlurmClient(), None
+    with locked(found, "run-stage"):
+        last = JobsRecord.of(found).last
+        if last is not None and is_active(found, client):
+            raise RunError(
+                f"{found.name} is pending or running; `slurmllm cancel {found.name}` first"
+            )
+        wanted = nodes or (last.nodes if last else 1)
+        if not local:
+            allocation, wanted = held_allocation(client, wanted)
+        prepared = prepare(
+            RunRequest(
+                config=load(found.config, trusted=True), nodes=wanted, root=runs_dir, run=found,
+                local=local, check_layout=False, check_weights=False, find_graphs=False,
+            )
+        )  # fmt: skip
+        record_local(prepared, allocation=allocation)
+    ctx.exit(run_locally(prepared, stages=[stage], allocation=allocation, once=True))

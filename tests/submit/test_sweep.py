@@ -1,0 +1,260 @@
+"""Sweeps on the fake cluster: one precompile job, lanes, their table, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fake_slurm import FakeSlurm
+from training_rows import make_row, write_rows
+
+from slurmllm.cli.main import cli
+from slurmllm.config.load import load
+from slurmllm.errors import UserError
+from slurmllm.graphs import reuse
+from slurmllm.records import JobsRecord, SweepCase, SweepRecord
+from slurmllm.rundir import RunDir, SweepDir, find_run
+from slurmllm.slurm import client
+from slurmllm.status.runs import list_runs, run_states
+from slurmllm.submit import launch
+from slurmllm.submit.sweep import Case, grid, name_cases, read_cases
+
+GRID = ("--sweep", "optim.lr=3e-4,1e-3", "--sweep", "train.seed=1,2")
+NAMES = ["s-lr3e-4-seed1", "s-lr3e-4-seed2", "s-lr1e-3-seed1", "s-lr1e-3-seed2"]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
+    cluster = FakeSlurm(nodes=("n1", "n2", "n3", "n4", "n5", "n6"))
+    monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
+    monkeypatch.setattr(launch, "SlurmClient", lambda: cluster)
+    monkeypatch.chdir(tmp_path)
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """A small corpus and a tokenizer, as --set options."""
+    folder = tmp_path_factory.mktemp("inputs")
+    text, corpus, tokenizer = folder / "text.txt", folder / "c.arrow", folder / "t.json"
+    text.write_text(
+        "\n\n".join("the quick brown fox jumps over dogs"[i % 9 :] for i in range(9000))
+    )
+    call("data", "build", str(text), "--out", str(corpus))
+    call("tokenizer", "train", str(text), "--out", str(tokenizer), "--vocab-size", "300")
+    return (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result.stderr if code else result.stdout
+
+
+def submit(inputs: tuple[str, ...], *more: str) -> dict[str, Any]:
+    arguments = ("submit", "tiny_neox", "--nodes=2", "--name=s", *inputs, *more)
+    return dict(json.loads(call(*arguments, "--json")))
+
+
+def states(*more: str) -> dict[str, str]:
+    return {
+        run["name"]: run["state"] for run in json.loads(call("status", *more, "--json"))["runs"]
+    }
+
+
+def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    sent = submit(inputs, *GRID)
+    assert [run["run"] for run in sent["runs"]] == NAMES
+    assert [run["train_job"] for run in sent["runs"]] == ["2", "3", "4", "5"]
+    assert [graphs["precompile_job"] for graphs in sent["graphs"]] == ["1"]
+    assert all(fake.jobs[run["train_job"]].after_ok == "1" for run in sent["runs"])
+    run = find_run("s-lr1e-3-seed2", Path("runs"))
+    assert run.path == Path("runs/s/s-lr1e-3-seed2")
+    last = JobsRecord.load(run.jobs).last
+    assert last is not None
+    assert (last.graphs_of, last.precompile_job, last.own_jobs) == ("s-graphs-1", "1", ["5"])
+    assert "seed: 2" in run.config.read_text()
+    assert set(states()) == set(NAMES)
+    # Other shapes have other graphs.
+    more = submit(inputs, "--name=t", "--sweep=model.num_layers=2,3", "--sweep=train.seed=1,2")
+    assert [run["graphs"][-8:] for run in more["runs"]] == ["graphs-1"] * 2 + ["graphs-2"] * 2
+
+
+def test_two_at_a_time_whatever_ends_or_is_cancelled(
+    fake: FakeSlurm, inputs: tuple[str, ...]
+) -> None:
+    jobs = [run["train_job"] for run in submit(inputs, *GRID, "--max-running=2")["runs"]]
+
+    def running() -> list[str]:
+        for job in jobs:
+            fake.start(job)
+        return [name for name, job in zip("abcd", jobs, strict=True) if active(job)]
+
+    def active(job: str) -> bool:
+        return fake.jobs[job].state == "RUNNING"
+
+    fake.start("1")
+    fake.finish("1")
+    assert running() == ["a", "b"]
+    fake.requeue(jobs[0])
+    assert running() == ["a", "b"]
+    call("cancel", "s-lr1e-3-seed1")  # c, which is pending behind a
+    assert running() == ["a", "b"]
+    assert states("s")["s-lr1e-3-seed1"] == "cancelled"
+    fake.finish(jobs[1], "FAILED")
+    assert running() == ["a", "d"]
+    assert fake.jobs["1"].state == "COMPLETED"
+    call("cancel", "s")
+    assert not running()
+    assert {fake.jobs[job].state for job in jobs} == {"CANCELLED", "FAILED"}
+
+
+def test_a_cancelled_run_leaves_the_precompile_job_to_the_others(
+    fake: FakeSlurm, inputs: tuple[str, ...]
+) -> None:
+    submit(inputs, *GRID)
+    fake.start("1")
+    call("cancel", "s-lr3e-4-seed1")
+    assert fake.jobs["1"].state == "RUNNING"
+    assert states("s") == dict.fromkeys(NAMES, "precompiling") | {NAMES[0]: "cancelled"}
+    fake.finish("1", "FAILED")
+    runs = run_states(list_runs(Path("runs")), fake)
+    reasons = {run.name: run.reason for run in runs if run.state == "stopped"}
+    log = "runs/s/graphs/s-graphs-1/logs/precompile.log"
+    assert reasons == dict.fromkeys(NAMES[1:], f"precompile job FAILED; see {log}")
+
+
+def test_a_refusal_leaves_nothing_behind(
+    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = fake.submit
+
+    def refuse_the_third(script: str, *more: Any, **named: Any) -> str:
+        fake.refuse = "Job violates accounting/QOS policy" if len(fake.jobs) == 3 else None
+        return accept(script, *more, **named)
+
+    monkeypatch.setattr(fake, "submit", refuse_the_third)
+    arguments = ("submit", "tiny_neox", "--nodes=2", "--name=s", *inputs, *GRID)
+    assert "QOS policy" in call(*arguments, code=3)
+    assert {job.state for job in fake.jobs.values()} == {"CANCELLED"}
+    assert not Path("runs/s").exists()
+
+
+def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    submit(inputs, *GRID)
+    sweep = SweepDir(Path("runs/s"))
+    for place, name in enumerate(NAMES[:3]):
+        loss = [3.0, 2.0, float("nan")][place]
+        # The last step alone would rank them the other way round.
+        rows = [make_row(step, loss=loss if step < 100 else 4 - loss) for step in range(1, 101)]
+        write_rows(sweep.run(name).metrics(0), rows)
+    found = json.loads(call("compare", "s", "--json"))
+    ranks = [(run["rank"], run["run"]) for run in found["runs"]]
+    assert ranks[:2] == [(1, NAMES[1]), (2, NAMES[0])]
+    assert [run["loss"] for run in found["runs"]] == [2.0, 2.8, None, None]
+    assert found["runs"][0]["values"] == {"optim.lr": "3e-4", "train.seed": "2"}
+    lines = call("compare", "s").splitlines()
+    assert lines[1].split()[:5] == ["rank", "run", "lr", "seed", "state"]
+    assert lines[2].split()[:4] == ["1", NAMES[1], "3e-4", "2"]
+    report = json.loads(call("report", "s", "--no-files", "--json"))
+    assert report["sweeps"][0]["runs"] == found["runs"]
+    assert [run["name"] for run in report["runs"]][:2] == [NAMES[1], NAMES[0]]
+    assert "no sweep" in call("compare", NAMES[0], code=2)
+    assert "is a sweep" in call("logs", "s", code=2)
+
+
+def test_graphs_of_a_sweep_are_found_by_later_runs(
+    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(inputs, *GRID)
+    compiled = RunDir(Path("runs/s/s-lr3e-4-seed1").absolute())
+    monkeypatch.setattr(reuse, "serves", lambda *given: given[-1] == compiled)
+    compiled.graphs.mkdir()
+    compiled.graphs_manifest.write_text("{}")
+    own = RunDir(Path("runs/s/graphs/s-graphs-1").absolute())
+    assert list(reuse.find(load(own.config), 2, False, own)) == [compiled]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--sweep", "optim.lrr=1e-4,1e-3"), "unknown field"),
+        (("--sweep", "optim.lr"), "expected path=value,value"),
+        (("--sweep", "train.seed=1,1"), "1 is given twice"),
+        (("--sweep", "train.seed=1", "--sweep", "train.seed=2"), "given twice"),
+        (("--sweep", "env.API_TOKEN=a,b"), "may not hold secrets"),
+        (("--sweep", f"train.seed={','.join(map(str, range(101)))}"), "--yes"),
+        (("--sweep", f"train.seed={','.join(map(str, range(10001)))}", "--yes"), "at most"),
+        (("--sweep", "train.seed=1,2", "--max-running", "0"), "must be 1 or more"),
+        (("--max-running", "2"), "is for sweeps"),
+        (("--sweep", "train.seed=1,2", "--name", "a/b"), "must be letters"),
+        (("--sweep", "train.global_batch=8,6"), "not a multiple"),
+    ],
+)
+def test_bad_input_submits_nothing(
+    fake: FakeSlurm, inputs: tuple[str, ...], options: tuple[str, ...], text: str
+) -> None:
+    assert text in " ".join(
+        call("submit", "tiny_neox", "--nodes=2", *inputs, *options, code=2).split()
+    )
+    assert not fake.jobs
+    assert not Path("runs").exists() or not any(Path("runs").iterdir())
+
+
+def test_a_dry_run_writes_nothing(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    shown = call("submit", "tiny_neox", "--nodes=2", "--name=s", *inputs, *GRID, "--dry-run")
+    assert "one precompile stage, for 4 runs" in shown
+    assert all(name in shown for name in NAMES)
+    assert not fake.jobs
+    assert not Path("runs").exists()
+
+
+def test_a_grid_splits_at_commas_between_values() -> None:
+    cases = grid(["optim.betas=[0.9, 0.95],[0.9, 0.99]", "data.mask='a,b',none"])
+    assert [tuple(case.values.values()) for case in cases] == [
+        ("[0.9, 0.95]", "'a,b'"), ("[0.9, 0.95]", "none"),
+        ("[0.9, 0.99]", "'a,b'"), ("[0.9, 0.99]", "none"),
+    ]  # fmt: skip
+    assert name_cases("s", cases)[0].run == "s-betas_0.9_0.95_-mask_a_b_"
+
+
+def test_a_file_names_its_cases(tmp_path: Path) -> None:
+    file = tmp_path / "cases.yaml"
+    file.write_text(
+        "low: {optim.lr: 1e-4, optim.betas: [0.9, 0.99]}\nwide: {model: {num_layers: 2}}\n"
+    )
+    low, wide = read_cases(file)
+    assert low == Case({"optim.lr": "0.0001", "optim.betas": "[0.9, 0.99]"}, "low")
+    assert wide == Case({"model.num_layers": "2"}, "wide")
+    for content, text in (
+        ("a: {x.y: 1}\na: {x.y: 2}\n", "written twice"),
+        ("a: 1\n", "a case is a name"),
+        ("a: {env.LD_PRELOAD: x.so}\n", "makes programs load code"),
+        ("- {x.y: 1}\n", "no mapping"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=text):
+            read_cases(file)
+
+
+def test_names_that_are_too_long_or_ambiguous_are_numbers() -> None:
+    values = ["a" * 99, "b" * 99]
+    assert [c.run for c in name_cases("s", [Case({"x.y": v}) for v in values])] == [
+        "s-001",
+        "s-002",
+    ]
+    assert [c.run for c in name_cases("s", [Case({"x.y": v}) for v in ("a/b", "a b")])] == [
+        "s-001", "s-002",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="are equal"):
+        name_cases("s", [Case({"x.y": "1"}, "a"), Case({"x.y": "1"}, "b")])
+
+
+def test_labels_are_the_shortest_that_differ() -> None:
+    case = SweepCase(run="s-1", values={"optim.lr": "1", "env.lr": "2", "train.seed": "3"})
+    labels = SweepRecord(recipe="r", created_at=0.0, cases=(case,)).labels
+    assert labels == {"optim.lr": "optim.lr", "env.lr": "env.lr", "train.seed": "seed"}
