@@ -335,6 +335,28 @@ def make_private_folder(path: Path) -> Path:
     return path
 
 
+def why_no_member(group: str) -> str:
+    """Why this user cannot give files to a group; empty for root and the group's members."""
+    if (group_id := _group_id(group)) is None:
+        return f"there is no group {group} on this machine"
+    if os.geteuid() and group_id not in (os.getegid(), *os.getgroups()):
+        return f"you are not a member of the group {group}"
+    return ""
+
+
+def give_to_group(folder: Path, group: str) -> None:
+    """Give a folder, and what will be made in it, to a group.
+
+    Raises:
+        OSError: `why_no_member` has a reason.
+    """
+    if reason := why_no_member(group):
+        raise PermissionError(errno.EPERM, reason, str(folder))
+    os.chown(folder, -1, grp.getgrnam(group).gr_gid)
+    # Afterwards: chown clears the setgid bit.
+    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)
+
+
 def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
     """Return a folder that several runs share: `name`, or this user's own next to another's.
 

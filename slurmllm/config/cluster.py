@@ -66,6 +66,9 @@ class Trackers(Section):
     network: bool = True
 
 
+GroupName = Annotated[str, Field(pattern=r"^[^\s:/,]+$")]
+
+
 class Cluster(Section):
     """A cluster profile (`--cluster`); `--set cluster.<field>=…` overrides a value."""
 
@@ -82,7 +85,9 @@ class Cluster(Section):
     # Whether workers run from a copy of the Python environment on the node's own disk.
     stage_environment: bool = False
     # Unix group whose members' compiled graphs, which are code, are used too.
-    trusted_group: Annotated[str, Field(pattern=r"^[^\s:/,]+$")] | None = None
+    trusted_group: GroupName | None = None
+    # Unix group that may read the directories of new runs; all others may not.
+    runs_group: GroupName | None = None
     partition: SlurmWord | None = None  # Default partition.
     exclusive: bool = True  # Whether jobs take whole nodes.
     # Further sbatch options, such as --gres=gpu:8.

@@ -23,10 +23,18 @@ from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.rundir import RUN_NAME, STAGES, RunDir, Stage, is_run, write_atomic
-from slurmllm.safe_files import own_folder, read_limited, user_name, why_untrusted
+from slurmllm.safe_files import (
+    give_to_group,
+    own_folder,
+    read_limited,
+    user_name,
+    why_no_member,
+    why_untrusted,
+)
 from slurmllm.submit.render import render
 
 if TYPE_CHECKING:
+    from slurmllm.config.cluster import Cluster
     from slurmllm.plan.fit_check import FitCheck
 
 Precompile = Literal["auto", "always"]
@@ -94,10 +102,8 @@ def prepare(request: RunRequest) -> PreparedRun:
     config, nodes, root, dry_run = request.config, request.nodes, request.root, request.dry_run
     if request.run is not None:
         _require_own(request.run, config.cluster.trusted_group)
-    if config.cluster.trusted_group is None and not dry_run:
-        # For the jobs too, by sbatch: nobody else may write to the folders of the run.
-        os.umask(os.umask(0o022) | 0o022)
-        os.environ.pop("SLURM_UMASK", None)  # of a job that this command runs in
+    if not dry_run:
+        limit_umask(config.cluster)
     folder = request.folder or root
     run = request.run or new_run(folder, request.name, config.recipe.name)
     chosen = config.recipe.parallel.auto
@@ -120,7 +126,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         )
     if faults := _unreachable(config):
         if not dry_run:
-            raise ConfigError(f"{config.recipe.name}: what it reports to is not usable", faults)
+            raise ConfigError(f"{config.recipe.name}: these settings cannot be used here", faults)
         reasons += faults
     fit = None
     if request.check_layout and config.cluster.hardware is not None:
@@ -147,7 +153,7 @@ def prepare(request: RunRequest) -> PreparedRun:
     if dry_run:
         return replace(prepared, fit=fit, refusals=tuple(reasons))
     if request.run is None:
-        run = claim_run(folder, request.name, config.recipe.name)
+        run = claim_run(folder, request.name, config.recipe.name, config.cluster)
     try:
         if request.run is None and request.claimed is not None:
             request.claimed(run)
@@ -171,8 +177,10 @@ def prepare(request: RunRequest) -> PreparedRun:
 
 
 def _unreachable(config: RunConfig) -> list[str]:
-    """Faults of what a run sends to, as far as they are known before it runs."""
+    """Faults of what a run reports to and is shared with, as far as they are known here."""
     notify, faults = config.recipe.slurm.notify, []
+    if config.cluster.runs_group and (reason := why_no_member(config.cluster.runs_group)):
+        faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
     if (name := notify.webhook) is not None:
         url = config.variable(name)
         if not url:
@@ -188,6 +196,15 @@ def _unreachable(config: RunConfig) -> list[str]:
 
         faults += missing(config, config.recipe.trackers)
     return faults
+
+
+def limit_umask(cluster: Cluster) -> None:
+    """Limit who may read and write what this process makes, and by sbatch its jobs."""
+    trusted, readers = cluster.trusted_group, cluster.runs_group
+    limit = 0o002 if trusted is not None and readers in (None, trusted) else 0o022
+    limit |= 0o005 if readers is not None else 0
+    os.umask(os.umask(limit) | limit)
+    os.environ.pop("SLURM_UMASK", None)  # of a job that this command runs in
 
 
 def _require_own(run: RunDir, group: str | None) -> None:
@@ -346,18 +363,23 @@ def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
     return run
 
 
-def claim_run(root: Path, name: str | None, recipe: str) -> RunDir:
+def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> RunDir:
     """Create the run's directory; of two simultaneous submits only one gets a name.
+
+    With `cluster.runs_group` it belongs to that group, and so does what is made in it.
 
     Raises:
         RunError: the name is taken.
         StorageError: the directory cannot be created.
     """
+    limit_umask(cluster)
     while True:
         run = new_run(root, name, recipe)
         try:
             root.mkdir(parents=True, exist_ok=True)
             run.path.mkdir()  # atomic, on NFS too: the name belongs to who created it
+            if cluster.runs_group is not None:
+                give_to_group(run.path, cluster.runs_group)
         except FileExistsError:
             if not root.is_dir():
                 raise RunError(f"--runs-dir: {root} is not a folder; name another one") from None

@@ -210,13 +210,14 @@ def prepare_sweep(
         UserError: of two equal names.
         SlurmllmError: as `prepare`.
     """
-    recipe, make = configs[0].recipe.name, new_run if request.dry_run else claim_run
+    place = request.root, request.name, f"{configs[0].recipe.name}-sweep"
     # Faults of the names are found before the directory is made.
-    name_cases(new_run(request.root, request.name, f"{recipe}-sweep").name, cases)
-    sweep = SweepDir(make(request.root, request.name, f"{recipe}-sweep").path)
+    name_cases(new_run(*place).name, cases)
+    made = new_run(*place) if request.dry_run else claim_run(*place, configs[0].cluster)
+    sweep = SweepDir(made.path)
     try:
         record = SweepRecord(
-            recipe=recipe, created_at=time.time(), max_running=max_running,
+            recipe=configs[0].recipe.name, created_at=time.time(), max_running=max_running,
             cases=name_cases(sweep.name, cases),
         )  # fmt: skip
         if not request.dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import pwd
 import stat
@@ -98,6 +99,54 @@ def test_others_may_not_write_to_a_new_run(tmp_path: Path, config: RunConfig) ->
     for path in (tmp_path / "mine", *(tmp_path / "mine").rglob("*")):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
     assert (tmp_path / "ours").stat().st_mode & 0o020, "its members share what they may write"
+
+
+@only_root
+@pytest.mark.parametrize("trusted", [None, "users"])
+def test_the_runs_group_may_read_and_nobody_else(
+    tmp_path: Path, config: RunConfig, trusted: str | None
+) -> None:
+    groups = {"runs_group": "users", "trusted_group": trusted}
+    cluster = config.cluster.model_copy(update=groups)
+    before = os.umask(0)
+    try:
+        prepare(RunRequest(RunConfig(config.recipe, cluster), 1, tmp_path, name="ours"))
+    finally:
+        os.umask(before)
+    run = tmp_path / "ours"
+    limit = 0o027 if trusted is None else 0o007
+    for path in (run, *run.rglob("*")):
+        info = path.stat()
+        assert info.st_gid == grp.getgrnam("users").gr_gid, path
+        # Files that are written whole have mode 644: the folders keep others out.
+        if path.is_dir():
+            assert stat.S_IMODE(info.st_mode) == 0o2777 & ~limit, path
+        assert not info.st_mode & 0o002, path
+
+
+@only_root
+def test_a_group_that_runs_cannot_be_given_to(tmp_path: Path, config: RunConfig) -> None:
+    def refused(group: str) -> str:
+        cluster = config.cluster.model_copy(update={"runs_group": group})
+        with pytest.raises(ConfigError) as caught:
+            prepare(RunRequest(RunConfig(config.recipe, cluster), 1, tmp_path, name="ours"))
+        assert not (tmp_path / "ours").exists()
+        return str(caught.value)
+
+    assert "there is no group void on this machine; name one of your groups" in refused("void")
+    groups = os.getgroups()
+    for path in (tmp_path, *tmp_path.parents):
+        path.chmod(path.stat().st_mode | 0o005)
+    os.setgroups([])
+    os.setegid(NOBODY.pw_gid)
+    os.seteuid(NOBODY.pw_uid)
+    try:
+        message = refused("users")
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(groups)
+    assert "cluster.runs_group: you are not a member of the group users" in message
 
 
 @only_root

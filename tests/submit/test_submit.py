@@ -20,6 +20,7 @@ from fake_slurm import FakeSlurm
 from slurmllm.artifact_records import GraphManifest, MicroBatchCandidate, MicroBatchRecord
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load
+from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
 from slurmllm.graphs.archive import checksum
 from slurmllm.graphs.fingerprint import graph_fingerprint
@@ -138,9 +139,11 @@ def test_a_job_that_cannot_be_taken_back_is_named(
 
 
 def test_two_submits_at_the_same_moment_get_two_names(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
+    runs, cluster = tmp_path / "runs", resolve("tiny_neox").cluster
     with ThreadPoolExecutor(8) as pool:
-        claims = [pool.submit(prepare.claim_run, runs, None, "tiny_neox") for _ in range(8)]
+        claims = [
+            pool.submit(prepare.claim_run, runs, None, "tiny_neox", cluster) for _ in range(8)
+        ]
         names = sorted(claim.result().name for claim in claims)
     assert names == [f"tiny_neox-{number:03d}" for number in range(1, 9)]
 
