@@ -6,7 +6,7 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,13 @@ from slurmllm.train.worker import Worker
 
 NOBODY = pwd.getpwnam("nobody")
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@pytest.fixture(autouse=True)
+def _umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture
@@ -88,14 +95,11 @@ def test_a_run_that_others_may_write_to_is_not_resumed(
 
 
 def test_others_may_not_write_to_a_new_run(tmp_path: Path, config: RunConfig) -> None:
-    before = os.umask(0)
-    try:
-        prepare(RunRequest(config, 1, tmp_path, name="mine"))
-        assert os.umask(0) == 0o022, "sbatch hands it to the jobs"
-        shared = config.cluster.model_copy(update={"trusted_group": "users"})
-        prepare(RunRequest(RunConfig(config.recipe, shared), 1, tmp_path, name="ours"))
-    finally:
-        os.umask(before)
+    os.umask(0)
+    prepare(RunRequest(config, 1, tmp_path, name="mine"))
+    assert os.umask(0) == 0o022, "sbatch hands it to the jobs"
+    shared = config.cluster.model_copy(update={"trusted_group": "users"})
+    prepare(RunRequest(RunConfig(config.recipe, shared), 1, tmp_path, name="ours"))
     for path in (tmp_path / "mine", *(tmp_path / "mine").rglob("*")):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
     assert (tmp_path / "ours").stat().st_mode & 0o020, "its members share what they may write"
@@ -108,11 +112,8 @@ def test_the_runs_group_may_read_and_nobody_else(
 ) -> None:
     groups = {"runs_group": "users", "trusted_group": trusted}
     cluster = config.cluster.model_copy(update=groups)
-    before = os.umask(0)
-    try:
-        prepare(RunRequest(RunConfig(config.recipe, cluster), 1, tmp_path, name="ours"))
-    finally:
-        os.umask(before)
+    os.umask(0)
+    prepare(RunRequest(RunConfig(config.recipe, cluster), 1, tmp_path, name="ours"))
     run = tmp_path / "ours"
     limit = 0o027 if trusted is None else 0o007
     for path in (run, *run.rglob("*")):
@@ -136,7 +137,7 @@ def test_a_group_that_runs_cannot_be_given_to(tmp_path: Path, config: RunConfig)
     assert "there is no group void on this machine; name one of your groups" in refused("void")
     groups = os.getgroups()
     for path in (tmp_path, *tmp_path.parents):
-        path.chmod(path.stat().st_mode | 0o005)
+        path.chmod(path.stat().st_mode | 0o055)
     os.setgroups([])
     os.setegid(NOBODY.pw_gid)
     os.seteuid(NOBODY.pw_uid)
