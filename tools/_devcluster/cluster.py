@@ -371,6 +371,9 @@ class Cluster:
             "--skip-name-resolve",
             "--innodb-log-file-size=8M",
         )
+        # A database is a folder. slurmdbd would make it, but not with MariaDB's client 11.8.9: its
+        # second connection, after the first was refused for want of a database, gets no columns.
+        (self.directory.mariadb / "slurm").mkdir()
 
 
 def _timestamp(text: str) -> float:
