@@ -24,7 +24,7 @@ BUILD = REPOSITORY / "build"
 SUITES = ("machine", "trixie", "sid")  # Debian 13 has 24.11; unstable the newest
 # Of the Slurm cluster, and libraries of a Python that was built on Debian 12.
 PACKAGES = (
-    "slurm-wlm,slurmdbd,mariadb-server,munge,iproute2,hostname,procps,e2fsprogs,gcc,libc6-dev,"
+    "slurm-wlm,slurmdbd,mariadb-server,munge,iproute2,hostname,procps,e2fsprogs,g++,libc6-dev,"
     "ca-certificates,libffi8,libsqlite3-0,libssl3t64,xz-utils"
 )
 TESTS = ("tests/slurm", "tests/diagnose", "tests/cli", "tests/corpus", "tests/end_to_end")
