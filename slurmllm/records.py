@@ -31,7 +31,15 @@ EndingClass = Literal[
     "cancelled",  # the job was cancelled
     "superseded",  # a later attempt took over
 ]
-Action = Literal["finish", "requeue", "stop"]
+Action = Literal[
+    "finish",
+    "restart",  # new workers in the same allocation
+    "requeue",  # the job returns to the queue
+    "chain",  # a successor job continues
+    "stop",
+]
+# How a run continues after the end of its job: `slurm.restart` without `auto`.
+Restart = Literal["requeue", "chain", "none"]
 # What the node hours of a run went to; each second of an allocation has one of these.
 TimePart = Literal[
     "productive",  # steps that the run kept, each counted once
@@ -152,6 +160,10 @@ class Submission(Record):
     host: str | None = None  # machine of a local submission
     cancelled_at: float | None = None  # Unix time of `cancel`, s
     from_scratch: bool = False  # earlier checkpoints are not used
+    restart: Restart = "requeue"
+    # chain: the jobs before train_job, oldest first, and the one that follows it.
+    earlier_jobs: tuple[JobId, ...] = ()
+    successor_job: JobId | None = None
     # Of the folder's repository; only if the run has trackers.
     git_commit: str | None = Field(default=None, max_length=200)
     # Run of the same sweep whose precompile job, `precompile_job`, compiles the graphs of this one.
@@ -164,6 +176,13 @@ class Submission(Record):
         """The jobs that serve no other run, the last stage first."""
         precompile = None if self.graphs_of is not None else self.precompile_job
         return [job for job in (self.train_job, precompile) if job is not None]
+
+    @property
+    def jobs(self) -> dict[str, str]:
+        """Its present Slurm jobs: precompile, train, successor → job id."""
+        found = (self.precompile_job, self.train_job, self.successor_job)
+        names = ("precompile", "train", "successor")
+        return {name: job for name, job in zip(names, found, strict=True) if job is not None}
 
 
 class JobsRecord(Record):

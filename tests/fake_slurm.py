@@ -20,11 +20,13 @@ class _Job:
     job_id: str
     script: str
     after_ok: str | None
-    lane: str | None = None
     state: str = "PENDING"
     nodes: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     delay_s: float = 0.0
+    after: str | None = None
+    name: str | None = None
+    may_requeue: bool = True
     incarnations: list[AccountingRow] = field(default_factory=list)
 
     @property
@@ -48,6 +50,7 @@ class FakeSlurm(SlurmClient):
         gres: Generic resources of every node.
         partition: The one partition, the default.
         may_drain: Whether this user may drain nodes.
+        may_requeue: Whether this user may requeue jobs.
         reasons: Drained node → reason.
     """
 
@@ -63,15 +66,18 @@ class FakeSlurm(SlurmClient):
         }
         self.cpus, self.gres, self.partition = 4, "", "main"
         self.may_drain, self.reasons = False, dict[str, str]()
+        self.may_requeue = True
         self._ids = itertools.count(1)
 
     def submit(
-        self, script: str, after_ok: str | None = None, exclude: str = "", lane: str | None = None
-    ) -> str:
+        self, script: str, after_ok: str | None = None, exclude: str = "", requeue: bool = True,
+        after: str | None = None, name: str | None = None,
+    ) -> str:  # fmt: skip
         if self.refuse is not None:
             raise SlurmError(f"sbatch failed with exit code 1: sbatch: error: {self.refuse}")
         job_id = str(next(self._ids))
-        self.jobs[job_id] = _Job(job_id, script, after_ok, lane)
+        self.jobs[job_id] = job = _Job(job_id, script, after_ok)
+        job.after, job.name, job.may_requeue = after, name, requeue
         self.jobs[job_id].excluded = tuple(exclude.split(",")) if exclude else ()
         return job_id
 
@@ -82,7 +88,9 @@ class FakeSlurm(SlurmClient):
             return
         if job.after_ok is not None and self._job(job.after_ok).state != "COMPLETED":
             return
-        earlier = (j for j in self.jobs.values() if j.lane == job.lane and j.lane is not None)
+        if job.after is not None and self._job(job.after).state in ("PENDING", "RUNNING"):
+            return
+        earlier = (j for j in self.jobs.values() if j.name == job.name and j.name is not None)
         if any(j.state in ("PENDING", "RUNNING") and int(j.job_id) < int(job_id) for j in earlier):
             return
         free = [n for n, state in self.states.items() if state == "idle" and n not in job.excluded]
@@ -103,7 +111,9 @@ class FakeSlurm(SlurmClient):
         """Take a node down; its jobs are requeued, as with JobRequeue=1."""
         self.states[node] = "down*"
         for job in self.jobs.values():
-            if job.state == "RUNNING" and node in job.nodes:
+            if job.state == "RUNNING" and node in job.nodes and not job.may_requeue:
+                self.finish(job.job_id, "NODE_FAIL")
+            elif job.state == "RUNNING" and node in job.nodes:
                 job.incarnations.append(job.row("NODE_FAIL"))
                 job.state, job.nodes = "PENDING", ()
 
@@ -119,6 +129,14 @@ class FakeSlurm(SlurmClient):
             for job in found
         }
 
+    def successors(self, job_id: str, name: str) -> list[str]:
+        jobs = self.jobs.values()
+        return [
+            job.job_id
+            for job in jobs
+            if (job.after, job.name, job.state) == (job_id, name, "PENDING")
+        ]
+
     def accounting(self, *job_ids: str) -> list[AccountingRow]:
         found: list[AccountingRow] = []
         for job in (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs):
@@ -130,6 +148,8 @@ class FakeSlurm(SlurmClient):
         job = self._job(job_id)
         if job.state == "PENDING":
             raise SlurmError("scontrol failed with exit code 1: Job is pending execution")
+        if not (job.may_requeue and self.may_requeue):
+            raise SlurmError("scontrol failed with exit code 1: Requested operation is disabled")
         job.incarnations.append(job.row("REQUEUED"))
         job.state, job.nodes = "PENDING", ()
 
@@ -139,7 +159,10 @@ class FakeSlurm(SlurmClient):
             job.state, len(job.incarnations), next(iter(job.nodes), ""), ",".join(job.excluded)
         )
 
-    def cancel(self, job_ids: Sequence[str]) -> None:
+    def steps(self, job_id: str, name: str) -> list[str]:
+        return []
+
+    def cancel(self, job_ids: Sequence[str], kill: bool = False) -> None:
         for job_id in job_ids:
             if job_id in self.jobs and self.jobs[job_id].state in ("PENDING", "RUNNING"):
                 self.finish(job_id, "CANCELLED")

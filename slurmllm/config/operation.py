@@ -140,6 +140,9 @@ def _variable_name(value: Any) -> str:
     )
 
 
+RestartSetting = Literal["auto", "requeue", "chain", "none"]
+
+
 class NotifyConfig(Section):
     """Notifications of a run; they never delay it."""
 
@@ -168,7 +171,11 @@ class SlurmConfig(Section):
     qos: SlurmWord | None = None  # Quality of service.
     reservation: SlurmWord | None = None  # Reservation.
     exclude: SlurmWord | None = None  # Nodes to exclude.
-    # Requeues after node failures within slurm.budget_hours before the run stops.
+    # How a run continues after the end of its job: requeue (the same job), chain (a successor job,
+    # submitted ahead of the end) or none (it stops). auto: requeue if the site permits it, else
+    # chain.
+    restart: RestartSetting = "auto"
+    # Restarts after node failures within slurm.budget_hours before the run stops.
     failure_budget: Annotated[int, Field(ge=0)] = 20
     hang_budget: Annotated[int, Field(ge=0)] = 5  # Likewise, after hangs.
     # Likewise, after failures of the shared file system.

@@ -104,8 +104,7 @@ class SlurmRunner(Runner):
 
     def cancel(self, run: RunDir) -> None:
         if (sent := JobsRecord.of(run).last) is not None:
-            jobs = (sent.train_job, sent.precompile_job)
-            self.client.cancel([job for job in jobs if job is not None])
+            self.client.cancel(list(reversed(sent.jobs.values())))
 
     def _job(self, run: RunDir) -> str:
         job = JobsRecord.load(run.jobs).submissions[-1].train_job

@@ -114,7 +114,7 @@ class RunFacts:
             return "cancelled"
         if last.ended_at is None:
             return "open"
-        return "requeued" if last.action == "requeue" else "stopped"
+        return "requeued" if last.action in ("restart", "requeue", "chain") else "stopped"
 
     @property
     def recipe(self) -> str | None:

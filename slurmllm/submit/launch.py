@@ -30,6 +30,7 @@ from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.prepare import PreparedRun, remove_unsubmitted
 from slurmllm.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.supervise.attempts import process_identity
+from slurmllm.supervise.successor import choose_restart
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +84,14 @@ def submit_jobs(
     """
     client = client or SlurmClient()
     run, before = prepared.run, JobsRecord.of(prepared.run)
-    sent = _submission(prepared, local=False, **fields)
+    restart = choose_restart(prepared.config.recipe.slurm.restart, before.last, client)
+    sent = _submission(prepared, local=False, restart=restart, **fields)
     for stage in stages or prepared.stages:
-        lane = sent.lane if stage == "train" else None
         try:
-            job = client.submit(prepared.scripts[stage], after_ok=sent.precompile_job, lane=lane)
+            job = client.submit(
+                prepared.scripts[stage], after_ok=sent.precompile_job, requeue=restart == "requeue",
+                name=sent.lane if stage == "train" else None,
+            )  # fmt: skip
         except SlurmError as error:
             message = f"{error}; --dry-run shows the scripts"
             if sent.precompile_job is not None and sent.graphs_of is None:

@@ -64,7 +64,8 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> lis
         f"--{name}={_quoted(name, value)}" for name, value in options if value is not None
     ]
     directives += ["--exclusive"] if cluster.exclusive else []
-    directives += ["--requeue"]  # Slurm itself requeues too, when a node of the job dies
+    # Slurm itself requeues too, when a node of the job dies.
+    directives += ["--requeue" if slurm.restart in ("auto", "requeue") else "--no-requeue"]
     # Else a train job whose precompile job failed is pending for ever.
     directives += ["--kill-on-invalid-dep=yes"] if stage == "train" else []
     return directives + list(cluster.directives)

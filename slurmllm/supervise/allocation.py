@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig
@@ -32,6 +32,7 @@ from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SlurmClient, retry_unreachable
 
+_STEP = "slurmllm-launch"  # name of the launchers' step
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
@@ -88,20 +89,52 @@ class SlurmAllocation(Allocation):
 
     job_id: str
     requeues = True
+    all_nodes: tuple[str, ...] = ()  # with those that the present attempt does not use
+    restarted = False  # whether an earlier attempt ran in this start of the job
 
     def __init__(self, client: SlurmClient | None = None) -> None:
         self.client = client or SlurmClient()
         self.job_id = os.environ["SLURM_JOB_ID"]
         self.restart_count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.nodes = tuple(self.client.hostnames(os.environ["SLURM_JOB_NODELIST"]))
+        self.all_nodes = self.nodes
 
     @property
     def master_addr(self) -> str:
         return reachable_address(self.nodes[0])  # a requeued job may have other nodes than before
 
+    @property
+    def size(self) -> int:
+        """The number of the job's nodes, spare ones included."""
+        return len(self.all_nodes or self.nodes)
+
+    def choose(self, without: Collection[str], count: int) -> tuple[str, ...]:
+        """The nodes for new workers in this job; empty if too few remain.
+
+        The first one must remain: the supervisor runs there.
+        """
+        left = [name for name in self.all_nodes if name not in without]
+        usable = len(left) >= count and left[0] == self.all_nodes[0]
+        return tuple(left[:count]) if usable else ()
+
+    def restart(self, nodes: tuple[str, ...], patience_s: float) -> None:
+        """End what is left of the launchers, and use other nodes from now on."""
+        deadline = time.monotonic() + patience_s
+        try:
+            while steps := self.client.steps(self.job_id, _STEP):
+                self.client.cancel(steps, kill=True)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.5)
+        except SlurmError as error:
+            log.warning("%s", error)
+        self.nodes, self.restarted = nodes, True
+
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
         # One launcher's failure ends the step on the other nodes too.
-        options = ["--kill-on-bad-exit=1"]
+        options = ["--kill-on-bad-exit=1", f"--job-name={_STEP}"]
+        # An earlier step ends, for Slurm, when its lost node has ended it.
+        options += ["--overlap"] if self.restarted else []
         return [self._srun(options, _launcher(run_path, stage, attempt), None)]
 
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
@@ -110,8 +143,10 @@ class SlurmAllocation(Allocation):
     def _srun(
         self, options: Sequence[str], command: Sequence[str], output: int | None
     ) -> subprocess.Popen[bytes]:
+        some = bool(self.all_nodes) and self.nodes != self.all_nodes
         srun = [
             "srun",
+            *([f"--nodelist={','.join(self.nodes)}"] if some else []),
             f"--nodes={len(self.nodes)}",
             f"--ntasks={len(self.nodes)}",
             "--ntasks-per-node=1",
@@ -162,6 +197,7 @@ class SlurmAllocation(Allocation):
         """The state of this start of the job; UNKNOWN if Slurm does not respond."""
         # Accounting first: squeue reports COMPLETING for every kind of ending.
         rows = [row for row in self.client.accounting(self.job_id) if row.job_id == self.job_id]
+        rows = [row for row in rows if row.state != "RESIZING"]  # before it lost a node
         if self.restart_count < len(rows):
             return rows[self.restart_count].state
         try:

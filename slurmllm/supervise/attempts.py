@@ -30,6 +30,7 @@ from slurmllm.records import (
     Heartbeat,
     JobsRecord,
     NodeRecord,
+    Restart,
     SkipsRecord,
     WorkerRecord,
 )
@@ -130,7 +131,8 @@ def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
 
 
 def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:
-    of_job = [row for row in rows if row.job_id == record.job_id]
+    # A job that lost a node and went on has two rows, the first one RESIZING.
+    of_job = [r for r in rows if r.job_id == record.job_id and r.state != "RESIZING"]
     return of_job[record.restart_count] if record.restart_count < len(of_job) else None
 
 
@@ -205,12 +207,15 @@ def close_attempt(
     ended_at: float | None = None,
     sign_at: float | None = None,
     row: AccountingRow | None = None,
+    again: Restart = "requeue",
+    in_allocation: bool = False,
 ) -> AttemptRecord:
     """Record how an attempt ended and the action that follows; returns the closed record.
 
     `phases_s` are the supervisor's own measurements; the others follow from the workers' files.
-    `ended_at` (None: now) and `sign_at`, of the first sign of the end, are Unix times, s. Raises a
-    StorageError if the run directory cannot be read or written.
+    `ended_at` (None: now) and `sign_at`, of the first sign of the end, are Unix times, s. `again`
+    and `in_allocation` are as in `policy.decide`. Raises a StorageError if the run directory cannot
+    be read or written.
     """
     paths = run.attempt(record.stage, record.attempt)
     end = ended_at or time.time()
@@ -249,6 +254,8 @@ def close_attempt(
         load(run.config).recipe,
         rolled_back=any(skip.attempt == closed.attempt for skip in skips.skips),
         started=ending.started,
+        again=again,
+        in_allocation=in_allocation,
     )
     # Written last: until then the attempt counts as open, and the next supervisor closes it.
     closed.save(paths.record)

@@ -140,6 +140,6 @@ def event_of(record: AttemptRecord) -> NotifyEvent | None:
         return None
     if record.ending == "divergence":
         return "divergence"
-    if record.action == "requeue":
+    if record.action in ("restart", "requeue", "chain"):
         return "requeue"
     return "end" if record.action == "finish" or record.ending == "cancelled" else "failure"
