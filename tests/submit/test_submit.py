@@ -119,9 +119,9 @@ def test_a_job_that_cannot_be_taken_back_is_named(
 ) -> None:
     submit = fake.submit
 
-    def refuse_the_second(script: str, after_ok: str | None = None, lane: str | None = None) -> str:
+    def refuse_the_second(script: str, after_ok: str | None = None, **more: str | None) -> str:
         fake.refuse = None if after_ok is None else "QOSMaxSubmitJobPerUserLimit"
-        return submit(script, after_ok, lane=lane)
+        return submit(script, after_ok, **more)
 
     def cannot_cancel(job_ids: object) -> None:
         raise SlurmError("scancel failed with exit code 1: down")
