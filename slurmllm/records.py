@@ -244,6 +244,7 @@ class AttemptRecord(Record):
     pid: ProcessId | None = None  # process id of the supervisor
     process: str | None = None  # its `process_identity`
     nodes: tuple[NodeName, ...]
+    spare_nodes: int = Field(default=0, ge=0, lt=1 << 20)  # that the job holds in addition
     world_size: int
     master_addr: str
     master_port: int

@@ -175,6 +175,8 @@ class SlurmConfig(Section):
     # submitted ahead of the end) or none (it stops). auto: requeue if the site permits it, else
     # chain.
     restart: RestartSetting = "auto"
+    # Nodes that the train job holds in addition, to replace others without leaving the allocation.
+    spare_nodes: Annotated[int, Field(ge=0)] = 0
     # Restarts after node failures within slurm.budget_hours before the run stops.
     failure_budget: Annotated[int, Field(ge=0)] = 20
     hang_budget: Annotated[int, Field(ge=0)] = 5  # Likewise, after hangs.

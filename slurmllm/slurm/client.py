@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,6 +243,16 @@ class SlurmClient:
         rows = (line.split("|", 1) for line in _run(command).splitlines())
         return [row[0].strip() for row in rows if len(row) == 2 and row[1].strip() == name]
 
+    def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Reduce a running job to some of its nodes, and end its steps on the others.
+
+        Raises:
+            SlurmError: slurm.conf has SchedulerParameters=disable_job_shrink.
+        """
+        command = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}"]
+        with tempfile.TemporaryDirectory() as folder:  # scontrol leaves scripts in its folder
+            _run(command, folder=folder)
+
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """Exclude nodes from the next start of a job on; an empty list clears it.
 
@@ -319,6 +330,7 @@ class SlurmClient:
 def _run(
     command: list[str], through_sigterm: bool = False, timeout_s: float = COMMAND_TIMEOUT_S,
     stdin: str | None = None, environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
 ) -> str:  # fmt: skip
     """Run a Slurm command and return its standard output.
 
@@ -336,7 +348,7 @@ def _run(
     try:
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, errors="replace",
-            timeout=timeout_s, check=False, env=environment,
+            timeout=timeout_s, check=False, env=environment, cwd=folder,
             # An ignored signal stays ignored across exec.
             preexec_fn=(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
             if through_sigterm

@@ -36,6 +36,7 @@ _STEP = "slurmllm-launch"  # name of the launchers' step
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
+USED_NODES = "SLURMLLM_NODES"  # of the job's nodes, to be used; the others are spare ones
 BROADCAST_S = 600.0  # for sbcast to send a file to all nodes
 RECORDED_S = COMMAND_TIMEOUT_S + 10.0  # for sbatch to return, and its job to be recorded
 # On every node: the interpreter is shared. -P: the folder that a job starts in may be another
@@ -53,6 +54,11 @@ class Allocation(ABC):
     job_id: str | None
     restart_count: int = 0
     requeues: bool = False  # whether Slurm starts the job again; else its caller starts the script
+
+    @property
+    def size(self) -> int:
+        """The number of nodes that the job holds, spare ones included."""
+        return len(self.nodes)
 
     @property
     @abstractmethod
@@ -92,12 +98,12 @@ class SlurmAllocation(Allocation):
     all_nodes: tuple[str, ...] = ()  # with those that the present attempt does not use
     restarted = False  # whether an earlier attempt ran in this start of the job
 
-    def __init__(self, client: SlurmClient | None = None) -> None:
+    def __init__(self, client: SlurmClient | None = None, used: str = USED_NODES) -> None:
         self.client = client or SlurmClient()
         self.job_id = os.environ["SLURM_JOB_ID"]
         self.restart_count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        self.nodes = tuple(self.client.hostnames(os.environ["SLURM_JOB_NODELIST"]))
-        self.all_nodes = self.nodes
+        self.all_nodes = tuple(self.client.hostnames(os.environ["SLURM_JOB_NODELIST"]))
+        self.nodes = self.all_nodes[: int(os.environ.get(used) or len(self.all_nodes))]
 
     @property
     def master_addr(self) -> str:
@@ -105,7 +111,6 @@ class SlurmAllocation(Allocation):
 
     @property
     def size(self) -> int:
-        """The number of the job's nodes, spare ones included."""
         return len(self.all_nodes or self.nodes)
 
     def choose(self, without: Collection[str], count: int) -> tuple[str, ...]:
@@ -116,6 +121,19 @@ class SlurmAllocation(Allocation):
         left = [name for name in self.all_nodes if name not in without]
         usable = len(left) >= count and left[0] == self.all_nodes[0]
         return tuple(left[:count]) if usable else ()
+
+    def give_up(self, lost: Collection[str]) -> None:
+        """Return nodes to Slurm, which would end the job when it notices that one of them is down.
+
+        Not --no-kill: with it, a job whose batch host dies keeps its nodes until the time limit.
+
+        Raises:
+            SlurmError: Slurm does not let jobs shrink.
+        """
+        left = tuple(name for name in self.all_nodes if name not in lost)
+        if left != self.all_nodes:
+            self.client.shrink(self.job_id, left)
+            self.all_nodes = left
 
     def restart(self, nodes: tuple[str, ...], patience_s: float) -> None:
         """End what is left of the launchers, and use other nodes from now on."""
@@ -213,16 +231,13 @@ class HeldAllocation(SlurmAllocation):
     requeues = False
 
     def __init__(self, run: RunDir, client: SlurmClient | None = None) -> None:
-        super().__init__(client)
+        super().__init__(client, used=HELD_NODES)
         self._run = run
         self.restart_count = int(os.environ.get(LOCAL_RESTARTS) or 0)
-        self.nodes = self.nodes[: int(os.environ[HELD_NODES])]
         set_cpus_on_node()
 
-    def _srun(
-        self, options: Sequence[str], command: Sequence[str], output: int | None
-    ) -> subprocess.Popen[bytes]:
-        return super()._srun([f"--nodelist={','.join(self.nodes)}", *options], command, output)
+    def give_up(self, lost: Collection[str]) -> None:
+        """Nothing: the allocation is the user's."""
 
     def state(self) -> str:
         recorded = LocalAllocation(self._run).state()

@@ -197,7 +197,14 @@ class Supervisor:
         update = {"ending": ending.ending, "blamed_nodes": ending.blamed_nodes}
         blamed = record.model_copy(update={**update, "evidence": ending.evidence})
         self._failed_nodes |= failing(self.run, blamed, self.config).keys()
-        return self.allocation.choose(self._failed_nodes, len(record.nodes))
+        chosen = self.allocation.choose(self._failed_nodes, len(record.nodes))
+        try:
+            if chosen:
+                self.allocation.give_up(self._failed_nodes)
+        except SlurmError as error:
+            log.warning("no restart in the allocation: %s", error)
+            return ()
+        return chosen
 
     def _submit_ahead(self) -> None:
         """Submit the successor of this job if the site refuses requeues."""
