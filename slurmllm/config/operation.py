@@ -175,6 +175,8 @@ class SlurmConfig(Section):
     # submitted ahead of the end) or none (it stops). auto: requeue if the site permits it, else
     # chain.
     restart: RestartSetting = "auto"
+    # Whether new workers start in the same job after a failure, if it has enough healthy nodes.
+    restart_in_job: bool = True
     # Nodes that the train job holds in addition, to replace others without leaving the allocation.
     spare_nodes: Annotated[int, Field(ge=0)] = 0
     # Restarts after node failures within slurm.budget_hours before the run stops.

@@ -192,7 +192,7 @@ class Supervisor:
         """The nodes for new workers in this job; empty if too few are healthy, or time is over."""
         if not isinstance(self.allocation, SlurmAllocation) or self.stage != "train":
             return ()
-        if self.stop.name is not None:
+        if self.stop.name is not None or not self.config.recipe.slurm.restart_in_job:
             return ()
         update = {"ending": ending.ending, "blamed_nodes": ending.blamed_nodes}
         blamed = record.model_copy(update={**update, "evidence": ending.evidence})
