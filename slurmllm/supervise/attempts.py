@@ -10,6 +10,7 @@ hang when the last worker stopped advancing.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -41,6 +42,8 @@ from slurmllm.supervise.classify import Ending, device_fault, reported_all
 from slurmllm.supervise.policy import decide
 from slurmllm.supervise.watchdog import HEARTBEAT_S
 
+# All that the process logs about attempts has one component, whatever module it comes from.
+_log = logging.getLogger("slurmllm.supervise.supervisor")
 _LAG_S = 2.0  # until a shared file system shows what another node has written
 
 
@@ -198,6 +201,12 @@ def open_attempt(
     )
     record.save(run.attempt(stage, record.attempt).record)
     return record
+
+
+def log_attempt(record: AttemptRecord, message: str) -> None:
+    """Log a line about an attempt; `logs` finds the attempts in a stage's log by its form."""
+    job = f" of job {record.job_id}" if record.job_id else ""
+    _log.info("%s attempt %d%s: %s", record.stage, record.attempt, job, message)
 
 
 def close_attempt(

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.backends.environment import (
@@ -27,7 +25,6 @@ from slurmllm.backends.environment import (
     node_local_cache,
 )
 from slurmllm.config.load import load
-from slurmllm.config.operation import SlurmConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import (
     EXIT_NEGATIVE,
@@ -41,10 +38,9 @@ from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, require_complete
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.plan.mesh import make_mesh, save_mesh
-from slurmllm.records import Action, AttemptRecord, JobsRecord
-from slurmllm.rundir import STAGES, RunDir, Stage, SweepDir
-from slurmllm.safe_files import open_trusted, reason
-from slurmllm.slurm.client import AccountingRow, retry_unreachable, to_unix
+from slurmllm.records import AttemptRecord, JobsRecord
+from slurmllm.rundir import RunDir, Stage, SweepDir
+from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.staging.broadcast import broadcast_environment
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import (
@@ -52,13 +48,13 @@ from slurmllm.supervise.allocation import (
     SlurmAllocation,
     current_allocation,
     lost_start,
-    started_again,
     unrecorded,
 )
 from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
 from slurmllm.supervise.attempts import (
     ending_of_orphaned,
     incarnation,
+    log_attempt,
     other_supervisor,
     still_runs,
 )
@@ -67,29 +63,18 @@ from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import (
     drain,
     exclude_failed,
-    excluded,
     failing,
-    nodes_to_avoid,
-    requeue,
-    to_avoid,
 )
+from slurmllm.supervise.next_job import NextJob, requeue_unrecorded
 from slurmllm.supervise.notify import Notifier
-from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.preflight import preflight
-from slurmllm.supervise.run_lock import locked
-from slurmllm.supervise.successor import (
-    cancel_successor,
-    ensure_successor,
-    restart_of,
-    take_over,
-)
+from slurmllm.supervise.successor import restart_of, take_over
 from slurmllm.supervise.tracking import Tracking
 
 RETURNS = ("requeue", "chain")  # actions that return a run to the queue
 # For what is left of an attempt's processes to end before a restart in the allocation; a step that
 # holds a lost node does not end before Slurm notices the loss.
 STEPS_END_S, LOST_STEPS_END_S = 15.0, 2.0
-WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
 EXIT_FAILED = {  # by class of ending; 70 for the others
     "bad_configuration": 2, "storage_failure": 4, "divergence": 71, "cancelled": EXIT_NEGATIVE,
     "superseded": EXIT_NEGATIVE,
@@ -107,8 +92,10 @@ class Supervisor:
         self.stop = StopSignals()
         self.notifier = Notifier(run, self.config)
         self.tracking = Tracking(run, self.config)
+        self.next_job = NextJob(run, stage, self.config, allocation)
         self._failed_nodes: set[str] = set()  # of this job
         self._next_nodes: tuple[str, ...] = ()
+        self._restarted = False  # whether an earlier attempt ran in this start of the job
         # Archive of graphs that all nodes of the job have got, and whether the environment.
         self._sent_graphs, self._sent_environment = "", False
 
@@ -124,7 +111,7 @@ class Supervisor:
             return EXIT_NEGATIVE
         if reason := lost_start(self.allocation):
             log.warning("%s", reason)
-            self._replace_jobs()
+            self.next_job.replace()
             return EXIT_REQUEUE  # Slurm ignores the end of a script that it does not know of
         if reason := unrecorded(self.run, self.allocation):
             log.error("%s", reason)
@@ -149,9 +136,9 @@ class Supervisor:
     def _attempt(self) -> tuple[AttemptRecord, SlurmllmError | None]:
         """Run one attempt; returns its closed record, and the error that ended it, if any."""
         record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
-        self._log(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
+        log_attempt(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
         self.notifier.started(record)
-        self._submit_ahead()
+        self.next_job.submit_ahead()
         phases: dict[str, float] = {}
         observed = Observations()
         try:
@@ -182,11 +169,12 @@ class Supervisor:
     def _restart(self, closed: AttemptRecord) -> None:
         """Make the allocation ready for new workers."""
         assert isinstance(self.allocation, SlurmAllocation)
+        self._restarted = True
         left_out = [name for name in closed.nodes if name not in self._next_nodes]
         self.allocation.restart(self._next_nodes, STEPS_END_S if not left_out else LOST_STEPS_END_S)
         if left_out:
             spares = [name for name in self._next_nodes if name not in closed.nodes]
-            self._log(closed, f"{' '.join(spares)} in place of {' '.join(left_out)}")
+            log_attempt(closed, f"{' '.join(spares)} in place of {' '.join(left_out)}")
 
     def _nodes_for_restart(self, record: AttemptRecord, ending: Ending) -> tuple[str, ...]:
         """The nodes for new workers in this job; empty if too few are healthy, or time is over."""
@@ -206,39 +194,20 @@ class Supervisor:
             return ()
         return chosen
 
-    def _submit_ahead(self) -> None:
-        """Submit the successor of this job if the site refuses requeues."""
-        if not isinstance(self.allocation, SlurmAllocation) or not self._chained():
-            return
-        try:
-            ensure_successor(self.run, self.allocation, self._script("train"), self._to_exclude())
-        except SlurmllmError as error:
-            log.warning("no successor job yet, tried again at the end: %s", error)
-
-    def _chained(self) -> bool:
-        return self.stage == "train" and restart_of(self.run, self.allocation) == "chain"
-
-    def _to_exclude(self) -> list[str]:
-        """The nodes that a new job of the run excludes; empty: those of its script."""
-        assert isinstance(self.allocation, SlurmAllocation)
-        client, given = self.allocation.client, self.config.recipe.slurm.exclude
-        avoid = to_avoid(client, self.run, self.config, self.allocation.size)
-        return [*([given] if given else []), *avoid] if avoid else []
-
     def _close(
         self, record: AttemptRecord, ending: Ending, phases: dict[str, float], seen: Observations
     ) -> AttemptRecord:
         """Record the ending and the action, unless another supervisor has done so."""
         if ending.ending == "node_failure" and (reason := lost_start(self.allocation)):
             ending = Ending("superseded", (reason,))  # srun was refused: no node has failed
-            self._replace_jobs()
+            self.next_job.replace()
         # Read again: after a network partition another supervisor may have closed it.
         on_disk = AttemptRecord.load(self.run.attempt(self.stage, record.attempt).record)
         if on_disk.ended_at is not None:
-            self._log(on_disk, "another supervisor has closed this attempt and continues the run")
+            log_attempt(on_disk, "another supervisor has closed this attempt and continues the run")
             return on_disk.model_copy(update={"ending": "superseded", "action": "stop"})
         # The queue time of a requeued attempt follows from the records.
-        first = record.restart_count == 0
+        first = record.restart_count == 0 and not self._restarted
         row = incarnation(record, self._accounting(record.job_id)) if first else None
         self._next_nodes = self._nodes_for_restart(record, ending)
         closed = attempts.close_attempt(
@@ -246,61 +215,15 @@ class Supervisor:
             again=restart_of(self.run, self.allocation), in_allocation=bool(self._next_nodes),
         )  # fmt: skip
         self._exclude_failed(closed)
-        self._log(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
+        log_attempt(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
         self.notifier.closed(closed)
         nodes = attempts.node_records(self.run, record)
         if line := attempts.unequal_versions({name: n.versions for name, n in nodes.items()}):
-            self._log(closed, f"warning: {line}")
+            log_attempt(closed, f"warning: {line}")
         # A requeue must not wait for the merge: the next attempt begins with it.
         if closed.action in ("finish", "stop") and closed.ending != "superseded":
             self._merge_new_graphs()
         return closed
-
-    def _replace_jobs(self, avoid: Sequence[str] = (), lost: bool = True) -> None:
-        """Submit this job once more, as another job, and with it what depends on it.
-
-        Slurmd remembers the job of a `lost` start as running: it refuses its next start, for which
-        Slurm drains the node and holds the job. `avoid`: nodes to exclude.
-        """
-        assert isinstance(self.allocation, SlurmAllocation)
-        client, own = self.allocation.client, self.allocation.job_id
-        stages = STAGES[STAGES.index(self.stage) :]
-        try:
-            with locked(self.run, "supervise"):
-                *before, last = JobsRecord.load(self.run.jobs).submissions
-                old = {
-                    stage: last.train_job if stage == "train" else last.precompile_job
-                    for stage in stages
-                }
-                if old[self.stage] != own:
-                    return  # resumed since
-                if lost and client.batch_job(own).state != "PENDING":
-                    return  # cancelled since, or Slurm has started it elsewhere
-                requeue = last.restart == "requeue"
-                job: str | None = None
-                for stage in stages:
-                    replaced = old[stage]
-                    if replaced is None:  # a run that only compiles graphs for a sweep
-                        continue
-                    exclude = client.batch_job(replaced).excluded
-                    script = self._script(stage)
-                    job = client.submit(
-                        script, after_ok=job, exclude=",".join(avoid) or exclude, requeue=requeue,
-                        name=last.lane if stage == "train" else None,
-                    )  # fmt: skip
-                    last = last.model_copy(update={f"{stage}_job": job})
-                    JobsRecord(submissions=(*before, last)).save(self.run.jobs)
-                    log.warning("submitted job %s in place of job %s", job, replaced)
-                jobs = (last.successor_job, *reversed(old.values()))
-                last = last.model_copy(update={"successor_job": None})
-                JobsRecord(submissions=(*before, last)).save(self.run.jobs)
-                client.cancel([job for job in jobs if job is not None])
-        except SlurmllmError as error:
-            name = self.run.name
-            log.error("%s; `slurmllm cancel %s`, then `slurmllm resume %s`", error, name, name)
-
-    def _script(self, stage: Stage) -> str:
-        return script_of(self.run, stage, self.config.cluster.trusted_group)
 
     def _prepare_nodes(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
         """Check the nodes and send graphs and environment to them, at the same time.
@@ -418,15 +341,15 @@ class Supervisor:
     def _act(self, closed: AttemptRecord) -> int:
         """Carry out the action of a closed attempt; returns the exit code."""
         if closed.action not in RETURNS:
-            if closed.ending != "superseded" and self._chained():
-                cancel_successor(self.run, self.allocation)
+            if closed.ending != "superseded":
+                self.next_job.cancel()
             return self._exit_code(closed)
         newer = attempts.newer_attempt(self.run, self.stage, closed.attempt)
         if newer is not None:
-            self._log(closed, f"superseded by attempt {newer}: not requeued")
+            log_attempt(closed, f"superseded by attempt {newer}: not requeued")
             return EXIT_NEGATIVE
         if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
-            closed = self._return_to_queue(self.allocation, closed)
+            closed = self.next_job.return_to_queue(self.allocation, closed)
             return EXIT_REQUEUE if closed.action in RETURNS else self._exit_code(closed)
         # A requeued job waits in Slurm's queue, a local run here.
         if closed.backoff_s:
@@ -440,81 +363,6 @@ class Supervisor:
         if closed.action == "finish":
             return EXIT_OK
         return EXIT_FAILED.get(str(closed.ending), 70)
-
-    def _return_to_queue(self, allocation: SlurmAllocation, closed: AttemptRecord) -> AttemptRecord:
-        """Requeue the job, or leave the run to its successor; returns the record.
-
-        If that is refused, the action changes: from requeue to chain (slurm.restart: auto), from
-        chain to stop.
-        """
-        client, slurm = allocation.client, self.config.recipe.slurm
-        partition = os.environ.get("SLURM_JOB_PARTITION")
-        try:
-            # A second requeue would end the incarnation that runs now.
-            if started_again(allocation):
-                self._log(closed, "Slurm has started the job again: not requeued")
-                return closed
-            lost = attempts.lost_nodes(self.run, closed)
-            before = [node.node for node in excluded(self.run)]
-            # Slurm may not have noticed the loss yet and would start the job on the same nodes.
-            own_job = allocation.job_id
-            avoid = nodes_to_avoid(client, allocation.size, lost, before, partition, own_job)
-            given = [slurm.exclude] if slurm.exclude else []
-            if closed.action == "chain":
-                return self._chain(allocation, closed, [*given, *avoid] if avoid else [])
-            if self.stage == "precompile" and avoid:
-                # The train job depends on this one; it may not start on the same nodes either.
-                last = JobsRecord.load(self.run.jobs).submissions[-1]
-                before = [node.node for node in excluded(self.run)]
-                kept_out = nodes_to_avoid(client, last.nodes, [], before, partition)
-                if last.train_job is not None and kept_out:
-                    client.exclude(last.train_job, [*given, *kept_out])
-            listed = self.run.excluded.is_file()
-            try:
-                requeue(client, own_job, avoid, slurm.exclude, listed, closed.backoff_s)
-            except SlurmError as error:
-                # Not after scancel: the job no longer runs then.
-                if slurm.restart != "auto" or client.batch_job(own_job).state != "RUNNING":
-                    raise
-                log.warning("%s: another job continues the run", error)
-                closed = self._changed(closed, "chain")
-                return self._chain(allocation, closed, [*given, *avoid] if avoid else [])
-        except SlurmllmError as error:
-            # The record has the action, but the job may end here.
-            log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)
-        return closed
-
-    def _chain(
-        self, allocation: SlurmAllocation, closed: AttemptRecord, exclude: Sequence[str]
-    ) -> AttemptRecord:
-        """Leave the run to the successor of this job, which waits since the attempt's start."""
-        client = allocation.client
-        if self.stage == "precompile":
-            self._replace_jobs(exclude, lost=False)
-            return closed
-        try:
-            job = ensure_successor(self.run, allocation, self._script("train"), exclude)
-        except SlurmllmError as error:
-            text = f"no successor job: {error}; `slurmllm resume {self.run.name}` continues"
-            self._log(closed, text)
-            return self._changed(closed, "stop", (*closed.evidence, text))
-        try:
-            if job is not None and exclude:
-                retry_unreachable(lambda: client.exclude(job, exclude))
-                log.info("job %s excludes %s", job, " ".join(exclude))
-            if job is not None and closed.backoff_s:
-                retry_unreachable(lambda: client.delay(job, closed.backoff_s))
-        except SlurmError as error:
-            log.warning("job %s starts without excluded nodes or a wait: %s", job, error)
-        return closed
-
-    def _changed(
-        self, closed: AttemptRecord, action: Action, evidence: tuple[str, ...] | None = None
-    ) -> AttemptRecord:
-        evidence = closed.evidence if evidence is None else evidence
-        closed = closed.model_copy(update={"action": action, "evidence": evidence})
-        closed.save(self.run.attempt(self.stage, closed.attempt).record)
-        return closed
 
     def _exclude_failed(self, closed: AttemptRecord) -> None:
         """Record the nodes that the attempt lost, and drain them if the recipe has slurm.drain."""
@@ -533,7 +381,7 @@ class Supervisor:
             if record.ended_at is not None:
                 continue
             if reason := still_runs(self.run, record, self.allocation):
-                self._log(record, f"is still open and is superseded by this attempt: {reason}")
+                log_attempt(record, f"is still open and is superseded by this attempt: {reason}")
                 continue
             row = incarnation(record, self._accounting(record.job_id))
             ending = ending_of_orphaned(record, attempts.node_records(self.run, record), row)
@@ -546,27 +394,12 @@ class Supervisor:
                 self.run, record, ending, ended_at=ended_at, row=row,
                 again=restart_of(self.run, self.allocation),
             )  # fmt: skip
-            self._log(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
+            log_attempt(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
             self.notifier.closed(closed)
             self._exclude_failed(closed)
         if closed is None or self.stage == "precompile" or closed.action != "stop":
             return None
         return closed if closed.attempt >= attempts.first_attempt(self.run) else None
-
-    def _log(self, record: AttemptRecord, message: str) -> None:
-        # `logs` finds the attempts of a stage's log by this form of line.
-        job = f" of job {record.job_id}" if record.job_id else ""
-        log.info("%s attempt %d%s: %s", self.stage, record.attempt, job, message)
-
-
-def script_of(run: RunDir, stage: Stage, group: str | None = None) -> str:
-    """The text of a stage's batch script; StorageError if others may have written it."""
-    path = run.script(stage)
-    try:
-        with open_trusted(path, group) as stream:
-            return stream.read().decode()
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {reason(error)}") from error
 
 
 def ending_of_error(error: SlurmllmError, node: str) -> Ending:
@@ -579,56 +412,6 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
     if error.blame == "infrastructure":
         return Ending("node_failure", (str(error),), (node,))
     return Ending("code_error", (str(error),))
-
-
-def wait_writable(run: RunDir, patience_s: float) -> bool:
-    """Wait, at most `patience_s`, until the job's log is writable: else Slurm fails the job."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        with suppress(OSError), tempfile.TemporaryFile(dir=run.logs) as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-            return True
-        time.sleep(1.0)
-    return False
-
-
-def requeue_unrecorded(
-    run: RunDir, stage: Stage, allocation: Allocation, error: StorageError
-) -> int:
-    """Requeue a run whose directory is not writable; the next attempt closes the open record.
-
-    Raises:
-        StorageError: The fault is not transient, or as many starts in a row failed with it as
-            slurm.storage_budget allows.
-    """
-    if not is_transient([str(error)]):
-        raise error
-    limits, recorded = SlurmConfig(), -1
-    with suppress(SlurmllmError):
-        limits = load(run.config).recipe.slurm
-        of_job = [a for a in attempts.load_attempts(run, stage) if a.job_id == allocation.job_id]
-        recorded = max((a.restart_count for a in of_job), default=-1)
-    starts = max(allocation.restart_count - recorded, 1)  # those without a record, or this one
-    if starts > limits.storage_budget:
-        raise StorageError(
-            f"{error}; {starts} starts in a row failed with it (slurm.storage_budget "
-            f"{limits.storage_budget}): fix the file system, then `slurmllm resume {run.name}`"
-        ) from error
-    wait_s = backoff_s(limits.backoff_s, starts)
-    log.warning("%s; trying again in %.0f s", error, wait_s)
-    if isinstance(allocation, SlurmAllocation) and allocation.requeues:
-        writable = wait_writable(run, WRITABLE_S)
-        again = restart_of(run, allocation) if writable else "requeue"
-        if again == "none":
-            raise error
-        if again == "chain" and stage == "train":
-            ensure_successor(run, allocation, script_of(run, stage), [])
-        elif not started_again(allocation):
-            requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=wait_s)
-    else:
-        time.sleep(wait_s)
-    return EXIT_REQUEUE
 
 
 def supervise(run: RunDir, stage: Stage) -> int:
