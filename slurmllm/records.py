@@ -38,6 +38,7 @@ Action = Literal[
     "chain",  # a successor job continues
     "stop",
 ]
+CONTINUES: tuple[Action, ...] = ("restart", "requeue", "chain")
 # How a run continues after the end of its job: `slurm.restart` without `auto`.
 Restart = Literal["requeue", "chain", "none"]
 # What the node hours of a run went to; each second of an allocation has one of these.
@@ -50,7 +51,7 @@ TimePart = Literal[
     "preflight",  # checks of the nodes
     "cache",  # broadcast of graphs and environment to the nodes, beyond the preflight
     "precompile",  # the precompile stage
-    "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, between the steps
+    "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, spare nodes
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
 # What a worker is doing: `stepping` from the second step of an attempt on.
@@ -173,9 +174,10 @@ class Submission(Record):
 
     @property
     def own_jobs(self) -> list[str]:
-        """The jobs that serve no other run, the last stage first."""
+        """The present jobs that serve no other run, those that wait for others first."""
         precompile = None if self.graphs_of is not None else self.precompile_job
-        return [job for job in (self.train_job, precompile) if job is not None]
+        jobs = (self.successor_job, self.train_job, precompile)
+        return [job for job in jobs if job is not None]
 
     @property
     def jobs(self) -> dict[str, str]:

@@ -159,6 +159,11 @@ class FakeSlurm(SlurmClient):
             job.state, len(job.incarnations), next(iter(job.nodes), ""), ",".join(job.excluded)
         )
 
+    def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
+        job = self._job(job_id)
+        job.incarnations.append(job.row("RESIZING"))
+        job.nodes = tuple(nodes)
+
     def steps(self, job_id: str, name: str) -> list[str]:
         return []
 

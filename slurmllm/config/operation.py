@@ -176,7 +176,7 @@ class SlurmConfig(Section):
     # chain.
     restart: RestartSetting = "auto"
     # Whether new workers start in the same job after a failure, if it has enough healthy nodes.
-    restart_in_job: bool = True
+    restart_in_allocation: bool = True
     # Nodes that the train job holds in addition, to replace others without leaving the allocation.
     spare_nodes: Annotated[int, Field(ge=0)] = 0
     # Restarts after node failures within slurm.budget_hours before the run stops.

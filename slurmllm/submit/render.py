@@ -13,7 +13,6 @@ from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.supervise.allocation import USED_NODES
 
 _PLAIN = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+")
 
@@ -29,13 +28,12 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
         ConfigError: a value that Slurm would misread, such as a path with a line break.
     """
     environment = load_environment(config.backend)
-    spare = config.recipe.slurm.spare_nodes if stage == "train" else 0
-    used = nodes if stage == "train" else environment.precompile_nodes(config, nodes)
+    wanted = nodes + config.recipe.slurm.spare_nodes
+    if stage == "precompile":
+        wanted = environment.precompile_nodes(config, nodes)
     lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, used + spare)]
+    lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, wanted)]
     lines += ["", "# What the body below reads.", *_exports(config, run, python)]
-    if spare:
-        lines.append(f"export {USED_NODES}={used}  # of {used + spare}: slurm.spare_nodes")
     return (
         "\n".join(lines)
         + "\n\n"

@@ -36,7 +36,6 @@ _STEP = "slurmllm-launch"  # name of the launchers' step
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
-USED_NODES = "SLURMLLM_NODES"  # of the job's nodes, to be used; the others are spare ones
 BROADCAST_S = 600.0  # for sbcast to send a file to all nodes
 RECORDED_S = COMMAND_TIMEOUT_S + 10.0  # for sbatch to return, and its job to be recorded
 # On every node: the interpreter is shared. -P: the folder that a job starts in may be another
@@ -98,12 +97,12 @@ class SlurmAllocation(Allocation):
     all_nodes: tuple[str, ...] = ()  # with those that the present attempt does not use
     restarted = False  # whether an earlier attempt ran in this start of the job
 
-    def __init__(self, client: SlurmClient | None = None, used: str = USED_NODES) -> None:
+    def __init__(self, client: SlurmClient | None = None) -> None:
         self.client = client or SlurmClient()
         self.job_id = os.environ["SLURM_JOB_ID"]
         self.restart_count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.all_nodes = tuple(self.client.hostnames(os.environ["SLURM_JOB_NODELIST"]))
-        self.nodes = self.all_nodes[: int(os.environ.get(used) or len(self.all_nodes))]
+        self.nodes = self.all_nodes
 
     @property
     def master_addr(self) -> str:
@@ -231,8 +230,9 @@ class HeldAllocation(SlurmAllocation):
     requeues = False
 
     def __init__(self, run: RunDir, client: SlurmClient | None = None) -> None:
-        super().__init__(client, used=HELD_NODES)
+        super().__init__(client)
         self._run = run
+        self.nodes = self.all_nodes[: int(os.environ[HELD_NODES])]
         self.restart_count = int(os.environ.get(LOCAL_RESTARTS) or 0)
         set_cpus_on_node()
 

@@ -137,7 +137,9 @@ class NextJob:
                 # The train job depends on this one; it may not start on the same nodes either.
                 last = JobsRecord.load(self.run.jobs).submissions[-1]
                 before = [node.node for node in excluded(self.run)]
-                kept_out = nodes_to_avoid(client, last.nodes, [], before, partition)
+                kept_out = nodes_to_avoid(
+                    client, last.nodes + slurm.spare_nodes, [], before, partition
+                )
                 if last.train_job is not None and kept_out:
                     client.exclude(last.train_job, [*given, *kept_out])
             listed = self.run.excluded.is_file()

@@ -153,7 +153,9 @@ def cancel_successor(run: RunDir, allocation: Allocation) -> None:
 
 
 def _name(run: RunDir, last: Submission) -> str:
-    """The name of all successors in a chain: no other run's, which `singleton` would wait for."""
+    """The name of all successors in a chain: of its lane, else no other run's (`singleton`)."""
+    if last.lane is not None:
+        return last.lane
     first = (*last.earlier_jobs, last.train_job)[0]
     return f"{run.name}-train-{first}"
 

@@ -92,6 +92,9 @@ class Supervisor:
         self.stop = StopSignals()
         self.notifier = Notifier(run, self.config)
         self.tracking = Tracking(run, self.config)
+        if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
+            spare = self.config.recipe.slurm.spare_nodes
+            allocation.nodes = allocation.nodes[: len(allocation.nodes) - spare]
         self.next_job = NextJob(run, stage, self.config, allocation)
         self._failed_nodes: set[str] = set()  # of this job
         self._next_nodes: tuple[str, ...] = ()
@@ -180,7 +183,7 @@ class Supervisor:
         """The nodes for new workers in this job; empty if too few are healthy, or time is over."""
         if not isinstance(self.allocation, SlurmAllocation) or self.stage != "train":
             return ()
-        if self.stop.name is not None or not self.config.recipe.slurm.restart_in_job:
+        if self.stop.name is not None or not self.config.recipe.slurm.restart_in_allocation:
             return ()
         update = {"ending": ending.ending, "blamed_nodes": ending.blamed_nodes}
         blamed = record.model_copy(update={**update, "evidence": ending.evidence})

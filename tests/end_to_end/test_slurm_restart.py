@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -112,3 +113,31 @@ def test_a_chain_of_jobs(
     listed = subprocess.run(["squeue", "-h", "-o", "%i %j"], capture_output=True, text=True)
     assert name not in listed.stdout, "no job is left"
     bench.compare_exactly(undisturbed, "chained")
+
+
+@pytest.mark.long
+def test_a_chain_over_three_time_limits_and_a_lost_node(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], no_requeue: None
+) -> None:
+    # Slurm looks at time limits every 30 s: a job trains for 30 to 60 s before it is signalled.
+    many = (*QUICK, "--set=train.steps=1500", "--set=checkpoint.every_steps=50")
+    submit(bench, inputs, "limits", *many, "--time=2", "--set=slurm.signal_lead_s=60")
+    bench.until(lambda: (bench.runs / "limits/metrics/attempt_001.jsonl").is_file(), "no chain")
+    lost = bench.attempt("limits", 1)["nodes"][1]
+    slurm.call("fail", lost)
+    try:
+        wait(bench, "limits", "done", "stopped", "cancelled")
+    finally:
+        slurm.call("heal", lost)
+    endings = bench.endings("limits")
+    assert endings.count(("advance_signal", "chain")) >= 3
+    assert endings.count(("node_failure", "chain")) == 1
+    assert endings[-1] == ("done", "finish")
+    jobs = [bench.attempt("limits", number)["job_id"] for number in range(len(endings))]
+    assert len(set(jobs)) == len(jobs)
+    listed = subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True)
+    assert not set(jobs) & set(listed.stdout.split()), "no job is left"
+    submit(bench, inputs, "unlimited", *many)
+    wait(bench, "unlimited", "done")
+    found = json.loads(bench.call("compare", "unlimited", "limits", "--exact", "--json"))
+    assert (found["verdict"], found["steps_compared"]) == ("identical", 1500)

@@ -71,15 +71,6 @@ def print_table(drills: Sequence[dict[str, Any]]) -> None:
         print(f"{max(own):10.1f} {statistics.median(took['requeue_s'] for took in found):9.1f}")
 
 
-def set_requeue_delay(cluster: Path, seconds: int) -> None:
-    """Have requeued jobs wait as long as the last credential is valid."""
-    conf = cluster / "slurm.conf"
-    text = conf.read_text()
-    assert "cred_expire=5" in text
-    conf.write_text(text.replace("cred_expire=5", f"cred_expire={seconds}"))
-    devcluster(cluster, "restart")
-
-
 def print_ratios(drills: dict[str, list[dict[str, Any]]]) -> None:
     """The time to the next step by kind, restarts against requeues, medians in seconds."""
     print(f"{'kind':<8} {'restart':>8} {'requeue':>8} {'ratio':>6}   of the requeue, the wait")
@@ -110,14 +101,18 @@ def main() -> None:
         given.kinds = "worker,node"
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         cluster, runs = Path(folder) / "cluster", Path(folder) / "runs"
-        devcluster(cluster, "up", f"--nodes={given.nodes + 1}", "--kill-wait=30")
+        devcluster(
+            cluster,
+            "up",
+            f"--nodes={given.nodes + 1}",
+            "--kill-wait=30",
+            f"--cred-expire={given.requeue_delay}",
+        )
         try:
             words = devcluster(cluster, "env")
             os.environ["SLURM_CONF"] = words.split("SLURM_CONF=", 1)[1].split()[0].strip("'\"")
-            if given.requeue_delay != 5:
-                set_requeue_delay(cluster, given.requeue_delay)
             overrides = [f"--set={value}" for value in given.set]
-            ways = {"requeue": [*overrides, "--set=slurm.restart_in_job=false"]}
+            ways = {"requeue": [*overrides, "--set=slurm.restart_in_allocation=false"]}
             if given.spare:
                 ways["restart"] = [*overrides, "--set=slurm.spare_nodes=1"]
             found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
