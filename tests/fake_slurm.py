@@ -44,6 +44,7 @@ class FakeSlurm(SlurmClient):
     Attributes:
         states: Node → state.
         refuse: Error message of sbatch; None: it accepts jobs.
+        refuse_srun: Error message of srun; None: it accepts all options.
         missing: Commands that are not installed.
         config: The active configuration; None: slurmctld is unreachable.
         cpus: CPUs of every node.
@@ -58,6 +59,7 @@ class FakeSlurm(SlurmClient):
         self.states = dict.fromkeys(nodes, "idle")
         self.jobs: dict[str, _Job] = {}
         self.refuse: str | None = None
+        self.refuse_srun: str | None = None
         self.missing: list[str] = []
         self.config: dict[str, str] | None = {
             "SLURM_VERSION": "22.05.8",
@@ -80,6 +82,10 @@ class FakeSlurm(SlurmClient):
         job.after, job.name, job.may_requeue = after, name, requeue
         self.jobs[job_id].excluded = tuple(exclude.split(",")) if exclude else ()
         return job_id
+
+    def check_srun(self, options: Sequence[str]) -> None:
+        if self.refuse_srun is not None:
+            raise SlurmError(f"srun failed with exit code 255: {self.refuse_srun}")
 
     def start(self, job_id: str) -> None:
         """Start a pending job on the first idle nodes that it may use."""

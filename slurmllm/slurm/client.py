@@ -29,6 +29,7 @@ ACTIVE_STATES = frozenset(
     }
 )  # fmt: skip
 COMMAND_TIMEOUT_S = 60
+SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, as shell words
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0
@@ -176,6 +177,11 @@ class SlurmClient:
         if not job_id.isdigit():
             raise SlurmError(f"sbatch printed {output!r} instead of a job id")
         return job_id
+
+    def check_srun(self, options: Sequence[str]) -> None:
+        """Raise SlurmError with srun's message if it does not take these options."""
+        if options:
+            _run(["srun", *options, "--version"])  # reads the options before it prints
 
     def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
         """Those of the jobs that slurmctld still has in memory, by id."""

@@ -104,6 +104,13 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
         return "training", ""
     if precompile is not None and precompile.state in _RUNNING:
         return "precompiling", ""
+    for stage, job in jobs.items():
+        if job.state in _WAITING and job.reason == "DependencyNeverSatisfied":
+            return "queued", (
+                f"{stage} job {job.job_id} waits for ever (DependencyNeverSatisfied): the job that "
+                f"it depends on has ended otherwise; `slurmllm cancel {run.name}`, then `slurmllm "
+                f"resume {run.name}`"
+            )
     if train is not None and train.state in _WAITING:
         reason = f"waiting for {train.reason}" if train.reason else ""
         # A user's or an administrator's hold never ends by itself.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from slurmllm.config.cluster import Cluster
+from slurmllm.config.container import container_words
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.variables import is_secret_option
 from slurmllm.control.rendezvous import (
@@ -30,7 +33,9 @@ from slurmllm.control.rendezvous import (
 from slurmllm.errors import SlurmError, UserError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SlurmClient, retry_unreachable
+from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SRUN_OPTIONS, SlurmClient, retry_unreachable
+from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, in_container
+from slurmllm.slurm.setup import SETUP, in_setup
 
 _STEP = "slurmllm-launch"  # name of the launchers' step
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
@@ -172,7 +177,8 @@ class SlurmAllocation(Allocation):
             "--input=none",
             *(f"--cpus-per-task={cpus}" for cpus in [os.environ.get("SLURM_CPUS_ON_NODE")] if cpus),
             *options,
-            *command,
+            *shlex.split(os.environ.get(SRUN_OPTIONS, "")),
+            *_task(command),
         ]
         errors = None if output is None else subprocess.STDOUT
         try:
@@ -270,7 +276,7 @@ class LocalAllocation(Allocation):
         environment = {**os.environ, **new_secret()}
         return [
             subprocess.Popen(
-                command,
+                in_container(command),
                 env={**environment, NODE_RANK: str(index), NODE_NAME: name},
                 preexec_fn=die_with_parent, stdout=output, stderr=errors,
             )
@@ -374,6 +380,31 @@ def unrecorded(run: RunDir, allocation: Allocation) -> str:
     return ""
 
 
+def node_command(cluster: Cluster, module: str = "slurmllm") -> list[str]:
+    """`python -m slurmllm` on the nodes, for a verb outside a run."""
+    own = sys.executable if cluster.container is not None else cluster.python
+    return [own or sys.executable, "-P", "-m", module]
+
+
+def _task(command: Sequence[str]) -> list[str]:
+    """The command of a task of srun: after cluster.setup, and in cluster.container."""
+    inside = in_container(command)
+    # With pyxis the task itself is inside, where the site's modules are not.
+    by_srun = CONTAINER_PYTHON in os.environ and CONTAINER not in os.environ
+    return inside if by_srun else in_setup(inside)
+
+
+def _export_site(config: RunConfig, folders: Sequence[Path]) -> None:
+    """Set what a batch script exports for its tasks."""
+    cluster = config.cluster
+    os.environ[SETUP] = "\n".join(cluster.setup)
+    if cluster.container is not None:
+        shown: list[Path | str] = [*folders, cluster.node_local]
+        words = shlex.join(container_words(cluster.container, cluster.device, shown))
+        os.environ[CONTAINER_PYTHON] = cluster.container.python
+        os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = words
+
+
 def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:
     return [*SLURMLLM, "launch", str(run_path), "--stage", stage, "--attempt", str(attempt)]
 
@@ -386,17 +417,20 @@ def allocate_nodes(
     nodes: int | None = None,
     local: bool = False,
     options: Mapping[str, str | None] | None = None,
+    folders: Sequence[Path] = (),
 ) -> Allocation:
     """The nodes for a verb: this machine, those of the current job, or those of a new one.
 
     Inside an allocation (salloc, a batch script) these are its nodes, unless a number is given.
     Else this function does not return: salloc replaces this process and runs the verb again inside
     the new allocation. `command` is the verb with its arguments, without those that choose the
-    nodes; `options` are salloc's, by name. Raises a SlurmError if salloc is not installed.
+    nodes; `options` are salloc's, by name; `folders` are shown to a container.
+    Raises a SlurmError if salloc is not installed.
     """
     if local:
         os.environ[LOCAL_NODES] = str(nodes or 1)
         return LocalAllocation()
+    _export_site(config, folders)
     given = dict(options or {})
     if "SLURM_JOB_ID" in os.environ and nodes is None and not given.get("nodelist"):
         set_cpus_on_node()

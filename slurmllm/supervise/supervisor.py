@@ -18,12 +18,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from slurmllm import __version__
 from slurmllm.backends.environment import (
     BROADCAST,
     broadcast_path,
     make_cache_folder,
     node_local_cache,
 )
+from slurmllm.config.container import paths_of
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import (
@@ -41,6 +43,8 @@ from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.records import AttemptRecord, JobsRecord
 from slurmllm.rundir import RunDir, Stage, SweepDir
 from slurmllm.slurm.client import AccountingRow, to_unix
+from slurmllm.slurm.container import check_container
+from slurmllm.slurm.setup import check_setup_ran
 from slurmllm.staging.broadcast import broadcast_environment
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import (
@@ -145,6 +149,9 @@ class Supervisor:
         phases: dict[str, float] = {}
         observed = Observations()
         try:
+            check_setup_ran(__version__)
+            if self.config.cluster.container is not None and record.attempt == 0:
+                check_container(__version__, paths_of(self.config.cluster.container))
             self._take_graphs()
             self._merge_new_graphs()
             ending = self._prepare_nodes(record, phases)
