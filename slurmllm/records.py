@@ -31,7 +31,16 @@ EndingClass = Literal[
     "cancelled",  # the job was cancelled
     "superseded",  # a later attempt took over
 ]
-Action = Literal["finish", "requeue", "stop"]
+Action = Literal[
+    "finish",
+    "restart",  # new workers in the same allocation
+    "requeue",  # the job returns to the queue
+    "chain",  # a successor job continues
+    "stop",
+]
+CONTINUES: tuple[Action, ...] = ("restart", "requeue", "chain")
+# How a run continues after the end of its job: `slurm.restart` without `auto`.
+Restart = Literal["requeue", "chain", "none"]
 # What the node hours of a run went to; each second of an allocation has one of these.
 TimePart = Literal[
     "productive",  # steps that the run kept, each counted once
@@ -42,7 +51,7 @@ TimePart = Literal[
     "preflight",  # checks of the nodes
     "cache",  # broadcast of graphs and environment to the nodes, beyond the preflight
     "precompile",  # the precompile stage
-    "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, between the steps
+    "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, spare nodes
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
 # What a worker is doing: `stepping` from the second step of an attempt on.
@@ -152,6 +161,10 @@ class Submission(Record):
     host: str | None = None  # machine of a local submission
     cancelled_at: float | None = None  # Unix time of `cancel`, s
     from_scratch: bool = False  # earlier checkpoints are not used
+    restart: Restart = "requeue"
+    # chain: the jobs before train_job, oldest first, and the one that follows it.
+    earlier_jobs: tuple[JobId, ...] = ()
+    successor_job: JobId | None = None
     # Of the folder's repository; only if the run has trackers.
     git_commit: str | None = Field(default=None, max_length=200)
     # Run of the same sweep whose precompile job, `precompile_job`, compiles the graphs of this one.
@@ -161,9 +174,17 @@ class Submission(Record):
 
     @property
     def own_jobs(self) -> list[str]:
-        """The jobs that serve no other run, the last stage first."""
+        """The present jobs that serve no other run, those that wait for others first."""
         precompile = None if self.graphs_of is not None else self.precompile_job
-        return [job for job in (self.train_job, precompile) if job is not None]
+        jobs = (self.successor_job, self.train_job, precompile)
+        return [job for job in jobs if job is not None]
+
+    @property
+    def jobs(self) -> dict[str, str]:
+        """Its present Slurm jobs: precompile, train, successor → job id."""
+        found = (self.precompile_job, self.train_job, self.successor_job)
+        names = ("precompile", "train", "successor")
+        return {name: job for name, job in zip(names, found, strict=True) if job is not None}
 
 
 class JobsRecord(Record):
@@ -225,6 +246,7 @@ class AttemptRecord(Record):
     pid: ProcessId | None = None  # process id of the supervisor
     process: str | None = None  # its `process_identity`
     nodes: tuple[NodeName, ...]
+    spare_nodes: int = Field(default=0, ge=0, lt=1 << 20)  # that the job holds in addition
     world_size: int
     master_addr: str
     master_port: int

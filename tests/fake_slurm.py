@@ -20,11 +20,13 @@ class _Job:
     job_id: str
     script: str
     after_ok: str | None
-    lane: str | None = None
     state: str = "PENDING"
     nodes: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     delay_s: float = 0.0
+    after: str | None = None
+    name: str | None = None
+    may_requeue: bool = True
     incarnations: list[AccountingRow] = field(default_factory=list)
 
     @property
@@ -42,12 +44,14 @@ class FakeSlurm(SlurmClient):
     Attributes:
         states: Node → state.
         refuse: Error message of sbatch; None: it accepts jobs.
+        refuse_srun: Error message of srun; None: it accepts all options.
         missing: Commands that are not installed.
         config: The active configuration; None: slurmctld is unreachable.
         cpus: CPUs of every node.
         gres: Generic resources of every node.
         partition: The one partition, the default.
         may_drain: Whether this user may drain nodes.
+        may_requeue: Whether this user may requeue jobs.
         reasons: Drained node → reason.
     """
 
@@ -55,6 +59,7 @@ class FakeSlurm(SlurmClient):
         self.states = dict.fromkeys(nodes, "idle")
         self.jobs: dict[str, _Job] = {}
         self.refuse: str | None = None
+        self.refuse_srun: str | None = None
         self.missing: list[str] = []
         self.config: dict[str, str] | None = {
             "SLURM_VERSION": "22.05.8",
@@ -63,17 +68,24 @@ class FakeSlurm(SlurmClient):
         }
         self.cpus, self.gres, self.partition = 4, "", "main"
         self.may_drain, self.reasons = False, dict[str, str]()
+        self.may_requeue = True
         self._ids = itertools.count(1)
 
     def submit(
-        self, script: str, after_ok: str | None = None, exclude: str = "", lane: str | None = None
-    ) -> str:
+        self, script: str, after_ok: str | None = None, exclude: str = "", requeue: bool = True,
+        after: str | None = None, name: str | None = None,
+    ) -> str:  # fmt: skip
         if self.refuse is not None:
             raise SlurmError(f"sbatch failed with exit code 1: sbatch: error: {self.refuse}")
         job_id = str(next(self._ids))
-        self.jobs[job_id] = _Job(job_id, script, after_ok, lane)
+        self.jobs[job_id] = job = _Job(job_id, script, after_ok)
+        job.after, job.name, job.may_requeue = after, name, requeue
         self.jobs[job_id].excluded = tuple(exclude.split(",")) if exclude else ()
         return job_id
+
+    def check_srun(self, options: Sequence[str]) -> None:
+        if self.refuse_srun is not None:
+            raise SlurmError(f"srun failed with exit code 255: {self.refuse_srun}")
 
     def start(self, job_id: str) -> None:
         """Start a pending job on the first idle nodes that it may use."""
@@ -82,7 +94,9 @@ class FakeSlurm(SlurmClient):
             return
         if job.after_ok is not None and self._job(job.after_ok).state != "COMPLETED":
             return
-        earlier = (j for j in self.jobs.values() if j.lane == job.lane and j.lane is not None)
+        if job.after is not None and self._job(job.after).state in ("PENDING", "RUNNING"):
+            return
+        earlier = (j for j in self.jobs.values() if j.name == job.name and j.name is not None)
         if any(j.state in ("PENDING", "RUNNING") and int(j.job_id) < int(job_id) for j in earlier):
             return
         free = [n for n, state in self.states.items() if state == "idle" and n not in job.excluded]
@@ -103,7 +117,9 @@ class FakeSlurm(SlurmClient):
         """Take a node down; its jobs are requeued, as with JobRequeue=1."""
         self.states[node] = "down*"
         for job in self.jobs.values():
-            if job.state == "RUNNING" and node in job.nodes:
+            if job.state == "RUNNING" and node in job.nodes and not job.may_requeue:
+                self.finish(job.job_id, "NODE_FAIL")
+            elif job.state == "RUNNING" and node in job.nodes:
                 job.incarnations.append(job.row("NODE_FAIL"))
                 job.state, job.nodes = "PENDING", ()
 
@@ -119,6 +135,14 @@ class FakeSlurm(SlurmClient):
             for job in found
         }
 
+    def successors(self, job_id: str, name: str) -> list[str]:
+        jobs = self.jobs.values()
+        return [
+            job.job_id
+            for job in jobs
+            if (job.after, job.name, job.state) == (job_id, name, "PENDING")
+        ]
+
     def accounting(self, *job_ids: str) -> list[AccountingRow]:
         found: list[AccountingRow] = []
         for job in (self.jobs[job_id] for job_id in job_ids if job_id in self.jobs):
@@ -130,6 +154,8 @@ class FakeSlurm(SlurmClient):
         job = self._job(job_id)
         if job.state == "PENDING":
             raise SlurmError("scontrol failed with exit code 1: Job is pending execution")
+        if not (job.may_requeue and self.may_requeue):
+            raise SlurmError("scontrol failed with exit code 1: Requested operation is disabled")
         job.incarnations.append(job.row("REQUEUED"))
         job.state, job.nodes = "PENDING", ()
 
@@ -139,7 +165,15 @@ class FakeSlurm(SlurmClient):
             job.state, len(job.incarnations), next(iter(job.nodes), ""), ",".join(job.excluded)
         )
 
-    def cancel(self, job_ids: Sequence[str]) -> None:
+    def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
+        job = self._job(job_id)
+        job.incarnations.append(job.row("RESIZING"))
+        job.nodes = tuple(nodes)
+
+    def steps(self, job_id: str, name: str) -> list[str]:
+        return []
+
+    def cancel(self, job_ids: Sequence[str], kill: bool = False) -> None:
         for job_id in job_ids:
             if job_id in self.jobs and self.jobs[job_id].state in ("PENDING", "RUNNING"):
                 self.finish(job_id, "CANCELLED")

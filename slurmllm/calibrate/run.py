@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from slurmllm.control.rendezvous import free_port
 from slurmllm.diagnose.probe import read_lines
 from slurmllm.errors import ConfigError, NodeError
 from slurmllm.rundir import write_atomic
-from slurmllm.supervise.allocation import Allocation
+from slurmllm.supervise.allocation import Allocation, node_command
 
 LIMIT_S = 300.0  # for all measurements
 _BUSY = 0.5  # load average per CPU from which on a node counts as in use
-_NODE = (sys.executable, "-P", "-m", "slurmllm.calibrate.node")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,8 @@ def calibrate(
     require_measurable(config)
     task = _task(config, allocation, quick)
     begun = time.monotonic()
-    processes = allocation.ask([*_NODE, task.model_dump_json()])
+    command = node_command(config.cluster, "slurmllm.calibrate.node")
+    processes = allocation.ask([*command, task.model_dump_json()])
     samples: list[Sample] = []
     output: list[str] = []
     for _, text in read_lines(processes, LIMIT_S, lambda: False):

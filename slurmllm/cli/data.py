@@ -113,6 +113,7 @@ data.add_command(inspect)
 )  # fmt: skip
 @click.option("--slurm", is_flag=True, help="Read the inputs in Slurm jobs.")
 @options.job_options("partition account qos time")
+@options.site
 @click.option(
     "--out", required=True, type=click.Path(path_type=Path),
     help="The corpus, an Arrow file; its manifest is written next to it.",
@@ -121,7 +122,7 @@ def build(
     inputs: tuple[str, ...], files_from: str | None, format_: Any, text_by: Any, text_key: str,
     skip_bad: bool, overwrite: bool, as_json: bool, prompt_key: str | None,
     completion_key: str | None, normalize: Any, min_chars: int, dedup: bool, tokenizer: Path | None,
-    dtype: Any, workers: int | None, slurm: bool, out: Path,
+    dtype: Any, workers: int | None, slurm: bool, cluster: str | None, out: Path,
     **slurm_options: str | None,  # --partition, --account, --qos, --time
 ) -> None:  # fmt: skip
     """Build an Arrow corpus from files of text.
@@ -141,7 +142,6 @@ def build(
     from slurmllm.corpus.options import CleanOptions, ReadOptions
     from slurmllm.corpus.work_folder import WorkFolder, refuse_existing
     from slurmllm.progress import stage_progress
-    from slurmllm.slurm.arrays import SlurmOptions
 
     begun = time.monotonic()
     if (prompt_key is None) != (completion_key is None):
@@ -177,7 +177,7 @@ def build(
             format=format_,
             overwrite=overwrite,
             workers=workers,
-            slurm=SlurmOptions(**for_slurm) if slurm else None,
+            slurm=options.slurm_options(cluster, for_slurm) if slurm else None,
             callbacks=BuildCallbacks(
                 on_read=lambda done: show("reading", done, total),
                 on_join=lambda done, of: show("writing", done, of),

@@ -71,7 +71,13 @@ def health(
     command += [f"--set={override}" for override in overrides] + ["--json"] * as_json
     # salloc replaces this process and runs `command` inside the new allocation.
     allocation = allocate_nodes(
-        config, command, "slurmllm-health", nodes=nodes, local=local, options=job
+        config,
+        command,
+        "slurmllm-health",
+        nodes=nodes,
+        local=local,
+        options=job,
+        folders=[runs_dir.absolute()],
     )
     checked = _check(allocation, config, runs_dir, wanted)
     code = exit_code(finding for record in checked.values() for finding in record.findings)
@@ -93,9 +99,10 @@ def _check(
     from slurmllm.control.rendezvous import free_port
     from slurmllm.diagnose.bandwidth import with_bandwidth
     from slurmllm.diagnose.probe import check_nodes
-    from slurmllm.supervise.allocation import SLURMLLM
+    from slurmllm.supervise.allocation import node_command
 
-    checked = check_nodes(allocation, config, folder, SLURMLLM)
+    command = node_command(config.cluster)
+    checked = check_nodes(allocation, config, folder, command)
     assert checked is not None  # without a `stop`
     # A collective over a node that does not respond would hang.
     if not bandwidth or any(record.checks_s is None for record in checked.values()):
@@ -103,7 +110,7 @@ def _check(
     variables = load_environment(config.backend).variables(config)
     os.environ.update({name: variable.value for name, variable in variables.items()})
     os.environ.update(config.cluster.env)
-    return with_bandwidth(checked, allocation, allocation.job_id, config, SLURMLLM, free_port())
+    return with_bandwidth(checked, allocation, allocation.job_id, config, command, free_port())
 
 
 def _print_table(cluster: str, nodes: Mapping[str, NodeHealth]) -> None:

@@ -61,6 +61,7 @@ _DEFAULT_JOBS = 16
     "partition account qos time",
     time="Time limit of each job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 24:00:00]",
 )
+@options.site
 @click.option("--cpus", type=click.IntRange(min=1), metavar="N", help="CPUs per Slurm job.")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs per Slurm job.")
 @click.option(
@@ -92,8 +93,9 @@ _DEFAULT_JOBS = 16
 def evaluate(
     ctx: click.Context, /, run: str, suites: tuple[str, ...], tasks: tuple[str, ...],
     steps: tuple[str, ...], limit: int | None, shots: int | None, batch_size: int | None,
-    device: str, jobs: int | None, slurm: bool, validation_corpus: Path | None,
-    tokenizer: Path | None, export_dir: Path | None, allow_code: bool, force: bool, fetching: bool,
+    device: str, jobs: int | None, slurm: bool, cluster: str | None,
+    validation_corpus: Path | None, tokenizer: Path | None,
+    export_dir: Path | None, allow_code: bool, force: bool, fetching: bool,
     plot: str | None, no_plot: bool, runs_dir: Path, as_json: bool,
     **slurm_options: Any,  # partition, account, qos, time, cpus, gpus
 ) -> None:  # fmt: skip
@@ -174,7 +176,7 @@ def evaluate(
             if not suite.shipped and validation_corpus is None:
                 save_suite(target.store, suite, complete=not (suites and tasks))
         at_once = jobs or (_DEFAULT_JOBS if slurm else 1)
-        runner = _runner(target.store, at_once, slurm, slurm_options, jobs_to_run)
+        runner = _runner(target.store, at_once, slurm, cluster, slurm_options, jobs_to_run)
         try:
             result = run_jobs(jobs_to_run, runner, _echo_end)
         except KeyboardInterrupt:
@@ -270,26 +272,38 @@ def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool)
 
 
 def _runner(
-    store: RunDir, at_once: int, slurm: bool, options: dict[str, Any], jobs: Sequence[JobRequest]
-) -> Any:
+    store: RunDir, at_once: int, slurm: bool, cluster: str | None, given: dict[str, Any],
+    jobs: Sequence[JobRequest],
+) -> Any:  # fmt: skip
     """The function that runs jobs; it reports new scores on stderr."""
     from functools import partial
 
     from slurmllm.evaluate.executor import run_local, run_on_slurm
-    from slurmllm.slurm.arrays import Resources, SlurmOptions
+    from slurmllm.slurm.arrays import Resources
 
     runner = partial(run_on_slurm if slurm else run_local, at_once=at_once)
     runner = partial(runner, logs=store.logs / "evaluate", on_poll=_ScoreProgress(jobs))
     if not slurm:
         return runner
-    cpus, gpus = options.pop("cpus"), options.pop("gpus")
-    given = {name: value for name, value in options.items() if value is not None}
+    cpus, gpus = given.pop("cpus"), given.pop("gpus")
+    given["time"] = given["time"] or "24:00:00"
     return partial(
         runner,
-        options=SlurmOptions(**{"time": "24:00:00", **given}),
+        options=options.slurm_options(cluster, given, _directives(store)),
         resources=Resources(cpus, gpus),
         on_submit=partial(click.echo, err=True),
     )
+
+
+def _directives(store: RunDir) -> dict[str, str | bool]:
+    """The options of sbatch in a run's own recipe; none of a run that others may have written."""
+    from slurmllm.config.load import load
+    from slurmllm.errors import ConfigError
+
+    try:
+        return load(store.config, trusted=True).recipe.slurm.directives.evaluate
+    except ConfigError:
+        return {}
 
 
 class _ScoreProgress:

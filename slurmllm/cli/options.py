@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,7 @@ from slurmllm.format import printable
 if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
     from slurmllm.records import Submission
+    from slurmllm.slurm.arrays import SlurmOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
@@ -144,6 +145,11 @@ cluster = click.option(
     help="Cluster profile, by name or .yaml file.  "
     "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]",
 )  # fmt: skip
+site = click.option(
+    "--cluster", metavar="PROFILE", shell_complete=complete_recipe,
+    help="Cluster profile whose setup, interpreter and partition the Slurm jobs use.  "
+    "[default: $SLURMLLM_CLUSTER, else none]",
+)  # fmt: skip
 tags = click.option(
     "--tag", "tags", multiple=True, metavar="METRIC=TAG",
     help="Tag, column or key of another framework's log that holds a metric, such as "
@@ -181,6 +187,11 @@ _JOB = {
     "qos": "Slurm quality of service.",
     "reservation": "Slurm reservation.",
     "exclude": "Nodes to exclude, such as n3 or n[1-4].",
+    "dependency": "What the first job waits for, such as afterok:12.",
+    "constraint": "Features that the nodes must have, such as a100|h100.",
+    "gres": "Generic resources of each node, such as gpu:8.",
+    "mem": "Memory of each node, such as 200G.",
+    "mail-type": "Events of the jobs on which Slurm sends mail, such as END,FAIL.",
     "time": "Time limit of each job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]",
 }
 
@@ -194,6 +205,77 @@ def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
         return verb
 
     return add
+
+
+def slurm_options(
+    cluster: str | None,
+    given: Mapping[str, Any],
+    directives: Mapping[str, str | bool] | None = None,
+) -> SlurmOptions:
+    """Options of an array, with what the profile `cluster`, or $SLURMLLM_CLUSTER, has for jobs.
+
+    Args:
+        cluster: The profile's name or file.
+        given: Fields of the result, by name; None leaves one out.
+        directives: Further options of sbatch.
+
+    Raises:
+        ConfigError: the profile, or a line of its cluster.setup, is faulty.
+    """
+    from slurmllm.slurm.arrays import SlurmOptions
+
+    found = {name: value for name, value in given.items() if value is not None}
+    if cluster or os.environ.get("SLURMLLM_CLUSTER"):
+        from slurmllm.config.container import container_words
+        from slurmllm.config.directives import parse_options
+        from slurmllm.config.resolve import resolve
+        from slurmllm.errors import ConfigError
+        from slurmllm.slurm.setup import setup_faults
+
+        profile = resolve("tiny_neox", cluster).cluster  # the recipe is not used
+        if faults := setup_faults(profile.setup):
+            raise ConfigError(f"cluster profile {profile.name}", faults)
+        own = {"partition": profile.partition, "setup": profile.setup, "python": profile.python}
+        found = {**own, **found}
+        if (container := profile.container) is not None:
+            shown = (Path.cwd(), profile.node_local)
+            found |= {
+                "python": container.python,
+                "container": lambda folders: container_words(
+                    container, profile.device, [*folders, *shown]
+                ),
+                "by_srun": container.srun_runs_it,
+            }
+        directives = {**parse_options(profile.directives), **(directives or {})}
+    return SlurmOptions(**found, directives=directives or {})
+
+
+# Of submit and resume: fields of the recipe's section slurm, and options of both jobs.
+FIELDS = "partition account qos time reservation exclude dependency"
+DIRECTIVES = "constraint gres mem nodelist mail-type"
+sbatch_options = click.argument(
+    "sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[-- SBATCH-OPTION...]"
+)
+
+
+def slurm_settings(
+    given: Mapping[str, str | None], more: Sequence[str]
+) -> dict[str, tuple[str, Any]]:
+    """Dotted path → (option, value) for `resolve`, of the options above and of those after `--`."""
+    from slurmllm.config.directives import parse_options
+    from slurmllm.errors import UserError
+
+    found: dict[str, tuple[str, Any]] = {
+        f"slurm.{name}": (f"--{name}", given[name]) for name in FIELDS.split()
+    }
+    options: dict[str, Any] = {n: given[n.replace("-", "_")] for n in DIRECTIVES.split()}
+    try:
+        options |= parse_options(more)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    for stage in ("train", "precompile"):
+        found |= {f"slurm.directives.{stage}.{n}": (f"--{n}", v) for n, v in options.items()}
+    return found
 
 
 def as_before(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:

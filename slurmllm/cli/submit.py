@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("recipe", shell_complete=options.complete_recipe)
+@options.sbatch_options
 @click.option("--nodes", type=int, default=1, show_default=True, help="Nodes of the train job.")
 @click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
 @options.cluster
 @options.job_options(
-    "partition account qos time reservation exclude",
+    f"{options.FIELDS} {options.DIRECTIVES}",
     time="Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: the recipe's]",
 )
 @options.precompile
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
 @options.as_json
 @click.pass_context
 def submit(
-    ctx: click.Context, /, recipe: str, nodes: int, name: str | None, overrides: tuple[str, ...],
+    ctx: click.Context, /, recipe: str, sbatch: tuple[str, ...], nodes: int, name: str | None,
+    overrides: tuple[str, ...],
     cluster: str | None, precompile: Precompile, runs_dir: Path, dry_run: bool, local: bool,
     in_allocation: bool, sweep: tuple[str, ...], sweep_file: str | None,
     max_running: int | None, yes: bool,
@@ -78,13 +80,15 @@ def submit(
     from slurmllm.submit.sweep import resolve_cases
     from slurmllm.supervise.run_lock import locked
 
-    given = {f"slurm.{name}": (f"--{name}", value) for name, value in slurm.items()}
+    given = options.slurm_settings(slurm, sbatch)
+    if max_running is not None and slurm["dependency"] is not None:
+        raise click.UsageError("--dependency and --max-running exclude each other; give one")
     cases = sweeps.read_cases(sweep, sweep_file, max_running, local)
     if cases and not dry_run:
         sweeps.confirm(len(cases), yes)
     allocation = None
     if in_allocation:
-        refused = {"--local": local, "--sweep": cases, **{f"--{n}": v for n, v in slurm.items()}}
+        refused = {"--local": local, "--sweep": cases, **dict(given.values())}
         given_nodes = ctx.get_parameter_source("nodes") is not click.core.ParameterSource.DEFAULT
         allocation, nodes = _held_nodes(nodes if given_nodes else None, refused)
     configs = (
@@ -258,11 +262,16 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
 
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
+@options.sbatch_options
 @click.option("--nodes", type=int, help="Number of nodes.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @options.set_option(
     "Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
     "batch cannot change: the checkpoints depend on them."
+)
+@options.job_options(
+    f"{options.FIELDS} {options.DIRECTIVES}",
+    time="Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: as before]",
 )
 @click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
 @options.in_allocation
@@ -275,9 +284,10 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
 @options.as_json
 @click.pass_context
 def resume(
-    ctx: click.Context, run: str, nodes: int | None, cluster: str | None,
-    overrides: tuple[str, ...], local: bool, in_allocation: bool, from_scratch: bool, force: bool,
-    precompile: Precompile, runs_dir: Path, as_json: bool,
+    ctx: click.Context, /, run: str, sbatch: tuple[str, ...], nodes: int | None,
+    cluster: str | None, overrides: tuple[str, ...], local: bool, in_allocation: bool,
+    from_scratch: bool, force: bool, precompile: Precompile, runs_dir: Path, as_json: bool,
+    **slurm: str | None,
 ) -> None:  # fmt: skip
     """Continue RUN after it was cancelled or stopped.
 
@@ -313,8 +323,12 @@ def resume(
                 f"{found.name}` or `slurmllm cancel {found.name}` first"
             )
         config = before = load(found.config, trusted=True)
-        if cluster is not None or overrides:
-            config = change(config, cluster, overrides)
+        # The job that the last submission waited for has ended.
+        if config.recipe.slurm.dependency is not None:
+            overrides = ("slurm.dependency=null", *overrides)
+        given = options.slurm_settings(slurm, sbatch)
+        if cluster is not None or overrides or any(value for _, value in given.values()):
+            config = change(config, cluster, overrides, given)
         trained, train = before.recipe.train, config.recipe.train
         if run_state(found, client).state == "done" and train.steps <= trained.steps:
             raise RunError(

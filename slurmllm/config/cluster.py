@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
+from slurmllm.config.container import Container
+from slurmllm.config.directives import refuse_generated
 from slurmllm.config.operation import (
     EnvName,
     NonNegativeFloat,
@@ -18,7 +20,17 @@ from slurmllm.config.operation import (
     SlurmWord,
 )
 
-Directive = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s\"'\\$`]+)?$")]
+
+def _not_generated(directive: str) -> str:
+    refuse_generated(directive.removeprefix("--").partition("=")[0])
+    return directive
+
+
+Directive = Annotated[
+    str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s\"'\\$`]+)?$"), AfterValidator(_not_generated)
+]
+
+SetupLine = Annotated[str, Field(pattern=r"^[^\r\n\x00]*\S[^\r\n\x00]*$")]
 
 
 class HealthChecks(Section):
@@ -90,6 +102,11 @@ class Cluster(Section):
     runs_group: GroupName | None = None
     partition: SlurmWord | None = None  # Default partition.
     exclusive: bool = True  # Whether jobs take whole nodes.
+    # Lines of shell that each job and each task of srun runs first, such as `module load cuda`.
+    setup: Annotated[tuple[SetupLine, ...], Field(strict=False)] = ()
+    # Interpreter of the jobs: a path, or a name that setup puts on the PATH; else that of submit.
+    python: Annotated[str, Field(pattern=r"^(/[^\s'\"$`\\]+|[A-Za-z0-9_.-]+)$")] | None = None
+    container: Container | None = None  # The container that the tasks of jobs run in.
     # Further sbatch options, such as --gres=gpu:8.
     directives: Annotated[tuple[Directive, ...], Field(strict=False)] = ()
     # Port of the rendezvous, the port after it for the control plane; free ones by default.

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from slurmllm.config.directives import check_options
 from slurmllm.config.variables import refuse_reserved
 
 EnvName = Annotated[
@@ -140,6 +141,9 @@ def _variable_name(value: Any) -> str:
     )
 
 
+RestartSetting = Literal["auto", "requeue", "chain", "none"]
+
+
 class NotifyConfig(Section):
     """Notifications of a run; they never delay it."""
 
@@ -156,6 +160,22 @@ class NotifyConfig(Section):
     )  # fmt: skip
 
 
+StageOptions = Annotated[dict[str, str | bool], BeforeValidator(check_options)]
+
+
+class Directives(Section):
+    """Further options of sbatch and srun, without their dashes: {constraint: a100, gres: gpu:8}."""
+
+    train: StageOptions = Field(default_factory=dict)  # For sbatch, of the train job.
+    precompile: StageOptions = Field(default_factory=dict)  # For sbatch, of the precompile job.
+    evaluate: StageOptions = Field(default_factory=dict)  # For sbatch, of `evaluate --slurm`.
+    srun: StageOptions = Field(default_factory=dict)  # For srun, in both jobs.
+
+
+# type:job ids, such as afterok:12:13; several, separated by commas (all) or ? (any).
+_DEPENDENCY = r"(singleton|after[a-z]*(:\d+([_+]\d+)*)+)"
+
+
 class SlurmConfig(Section):
     """Slurm options of the batch scripts, and limits on restarts."""
 
@@ -168,7 +188,20 @@ class SlurmConfig(Section):
     qos: SlurmWord | None = None  # Quality of service.
     reservation: SlurmWord | None = None  # Reservation.
     exclude: SlurmWord | None = None  # Nodes to exclude.
-    # Requeues after node failures within slurm.budget_hours before the run stops.
+    # How a run continues after the end of its job: requeue (the same job), chain (a successor job,
+    # submitted ahead of the end) or none (it stops). auto: requeue if the site permits it, else
+    # chain.
+    restart: RestartSetting = "auto"
+    # Whether new workers start in the same job after a failure, if it has enough healthy nodes.
+    restart_in_allocation: bool = True
+    # Nodes that the train job holds in addition, to replace others without leaving the allocation.
+    spare_nodes: Annotated[int, Field(ge=0)] = 0
+    # What the first job of a submission waits for, as sbatch's --dependency: afterok:12.
+    dependency: Annotated[
+        str, Field(pattern=rf"^{_DEPENDENCY}([,?]{_DEPENDENCY})*$")
+    ] | None = None  # fmt: skip
+    directives: Directives = Directives()
+    # Restarts after node failures within slurm.budget_hours before the run stops.
     failure_budget: Annotated[int, Field(ge=0)] = 20
     hang_budget: Annotated[int, Field(ge=0)] = 5  # Likewise, after hangs.
     # Likewise, after failures of the shared file system.

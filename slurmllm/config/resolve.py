@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.directives import may_be_in_file
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
@@ -202,17 +203,42 @@ def resolve(
             f"{command} ({source}): a recipe may not set a program to run, as it may be another "
             f"user's file; if you trust it, --set {command}=…"
         )
-    for dotted, (option, value) in (options or {}).items():
-        if value is not None:
-            _assign(tree, dotted, value, option, origins, faults)
+    faults += [
+        f"{path} ({source}): a recipe may set options for resources only, as it may be another "
+        f"user's file; if you trust it, --set {path}=…"
+        for path, source in origins.items()
+        if path.startswith("slurm.directives.")
+        and source == of_files.get(path)
+        and not may_be_in_file(path.rpartition(".")[2])
+    ]
+    _assign_options(tree, options or {}, origins, faults)
     return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
 
 
-def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> RunConfig:
+def runs_code(path: str) -> bool:
+    """Whether a value may make programs run, so that no file of another user may set it."""
+    *sections, name = path.removeprefix("cluster.").split(".")
+    return (
+        (sections == ["env"] and loads_code(name))
+        or path.startswith(
+            ("slurm.notify.command", "cluster.setup", "cluster.python", "cluster.container")
+        )
+        or path == "slurm.directives"
+        or (path.startswith("slurm.directives.") and not may_be_in_file(name))
+    )
+
+
+def change(
+    config: RunConfig,
+    cluster: str | None,
+    overrides: Iterable[str],
+    options: Mapping[str, tuple[str, Any]] | None = None,
+) -> RunConfig:
     """Replace the cluster profile or single values of a run's configuration.
 
     Args:
         cluster: Name of a shipped profile, or path of a YAML file; None keeps the run's.
+        options: As for `resolve`.
 
     Raises:
         ConfigError: with all faults.
@@ -226,6 +252,7 @@ def change(config: RunConfig, cluster: str | None, overrides: Iterable[str]) -> 
         origins |= {f"cluster.{name}": source for name, source in sources.items()}
     faults: list[str] = []
     _override(tree, overrides, origins, faults)
+    _assign_options(tree, options or {}, origins, faults)
     return validate(tree, origins, faults, f"run of {config.recipe.name}")
 
 
@@ -275,6 +302,15 @@ def _override(
     for dotted, value, source in sorted(given, key=lambda one: one[:2] != ("parallel", "auto")):
         whole = (dotted, value) == ("parallel", "auto")
         _assign(tree, dotted, dict(_AUTO) if whole else value, source, origins, faults)
+
+
+def _assign_options(
+    tree: dict[str, Any], options: Mapping[str, tuple[str, Any]], origins: dict[str, str],
+    faults: list[str],
+) -> None:  # fmt: skip
+    for dotted, (option, value) in options.items():
+        if value is not None:
+            _assign(tree, dotted, value, option, origins, faults)
 
 
 def _assign(

@@ -231,9 +231,9 @@ def slurm_findings(
         yield fail("slurm version", found, fix=f"Slurm {OLDEST_SLURM} or later")
     requeue = settings.get("JobRequeue", "")
     if requeue == "1":
-        yield ok("requeue", "JobRequeue=1")
+        yield ok("requeue", "JobRequeue=1: slurm.restart: auto requeues")
     else:
-        fix = "JobRequeue=1 in slurm.conf; until then, only the scripts' own --requeue is used"
+        fix = "slurm.restart: auto continues runs by successor jobs (chain)"
         yield warn("requeue", f"JobRequeue={requeue or 'unknown'}", fix=fix)
     yield _accounting(client, settings.get("AccountingStorageType", ""))
     yield from _partition_findings(nodes, cluster, partition or cluster.partition)

@@ -160,7 +160,8 @@ class Drill:
         if not node.is_file() or not NodeRecord.load(node).pids:
             return None
         command = [
-            sys.executable, "-P", "-m", "slurmllm.drill.injector", str(run.path),
+            self.plan.config.cluster.python or sys.executable, "-P", "-m",
+            "slurmllm.drill.injector", str(run.path),
             spec.model_dump_json(),
         ]  # fmt: skip
         return self.runner.start_on_node(run, spec.node, command)

@@ -92,7 +92,10 @@ class SlurmRunner(Runner):
         return is_active(run, self.client)
 
     def restart(self, run: RunDir, nodes: int) -> None:
-        """Requeue the job; retries while Slurm still ends it."""
+        """Requeue the job, unless its successor follows; retries while Slurm still ends it."""
+        last = JobsRecord.load(run.jobs).submissions[-1]
+        if last.restart == "chain":
+            return None
         deadline = time.monotonic() + REQUEUE_S
         while True:
             try:
@@ -104,8 +107,7 @@ class SlurmRunner(Runner):
 
     def cancel(self, run: RunDir) -> None:
         if (sent := JobsRecord.of(run).last) is not None:
-            jobs = (sent.train_job, sent.precompile_job)
-            self.client.cancel([job for job in jobs if job is not None])
+            self.client.cancel(sent.own_jobs)
 
     def _job(self, run: RunDir) -> str:
         job = JobsRecord.load(run.jobs).submissions[-1].train_job

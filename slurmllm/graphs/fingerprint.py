@@ -39,7 +39,7 @@ def graph_fingerprint(
         mesh: Of the train stage.
         measured: The measured micro batch of a recipe with `micro_batch: auto`: precompile's
             graphs are of that one, for every node count.
-        versions: Of the libraries; by default those of this machine.
+        versions: Of the libraries; by default those of this machine, or the container's image.
 
     Returns:
         None if the micro batch is not measured yet, so that the graphs are unknown.
@@ -50,6 +50,8 @@ def graph_fingerprint(
             return None
         mesh = replace(mesh, micro_batch=measured, global_batch=mesh.data * measured)
     environment = load_environment(config.backend)
+    if versions is None and config.cluster.container is not None:
+        versions = {"image": config.cluster.container.image}  # theirs are not known out here
     parts = {
         "backend": config.backend,
         "versions": dict(environment.versions() if versions is None else versions),

@@ -23,9 +23,9 @@ class Cost:
     steps: int  # optimizer steps, whole ones
     tokens: int  # tokens of those steps, at least the requested number
     hours: float  # wall time, lost time and waits in the queue included
-    node_hours: float  # lost time included
+    node_hours: float  # lost time and spare nodes included
     usd: float | None
-    usd_per_hour: float | None  # price of all nodes for an hour
+    usd_per_hour: float | None  # price of all nodes for an hour, spare ones included
     # Tokens per dollar without lost time, as AWS defines it in "Frugality meets accuracy:
     # Cost-efficient training of GPT NeoX and Pythia models with AWS Trainium" (2023-12-12).
     tokens_per_usd: float | None
@@ -55,7 +55,8 @@ def cost(
     goodput = effective if goodput is None else goodput
     if not (0 < effective <= 1 and 0 < goodput <= 1):
         raise ValueError(f"effective {effective} and goodput {goodput} must be within (0, 1]")
-    recipe, nodes = candidate.config.recipe, candidate.mesh.nodes
+    recipe = candidate.config.recipe
+    nodes = candidate.mesh.nodes + recipe.slurm.spare_nodes
     a_step = candidate.mesh.global_batch * recipe.model.seq_len
     steps = recipe.train.steps if tokens is None else -(-tokens // a_step)
     training_h = steps * candidate.step.total / _HOUR_S

@@ -140,12 +140,14 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
     if lost is None:
         click.echo(f"{end}does not finish; {forecast.reason}")
         return
+    held = best.config.recipe.slurm.spare_nodes
+    spare = f"; with {format_plural(held, 'spare node')}" if held else ""
     dollars = "; cost unknown: the cluster profile has no price"
     if cost.usd is not None:
         dollars = f", ${cost.usd:,.0f} at ${forecaster.usd_per_node_hour:,.2f} per node hour"
     click.echo(
         f"{end}{format_number(cost.days)} days, {format_number(cost.node_hours)} node hours"
-        f"{dollars}"
+        f"{dollars}{spare}"
     )
     shares = sorted(
         ((part, share) for part, share in lost.shares.items() if part != "productive"),
@@ -155,7 +157,8 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
         f"{part.replace('_', ' ')} {100 * s:.2f} %" for part, s in shares if s >= 5e-5
     )
     click.echo(
-        f"utilization    {100 * lost.effective:.2f} % of the node hours are productive; {parts}"
+        f"utilization    {100 * lost.effective:.2f} % of the node hours "
+        f"{'without spare nodes ' * bool(held)}are productive; {parts}"
     )
     click.echo(
         f"failures       one in {format_number(lost.mtbf_s / 3600)} h (MTBF of one node: "

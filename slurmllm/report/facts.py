@@ -13,7 +13,7 @@ from slurmllm.evaluate.scores import ScoreTable
 from slurmllm.metrics.curves import Curve, SourceKind
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameters
-from slurmllm.records import AttemptRecord, Event
+from slurmllm.records import CONTINUES, AttemptRecord, Event
 from slurmllm.spikes import SpikeAnalysis
 from slurmllm.status.recoveries import FailureRecovery
 from slurmllm.status.utilization import Utilization
@@ -114,7 +114,7 @@ class RunFacts:
             return "cancelled"
         if last.ended_at is None:
             return "open"
-        return "requeued" if last.action == "requeue" else "stopped"
+        return "requeued" if last.action in CONTINUES else "stopped"
 
     @property
     def recipe(self) -> str | None:

@@ -7,13 +7,15 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmllm.errors import SlurmError, StorageError
 from slurmllm.safe_files import check_private_folder
+from slurmllm.slurm.container import in_words
+from slurmllm.slurm.setup import setup_script
 
 # Below Slurm's default MaxArraySize of 1001.
 MOST_TASKS = 1000
@@ -28,6 +30,13 @@ class SlurmOptions:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
+    setup: tuple[str, ...] = ()  # cluster.setup
+    python: str | None = None  # cluster.python; None: this interpreter
+    directives: Mapping[str, str | bool] = field(default_factory=dict)  # further options
+    # Words that start a job's task in cluster.container, for the folders that it is shown, or
+    # options of srun that do; none by default.
+    container: Callable[[Sequence[Path]], Sequence[str]] = lambda folders: ()
+    by_srun: bool = False  # whether these are options of srun
 
 
 @dataclass(frozen=True)
@@ -83,12 +92,19 @@ def submit_array(
         # With mode 0700: submitit's requests and results are pickles, which run code when read.
         folder = tempfile.mkdtemp(prefix="array-", dir=logs)
         # -P: not the modules of the working directory, which may be another user's.
-        python = f"{shlex.quote(sys.executable)} -P"
+        inside = [options.python or sys.executable, "-P"]
+        words = options.container([logs.absolute().parents[1]])
+        if not options.by_srun:
+            inside = in_words(words, inside[0], inside)
+        python = shlex.join(inside)
         executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=python)
         executor.update_parameters(
             name=name,
             slurm_array_parallelism=at_once,
-            slurm_additional_parameters={"time": options.time},
+            # Once: a job is one task, on the node of its batch script.
+            slurm_srun_args=list(words) if options.by_srun else None,
+            slurm_setup=setup_script(options.setup, stop=True),
+            slurm_additional_parameters={"time": options.time, **options.directives},
             **chosen,
         )
         return list(executor.map_array(function, *zip(*arguments, strict=True)))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
@@ -27,6 +29,7 @@ ACTIVE_STATES = frozenset(
     }
 )  # fmt: skip
 COMMAND_TIMEOUT_S = 60
+SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, as shell words
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0
@@ -37,6 +40,8 @@ _UNREACHABLE = re.compile(
     r"|Transport endpoint is not connected|Communication connection failure|backup controller"
     r"|in standby mode|gave no answer|temporarily unable|Unexpected message received"
 )
+PREDECESSOR = "SLURMLLM_PREDECESSOR"  # in a successor job: the job whose end it waited for
+_OF_A_JOB = ("SLURM_RESTART_COUNT", PREDECESSOR)  # not for other jobs
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 # All commands that slurmllm calls; srun and sbcast are called inside the jobs.
@@ -140,28 +145,43 @@ class SlurmClient:
     """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
 
     def submit(
-        self, script: str, after_ok: str | None = None, exclude: str = "", lane: str | None = None
-    ) -> str:
+        self, script: str, after_ok: str | None = None, exclude: str = "", requeue: bool = True,
+        after: str | None = None, name: str | None = None,
+    ) -> str:  # fmt: skip
         """Submit a batch script, after the success of job `after_ok` if given; returns the job id.
 
         Args:
             script: Its text: a file may be replaced before sbatch reads it.
             exclude: Nodes, in place of those of the script.
-            lane: The job's name, in place of that of the script; the job starts when all of this
+            requeue: Whether the job may be requeued, if the script has --requeue.
+            after: A job whose end, of any kind, the new job waits for; the new one finds it in
+                $SLURMLLM_PREDECESSOR.
+            name: The job's name, in place of that of the script; the job starts when all of this
                 user's earlier jobs of that name have ended, requeued ones included.
 
         Raises:
             SlurmError: sbatch is missing or refused; the message contains its output.
         """
-        depends = ([f"afterok:{after_ok}"] if after_ok else []) + (["singleton"] if lane else [])
+        depends = [f"afterok:{after_ok}"] if after_ok else []
+        depends += [f"afterany:{after}"] if after else []
+        depends += ["singleton"] if name else []
         options = [f"--dependency={','.join(depends)}"] if depends else []
-        options += [f"--job-name={lane}"] if lane else []
+        options += [f"--job-name={name}"] if name else []
         options += [f"--exclude={exclude}"] if exclude else []
-        output = _run(["sbatch", "--parsable", *options], stdin=script)
+        options += [] if requeue else ["--no-requeue"]
+        # sbatch hands its environment to the job.
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_A_JOB}
+        environment |= {PREDECESSOR: after} if after else {}
+        output = _run(["sbatch", "--parsable", *options], stdin=script, environment=environment)
         job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
         if not job_id.isdigit():
             raise SlurmError(f"sbatch printed {output!r} instead of a job id")
         return job_id
+
+    def check_srun(self, options: Sequence[str]) -> None:
+        """Raise SlurmError with srun's message if it does not take these options."""
+        if options:
+            _run(["srun", *options, "--version"])  # reads the options before it prints
 
     def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
         """Those of the jobs that slurmctld still has in memory, by id."""
@@ -176,6 +196,13 @@ class SlurmClient:
             raise
         rows = (line.split("|") for line in output.splitlines() if line.count("|") == 3)
         return {job: QueuedJob(job, state, reason, nodes) for job, state, reason, nodes in rows}
+
+    def successors(self, job_id: str, name: str) -> list[str]:
+        """The pending jobs of a name that wait for the end of a job."""
+        command = ["squeue", "--noheader", "--me", "--states=PENDING", "--format=%i|%E"]
+        rows = (line.split("|", 1) for line in _run([*command, f"--name={name}"]).splitlines())
+        wanted = re.compile(rf"\bafterany:{job_id}\b")
+        return [row[0].strip() for row in rows if len(row) == 2 and wanted.search(row[1])]
 
     def accounting(self, *job_ids: str) -> list[AccountingRow]:
         """Every incarnation and step of jobs, of each the oldest first; empty without accounting.
@@ -211,10 +238,26 @@ class SlurmClient:
             fields.get("ExcNodeList", ""),
         )  # fmt: skip
 
-    def cancel(self, job_ids: Sequence[str]) -> None:
-        """Cancel jobs; jobs that have ended are ignored."""
+    def cancel(self, job_ids: Sequence[str], kill: bool = False) -> None:
+        """Cancel jobs or steps, `kill` by SIGKILL; those that have ended are ignored."""
         if job_ids:
-            _run(["scancel", "--quiet", "--", *job_ids])
+            _run(["scancel", "--quiet", *(["--signal=KILL"] if kill else []), "--", *job_ids])
+
+    def steps(self, job_id: str, name: str) -> list[str]:
+        """The ids of a job's steps of a name that have not ended."""
+        command = ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j"]
+        rows = (line.split("|", 1) for line in _run(command).splitlines())
+        return [row[0].strip() for row in rows if len(row) == 2 and row[1].strip() == name]
+
+    def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Reduce a running job to some of its nodes, and end its steps on the others.
+
+        Raises:
+            SlurmError: slurm.conf has SchedulerParameters=disable_job_shrink.
+        """
+        command = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}"]
+        with tempfile.TemporaryDirectory() as folder:  # scontrol leaves scripts in its folder
+            _run(command, folder=folder)
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """Exclude nodes from the next start of a job on; an empty list clears it.
@@ -292,7 +335,8 @@ class SlurmClient:
 
 def _run(
     command: list[str], through_sigterm: bool = False, timeout_s: float = COMMAND_TIMEOUT_S,
-    stdin: str | None = None,
+    stdin: str | None = None, environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
 ) -> str:  # fmt: skip
     """Run a Slurm command and return its standard output.
 
@@ -310,7 +354,7 @@ def _run(
     try:
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, errors="replace",
-            timeout=timeout_s, check=False,
+            timeout=timeout_s, check=False, env=environment, cwd=folder,
             # An ignored signal stays ignored across exec.
             preexec_fn=(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
             if through_sigterm

@@ -165,6 +165,10 @@ def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
     return Steps(numbers[timed], seconds[timed], ends[timed])
 
 
+def _train_jobs(sent: Submission) -> tuple[str | None, ...]:
+    return (*sent.earlier_jobs, sent.train_job)
+
+
 def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:
     """Every start of every job of a run, oldest first; empty without Slurm or accounting."""
     found = []
@@ -172,7 +176,8 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
     jobs = [
         (job, stage)
         for sent in submissions
-        for job, stage in zip((sent.precompile_job, sent.train_job), STAGES, strict=True)
+        for stage, own in zip(STAGES, ((sent.precompile_job,), _train_jobs(sent)), strict=True)
+        for job in own
         if job is not None
     ]
     rows: dict[str, list[AccountingRow]] = {}

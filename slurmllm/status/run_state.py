@@ -67,7 +67,7 @@ def read_records(run: RunDir, config: ConfigSummary) -> RunRecords:
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of one of the two jobs of a submission."""
+    """The state of one of the jobs of a submission."""
 
     job_id: str
     state: str
@@ -95,11 +95,22 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
     shared = sent.graphs_of is not None
     if shared and sent.cancelled_at is not None and (train is None or train.state == "CANCELLED"):
         return _cancelled(run)
+    successor = jobs.get("successor")
+    # The train job has ended, and the job that continues the run has not started.
+    if train is not None and train.state not in (*_RUNNING, *_WAITING) and successor is not None:
+        train = successor if successor.state in (*_RUNNING, *_WAITING) else train
     # A record cannot show that a requeued job runs again before its attempt is opened.
     if train is not None and train.state in _RUNNING:
         return "training", ""
     if precompile is not None and precompile.state in _RUNNING:
         return "precompiling", ""
+    for stage, job in jobs.items():
+        if job.state in _WAITING and job.reason == "DependencyNeverSatisfied":
+            return "queued", (
+                f"{stage} job {job.job_id} waits for ever (DependencyNeverSatisfied): the job that "
+                f"it depends on has ended otherwise; `slurmllm cancel {run.name}`, then `slurmllm "
+                f"resume {run.name}`"
+            )
     if train is not None and train.state in _WAITING:
         reason = f"waiting for {train.reason}" if train.reason else ""
         # A user's or an administrator's hold never ends by itself.
@@ -179,11 +190,10 @@ class QueueSnapshot:
 
 
 def job_ids(sent: Submission | None) -> dict[str, str]:
-    """Stage → job id of a submission to Slurm."""
+    """Stage, or `successor`, → job id of a submission to Slurm."""
     if sent is None or sent.local:
         return {}
-    ids = {"precompile": sent.precompile_job, "train": sent.train_job}
-    return {stage: job for stage, job in ids.items() if job is not None}
+    return sent.jobs
 
 
 def query_queue(submissions: Iterable[Submission | None], client: SlurmClient) -> QueueSnapshot:

@@ -259,7 +259,8 @@ def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, no
         end = attempt.ended_at
         if end is None:  # it runs, or its supervisor was killed with its node
             end = now if running and attempt is newest else _last_sign_of_life(run, attempt)
-        seconds.append(len(attempt.nodes) * max(end - attempt.started_at, 0.0))
+        nodes = len(attempt.nodes) + attempt.spare_nodes
+        seconds.append(nodes * max(end - attempt.started_at, 0.0))
     return math.fsum(seconds) / 3600
 
 

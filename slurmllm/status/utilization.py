@@ -37,13 +37,22 @@ class AllocationTime:
     attempt: int | None
     stage: str  # stage of the attempt
     ending: EndingClass | None  # class of the ending; None if the attempt is open
-    nodes: int
+    nodes: int  # those that the attempt used
     start: float  # Unix time, s
     end: float  # Unix time, s
-    parts_s: dict[TimePart, float]  # seconds by part; multiplied by `nodes` they are node seconds
+    parts_s: dict[TimePart, float]  # seconds by part
     steps: int = 0  # steps that the run kept
     steps_lost: int = 0  # steps that were, or must be, recomputed
     overlap_s: float = 0.0  # seconds by which the measured parts exceeded the allocation; cut off
+    spare_nodes: int = 0  # those that the job held in addition; all of their time is idle
+
+    @property
+    def node_seconds(self) -> float:
+        return (self.nodes + self.spare_nodes) * (self.end - self.start)
+
+    def node_seconds_of(self, part: TimePart) -> float:
+        idle = self.spare_nodes * (self.end - self.start) if part == "idle" else 0.0
+        return self.nodes * self.parts_s[part] + idle
 
 
 def break_down_time(history: RunHistory) -> list[AllocationTime]:
@@ -52,20 +61,19 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
     # Typical step time: the median without the first step of each attempt, which compiles.
     later = [steps.seconds[1:] for steps in history.steps.values() if len(steps) > 1]
     typical_s = float(np.median(np.concatenate(later))) if later else None
-    free = list(history.incarnations)
+    attempts = sorted(history.attempts, key=lambda a: a.started_at)
+    owns = [_incarnation(attempt, history) for attempt in attempts]
     found = []
-    for attempt in sorted(history.attempts, key=lambda a: a.started_at):
-        # The job start in which the attempt was opened: the supervisor's clock is a node's.
-        around = [
-            one
-            for one in free
-            if one.job_id == attempt.job_id
-            and one.start - _SLACK_S <= attempt.started_at <= one.end + _SLACK_S
-        ]
-        own = max(around, key=lambda one: one.start, default=None)
-        if own is not None:
-            free.remove(own)
+    for place, (attempt, own) in enumerate(zip(attempts, owns, strict=True)):
         start, end, nodes = _span(attempt, own, history)
+        if own is not None:  # attempts that follow each other in one allocation divide its time
+            if place and owns[place - 1] is own:
+                start = attempt.started_at
+            if owns[place + 1 : place + 2] == [own]:
+                end = max(start, attempts[place + 1].started_at)
+        used = len(attempt.nodes)
+        spare = attempt.spare_nodes if own is None else max(0, nodes - used)
+        nodes = nodes if own is None else min(nodes, used)
         steps, lost, overlap_s = 0, 0, 0.0
         if attempt.stage == "precompile":
             parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {"precompile": end - start}
@@ -81,16 +89,30 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
         found.append(
             AllocationTime(
                 attempt.attempt, attempt.stage, attempt.ending, nodes, start, end, parts_s,
-                steps, lost, overlap_s,
+                steps, lost, overlap_s, spare,
             )
         )  # fmt: skip
-    for left in free:  # no attempt was opened in these
+    for left in history.incarnations:
+        if any(own is left for own in owns):
+            continue
+        # No attempt was opened in it.
         part: TimePart = "precompile" if left.stage == "precompile" else "start_up"
         parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {part: left.end - left.start}
         found.append(
             AllocationTime(None, left.stage, None, left.nodes, left.start, left.end, parts_s)
         )
     return sorted(found, key=lambda one: one.start)
+
+
+def _incarnation(attempt: AttemptRecord, history: RunHistory) -> Incarnation | None:
+    """The job start in which an attempt was opened: the supervisor's clock is a node's."""
+    around = [
+        one
+        for one in history.incarnations
+        if one.job_id == attempt.job_id
+        and one.start - _SLACK_S <= attempt.started_at <= one.end + _SLACK_S
+    ]
+    return max(around, key=lambda one: one.start, default=None)
 
 
 def _last_kept_steps(history: RunHistory) -> dict[int, int]:
@@ -239,8 +261,7 @@ def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = No
     """Account for a run's node hours; without a price, no dollars are computed."""
     found = break_down_time(history)
     parts: dict[TimePart, float] = {
-        part: math.fsum(one.nodes * one.parts_s[part] for one in found) / HOUR_S
-        for part in TIME_PARTS
+        part: math.fsum(one.node_seconds_of(part) for one in found) / HOUR_S for part in TIME_PARTS
     }
     # Seconds with an allocation: two at once, such as a precompile of a resume, count once.
     covered, waits, until = [], [], -math.inf
@@ -256,7 +277,7 @@ def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = No
     wall_s = math.fsum(covered) + queue_s
     training: tuple[TimePart, ...] = ("productive", "recomputation", "saving")
     return Utilization(
-        node_hours=math.fsum(one.nodes * (one.end - one.start) for one in found) / HOUR_S,
+        node_hours=math.fsum(one.node_seconds for one in found) / HOUR_S,
         parts=parts,
         wall_hours=wall_s / HOUR_S,
         queue_hours=queue_s / HOUR_S,

@@ -21,15 +21,18 @@ from types import FrameType
 from typing import IO
 
 from slurmllm.backends.environment import load_environment
+from slurmllm.config.directives import as_arguments
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError
 from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.safe_files import open_append
 from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.dependency import check_dependency
 from slurmllm.submit.prepare import PreparedRun, remove_unsubmitted
 from slurmllm.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.supervise.attempts import process_identity
+from slurmllm.supervise.successor import choose_restart
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +86,25 @@ def submit_jobs(
     """
     client = client or SlurmClient()
     run, before = prepared.run, JobsRecord.of(prepared.run)
-    sent = _submission(prepared, local=False, **fields)
+    slurm = prepared.config.recipe.slurm
+    restart = choose_restart(slurm.restart, before.last, client)
+    sent = _submission(prepared, local=False, restart=restart, **fields)
+    try:
+        container = prepared.config.cluster.container
+        by_srun = ["--container-image=any"] if container and container.srun_runs_it else []
+        client.check_srun([*by_srun, *as_arguments(slurm.directives.srun)])
+        for line in check_dependency(slurm.dependency, client) if slurm.dependency else ():
+            log.warning("%s", line)
+    except SlurmError:
+        if prepared.is_new:
+            remove_unsubmitted(run)
+        raise
     for stage in stages or prepared.stages:
-        lane = sent.lane if stage == "train" else None
         try:
-            job = client.submit(prepared.scripts[stage], after_ok=sent.precompile_job, lane=lane)
+            job = client.submit(
+                prepared.scripts[stage], after_ok=sent.precompile_job, requeue=restart == "requeue",
+                name=sent.lane if stage == "train" else None,
+            )  # fmt: skip
         except SlurmError as error:
             message = f"{error}; --dry-run shows the scripts"
             if sent.precompile_job is not None and sent.graphs_of is None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
+from slurmllm.config.container import paths_of
 from slurmllm.config.load import load, save
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, DataError, RunError, StorageError
@@ -31,6 +32,7 @@ from slurmllm.safe_files import (
     why_no_member,
     why_untrusted,
 )
+from slurmllm.slurm.setup import setup_faults, setup_warnings
 from slurmllm.submit.render import render
 
 if TYPE_CHECKING:
@@ -124,7 +126,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise ConfigError(
             f"backend {config.backend} cannot train {config.recipe.name} like this", reasons
         )
-    if faults := _unreachable(config):
+    if faults := _unreachable(config, request.local):
         if not dry_run:
             raise ConfigError(f"{config.recipe.name}: these settings cannot be used here", faults)
         reasons += faults
@@ -176,9 +178,12 @@ def prepare(request: RunRequest) -> PreparedRun:
     return prepared
 
 
-def _unreachable(config: RunConfig) -> list[str]:
-    """Faults of what a run reports to and is shared with, as far as they are known here."""
-    notify, faults = config.recipe.slurm.notify, []
+def _unreachable(config: RunConfig, local: bool) -> list[str]:
+    """Faults of what a run uses of this site, as far as they are known here."""
+    notify, faults = config.recipe.slurm.notify, setup_faults(config.cluster.setup)
+    faults += _container_faults(config, local)
+    for warning in setup_warnings(config.cluster.setup):
+        log.warning("%s", warning)
     if config.cluster.runs_group and (reason := why_no_member(config.cluster.runs_group)):
         faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
     if (name := notify.webhook) is not None:
@@ -205,6 +210,23 @@ def limit_umask(cluster: Cluster) -> None:
     limit |= 0o005 if readers is not None else 0
     os.umask(os.umask(limit) | limit)
     os.environ.pop("SLURM_UMASK", None)  # of a job that this command runs in
+
+
+def _container_faults(config: RunConfig, local: bool) -> list[str]:
+    container = config.cluster.container
+    if container is None:
+        return []
+    path = "cluster.container"
+    missing = [str(file) for file in paths_of(container) if not file.exists()]
+    faults = [f"{path}: {file} does not exist; correct image and mounts" for file in missing]
+    if config.cluster.stage_environment:
+        faults.append(
+            f"{path}: stage_environment copies the host's environment; set it to false: the image "
+            "has the environment"
+        )
+    if local and container.srun_runs_it:
+        faults.append(f"{path}.runtime: pyxis needs srun; leave out --local, or set another one")
+    return faults
 
 
 def _require_own(run: RunDir, group: str | None) -> None:
@@ -241,7 +263,8 @@ def render_run(
     excluded = [*([slurm.exclude] if slurm.exclude else []), *exclude]
     slurm = slurm.model_copy(update={"exclude": ",".join(excluded) or None})
     excluding = replace(config, recipe=config.recipe.model_copy(update={"slurm": slurm}))
-    scripts = {stage: render(stage, excluding, run, nodes, sys.executable) for stage in STAGES}
+    python = config.cluster.python or sys.executable
+    scripts = {stage: render(stage, excluding, run, nodes, python) for stage in STAGES}
     return PreparedRun(config, mesh, run, scripts)
 
 

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
+from slurmllm import __version__
 from slurmllm.backends.environment import load_environment, node_local_cache, worker_environment
+from slurmllm.config.container import container_words
+from slurmllm.config.directives import as_arguments, quoted
 from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError
-from slurmllm.rundir import RunDir, Stage
-
-_PLAIN = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+")
+from slurmllm.rundir import RunDir, Stage, root_of
+from slurmllm.slurm.client import SRUN_OPTIONS
+from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON
+from slurmllm.slurm.setup import VERSION, setup_script
 
 
 def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str) -> str:
@@ -28,10 +33,13 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
         ConfigError: a value that Slurm would misread, such as a path with a line break.
     """
     environment = load_environment(config.backend)
-    wanted = environment.precompile_nodes(config, nodes) if stage == "precompile" else nodes
+    wanted = nodes + config.recipe.slurm.spare_nodes
+    if stage == "precompile":
+        wanted = environment.precompile_nodes(config, nodes)
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, wanted)]
-    lines += ["", "# What the body below reads.", *_exports(config, run, python)]
+    lines += ["", *setup_script(config.cluster.setup, stop=False)]
+    lines += ["# What the body below reads.", *_exports(config, run, python)]
     return (
         "\n".join(lines)
         + "\n\n"
@@ -41,54 +49,83 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
 
 def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list[str]:
     slurm, cluster = config.recipe.slurm, config.cluster
-    options: list[tuple[str, str | None]] = [
-        ("job-name", f"{run.name}-{stage}"),
-        ("nodes", str(nodes)),
+    options: dict[str, str | None] = {
+        "job-name": f"{run.name}-{stage}",
+        "nodes": str(nodes),
         # One launcher a node, which starts the workers.
-        ("ntasks-per-node", "1"),
-        ("time", slurm.time if stage == "train" else slurm.precompile_time),
-        ("partition", slurm.partition or cluster.partition),
-        ("account", slurm.account),
-        ("qos", slurm.qos),
-        ("reservation", slurm.reservation),
-        ("exclude", slurm.exclude),
+        "ntasks-per-node": "1",
+        "time": slurm.time if stage == "train" else slurm.precompile_time,
+        "partition": slurm.partition or cluster.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "reservation": slurm.reservation,
+        "exclude": slurm.exclude,
+        # The train job's is given to sbatch, unless it is the first.
+        "dependency": slurm.dependency,
         # Slurm expands %-patterns in file names; ours holds none.
-        ("output", str(run.stage_log(stage)).replace("%", "%%")),
+        "output": str(run.stage_log(stage)).replace("%", "%%"),
         # The default may truncate the log of the attempt before a requeue.
-        ("open-mode", "append"),
-    ]
+        "open-mode": "append",
+    }
     if stage == "train":
         # B: only to the batch shell, which does not get the signal without it.
-        options.append(("signal", f"B:USR1@{slurm.signal_lead_s}"))
+        options["signal"] = f"B:USR1@{slurm.signal_lead_s}"
+    own = slurm.directives.train if stage == "train" else slurm.directives.precompile
     directives = [
-        f"--{name}={_quoted(name, value)}" for name, value in options if value is not None
+        f"--{name}={_checked(name, value)}"
+        for name, value in options.items()
+        if value is not None and name not in own
     ]
-    directives += ["--exclusive"] if cluster.exclusive else []
-    directives += ["--requeue"]  # Slurm itself requeues too, when a node of the job dies
+    directives += ["--exclusive"] if cluster.exclusive and "exclusive" not in own else []
+    # Slurm itself requeues too, when a node of the job dies.
+    directives += ["--requeue" if slurm.restart in ("auto", "requeue") else "--no-requeue"]
     # Else a train job whose precompile job failed is pending for ever.
     directives += ["--kill-on-invalid-dep=yes"] if stage == "train" else []
-    return directives + list(cluster.directives)
+    directives += cluster.directives
+    return directives + [
+        f"--{name}" if value is True else f"--{name}={quoted(str(value))}"
+        for name, value in own.items()
+    ]
 
 
-def _quoted(name: str, value: str) -> str:
-    """A directive's value as sbatch reads it: plain, or in double quotes."""
-    if _PLAIN.fullmatch(value):
-        return value
+def _checked(name: str, value: str) -> str:
+    """A generated directive's value; raises ConfigError for what would change its meaning."""
     if re.search(r'[\n\r"\\$`]', value):
         raise ConfigError(
             "a value that sbatch would misread",
             [f"--{name}: {value!r} holds a quote, backslash, $ or line break; choose another"],
         )
-    return f'"{value}"'
+    return quoted(value)
+
+
+def shared_folders(config: RunConfig, run: RunDir) -> list[Path]:
+    """The folders outside the container that a run's tasks read and write."""
+    recipe = config.recipe
+    files = [*(share.path for share in recipe.data.corpora), recipe.data.tokenizer]
+    folders = [Path(file).parent for file in files if file is not None and file.startswith("/")]
+    places = (recipe.train.init_from, recipe.checkpoint.replica)
+    folders += [Path(place) for place in places if place is not None and place.startswith("/")]
+    return [root_of(run), run.path, Path(config.cluster.node_local), *folders]
 
 
 def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
-    cache = node_local_cache(config, run)
+    cache, srun = node_local_cache(config, run), as_arguments(config.recipe.slurm.directives.srun)
+    container, lines = config.cluster.container, list[str]()
+    if container is not None:
+        words = container_words(container, config.cluster.device, shared_folders(config, run))
+        lines.append(f"export {CONTAINER_PYTHON}={shlex.quote(container.python)}")
+        if container.srun_runs_it:
+            srun = [*words, *srun]
+        else:
+            lines.append(f"export {CONTAINER}={shlex.quote(shlex.join(words))}")
     port = config.cluster.master_port
     lines = [
+        *lines,
         f"export SLURMLLM_RUN={shlex.quote(str(run.path))}",
         f"export SLURMLLM_PYTHON={shlex.quote(python)}",
         f"export SLURMLLM_CACHE={shlex.quote(cache)}",
+        *([f"export {VERSION}={__version__}"] if config.cluster.python else []),
+        *([f"export {SRUN_OPTIONS}={shlex.quote(shlex.join(srun))}"] if srun else []),
         *([f"export SLURMLLM_MASTER_PORT={port}"] if port is not None else []),
         "",
         f"# The workers' environment: backend {config.backend}, cluster {config.cluster.name}.",

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slurmllm.config.resolve import RunConfig, flatten, resolve
-from slurmllm.config.variables import is_secret_at, loads_code
+from slurmllm.config.resolve import RunConfig, flatten, resolve, runs_code
+from slurmllm.config.variables import is_secret_at
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, SlurmError, UserError
 from slurmllm.graphs.fingerprint import graph_fingerprint
@@ -112,8 +112,8 @@ def read_cases(path: Path) -> list[Case]:
         values = {dotted: _text(value) for dotted, value in flatten(entry).items()}
         for dotted in values:
             # As in a recipe: the file may be another user's.
-            if dotted.startswith("env.") and loads_code(dotted[4:]):
-                raise UserError(f"{path}: {dotted} makes programs load code; give it by --set")
+            if runs_code(dotted):
+                raise UserError(f"{path}: {dotted} may run other programs; give it by --set")
         cases.append(Case(values, str(name)))
     return cases
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from slurmllm.config.cluster import Cluster
+from slurmllm.config.container import container_words
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.variables import is_secret_option
 from slurmllm.control.rendezvous import (
@@ -30,8 +33,11 @@ from slurmllm.control.rendezvous import (
 from slurmllm.errors import SlurmError, UserError
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
-from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SlurmClient, retry_unreachable
+from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SRUN_OPTIONS, SlurmClient, retry_unreachable
+from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, in_container
+from slurmllm.slurm.setup import SETUP, in_setup
 
+_STEP = "slurmllm-launch"  # name of the launchers' step
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
@@ -52,6 +58,11 @@ class Allocation(ABC):
     job_id: str | None
     restart_count: int = 0
     requeues: bool = False  # whether Slurm starts the job again; else its caller starts the script
+
+    @property
+    def size(self) -> int:
+        """The number of nodes that the job holds, spare ones included."""
+        return len(self.nodes)
 
     @property
     @abstractmethod
@@ -88,20 +99,64 @@ class SlurmAllocation(Allocation):
 
     job_id: str
     requeues = True
+    all_nodes: tuple[str, ...] = ()  # with those that the present attempt does not use
+    restarted = False  # whether an earlier attempt ran in this start of the job
 
     def __init__(self, client: SlurmClient | None = None) -> None:
         self.client = client or SlurmClient()
         self.job_id = os.environ["SLURM_JOB_ID"]
         self.restart_count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        self.nodes = tuple(self.client.hostnames(os.environ["SLURM_JOB_NODELIST"]))
+        self.all_nodes = tuple(self.client.hostnames(os.environ["SLURM_JOB_NODELIST"]))
+        self.nodes = self.all_nodes
 
     @property
     def master_addr(self) -> str:
         return reachable_address(self.nodes[0])  # a requeued job may have other nodes than before
 
+    @property
+    def size(self) -> int:
+        return len(self.all_nodes or self.nodes)
+
+    def choose(self, without: Collection[str], count: int) -> tuple[str, ...]:
+        """The nodes for new workers in this job; empty if too few remain.
+
+        The first one must remain: the supervisor runs there.
+        """
+        left = [name for name in self.all_nodes if name not in without]
+        usable = len(left) >= count and left[0] == self.all_nodes[0]
+        return tuple(left[:count]) if usable else ()
+
+    def give_up(self, lost: Collection[str]) -> None:
+        """Return nodes to Slurm, which would end the job when it notices that one of them is down.
+
+        Not --no-kill: with it, a job whose batch host dies keeps its nodes until the time limit.
+
+        Raises:
+            SlurmError: Slurm does not let jobs shrink.
+        """
+        left = tuple(name for name in self.all_nodes if name not in lost)
+        if left != self.all_nodes:
+            self.client.shrink(self.job_id, left)
+            self.all_nodes = left
+
+    def restart(self, nodes: tuple[str, ...], patience_s: float) -> None:
+        """End what is left of the launchers, and use other nodes from now on."""
+        deadline = time.monotonic() + patience_s
+        try:
+            while steps := self.client.steps(self.job_id, _STEP):
+                self.client.cancel(steps, kill=True)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.5)
+        except SlurmError as error:
+            log.warning("%s", error)
+        self.nodes, self.restarted = nodes, True
+
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
         # One launcher's failure ends the step on the other nodes too.
-        options = ["--kill-on-bad-exit=1"]
+        options = ["--kill-on-bad-exit=1", f"--job-name={_STEP}"]
+        # An earlier step ends, for Slurm, when its lost node has ended it.
+        options += ["--overlap"] if self.restarted else []
         return [self._srun(options, _launcher(run_path, stage, attempt), None)]
 
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
@@ -110,8 +165,10 @@ class SlurmAllocation(Allocation):
     def _srun(
         self, options: Sequence[str], command: Sequence[str], output: int | None
     ) -> subprocess.Popen[bytes]:
+        some = bool(self.all_nodes) and self.nodes != self.all_nodes
         srun = [
             "srun",
+            *([f"--nodelist={','.join(self.nodes)}"] if some else []),
             f"--nodes={len(self.nodes)}",
             f"--ntasks={len(self.nodes)}",
             "--ntasks-per-node=1",
@@ -120,7 +177,8 @@ class SlurmAllocation(Allocation):
             "--input=none",
             *(f"--cpus-per-task={cpus}" for cpus in [os.environ.get("SLURM_CPUS_ON_NODE")] if cpus),
             *options,
-            *command,
+            *shlex.split(os.environ.get(SRUN_OPTIONS, "")),
+            *_task(command),
         ]
         errors = None if output is None else subprocess.STDOUT
         try:
@@ -162,6 +220,7 @@ class SlurmAllocation(Allocation):
         """The state of this start of the job; UNKNOWN if Slurm does not respond."""
         # Accounting first: squeue reports COMPLETING for every kind of ending.
         rows = [row for row in self.client.accounting(self.job_id) if row.job_id == self.job_id]
+        rows = [row for row in rows if row.state != "RESIZING"]  # before it lost a node
         if self.restart_count < len(rows):
             return rows[self.restart_count].state
         try:
@@ -179,14 +238,12 @@ class HeldAllocation(SlurmAllocation):
     def __init__(self, run: RunDir, client: SlurmClient | None = None) -> None:
         super().__init__(client)
         self._run = run
+        self.nodes = self.all_nodes[: int(os.environ[HELD_NODES])]
         self.restart_count = int(os.environ.get(LOCAL_RESTARTS) or 0)
-        self.nodes = self.nodes[: int(os.environ[HELD_NODES])]
         set_cpus_on_node()
 
-    def _srun(
-        self, options: Sequence[str], command: Sequence[str], output: int | None
-    ) -> subprocess.Popen[bytes]:
-        return super()._srun([f"--nodelist={','.join(self.nodes)}", *options], command, output)
+    def give_up(self, lost: Collection[str]) -> None:
+        """Nothing: the allocation is the user's."""
 
     def state(self) -> str:
         recorded = LocalAllocation(self._run).state()
@@ -219,7 +276,7 @@ class LocalAllocation(Allocation):
         environment = {**os.environ, **new_secret()}
         return [
             subprocess.Popen(
-                command,
+                in_container(command),
                 env={**environment, NODE_RANK: str(index), NODE_NAME: name},
                 preexec_fn=die_with_parent, stdout=output, stderr=errors,
             )
@@ -323,6 +380,31 @@ def unrecorded(run: RunDir, allocation: Allocation) -> str:
     return ""
 
 
+def node_command(cluster: Cluster, module: str = "slurmllm") -> list[str]:
+    """`python -m slurmllm` on the nodes, for a verb outside a run."""
+    own = sys.executable if cluster.container is not None else cluster.python
+    return [own or sys.executable, "-P", "-m", module]
+
+
+def _task(command: Sequence[str]) -> list[str]:
+    """The command of a task of srun: after cluster.setup, and in cluster.container."""
+    inside = in_container(command)
+    # With pyxis the task itself is inside, where the site's modules are not.
+    by_srun = CONTAINER_PYTHON in os.environ and CONTAINER not in os.environ
+    return inside if by_srun else in_setup(inside)
+
+
+def _export_site(config: RunConfig, folders: Sequence[Path]) -> None:
+    """Set what a batch script exports for its tasks."""
+    cluster = config.cluster
+    os.environ[SETUP] = "\n".join(cluster.setup)
+    if cluster.container is not None:
+        shown: list[Path | str] = [*folders, cluster.node_local]
+        words = shlex.join(container_words(cluster.container, cluster.device, shown))
+        os.environ[CONTAINER_PYTHON] = cluster.container.python
+        os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = words
+
+
 def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:
     return [*SLURMLLM, "launch", str(run_path), "--stage", stage, "--attempt", str(attempt)]
 
@@ -335,17 +417,20 @@ def allocate_nodes(
     nodes: int | None = None,
     local: bool = False,
     options: Mapping[str, str | None] | None = None,
+    folders: Sequence[Path] = (),
 ) -> Allocation:
     """The nodes for a verb: this machine, those of the current job, or those of a new one.
 
     Inside an allocation (salloc, a batch script) these are its nodes, unless a number is given.
     Else this function does not return: salloc replaces this process and runs the verb again inside
     the new allocation. `command` is the verb with its arguments, without those that choose the
-    nodes; `options` are salloc's, by name. Raises a SlurmError if salloc is not installed.
+    nodes; `options` are salloc's, by name; `folders` are shown to a container.
+    Raises a SlurmError if salloc is not installed.
     """
     if local:
         os.environ[LOCAL_NODES] = str(nodes or 1)
         return LocalAllocation()
+    _export_site(config, folders)
     given = dict(options or {})
     if "SLURM_JOB_ID" in os.environ and nodes is None and not given.get("nodelist"):
         set_cpus_on_node()

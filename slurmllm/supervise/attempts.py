@@ -10,6 +10,7 @@ hang when the last worker stopped advancing.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -30,6 +31,7 @@ from slurmllm.records import (
     Heartbeat,
     JobsRecord,
     NodeRecord,
+    Restart,
     SkipsRecord,
     WorkerRecord,
 )
@@ -40,6 +42,8 @@ from slurmllm.supervise.classify import Ending, device_fault, reported_all
 from slurmllm.supervise.policy import decide
 from slurmllm.supervise.watchdog import HEARTBEAT_S
 
+# All that the process logs about attempts has one component, whatever module it comes from.
+_log = logging.getLogger("slurmllm.supervise.supervisor")
 _LAG_S = 2.0  # until a shared file system shows what another node has written
 
 
@@ -130,7 +134,8 @@ def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
 
 
 def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> AccountingRow | None:
-    of_job = [row for row in rows if row.job_id == record.job_id]
+    # A job that lost a node and went on has two rows, the first one RESIZING.
+    of_job = [r for r in rows if r.job_id == record.job_id and r.state != "RESIZING"]
     return of_job[record.restart_count] if record.restart_count < len(of_job) else None
 
 
@@ -186,6 +191,7 @@ def open_attempt(
         pid=os.getpid(),
         process=process_identity(os.getpid()),
         nodes=allocation.nodes,
+        spare_nodes=allocation.size - len(allocation.nodes),
         world_size=len(allocation.nodes) * config.cluster.devices_per_node,
         master_addr=allocation.master_addr,
         master_port=master_port,
@@ -197,6 +203,12 @@ def open_attempt(
     return record
 
 
+def log_attempt(record: AttemptRecord, message: str) -> None:
+    """Log a line about an attempt; `logs` finds the attempts in a stage's log by its form."""
+    job = f" of job {record.job_id}" if record.job_id else ""
+    _log.info("%s attempt %d%s: %s", record.stage, record.attempt, job, message)
+
+
 def close_attempt(
     run: RunDir,
     record: AttemptRecord,
@@ -205,12 +217,15 @@ def close_attempt(
     ended_at: float | None = None,
     sign_at: float | None = None,
     row: AccountingRow | None = None,
+    again: Restart = "requeue",
+    in_allocation: bool = False,
 ) -> AttemptRecord:
     """Record how an attempt ended and the action that follows; returns the closed record.
 
     `phases_s` are the supervisor's own measurements; the others follow from the workers' files.
-    `ended_at` (None: now) and `sign_at`, of the first sign of the end, are Unix times, s. Raises a
-    StorageError if the run directory cannot be read or written.
+    `ended_at` (None: now) and `sign_at`, of the first sign of the end, are Unix times, s. `again`
+    and `in_allocation` are as in `policy.decide`. Raises a StorageError if the run directory cannot
+    be read or written.
     """
     paths = run.attempt(record.stage, record.attempt)
     end = ended_at or time.time()
@@ -249,6 +264,8 @@ def close_attempt(
         load(run.config).recipe,
         rolled_back=any(skip.attempt == closed.attempt for skip in skips.skips),
         started=ending.started,
+        again=again,
+        in_allocation=in_allocation,
     )
     # Written last: until then the attempt counts as open, and the next supervisor closes it.
     closed.save(paths.record)

@@ -30,6 +30,20 @@ def excluded(run: RunDir) -> list[ExcludedNode]:
     return [node for node in found.nodes if node.until > now]
 
 
+def failing(run: RunDir, closed: AttemptRecord, config: RunConfig) -> dict[str, str]:
+    """Node → reason of the nodes that an attempt lost, or that were blamed twice."""
+    if not closed.blamed_nodes:
+        return {}
+    earlier = [
+        attempt
+        for stage in STAGES
+        for attempt in load_attempts(run, stage)
+        if (attempt.stage, attempt.attempt) != (closed.stage, closed.attempt)
+    ]
+    hours = config.recipe.slurm.exclude_hours
+    return failing_nodes(closed, earlier, lost_nodes(run, closed), hours)
+
+
 def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> list[ExcludedNode]:
     """Record the nodes that an attempt lost (none if local); returns those that are new.
 
@@ -38,16 +52,9 @@ def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> lis
     if closed.job_id is None or not closed.blamed_nodes:
         return []
     now, hours = time.time(), config.recipe.slurm.exclude_hours
-    earlier = [
-        attempt
-        for stage in STAGES
-        for attempt in load_attempts(run, stage)
-        if (attempt.stage, attempt.attempt) != (closed.stage, closed.attempt)
-    ]
-    failing = failing_nodes(closed, earlier, lost_nodes(run, closed), hours)
     new = [
         ExcludedNode(node=name, reason=reason, since=now, until=now + hours * HOUR_S)
-        for name, reason in failing.items()
+        for name, reason in failing(run, closed, config).items()
     ]
     if new:
         names = {node.node for node in new}

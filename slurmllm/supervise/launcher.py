@@ -24,7 +24,9 @@ from slurmllm.backends.environment import (
     node_disk,
     node_local_cache,
     remove_leftovers,
+    worker_environment,
 )
+from slurmllm.config.variables import is_secret
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge
@@ -68,6 +70,7 @@ class Launcher:
         try:
             self.workers.save(versions=self.environment.node_versions())
             planned, self.cache = self.cache, make_cache_folder(self.config, self.run)
+            self._reset_environment()
             self.workers.save(**self.staging.prepare(self.cache.parent))
             self._set_cache()
             collect_leftovers(self.config, self.run, self.stage, self.attempt.number)
@@ -98,6 +101,12 @@ class Launcher:
             except (SlurmllmError, OSError) as error:  # changes nothing in the attempt
                 log.warning("new graphs are not kept: %s", error)
         return 1 if failed else 0
+
+    def _reset_environment(self) -> None:
+        """Set the configuration's variables again: cluster.setup and an image may change them."""
+        if self.config.cluster.setup or self.config.cluster.container:
+            given = worker_environment(self.config, self.run).items()
+            os.environ.update({n: v.value for n, v in given if not is_secret(n, v.value)})
 
     def _set_cache(self) -> None:
         own = self.environment.cache_variables(str(self.cache))

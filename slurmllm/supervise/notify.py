@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 
 from slurmllm.config.operation import NotifyEvent
 from slurmllm.config.resolve import RunConfig
-from slurmllm.records import AttemptRecord
+from slurmllm.records import CONTINUES, AttemptRecord
 from slurmllm.rundir import RunDir
 
 TIMEOUT_S = 10.0  # for a webhook to answer, or a command to end
@@ -140,6 +140,6 @@ def event_of(record: AttemptRecord) -> NotifyEvent | None:
         return None
     if record.ending == "divergence":
         return "divergence"
-    if record.action == "requeue":
+    if record.action in CONTINUES:
         return "requeue"
     return "end" if record.action == "finish" or record.ending == "cancelled" else "failure"

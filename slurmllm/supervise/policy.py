@@ -1,4 +1,4 @@
-"""The action after an ending: requeue, stop or finish, after which wait, and without which nodes.
+"""The action after an ending: restart, requeue, chain, stop or finish; its wait; excluded nodes.
 
 Pure functions of records, so that a simulation of months runs the supervisor's own policy.
 """
@@ -10,22 +10,26 @@ from itertools import takewhile
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.error_patterns import means
-from slurmllm.records import Action, AttemptRecord, EndingClass
+from slurmllm.records import Action, AttemptRecord, EndingClass, Restart
 
-ACTIONS: Mapping[EndingClass, Action] = {
-    "done": "finish",
-    "advance_signal": "requeue",
-    "node_failure": "requeue",
-    "hang": "requeue",
-    "out_of_memory": "stop",
-    "compile_failure": "stop",
-    "bad_configuration": "stop",
-    "storage_failure": "requeue",  # if the failure is transient
-    "code_error": "stop",
-    "divergence": "stop",  # requeued after a roll-back
-    "no_progress": "stop",
-    "cancelled": "stop",
-    "superseded": "stop",
+# requeue and chain exclude each other: `slurm.restart`.
+_QUEUE: tuple[Action, ...] = ("requeue", "chain")
+_RESTART: tuple[Action, ...] = ("restart", *_QUEUE)
+# By class, in order of preference: the first that is possible is taken.
+ACTIONS: Mapping[EndingClass, tuple[Action, ...]] = {
+    "done": ("finish",),
+    "advance_signal": _QUEUE,
+    "node_failure": _RESTART,
+    "hang": _RESTART,
+    "out_of_memory": ("stop",),
+    "compile_failure": ("stop",),
+    "bad_configuration": ("stop",),
+    "storage_failure": _QUEUE,  # if the failure is transient
+    "code_error": ("stop",),
+    "divergence": ("stop",),  # _RESTART after a roll-back
+    "no_progress": ("stop",),
+    "cancelled": ("stop",),
+    "superseded": ("stop",),
 }
 # The classes with a budget: its field in the recipe, and the name of the class in messages.
 BUDGETS: Mapping[EndingClass, tuple[str, str]] = {
@@ -44,28 +48,34 @@ def decide(
     *,
     rolled_back: bool = False,
     started: bool = True,
+    again: Restart = "requeue",
+    in_allocation: bool = False,
 ) -> AttemptRecord:
     """Decide the action after an attempt; the only place that does, for both stages.
 
     `earlier` are the attempts of the stage since the last submission, oldest first; `rolled_back`,
-    after a divergence: the workers chose a checkpoint to go back to. Returns the record with action
-    and backoff. If a limit is reached, the evidence names it; the class becomes `no_progress` after
-    too many attempts without a new checkpoint.
+    after a divergence: the workers chose a checkpoint to go back to; `again`: how the run continues
+    after the end of its job; `in_allocation`: the job holds enough healthy nodes for new workers.
+    Returns the record with action and backoff. If a limit is reached, the evidence names it; the
+    class becomes `no_progress` after too many attempts without a new checkpoint.
     """
     assert closed.ending is not None
-    action = ACTIONS[closed.ending]
+    actions = ACTIONS[closed.ending]
     if closed.stage == "precompile" and closed.ending == "compile_failure":
         if recipe.train.incomplete_graphs == "compile":
             text = "train.incomplete_graphs: compile: the train stage starts all the same"
             return _with_action(closed, "finish", (*closed.evidence, text))
-    elif closed.stage == "precompile" and started and action == "requeue":
-        action = "stop"  # the train job depends on the success of this one: Slurm's afterok
+    elif closed.stage == "precompile" and started and "requeue" in actions:
+        actions = ("stop",)  # the train job depends on the success of this one: Slurm's afterok
     elif closed.ending == "divergence" and rolled_back:
-        action = "requeue"
+        actions = _RESTART
     elif closed.ending == "storage_failure" and not is_transient(closed.evidence):
-        action = "stop"
-    if action != "requeue":
-        return _with_action(closed, action)
+        actions = ("stop",)
+    if "requeue" not in actions:
+        return _with_action(closed, actions[0])
+    if again == "none":
+        text = "slurm.restart is none: `slurmllm resume` continues the run"
+        return _with_action(closed, "stop", (*closed.evidence, text))
     limits = recipe.slurm
     idle = 0  # attempts in a row, this one included, without a new checkpoint
     for attempt in takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier))):
@@ -85,7 +95,11 @@ def decide(
             text = f"{used} {name} within {hours:g} h, slurm.{field} is {budget}"
             return _with_action(closed, "stop", (*closed.evidence, text))
         backoff = backoff_s(limits.backoff_s, idle) if idle else 0.0
-    return closed.model_copy(update={"action": "requeue", "backoff_s": backoff})
+    # Not twice in a row without a new checkpoint: other nodes may be better. The first time there
+    # is no backoff, as the nodes wait too.
+    if in_allocation and "restart" in actions and idle <= 1:
+        return _with_action(closed, "restart")
+    return closed.model_copy(update={"action": again, "backoff_s": backoff})
 
 
 def _with_action(

@@ -35,14 +35,16 @@ _MAX_BYTES = 4096
 
 
 @contextlib.contextmanager
-def locked(run: RunDir, verb: str) -> Iterator[None]:
+def locked(run: RunDir, verb: str, wait_s: float | None = None) -> Iterator[None]:
     """Hold the lock of a run; SIGTERM and SIGHUP without a handler then act as Ctrl-C does.
+
+    `wait_s` (None: WAIT_S) is for another command to end.
 
     Raises:
         RunError: Another command holds it.
         StorageError: It cannot be made.
     """
-    descriptor = _acquire(run, verb)
+    descriptor = _acquire(run, verb, WAIT_S if wait_s is None else wait_s)
     released = threading.Event()
 
     def renew() -> None:
@@ -81,7 +83,7 @@ class _Holder(NamedTuple):
     record: LockRecord | None  # None if it cannot be read, or is being written
 
 
-def _acquire(run: RunDir, verb: str) -> int:
+def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
     """Make the lock file; returns its descriptor."""
     now = time.time()
     pid, host = os.getpid(), socket.gethostname()
@@ -114,7 +116,7 @@ def _acquire(run: RunDir, verb: str) -> int:
             seen, seen_at = holder, now
         if _is_left_behind(holder, unchanged_s=now - seen_at):
             _remove(run.lock, holder)
-        elif now - began > WAIT_S:
+        elif now - began > wait_s:
             raise RunError(_refusal(run, verb, holder))
         time.sleep(_POLL_S)
 

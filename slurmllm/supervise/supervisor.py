@@ -1,32 +1,32 @@
-"""The batch script's own process: one attempt of one stage, from the nodes to the action.
+"""The batch script's own process: the attempts of one stage in one job, from nodes to actions.
 
-    close orphaned attempts → open this one → check the nodes, broadcast graphs and environment →
-    launchers → wait (signals, deadlines) → classify → record → requeue, stop or finish
+    close orphaned attempts → open one → check the nodes, broadcast graphs and environment →
+      ↑                       launchers → wait (signals, deadlines) → classify → record →
+      └───────────── restart in the allocation ───────────── or requeue, chain, stop, finish
 
-It runs on the first node of the attempt. If that node dies, the next attempt closes this one's
-record by Slurm's accounting.
+It runs on the first node of the job. If that node dies, the next attempt closes this one's record
+by Slurm's accounting.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
+from slurmllm import __version__
 from slurmllm.backends.environment import (
     BROADCAST,
     broadcast_path,
     make_cache_folder,
     node_local_cache,
 )
+from slurmllm.config.container import paths_of
 from slurmllm.config.load import load
-from slurmllm.config.operation import SlurmConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import (
     EXIT_NEGATIVE,
@@ -41,9 +41,10 @@ from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, requir
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.records import AttemptRecord, JobsRecord
-from slurmllm.rundir import STAGES, RunDir, Stage, SweepDir
-from slurmllm.safe_files import open_trusted, reason
+from slurmllm.rundir import RunDir, Stage, SweepDir
 from slurmllm.slurm.client import AccountingRow, to_unix
+from slurmllm.slurm.container import check_container
+from slurmllm.slurm.setup import check_setup_ran
 from slurmllm.staging.broadcast import broadcast_environment
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import (
@@ -51,26 +52,33 @@ from slurmllm.supervise.allocation import (
     SlurmAllocation,
     current_allocation,
     lost_start,
-    started_again,
     unrecorded,
 )
 from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
 from slurmllm.supervise.attempts import (
     ending_of_orphaned,
     incarnation,
+    log_attempt,
     other_supervisor,
     still_runs,
 )
 from slurmllm.supervise.classify import Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
-from slurmllm.supervise.exclusion import drain, exclude_failed, excluded, nodes_to_avoid, requeue
+from slurmllm.supervise.exclusion import (
+    drain,
+    exclude_failed,
+    failing,
+)
+from slurmllm.supervise.next_job import NextJob, requeue_unrecorded
 from slurmllm.supervise.notify import Notifier
-from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.preflight import preflight
-from slurmllm.supervise.run_lock import locked
+from slurmllm.supervise.successor import restart_of, take_over
 from slurmllm.supervise.tracking import Tracking
 
-WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
+RETURNS = ("requeue", "chain")  # actions that return a run to the queue
+# For what is left of an attempt's processes to end before a restart in the allocation; a step that
+# holds a lost node does not end before Slurm notices the loss.
+STEPS_END_S, LOST_STEPS_END_S = 15.0, 2.0
 EXIT_FAILED = {  # by class of ending; 70 for the others
     "bad_configuration": 2, "storage_failure": 4, "divergence": 71, "cancelled": EXIT_NEGATIVE,
     "superseded": EXIT_NEGATIVE,
@@ -80,7 +88,7 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """One attempt of one stage."""
+    """The attempts of one stage in one job."""
 
     def __init__(self, run: RunDir, stage: Stage, allocation: Allocation) -> None:
         self.run, self.stage, self.allocation = run, stage, allocation
@@ -88,17 +96,29 @@ class Supervisor:
         self.stop = StopSignals()
         self.notifier = Notifier(run, self.config)
         self.tracking = Tracking(run, self.config)
+        if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
+            spare = self.config.recipe.slurm.spare_nodes
+            allocation.nodes = allocation.nodes[: len(allocation.nodes) - spare]
+        self.next_job = NextJob(run, stage, self.config, allocation)
+        self._failed_nodes: set[str] = set()  # of this job
+        self._next_nodes: tuple[str, ...] = ()
+        self._restarted = False  # whether an earlier attempt ran in this start of the job
+        # Archive of graphs that all nodes of the job have got, and whether the environment.
+        self._sent_graphs, self._sent_environment = "", False
 
     def main(self) -> int:
-        """Run the attempt; returns 0 finished, 75 to be started again, or a code of errors.py.
+        """Run the attempts; returns 0 finished, 75 to be started again, or a code of errors.py.
 
         Raises:
             StorageError: The run directory is no longer writable; the attempt's record is open.
         """
         self.stop.install()
+        if reason := take_over(self.run, self.allocation):
+            log.error("%s; this job, which would have continued it, leaves", reason)
+            return EXIT_NEGATIVE
         if reason := lost_start(self.allocation):
             log.warning("%s", reason)
-            self._replace_jobs()
+            self.next_job.replace()
             return EXIT_REQUEUE  # Slurm ignores the end of a script that it does not know of
         if reason := unrecorded(self.run, self.allocation):
             log.error("%s", reason)
@@ -108,13 +128,30 @@ class Supervisor:
             return EXIT_NEGATIVE
         stopped = self._close_orphaned()
         if stopped is not None:
-            return self._exit_code(stopped)
+            return self._act(stopped)
+        while True:
+            closed, error = self._attempt()
+            if closed.action == "restart":
+                self._restart(closed)
+            elif error is not None and closed.action not in RETURNS:
+                log.error("%s", error)
+                self._act(closed)
+                return error.exit_code
+            else:
+                return self._act(closed)
+
+    def _attempt(self) -> tuple[AttemptRecord, SlurmllmError | None]:
+        """Run one attempt; returns its closed record, and the error that ended it, if any."""
         record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
-        self._log(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
+        log_attempt(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
         self.notifier.started(record)
+        self.next_job.submit_ahead()
         phases: dict[str, float] = {}
         observed = Observations()
         try:
+            check_setup_ran(__version__)
+            if self.config.cluster.container is not None and record.attempt == 0:
+                check_container(__version__, paths_of(self.config.cluster.container))
             self._take_graphs()
             self._merge_new_graphs()
             ending = self._prepare_nodes(record, phases)
@@ -124,11 +161,8 @@ class Supervisor:
                 launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
                 self.tracking.start(self.stage)
         except SlurmllmError as error:
-            closed = self._close(record, ending_of_error(error, record.nodes[0]), phases, observed)
-            if closed.action == "requeue":
-                return self._act(closed)
-            log.error("%s", error)
-            return error.exit_code
+            ending = ending_of_error(error, record.nodes[0])
+            return self._close(record, ending, phases, observed), error
         if ending is None:
             started = time.monotonic()
             observed = AttemptMonitor(
@@ -140,7 +174,35 @@ class Supervisor:
             ending = classify(
                 gather_evidence(self.run, record, self.allocation, observed, stop_signal)
             )
-        return self._act(self._close(record, ending, phases, observed))
+        return self._close(record, ending, phases, observed), None
+
+    def _restart(self, closed: AttemptRecord) -> None:
+        """Make the allocation ready for new workers."""
+        assert isinstance(self.allocation, SlurmAllocation)
+        self._restarted = True
+        left_out = [name for name in closed.nodes if name not in self._next_nodes]
+        self.allocation.restart(self._next_nodes, STEPS_END_S if not left_out else LOST_STEPS_END_S)
+        if left_out:
+            spares = [name for name in self._next_nodes if name not in closed.nodes]
+            log_attempt(closed, f"{' '.join(spares)} in place of {' '.join(left_out)}")
+
+    def _nodes_for_restart(self, record: AttemptRecord, ending: Ending) -> tuple[str, ...]:
+        """The nodes for new workers in this job; empty if too few are healthy, or time is over."""
+        if not isinstance(self.allocation, SlurmAllocation) or self.stage != "train":
+            return ()
+        if self.stop.name is not None or not self.config.recipe.slurm.restart_in_allocation:
+            return ()
+        update = {"ending": ending.ending, "blamed_nodes": ending.blamed_nodes}
+        blamed = record.model_copy(update={**update, "evidence": ending.evidence})
+        self._failed_nodes |= failing(self.run, blamed, self.config).keys()
+        chosen = self.allocation.choose(self._failed_nodes, len(record.nodes))
+        try:
+            if chosen:
+                self.allocation.give_up(self._failed_nodes)
+        except SlurmError as error:
+            log.warning("no restart in the allocation: %s", error)
+            return ()
+        return chosen
 
     def _close(
         self, record: AttemptRecord, ending: Ending, phases: dict[str, float], seen: Observations
@@ -148,72 +210,30 @@ class Supervisor:
         """Record the ending and the action, unless another supervisor has done so."""
         if ending.ending == "node_failure" and (reason := lost_start(self.allocation)):
             ending = Ending("superseded", (reason,))  # srun was refused: no node has failed
-            self._replace_jobs()
+            self.next_job.replace()
         # Read again: after a network partition another supervisor may have closed it.
         on_disk = AttemptRecord.load(self.run.attempt(self.stage, record.attempt).record)
         if on_disk.ended_at is not None:
-            self._log(on_disk, "another supervisor has closed this attempt and continues the run")
+            log_attempt(on_disk, "another supervisor has closed this attempt and continues the run")
             return on_disk.model_copy(update={"ending": "superseded", "action": "stop"})
         # The queue time of a requeued attempt follows from the records.
-        first = record.restart_count == 0
+        first = record.restart_count == 0 and not self._restarted
         row = incarnation(record, self._accounting(record.job_id)) if first else None
+        self._next_nodes = self._nodes_for_restart(record, ending)
         closed = attempts.close_attempt(
-            self.run, record, ending, phases, sign_at=seen.sign_at, row=row
-        )
+            self.run, record, ending, phases, sign_at=seen.sign_at, row=row,
+            again=restart_of(self.run, self.allocation), in_allocation=bool(self._next_nodes),
+        )  # fmt: skip
         self._exclude_failed(closed)
-        self._log(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
+        log_attempt(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
         self.notifier.closed(closed)
         nodes = attempts.node_records(self.run, record)
         if line := attempts.unequal_versions({name: n.versions for name, n in nodes.items()}):
-            self._log(closed, f"warning: {line}")
+            log_attempt(closed, f"warning: {line}")
         # A requeue must not wait for the merge: the next attempt begins with it.
-        if closed.action != "requeue" and closed.ending != "superseded":
+        if closed.action in ("finish", "stop") and closed.ending != "superseded":
             self._merge_new_graphs()
         return closed
-
-    def _replace_jobs(self) -> None:
-        """Submit the job of a lost start once more, as another job.
-
-        slurmd remembers this one as running: it refuses its next start, for which Slurm drains the
-        node and holds the job. A train job that depends on a precompile job is replaced with it.
-        """
-        assert isinstance(self.allocation, SlurmAllocation)
-        client, own = self.allocation.client, self.allocation.job_id
-        stages = STAGES[STAGES.index(self.stage) :]
-        try:
-            with locked(self.run, "supervise"):
-                *before, last = JobsRecord.load(self.run.jobs).submissions
-                old = {
-                    stage: last.train_job if stage == "train" else last.precompile_job
-                    for stage in stages
-                }
-                if old[self.stage] != own or client.batch_job(own).state != "PENDING":
-                    return  # resumed or cancelled since, or Slurm has started it elsewhere
-                os.environ.pop("SLURM_RESTART_COUNT", None)  # sbatch would hand it to the new job
-                job: str | None = None
-                for stage in stages:
-                    replaced = old[stage]
-                    if replaced is None:  # a run that only compiles graphs for a sweep
-                        continue
-                    exclude = client.batch_job(replaced).excluded
-                    lane = last.lane if stage == "train" else None
-                    script = self._script(stage)
-                    job = client.submit(script, after_ok=job, exclude=exclude, lane=lane)
-                    last = last.model_copy(update={f"{stage}_job": job})
-                    JobsRecord(submissions=(*before, last)).save(self.run.jobs)
-                    log.warning("submitted job %s in place of job %s", job, replaced)
-                client.cancel([job for job in reversed(old.values()) if job is not None])
-        except SlurmllmError as error:
-            name = self.run.name
-            log.error("%s; `slurmllm cancel %s`, then `slurmllm resume %s`", error, name, name)
-
-    def _script(self, stage: Stage) -> str:
-        path = self.run.script(stage)
-        try:
-            with open_trusted(path, self.config.cluster.trusted_group) as stream:
-                return stream.read().decode()
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {reason(error)}") from error
 
     def _prepare_nodes(self, record: AttemptRecord, phases: dict[str, float]) -> Ending | None:
         """Check the nodes and send graphs and environment to them, at the same time.
@@ -236,9 +256,7 @@ class Supervisor:
                     if ending is not None:
                         return ending
                 graphs = pool.submit(self._broadcast_graphs, stop)
-                environment = pool.submit(
-                    broadcast_environment, self.run, self.config, self.allocation, stop
-                )
+                environment = pool.submit(self._broadcast_environment, stop)
                 if not checks_first:
                     ending = self._preflight(record, phases)
                 started = time.monotonic()
@@ -277,11 +295,16 @@ class Supervisor:
             )
         manifest = load_manifest(self.run, self.config.cluster.trusted_group)
         require_complete(manifest, self.run, self.config.recipe.train.incomplete_graphs)
+        if manifest.archive_sha256 == self._sent_graphs:
+            return {}  # in this job, to the spare nodes too
+        if self._failed_nodes:
+            return {BROADCAST: ""}  # sbcast would wait for them; the nodes read the shared archive
         target = broadcast_path(Path(node_local_cache(self.config, self.run)))
         archive = self.run.graphs_archive(manifest.archive)
         fault = self.allocation.broadcast(archive, target, stop)
         seconds = time.monotonic() - started
         if fault is None:
+            self._sent_graphs = manifest.archive_sha256
             log.info("graph cache: %d graphs to all nodes in %.1f s", manifest.graphs, seconds)
         elif not stop():
             log.warning("sbcast: %s; the nodes read %s", fault, archive)
@@ -300,6 +323,13 @@ class Supervisor:
             )
         measured = reuse.measured_micro_batch(self.run)
         save_mesh(make_mesh(self.config, last.nodes, measured), self.run.plan)
+
+    def _broadcast_environment(self, stop: Callable[[], bool]) -> dict[str, str]:
+        if self._sent_environment or self._failed_nodes:
+            return {}
+        found = broadcast_environment(self.run, self.config, self.allocation, stop)
+        self._sent_environment = not stop()
+        return found
 
     def _merge_new_graphs(self) -> None:
         if self.stage == "precompile":
@@ -320,15 +350,17 @@ class Supervisor:
 
     def _act(self, closed: AttemptRecord) -> int:
         """Carry out the action of a closed attempt; returns the exit code."""
-        if closed.action != "requeue":
+        if closed.action not in RETURNS:
+            if closed.ending != "superseded":
+                self.next_job.cancel()
             return self._exit_code(closed)
         newer = attempts.newer_attempt(self.run, self.stage, closed.attempt)
         if newer is not None:
-            self._log(closed, f"superseded by attempt {newer}: not requeued")
+            log_attempt(closed, f"superseded by attempt {newer}: not requeued")
             return EXIT_NEGATIVE
         if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
-            self._requeue(self.allocation, closed)
-            return EXIT_REQUEUE
+            closed = self.next_job.return_to_queue(self.allocation, closed)
+            return EXIT_REQUEUE if closed.action in RETURNS else self._exit_code(closed)
         # A requeued job waits in Slurm's queue, a local run here.
         if closed.backoff_s:
             log.info("waiting %.0f s before the next attempt", closed.backoff_s)
@@ -341,33 +373,6 @@ class Supervisor:
         if closed.action == "finish":
             return EXIT_OK
         return EXIT_FAILED.get(str(closed.ending), 70)
-
-    def _requeue(self, allocation: SlurmAllocation, closed: AttemptRecord) -> None:
-        client, slurm = allocation.client, self.config.recipe.slurm
-        partition = os.environ.get("SLURM_JOB_PARTITION")
-        try:
-            # A second requeue would end the incarnation that runs now.
-            if started_again(allocation):
-                self._log(closed, "Slurm has started the job again: not requeued")
-                return
-            lost = attempts.lost_nodes(self.run, closed)
-            before = [node.node for node in excluded(self.run)]
-            # Slurm may not have noticed the loss yet and would start the job on the same nodes.
-            own_job, wanted = allocation.job_id, len(closed.nodes)
-            avoid = nodes_to_avoid(client, wanted, lost, before, partition, own_job)
-            if self.stage == "precompile" and avoid:
-                # The train job depends on this one; it may not start on the same nodes either.
-                last = JobsRecord.load(self.run.jobs).submissions[-1]
-                before = [node.node for node in excluded(self.run)]
-                kept_out = nodes_to_avoid(client, last.nodes, [], before, partition)
-                if last.train_job is not None and kept_out:
-                    given = [slurm.exclude] if slurm.exclude else []
-                    client.exclude(last.train_job, [*given, *kept_out])
-            listed = self.run.excluded.is_file()
-            requeue(client, own_job, avoid, slurm.exclude, listed, closed.backoff_s)
-        except SlurmError as error:
-            # The record has the action requeue, but the job may end here.
-            log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)
 
     def _exclude_failed(self, closed: AttemptRecord) -> None:
         """Record the nodes that the attempt lost, and drain them if the recipe has slurm.drain."""
@@ -386,7 +391,7 @@ class Supervisor:
             if record.ended_at is not None:
                 continue
             if reason := still_runs(self.run, record, self.allocation):
-                self._log(record, f"is still open and is superseded by this attempt: {reason}")
+                log_attempt(record, f"is still open and is superseded by this attempt: {reason}")
                 continue
             row = incarnation(record, self._accounting(record.job_id))
             ending = ending_of_orphaned(record, attempts.node_records(self.run, record), row)
@@ -395,18 +400,16 @@ class Supervisor:
                 text = f"slurmctld lost this start of job {record.job_id}, and started it again"
                 ending, row = Ending("node_failure", (text,)), None  # and no node is to blame
             ended_at = None if row is None else to_unix(row.end)
-            closed = attempts.close_attempt(self.run, record, ending, ended_at=ended_at, row=row)
-            self._log(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
+            closed = attempts.close_attempt(
+                self.run, record, ending, ended_at=ended_at, row=row,
+                again=restart_of(self.run, self.allocation),
+            )  # fmt: skip
+            log_attempt(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
             self.notifier.closed(closed)
             self._exclude_failed(closed)
         if closed is None or self.stage == "precompile" or closed.action != "stop":
             return None
         return closed if closed.attempt >= attempts.first_attempt(self.run) else None
-
-    def _log(self, record: AttemptRecord, message: str) -> None:
-        # `logs` finds the attempts of a stage's log by this form of line.
-        job = f" of job {record.job_id}" if record.job_id else ""
-        log.info("%s attempt %d%s: %s", self.stage, record.attempt, job, message)
 
 
 def ending_of_error(error: SlurmllmError, node: str) -> Ending:
@@ -419,50 +422,6 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
     if error.blame == "infrastructure":
         return Ending("node_failure", (str(error),), (node,))
     return Ending("code_error", (str(error),))
-
-
-def wait_writable(run: RunDir, patience_s: float) -> None:
-    """Wait, at most `patience_s`, until the job's log is writable: else Slurm fails the job."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        with suppress(OSError), tempfile.TemporaryFile(dir=run.logs) as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-            return
-        time.sleep(1.0)
-
-
-def requeue_unrecorded(
-    run: RunDir, stage: Stage, allocation: Allocation, error: StorageError
-) -> int:
-    """Requeue a run whose directory is not writable; the next attempt closes the open record.
-
-    Raises:
-        StorageError: The fault is not transient, or as many starts in a row failed with it as
-            slurm.storage_budget allows.
-    """
-    if not is_transient([str(error)]):
-        raise error
-    limits, recorded = SlurmConfig(), -1
-    with suppress(SlurmllmError):
-        limits = load(run.config).recipe.slurm
-        of_job = [a for a in attempts.load_attempts(run, stage) if a.job_id == allocation.job_id]
-        recorded = max((a.restart_count for a in of_job), default=-1)
-    starts = max(allocation.restart_count - recorded, 1)  # those without a record, or this one
-    if starts > limits.storage_budget:
-        raise StorageError(
-            f"{error}; {starts} starts in a row failed with it (slurm.storage_budget "
-            f"{limits.storage_budget}): fix the file system, then `slurmllm resume {run.name}`"
-        ) from error
-    wait_s = backoff_s(limits.backoff_s, starts)
-    log.warning("%s; trying again in %.0f s", error, wait_s)
-    if isinstance(allocation, SlurmAllocation) and allocation.requeues:
-        wait_writable(run, WRITABLE_S)
-        if not started_again(allocation):
-            requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=wait_s)
-    else:
-        time.sleep(wait_s)
-    return EXIT_REQUEUE
 
 
 def supervise(run: RunDir, stage: Stage) -> int:

@@ -33,6 +33,8 @@ class Tracking:
     def start(self, stage: Stage) -> None:
         if not self._wanted or stage != "train":
             return
+        if self._child is not None and self._child.poll() is None:
+            return  # of an earlier attempt in this job; it sends those of this one too
         command = [
             *("nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm"),
             *("track", "sync", str(self._run.path), "--supervised"),

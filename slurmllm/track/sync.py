@@ -24,7 +24,7 @@ from slurmllm.config.resolve import RunConfig, flatten
 from slurmllm.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
 from slurmllm.metrics.curves import TAGS, Curve, Ints
 from slurmllm.metrics.source import read_run
-from slurmllm.records import AttemptRecord, JobsRecord, Record
+from slurmllm.records import CONTINUES, AttemptRecord, JobsRecord, Record
 from slurmllm.rundir import RunDir
 from slurmllm.safe_files import open_lock
 from slurmllm.track.trackers import (
@@ -160,7 +160,7 @@ def state_of(run: RunDir) -> State:
     """The state of a run by the record of its last train attempt."""
     attempts = run.attempts("train")
     last = AttemptRecord.find(attempts[-1].record) if attempts else None
-    if last is None or last.action in (None, "requeue") or last.ending == "superseded":
+    if last is None or last.action in (None, *CONTINUES) or last.ending == "superseded":
         return "running"
     if last.action == "finish":
         return "finished"

@@ -94,7 +94,7 @@ class Bench:
         )
         return (
             newest["ended_at"] is not None
-            and newest["action"] != "requeue"
+            and newest["action"] not in ("restart", "requeue", "chain")
             and (not finished_precompile)
         )
 

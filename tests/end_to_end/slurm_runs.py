@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Protocol
 
 from end_to_end.bench import SMALL, Bench
@@ -42,3 +43,22 @@ def lose_node(slurm: Cluster, bench: Bench, name: str, lost: str) -> None:
 def accounted(job: str) -> list[str]:
     """The states of a job's incarnations, by sacct."""
     return [row.state for row in SlurmClient().accounting(job) if row.job_id == job]
+
+
+def outside_pid(run: Path, rank: int) -> int:
+    """The process id of a worker as this machine numbers it; nodes number their own."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if (
+            b"worker" in arguments
+            and str(run).encode() in arguments
+            and b"RANK=%d" % rank in variables
+        ):
+            return int(entry.name)
+    raise AssertionError(f"no worker {rank} of {run}")

@@ -124,3 +124,19 @@ def test_a_fault_of_the_user_stops_with_one_message(
     assert str(moved) in bench.attempt("gone", 1)["evidence"][0]
     assert "Traceback" not in output.rpartition("train attempt 1")[2]
     assert bench.status("gone")["checkpoints"][-1] == 10
+
+
+def test_a_setup_line_that_fails_ends_the_run_with_its_number(
+    bench: Bench, inputs: tuple[str, ...]
+) -> None:
+    lines = '--set=cluster.setup=["cd /", "module load nosuch"]'
+    text = bench.call(*TRAIN, *inputs, "--name=unset", lines, code=2)
+    message = "cluster.setup: line 2 failed with exit code 127: module load nosuch"
+    status = bench.status("unset")
+    assert (status["state"], "bad_configuration" in str(status)) == ("stopped", True)
+    assert message in text
+    assert message in bench.call("logs", "unset")
+    assert message in bench.call("status", "unset")
+    assert not (bench.runs / "unset" / "graphs" / "attempts" / "001").exists()
+    bench.call("resume", "unset", '--set=cluster.setup=["export GREETING=hello"]')
+    assert bench.endings("unset") == [("done", "finish")]

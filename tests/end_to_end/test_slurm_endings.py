@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from end_to_end.bench import Bench
-from end_to_end.slurm_runs import Cluster, accounted, submit, wait
+from end_to_end.slurm_runs import Cluster, accounted, outside_pid, submit, wait
 
 pytestmark = pytest.mark.slurm
 
@@ -41,27 +40,8 @@ def test_a_code_error_stops_and_is_not_requeued(
     job = submit(bench, inputs, "crashed", "--set=train.compile=false")["train"]
     bench.wait_for_step("crashed", 5)
     node = bench.attempt("crashed", 0)["nodes"][1]
-    os.kill(_outside_pid(bench.runs / "crashed", rank=1), signal.SIGSEGV)
+    os.kill(outside_pid(bench.runs / "crashed", rank=1), signal.SIGSEGV)
     wait(bench, "crashed", "stopped")
     assert bench.endings("crashed") == [("code_error", "stop")]
     assert f"on {node} crashed with SIGSEGV" in bench.attempt("crashed", 0)["evidence"][0]
     bench.until(lambda: accounted(job) == ["FAILED"], "sacct: not FAILED")
-
-
-def _outside_pid(run: Path, rank: int) -> int:
-    """The process id of a worker as this machine numbers it; nodes number their own."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if (
-            b"worker" in arguments
-            and str(run).encode() in arguments
-            and b"RANK=%d" % rank in variables
-        ):
-            return int(entry.name)
-    raise AssertionError(f"no worker {rank} of {run}")

@@ -38,6 +38,14 @@ def test_tokens_per_dollar_of_the_aws_post() -> None:
     assert cost(neox, None, RESERVED, effective=0.9).tokens_per_usd == found.tokens_per_usd
 
 
+def test_spare_nodes_cost_what_the_others_do() -> None:
+    held = cost(candidate("neox_20b", 4, 13.6, "slurm.spare_nodes=1"), None, RESERVED)
+    plain = cost(candidate("neox_20b", 4, 13.6), None, RESERVED)
+    assert held.hours == plain.hours
+    assert held.node_hours == pytest.approx(plain.node_hours * 5 / 4)
+    assert held.usd_per_hour == pytest.approx(5 * 7.59)
+
+
 @pytest.mark.parametrize(
     ("recipe", "nodes", "seq_per_s", "hours", "usd"),
     [

@@ -60,24 +60,37 @@ def test_results_in_another_user_s_folder_are_not_read(
 
 def test_an_array_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Path, dict[str, Any]]] = []
+    setups: list[str] = []
 
     class Executor:
         def __init__(self, folder: str, **options: Any) -> None:
             made.append((Path(folder), options))
 
-        def update_parameters(self, **parameters: Any) -> None: ...
+        def update_parameters(self, **parameters: Any) -> None:
+            setups.append("\n".join(parameters["slurm_setup"]))
 
         def map_array(self, function: Any, *arguments: Any) -> list[Any]:
             return []
 
     monkeypatch.setattr("submitit.AutoExecutor", Executor)
-    for _ in range(2):
+    for options in (
+        SlurmOptions(),
+        SlurmOptions(
+            setup=("module load cuda",), python="/my/python", directives={"gres": "gpu:1"},
+            container=lambda folders: ["apptainer", "exec", f"--bind={folders[0]}", "/a.sif"],
+        ),
+    ):  # fmt: skip
         submit_array(
-            print, [("x",)], logs=tmp_path / "logs", name="n", at_once=1, options=SlurmOptions(),
+            print, [("x",)], logs=tmp_path / "logs" / "data", name="n", at_once=1, options=options,
             resources=Resources(), what="", instead="",
         )  # fmt: skip
-    (one, options), (other, _) = made
+    (one, parameters), (other, with_profile) = made
     assert one != other
     assert stat.S_IMODE(one.stat().st_mode) == 0o700
     # Not the modules of the working directory, which may be another user's.
-    assert options["slurm_python"].endswith(" -P")
+    assert parameters["slurm_python"].endswith(" -P")
+    words = f"apptainer exec --bind={tmp_path} /a.sif /my/python -P"
+    assert with_profile["slurm_python"] == words
+    assert setups[0] == ""
+    assert "'module load cuda'" in setups[1]
+    assert setups[1].endswith("|| exit 2")

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm
 
+from slurmllm.config.directives import quoted
 from slurmllm.errors import SlurmError
 from slurmllm.slurm.client import SlurmClient, retry_unreachable
+from slurmllm.slurm.dependency import check_dependency
 
 
 def test_the_fake_has_every_method_of_its_own() -> None:
@@ -236,3 +238,25 @@ def test_what_slurmctld_runs_with(bench: Bench) -> None:
     assert re.match(r"\d\d\.\d\d", settings["SLURM_VERSION"])
     bench.client.check_accounting()
     assert bench.client.missing_commands() == []
+
+
+@pytest.mark.slurm
+@pytest.mark.usefixtures("slurm")
+def test_slurm_reads_what_is_quoted_and_names_what_it_does_not_take(tmp_path: Path) -> None:
+    text, real = "a b 'c' \"d\" #e \\f $HOME %j|", SlurmClient()
+    script = (
+        f"#!/bin/bash\n#SBATCH --comment={quoted(text)}\n#SBATCH --output={tmp_path}/out\n"
+        "#SBATCH --hold\ntrue\n"
+    )
+    job = real.submit(script)
+    shown = subprocess.run(
+        ["squeue", "--noheader", f"--jobs={job}", "--format=%k"], capture_output=True, text=True
+    )
+    assert shown.stdout == f"{text}\n"
+    real.check_srun(["--mpi=none", "--comment=a b"])
+    with pytest.raises(SlurmError, match="unrecognized option '--container-image=x'"):
+        real.check_srun(["--container-image=x"])
+    real.cancel([job])
+    with pytest.raises(SlurmError, match=f"can never be met: job {job} has ended as CANCELLED"):
+        check_dependency(f"afterok:{job}", real)
+    assert check_dependency(f"afternotok:{job}", real) == []

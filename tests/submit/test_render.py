@@ -18,8 +18,10 @@ from slurmllm.backends.environment import Variable, node_local_cache, worker_env
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
+from slurmllm.submit.prepare import render_run
 from slurmllm.submit.render import render
 
+PYTHON = "/fsx/venv/bin/python"
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 STAGES: tuple[Stage, ...] = ("precompile", "train")
 
@@ -27,11 +29,14 @@ STAGES: tuple[Stage, ...] = ("precompile", "train")
 @pytest.fixture(autouse=True)
 def _one_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("getpass.getuser", lambda: "ada")
+    monkeypatch.setattr("os.getuid", lambda: 1000)
+    monkeypatch.setattr("os.getgid", lambda: 1000)
+    monkeypatch.setattr("sys.executable", PYTHON)
 
 
 def text(recipe: str, stage: Stage, nodes: int, *overrides: str, run: str = "/fsx/runs/r1") -> str:
     config = resolve(recipe, overrides=overrides)
-    return render(stage, config, RunDir(Path(run)), nodes, "/fsx/venv/bin/python")
+    return render(stage, config, RunDir(Path(run)), nodes, PYTHON)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -51,6 +56,42 @@ def test_scripts_are_the_goldens(
 ) -> None:
     path = GOLDEN / f"{recipe}.{stage}.sbatch"
     made = text(recipe, stage, nodes, *overrides)
+    if os.environ.get("SLURMLLM_WRITE_GOLDENS") == "1":
+        path.write_text(made)
+    assert made == path.read_text()
+
+
+SITE = ('cluster.setup=["module load cuda/12.4", "X=\'a b\'"]', "cluster.python=/opt/python")
+
+
+MOUNTS = "[/fsx/envs, '/opt/x:/x:ro']"
+
+
+def container(runtime: str, image: str, *more: str) -> tuple[str, ...]:
+    return tuple(
+        f"cluster.container.{field}"
+        for field in (f"runtime={runtime}", f"image={image}", f"mounts={MOUNTS}", *more)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("setup", SITE),
+        ("pyxis", (*container("pyxis", "/fsx/images/pytorch.sqsh"), SITE[0])),
+        (
+            "apptainer",
+            (*container("apptainer", "/fsx/a.sif", "options=[--writable-tmpfs]"), SITE[0]),
+        ),
+        ("singularity", container("singularity", "docker://pytorch/pytorch:2.9.0")),
+        ("docker", (*container("docker", "pytorch/pytorch:2.9.0"), "cluster.device=cuda")),
+        ("podman", (*container("podman", "pytorch/pytorch:2.9.0"), "cluster.device=cuda")),
+    ],
+)
+def test_a_site_s_scripts_are_the_goldens(name: str, overrides: tuple[str, ...]) -> None:
+    path = GOLDEN / f"site_{name}.train.sbatch"
+    config = resolve("tiny_neox", overrides=overrides)
+    made = render_run(config, 2, RunDir(Path("/fsx/runs/r1"))).scripts["train"]
     if os.environ.get("SLURMLLM_WRITE_GOLDENS") == "1":
         path.write_text(made)
     assert made == path.read_text()

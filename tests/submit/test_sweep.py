@@ -233,7 +233,9 @@ def test_a_file_names_its_cases(tmp_path: Path) -> None:
     for content, text in (
         ("a: {x.y: 1}\na: {x.y: 2}\n", "written twice"),
         ("a: 1\n", "a case is a name"),
-        ("a: {env.LD_PRELOAD: x.so}\n", "makes programs load code"),
+        ("a: {env.LD_PRELOAD: x.so}\n", "may run other programs"),
+        ("a: {cluster: {setup: [/x]}}\n", "may run other programs"),
+        ("a: {slurm.directives.srun.task-prolog: /x}\n", "may run other programs"),
         ("- {x.y: 1}\n", "no mapping"),
     ):
         file.write_text(content)

@@ -38,7 +38,7 @@ from slurmllm.supervise.attempts import (
 )
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import nodes_to_avoid, requeue, usable
-from slurmllm.supervise.supervisor import wait_writable
+from slurmllm.supervise.next_job import wait_writable
 from slurmllm.worker_files import EventLog
 
 LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))

@@ -124,3 +124,35 @@ def test_lost_nodes() -> None:
     assert failing_nodes(blamed, [], [], 24.0) == {}
     assert "train 0, train 1" in failing_nodes(blamed, [before], [], 24.0)["n1"]
     assert failing_nodes(blamed, [before], [], 0.5) == {}  # too long ago
+
+
+@pytest.mark.parametrize("ending", ["node_failure", "hang"])
+def test_a_job_with_enough_nodes_goes_on_unless_it_gained_nothing_twice(
+    ending: EndingClass,
+) -> None:
+    def action(one: AttemptRecord, *earlier: AttemptRecord) -> tuple[str | None, float]:
+        decided = decide(one, earlier, RECIPE, in_allocation=True)
+        return decided.action, decided.backoff_s
+
+    assert action(attempt(1, ending, 5)) == ("restart", 0)
+    assert action(attempt(1, ending)) == ("restart", 0)
+    assert action(attempt(1, ending), attempt(0, ending)) == ("requeue", 60)
+    assert action(attempt(2, ending, 5), attempt(1, ending), attempt(0, ending))[0] == "restart"
+    full = [attempt(n, ending, 5, ended_at=60.0 * n) for n in range(20)]
+    assert (
+        decide(attempt(20, ending, 5, ended_at=1200.0), full, RECIPE, in_allocation=True).action
+        == "stop"
+    )
+    assert action(attempt(0, "advance_signal", 5)) == ("requeue", 0)
+    assert action(attempt(0, "code_error")) == ("stop", 0)
+
+
+def test_what_takes_the_place_of_a_requeue() -> None:
+    left = attempt(0, "advance_signal", 5)
+    assert decide(left, (), RECIPE, again="chain").action == "chain"
+    stopped = decide(left, (), RECIPE, again="none", in_allocation=True)
+    assert stopped.action == "stop"
+    assert "`slurmllm resume` continues the run" in stopped.evidence[-1]
+    failed = attempt(0, "node_failure")
+    assert decide(failed, (), RECIPE, again="chain").backoff_s == 30
+    assert decide(failed, (), RECIPE, again="chain", in_allocation=True).action == "restart"

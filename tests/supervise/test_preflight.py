@@ -234,5 +234,5 @@ def test_an_expired_list_is_taken_off_the_job(run: RunDir, monkeypatch: pytest.M
     supervisor = Supervisor(run, "train", asked)
     record = open_attempt(run, "train", load(run.config), asked)
     left = close_attempt(run, record, Ending("advance_signal", ("SIGUSR1: saved and left",)))
-    supervisor._requeue(asked, left)
+    supervisor.next_job.return_to_queue(asked, left)
     assert (job.state, job.excluded) == ("PENDING", ())

@@ -19,7 +19,7 @@ from slurmllm.errors import StorageError
 from slurmllm.rundir import RunDir
 from slurmllm.supervise.allocation import LocalAllocation
 from slurmllm.supervise.attempts import open_attempt
-from slurmllm.supervise.supervisor import requeue_unrecorded
+from slurmllm.supervise.next_job import requeue_unrecorded
 
 HANGING = Path(__file__).with_name("hanging")
 STEPS = 40

@@ -24,7 +24,7 @@ SlurmUser=root
 AuthType=auth/munge
 CredType=cred/munge
 # A requeued job waits until its last credential has expired: two minutes by default.
-AuthInfo=socket={munge_socket},cred_expire=5
+AuthInfo=socket={munge_socket},cred_expire={cred_expire_s}
 
 StateSaveLocation={root}/slurmctld
 SlurmctldPidFile={root}/slurmctld.pid
@@ -93,6 +93,7 @@ class Settings:
     slurmd_timeout_s: int
     kill_wait_s: int
     grace_s: int
+    cred_expire_s: int
     shared: str = ""  # where a file system of its own is mounted that all nodes share
     shared_mb: int = 0
     node_disk_mb: int = 0  # of each node's own disk, a file system of its own; 0: a directory

@@ -5,6 +5,11 @@ python tools/benchmarks/recovery.py [--nodes 4] [--kinds worker,node,time_limit,
 Starts a cluster of its own with a spare node (needs root and Slurm's packages), trains tiny_neox
 once for the compiled graphs, and then lets `slurmllm drill` break copies of it. Slurm's own
 requeue delay is shown and left out of the sum.
+
+With --spare, of the kinds worker and node: a restart in the job, with one spare node, against a
+requeue, on one cluster, the whole time from the failure to the next step. A requeued job waits for
+--requeue-delay seconds: Slurm's default is 120 s (AuthInfo=cred_expire), the development cluster's
+5 s; it starts with the scheduler's next round, in this cluster every two seconds.
 """
 
 from __future__ import annotations
@@ -43,11 +48,11 @@ def slurmllm(runs: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def train_once(runs: Path, nodes: int, overrides: Sequence[str]) -> None:
+def train_once(runs: Path, name: str, nodes: int, overrides: Sequence[str]) -> None:
     """The run that the drills are of; returns when it is done."""
-    slurmllm(runs, "submit", "tiny_neox", f"--nodes={nodes}", "--name=base", *overrides)
+    slurmllm(runs, "submit", "tiny_neox", f"--nodes={nodes}", f"--name={name}", *overrides)
     deadline = time.monotonic() + PATIENCE_S
-    while (state := json.loads(slurmllm(runs, "status", "base", "--json"))["state"]) != "done":
+    while (state := json.loads(slurmllm(runs, "status", name, "--json"))["state"]) != "done":
         if state in ("stopped", "interrupted", "cancelled") or time.monotonic() > deadline:
             raise SystemExit(f"the run to be broken is {state}")
         time.sleep(2.0)
@@ -66,6 +71,21 @@ def print_table(drills: Sequence[dict[str, Any]]) -> None:
         print(f"{max(own):10.1f} {statistics.median(took['requeue_s'] for took in found):9.1f}")
 
 
+def print_ratios(drills: dict[str, list[dict[str, Any]]]) -> None:
+    """The time to the next step by kind, restarts against requeues, medians in seconds."""
+    print(f"{'kind':<8} {'restart':>8} {'requeue':>8} {'ratio':>6}   of the requeue, the wait")
+    for kind in dict.fromkeys(one["kind"] for one in drills["restart"]):
+        took = {
+            how: [one["recovery"] for one in found if one["kind"] == kind]
+            for how, found in drills.items()
+        }
+        restart, requeue = (
+            statistics.median(one["total_s"] for one in took[how]) for how in ("restart", "requeue")
+        )
+        wait = statistics.median(one["requeue_s"] for one in took["requeue"])
+        print(f"{kind:<8} {restart:8.1f} {requeue:8.1f} {restart / requeue:6.2f}   {wait:.1f}")
+
+
 def main() -> None:
     """Run it; every drill must end exactly."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -74,26 +94,44 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--json", action="store_true", help="print each drill's figures instead")
+    parser.add_argument("--spare", action="store_true", help="restarts against requeues")
+    parser.add_argument("--requeue-delay", type=int, default=5, metavar="SECONDS")
     given = parser.parse_args()
+    if given.spare:
+        given.kinds = "worker,node"
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         cluster, runs = Path(folder) / "cluster", Path(folder) / "runs"
-        devcluster(cluster, "up", f"--nodes={given.nodes + 1}", "--kill-wait=30")
+        devcluster(
+            cluster,
+            "up",
+            f"--nodes={given.nodes + 1}",
+            "--kill-wait=30",
+            f"--cred-expire={given.requeue_delay}",
+        )
         try:
             words = devcluster(cluster, "env")
             os.environ["SLURM_CONF"] = words.split("SLURM_CONF=", 1)[1].split()[0].strip("'\"")
-            train_once(runs, given.nodes, [f"--set={value}" for value in given.set])
-            drills = []
+            overrides = [f"--set={value}" for value in given.set]
+            ways = {"requeue": [*overrides, "--set=slurm.restart_in_allocation=false"]}
+            if given.spare:
+                ways["restart"] = [*overrides, "--set=slurm.spare_nodes=1"]
+            found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+            for way, settings in ways.items():
+                train_once(runs, way, given.nodes, settings)
             for seed in range(given.repeat):
-                text = slurmllm(
-                    runs, "drill", "base", f"--kinds={given.kinds}", f"--seed={seed}", "--json"
-                )
-                drills += json.loads(text)["drills"]
+                for way, drills in found.items():
+                    text = slurmllm(
+                        runs, "drill", way, f"--kinds={given.kinds}", f"--seed={seed}", "--json"
+                    )
+                    drills += json.loads(text)["drills"]
         finally:
             devcluster(cluster, "down")
     if given.json:
-        print(json.dumps(drills, indent=2))
+        print(json.dumps(found if given.spare else found["requeue"], indent=2))
+    elif given.spare:
+        print_ratios(found)
     else:
-        print_table(drills)
+        print_table(found["requeue"])
 
 
 if __name__ == "__main__":

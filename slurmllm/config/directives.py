@@ -1,0 +1,139 @@
+"""Options of sbatch and srun that a user adds: which are refused, and how they are written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Options = dict[str, str | bool]  # option → value; True for one without a value
+
+_TASKS = "slurmllm starts one task a node, which starts the workers (cluster.devices_per_node)"
+_LOGS = "the logs are files of the run's directory, which `slurmllm logs` reads"
+_EARLY = "it ends the command before a job exists"
+_RESTARTS = "slurmllm decides by how an attempt ended (slurm.failure_budget and others)"
+# Why an option of sbatch or srun contradicts what slurmllm generates, and what does it instead.
+_REFUSED = {
+    "nodes": "--nodes of slurmllm sets the number of nodes",
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu",
+         "tasks-per-node", "array", "multi-prog", "relative", "distribution", "pack", "het-group"),
+        _TASKS,
+    ),
+    **dict.fromkeys(("output", "error", "input", "open-mode", "label", "pty"), _LOGS),
+    **dict.fromkeys(("requeue", "no-requeue", "no-kill"), _RESTARTS),
+    **dict.fromkeys(("help", "usage", "version", "test-only", "parsable", "wait", "wrap"), _EARLY),
+    "job-name": "jobs are named by the run; --name sets its name",
+    "signal": "slurm.signal_lead_s sets how long before the time limit the run saves",
+    "time": "slurm.time (--time) and slurm.precompile_time set it",
+    "exclude": "slurm.exclude (--exclude) sets it, and restarts add failed nodes to it",
+    "dependency": "--dependency of `submit` and `resume` sets it for the first job",
+    "kill-on-invalid-dep": "a train job ends with its precompile job",
+    **dict.fromkeys(
+        ("export", "export-file", "get-user-env"),
+        "jobs need the whole environment; --set env.NAME=VALUE sets a variable",
+    ),
+    "chdir": "all paths of a run are absolute",
+    **dict.fromkeys(
+        ("jobid", "overlap", "exact", "cpu-bind", "kill-on-bad-exit"), "slurmllm sets it for srun"
+    ),
+}  # fmt: skip
+# sbatch(1), srun(1)
+_SHORT = {
+    "A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "c": "cpus-per-task",
+    "C": "constraint", "d": "dependency", "D": "chdir", "e": "error", "F": "nodefile", "G": "gpus",
+    "h": "help", "H": "hold", "i": "input", "J": "job-name", "k": "no-kill",
+    "K": "kill-on-bad-exit", "l": "label", "L": "licenses", "m": "distribution", "M": "clusters",
+    "n": "ntasks", "N": "nodes", "o": "output", "O": "overcommit", "p": "partition", "q": "qos",
+    "Q": "quiet", "r": "relative", "s": "oversubscribe", "S": "core-spec", "t": "time",
+    "u": "usage", "v": "verbose", "V": "version", "w": "nodelist", "W": "wait", "x": "exclude",
+}  # fmt: skip
+# What a recipe's file may ask for: resources, and nothing that runs a program or reads a file.
+_FROM_FILE = frozenset({
+    "account", "acctg-freq", "begin", "cluster-constraint", "comment", "constraint",
+    "contiguous", "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task",
+    "deadline", "delay-boot", "exclusive", "extra-node-info", "gpu-bind", "gpu-freq", "gpus",
+    "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "gres-flags", "hint", "hold",
+    "licenses", "mail-type", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus",
+    "network", "nice", "nodelist", "overcommit", "oversubscribe", "partition", "power",
+    "prefer", "priority", "profile", "qos", "reservation", "segment", "sockets-per-node",
+    "spread-job", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind",
+    "tres-per-task", "use-min-nodes", "wait-all-nodes", "wckey",
+})  # fmt: skip
+
+
+def may_be_in_file(name: str) -> bool:
+    """Whether a recipe's file, which may be another user's, may set this option."""
+    return name in _FROM_FILE
+
+
+def refuse_generated(name: str) -> None:
+    """Raise ValueError if slurmllm itself sets an option; sbatch takes abbreviations too."""
+    for refused, reason in _REFUSED.items():
+        if refused.startswith(name):
+            whole = "" if name == refused else f" (short for --{refused})"
+            raise ValueError(f"--{name}{whole} is not possible: {reason}")
+
+
+def check_options(given: Any) -> Any:
+    """Options as a recipe has them, without those that are null or false.
+
+    Raises:
+        ValueError: one is refused, or is no option.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError("must be options without their dashes, such as {constraint: a100}")
+    options: Options = {}
+    for name, value in given.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z-]+", name):
+            raise ValueError(f"{name!r} is no long option without its dashes, such as constraint")
+        refuse_generated(name)
+        if isinstance(value, list | tuple):
+            value = ",".join(map(str, value))
+        if value is None or value is False:
+            continue
+        if not isinstance(value, str | int | float) or value == "":
+            raise ValueError(f"{name}: must be a text, a number, or true for --{name} alone")
+        if value is not True and not str(value).isprintable():
+            raise ValueError(f"{name}: {value!r} has a line break or a control character")
+        options[name] = value if value is True else str(value)
+    return options
+
+
+def parse_options(arguments: Sequence[str]) -> Options:
+    """Options as on a command line of sbatch: `--name=value`, `--name value`, `-C value`.
+
+    Raises:
+        ValueError: an argument is no option, or one is refused.
+    """
+    options: Options = {}
+    waiting = ""  # for its value
+    for argument in arguments:
+        if match := re.fullmatch(r"--([a-z][a-z-]+)(?:=(.*))?", argument, re.DOTALL):
+            name, value = match[1], match[2]
+        elif match := re.fullmatch(r"-([A-Za-z])=?(.*)", argument, re.DOTALL):
+            if match[1] not in _SHORT:
+                raise ValueError(f"-{match[1]}: no option of sbatch; write its long form")
+            name, value = _SHORT[match[1]], match[2] or None
+        elif waiting:
+            options[waiting], waiting = argument, ""
+            continue
+        else:
+            raise ValueError(f"unexpected argument {argument!r}: options of sbatch follow `--`")
+        options[name] = True if value is None else value
+        waiting = name if value is None else ""
+    return dict(check_options(options))
+
+
+def as_arguments(options: Options) -> list[str]:
+    """Options as arguments of a command."""
+    return [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
+    ]
+
+
+def quoted(text: str) -> str:
+    """A value as sbatch reads it in a #SBATCH line: plain, or in double quotes."""
+    if re.fullmatch(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+", text):
+        return text
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'

@@ -1,0 +1,99 @@
+"""Tasks of srun in a container: `cluster.container`, as the batch script passes it on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmllm.errors import ConfigError
+
+CONTAINER = "SLURMLLM_CONTAINER"  # the words that start a task, the image last
+CONTAINER_PYTHON = "SLURMLLM_CONTAINER_PYTHON"  # the interpreter inside
+_START_S = 1800.0  # the first start may fetch an image
+_ENGINES = ("docker", "podman")  # which pass no variables and no devices on
+# Variables by name: their values may be secrets, and command lines are public.
+_ENGINE_RUN = """\
+count=$1
+shift
+own=()
+while IFS= read -r name; do
+  case $name in
+    PATH | HOME | PWD | OLDPWD | SHLVL | _ | HOSTNAME | TMPDIR | LD_LIBRARY_PATH) ;;
+    *) own+=(--env "$name") ;;
+  esac
+done < <(compgen -e)
+for device in /dev/neuron* /dev/infiniband; do
+  [ -e "$device" ] && own+=(--device "$device")
+done
+exec "${@:1:count}" "${own[@]}" "${@:count+1}"
+"""
+
+
+def in_words(words: Sequence[str], python: str, command: Sequence[str]) -> list[str]:
+    """A command in the container that `words` start, by the container's interpreter."""
+    inside = [python if part == sys.executable else part for part in command]
+    if words and words[0] in _ENGINES:
+        before = str(len(words) - 1)
+        return ["bash", "-c", _ENGINE_RUN, "slurmllm", before, *words, *inside]
+    return [*words, *inside]
+
+
+def in_container(command: Sequence[str]) -> list[str]:
+    """The command of a task, in the container of this job if it has one."""
+    python = os.environ.get(CONTAINER_PYTHON)
+    if python is None:
+        return list(command)
+    return in_words(shlex.split(os.environ.get(CONTAINER, "")), python, command)
+
+
+def check_container(version: str, paths: Sequence[Path]) -> None:
+    """Start the job's container once on this node.
+
+    Args:
+        version: Of slurmllm out here.
+        paths: The image and the mounts, as far as they are paths.
+
+    Raises:
+        ConfigError: it cannot be started, or has no slurmllm of this version.
+    """
+    words, node = shlex.split(os.environ.get(CONTAINER, "")), os.uname().nodename
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise ConfigError(
+            f"cluster.container: {node} has no {', '.join(missing)}; correct image and mounts, "
+            "which must be on all nodes"
+        )
+    if not words:  # pyxis, which only srun starts
+        return
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"cluster.container: {node} has no {words[0]} on the PATH; load its module in "
+            "cluster.setup, or choose another runtime"
+        )
+    script = "import slurmllm; print('slurmllm', slurmllm.__version__)"
+    try:
+        done = subprocess.run(
+            in_container([sys.executable, "-P", "-c", script]), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, errors="replace", timeout=_START_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"cluster.container: {words[-1]} has not started on {node} within {_START_S:.0f} s; "
+            "fetch the image beforehand"
+        ) from error
+    found = [line for line in done.stdout.splitlines() if line.startswith("slurmllm ")]
+    if done.returncode or not found:
+        last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2][:300]
+        raise ConfigError(
+            f"cluster.container: slurmllm cannot be started in {words[-1]} on {node} (exit code "
+            f"{done.returncode}): {last}; correct the image, the mounts or container.python"
+        )
+    if found[-1] != f"slurmllm {version}":
+        raise ConfigError(
+            f"cluster.container: {words[-1]} has {found[-1]}, and the run was submitted with "
+            f"{version}; install that in the image"
+        )

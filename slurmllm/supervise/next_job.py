@@ -1,0 +1,250 @@
+"""How a run continues when its job must end: the same job again, its successor, or another job.
+
+A requeue is the job's own; a chain's successor (`successor.py`) waits since the attempt's start; a
+job that Slurm cannot start again is replaced by a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from slurmllm.config.load import load
+from slurmllm.config.operation import SlurmConfig
+from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
+from slurmllm.records import Action, AttemptRecord, JobsRecord
+from slurmllm.rundir import STAGES, RunDir, Stage
+from slurmllm.safe_files import open_trusted, reason
+from slurmllm.slurm.client import retry_unreachable
+from slurmllm.supervise import attempts
+from slurmllm.supervise.allocation import Allocation, SlurmAllocation, started_again
+from slurmllm.supervise.attempts import log_attempt
+from slurmllm.supervise.exclusion import excluded, nodes_to_avoid, requeue, to_avoid
+from slurmllm.supervise.policy import backoff_s, is_transient
+from slurmllm.supervise.run_lock import locked
+from slurmllm.supervise.successor import cancel_successor, ensure_successor, restart_of
+
+WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
+log = logging.getLogger(__name__)
+
+
+class NextJob:
+    """The job that continues a run after the one of this supervisor."""
+
+    def __init__(
+        self, run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
+    ) -> None:
+        self.run, self.stage, self.config, self.allocation = run, stage, config, allocation
+
+    def cancel(self) -> None:
+        """Cancel the successor of this job, if it has one."""
+        if self.chained:
+            cancel_successor(self.run, self.allocation)
+
+    def submit_ahead(self) -> None:
+        """Submit the successor of this job if the site refuses requeues."""
+        if not isinstance(self.allocation, SlurmAllocation) or not self.chained:
+            return
+        try:
+            ensure_successor(self.run, self.allocation, self._script("train"), self._to_exclude())
+        except SlurmllmError as error:
+            log.warning("no successor job yet, tried again at the end: %s", error)
+
+    @property
+    def chained(self) -> bool:
+        return self.stage == "train" and restart_of(self.run, self.allocation) == "chain"
+
+    def _to_exclude(self) -> list[str]:
+        """The nodes that a new job of the run excludes; empty: those of its script."""
+        assert isinstance(self.allocation, SlurmAllocation)
+        client, given = self.allocation.client, self.config.recipe.slurm.exclude
+        avoid = to_avoid(client, self.run, self.config, self.allocation.size)
+        return [*([given] if given else []), *avoid] if avoid else []
+
+    def replace(self, avoid: Sequence[str] = (), lost: bool = True) -> None:
+        """Submit this job once more, as another job, and with it what depends on it.
+
+        Slurmd remembers the job of a `lost` start as running: it refuses its next start, for which
+        Slurm drains the node and holds the job. `avoid`: nodes to exclude.
+        """
+        assert isinstance(self.allocation, SlurmAllocation)
+        client, own = self.allocation.client, self.allocation.job_id
+        stages = STAGES[STAGES.index(self.stage) :]
+        try:
+            with locked(self.run, "supervise"):
+                *before, last = JobsRecord.load(self.run.jobs).submissions
+                old = {
+                    stage: last.train_job if stage == "train" else last.precompile_job
+                    for stage in stages
+                }
+                if old[self.stage] != own:
+                    return  # resumed since
+                if lost and client.batch_job(own).state != "PENDING":
+                    return  # cancelled since, or Slurm has started it elsewhere
+                requeue = last.restart == "requeue"
+                job: str | None = None
+                for stage in stages:
+                    replaced = old[stage]
+                    if replaced is None:  # a run that only compiles graphs for a sweep
+                        continue
+                    exclude = client.batch_job(replaced).excluded
+                    script = self._script(stage)
+                    job = client.submit(
+                        script, after_ok=job, exclude=",".join(avoid) or exclude, requeue=requeue,
+                        name=last.lane if stage == "train" else None,
+                    )  # fmt: skip
+                    last = last.model_copy(update={f"{stage}_job": job})
+                    JobsRecord(submissions=(*before, last)).save(self.run.jobs)
+                    log.warning("submitted job %s in place of job %s", job, replaced)
+                jobs = (last.successor_job, *reversed(old.values()))
+                last = last.model_copy(update={"successor_job": None})
+                JobsRecord(submissions=(*before, last)).save(self.run.jobs)
+                client.cancel([job for job in jobs if job is not None])
+        except SlurmllmError as error:
+            name = self.run.name
+            log.error("%s; `slurmllm cancel %s`, then `slurmllm resume %s`", error, name, name)
+
+    def _script(self, stage: Stage) -> str:
+        return script_of(self.run, stage, self.config.cluster.trusted_group)
+
+    def return_to_queue(self, allocation: SlurmAllocation, closed: AttemptRecord) -> AttemptRecord:
+        """Requeue the job, or leave the run to its successor; returns the record.
+
+        If that is refused, the action changes: from requeue to chain (slurm.restart: auto), from
+        chain to stop.
+        """
+        client, slurm = allocation.client, self.config.recipe.slurm
+        partition = os.environ.get("SLURM_JOB_PARTITION")
+        try:
+            # A second requeue would end the incarnation that runs now.
+            if started_again(allocation):
+                log_attempt(closed, "Slurm has started the job again: not requeued")
+                return closed
+            lost = attempts.lost_nodes(self.run, closed)
+            before = [node.node for node in excluded(self.run)]
+            # Slurm may not have noticed the loss yet and would start the job on the same nodes.
+            own_job = allocation.job_id
+            avoid = nodes_to_avoid(client, allocation.size, lost, before, partition, own_job)
+            given = [slurm.exclude] if slurm.exclude else []
+            if closed.action == "chain":
+                return self._chain(allocation, closed, [*given, *avoid] if avoid else [])
+            if self.stage == "precompile" and avoid:
+                # The train job depends on this one; it may not start on the same nodes either.
+                last = JobsRecord.load(self.run.jobs).submissions[-1]
+                before = [node.node for node in excluded(self.run)]
+                kept_out = nodes_to_avoid(
+                    client, last.nodes + slurm.spare_nodes, [], before, partition
+                )
+                if last.train_job is not None and kept_out:
+                    client.exclude(last.train_job, [*given, *kept_out])
+            listed = self.run.excluded.is_file()
+            try:
+                requeue(client, own_job, avoid, slurm.exclude, listed, closed.backoff_s)
+            except SlurmError as error:
+                # Not after scancel: the job no longer runs then.
+                if slurm.restart != "auto" or client.batch_job(own_job).state != "RUNNING":
+                    raise
+                log.warning("%s: another job continues the run", error)
+                closed = self._changed(closed, "chain")
+                return self._chain(allocation, closed, [*given, *avoid] if avoid else [])
+        except SlurmllmError as error:
+            # The record has the action, but the job may end here.
+            log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)
+        return closed
+
+    def _chain(
+        self, allocation: SlurmAllocation, closed: AttemptRecord, exclude: Sequence[str]
+    ) -> AttemptRecord:
+        """Leave the run to the successor of this job, which waits since the attempt's start."""
+        client = allocation.client
+        if self.stage == "precompile":
+            self.replace(exclude, lost=False)
+            return closed
+        try:
+            job = ensure_successor(self.run, allocation, self._script("train"), exclude)
+        except SlurmllmError as error:
+            text = f"no successor job: {error}; `slurmllm resume {self.run.name}` continues"
+            log_attempt(closed, text)
+            return self._changed(closed, "stop", (*closed.evidence, text))
+        try:
+            if job is not None and exclude:
+                retry_unreachable(lambda: client.exclude(job, exclude))
+                log.info("job %s excludes %s", job, " ".join(exclude))
+            if job is not None and closed.backoff_s:
+                retry_unreachable(lambda: client.delay(job, closed.backoff_s))
+        except SlurmError as error:
+            log.warning("job %s starts without excluded nodes or a wait: %s", job, error)
+        return closed
+
+    def _changed(
+        self, closed: AttemptRecord, action: Action, evidence: tuple[str, ...] | None = None
+    ) -> AttemptRecord:
+        evidence = closed.evidence if evidence is None else evidence
+        closed = closed.model_copy(update={"action": action, "evidence": evidence})
+        closed.save(self.run.attempt(self.stage, closed.attempt).record)
+        return closed
+
+
+def script_of(run: RunDir, stage: Stage, group: str | None = None) -> str:
+    """The text of a stage's batch script; StorageError if others may have written it."""
+    path = run.script(stage)
+    try:
+        with open_trusted(path, group) as stream:
+            return stream.read().decode()
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {reason(error)}") from error
+
+
+def wait_writable(run: RunDir, patience_s: float) -> bool:
+    """Wait, at most `patience_s`, until the job's log is writable: else Slurm fails the job."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        with suppress(OSError), tempfile.TemporaryFile(dir=run.logs) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            return True
+        time.sleep(1.0)
+    return False
+
+
+def requeue_unrecorded(
+    run: RunDir, stage: Stage, allocation: Allocation, error: StorageError
+) -> int:
+    """Requeue a run whose directory is not writable; the next attempt closes the open record.
+
+    Raises:
+        StorageError: The fault is not transient, or as many starts in a row failed with it as
+            slurm.storage_budget allows.
+    """
+    if not is_transient([str(error)]):
+        raise error
+    limits, recorded = SlurmConfig(), -1
+    with suppress(SlurmllmError):
+        limits = load(run.config).recipe.slurm
+        of_job = [a for a in attempts.load_attempts(run, stage) if a.job_id == allocation.job_id]
+        recorded = max((a.restart_count for a in of_job), default=-1)
+    starts = max(allocation.restart_count - recorded, 1)  # those without a record, or this one
+    if starts > limits.storage_budget:
+        raise StorageError(
+            f"{error}; {starts} starts in a row failed with it (slurm.storage_budget "
+            f"{limits.storage_budget}): fix the file system, then `slurmllm resume {run.name}`"
+        ) from error
+    wait_s = backoff_s(limits.backoff_s, starts)
+    log.warning("%s; trying again in %.0f s", error, wait_s)
+    if isinstance(allocation, SlurmAllocation) and allocation.requeues:
+        writable = wait_writable(run, WRITABLE_S)
+        again = restart_of(run, allocation) if writable else "requeue"
+        if again == "none":
+            raise error
+        if again == "chain" and stage == "train":
+            ensure_successor(run, allocation, script_of(run, stage), [])
+        elif not started_again(allocation):
+            requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=wait_s)
+    else:
+        time.sleep(wait_s)
+    return EXIT_REQUEUE

@@ -1,0 +1,164 @@
+"""The chain of jobs of a run whose site refuses requeues: each job has a successor that waits.
+
+    job 12 ──afterany── job 13 ──afterany── job 14
+    trains  submits 13          records itself in jobs.json, trains, submits 14
+
+The successor is submitted when an attempt starts, not when it ends: if the node of the supervisor
+dies, nobody is left to submit one. It is cancelled when the run is done or stops. A supervisor that
+is killed before it could cancel leaves a successor that starts, reads the records, and exits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from slurmllm.config.operation import RestartSetting
+from slurmllm.errors import SlurmError, SlurmllmError
+from slurmllm.records import JobsRecord, Restart, Submission
+from slurmllm.rundir import RunDir
+from slurmllm.slurm.client import PREDECESSOR, SlurmClient, retry_unreachable
+from slurmllm.supervise import attempts
+from slurmllm.supervise.allocation import Allocation, SlurmAllocation
+from slurmllm.supervise.classify import Ending
+from slurmllm.supervise.run_lock import EXPIRES_S, locked
+
+LOCK_S = EXPIRES_S + 30.0  # for the lock of a supervisor that died with it
+
+log = logging.getLogger(__name__)
+
+
+def restart_of(run: RunDir, allocation: Allocation) -> Restart:
+    """How the run continues after the end of this job."""
+    last = JobsRecord.of(run).last
+    return last.restart if last is not None and allocation.job_id is not None else "requeue"
+
+
+def choose_restart(
+    setting: RestartSetting, before: Submission | None, client: SlurmClient
+) -> Restart:
+    """`slurm.restart` of a new submission, with `auto` resolved.
+
+    What an earlier submission of the run has found out holds on: a requeue was refused.
+    """
+    if setting != "auto":
+        return setting
+    if before is not None and before.restart == "chain":
+        return "chain"
+    with suppress(SlurmError):
+        return "chain" if client.settings().get("JobRequeue") == "0" else "requeue"
+    return "requeue"
+
+
+def take_over(run: RunDir, allocation: Allocation) -> str:
+    """Record this job as its run's train job if it is the successor of that.
+
+    Returns:
+        Why it must not train: the run has ended, or a user has cancelled the job before.
+    """
+    predecessor = os.environ.get(PREDECESSOR)
+    if not isinstance(allocation, SlurmAllocation) or predecessor is None:
+        return ""
+    client, own = allocation.client, allocation.job_id
+    with locked(run, "supervise", LOCK_S):
+        *before, last = JobsRecord.load(run.jobs).submissions
+        if last.train_job != predecessor:
+            return ""  # it is recorded already, or of an earlier submission
+        others = [job for job in client.successors(predecessor, _name(run, last)) if job != own]
+        client.cancel(others)
+        if reason := _ended(run, last, client):
+            return reason
+        earlier = (*last.earlier_jobs, predecessor)
+        _save(run, before, last, train_job=own, successor_job=None, earlier_jobs=earlier)
+    log.info("job %s continues the run after job %s", own, predecessor)
+    return ""
+
+
+def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str:
+    """Why nothing follows the last train job; empty if its successor continues the run."""
+    if last.cancelled_at is not None:
+        return "the run was cancelled"
+    records = attempts.load_attempts(run, "train")
+    record = records[-1] if records and records[-1].attempt >= last.first_attempt else None
+    if record is not None and record.action in ("finish", "stop"):
+        return f"the run has ended: {record.ending} → {record.action}"
+    # A supervisor may have no time to see that its job was cancelled, and not only preempted.
+    if _state(client, str(last.train_job)) != "CANCELLED":
+        return ""
+    text = f"Slurm: job {last.train_job} CANCELLED"
+    if record is not None:
+        ending = Ending("cancelled", (text, *record.evidence))
+        attempts.close_attempt(run, record, ending, ended_at=record.ended_at)
+    *before, _ = JobsRecord.load(run.jobs).submissions
+    _save(run, before, last, cancelled_at=time.time())
+    return text
+
+
+def _state(client: SlurmClient, job_id: str) -> str:
+    """The state of a job that has ended: slurmctld forgets it, and accounting may lag behind."""
+    job = retry_unreachable(lambda: client.queue([job_id])).get(job_id)
+    if job is not None:
+        return job.state
+    rows = [row for row in client.accounting(job_id) if row.job_id == job_id]
+    return rows[-1].state if rows else "UNKNOWN"
+
+
+def ensure_successor(
+    run: RunDir, allocation: SlurmAllocation, script: str, exclude: Sequence[str]
+) -> str | None:
+    """Submit the successor of this train job unless it has one; returns its job id.
+
+    Returns:
+        None if the job is not its run's train job, or was cancelled.
+
+    Raises:
+        SlurmError: sbatch refused it, or slurmctld is unreachable.
+    """
+    client, own = allocation.client, allocation.job_id
+    with locked(run, "supervise", LOCK_S):
+        *before, last = JobsRecord.load(run.jobs).submissions
+        if last.train_job != own or last.cancelled_at is not None:
+            return None
+        name = _name(run, last)
+        # Also one whose supervisor was killed before it could record it.
+        found = client.successors(own, name)
+        job = last.successor_job if last.successor_job in found else next(iter(found), None)
+        client.cancel([other for other in found if other != job])
+        if job is None:
+            job = client.submit(script, exclude=",".join(exclude), requeue=False, after=own,
+                                name=name)  # fmt: skip
+            log.info("job %s, submitted ahead, continues the run after this job", job)
+        _save(run, before, last, restart="chain", successor_job=job)
+    return job
+
+
+def cancel_successor(run: RunDir, allocation: Allocation) -> None:
+    """Cancel the successor of this train job; an error is only logged: it would exit by itself."""
+    assert isinstance(allocation, SlurmAllocation)
+    client, own = allocation.client, allocation.job_id
+    try:
+        with locked(run, "supervise", LOCK_S):
+            *before, last = JobsRecord.load(run.jobs).submissions
+            if last.train_job != own:
+                return
+            recorded = [] if last.successor_job is None else [last.successor_job]
+            found = client.successors(own, _name(run, last))
+            client.cancel(list(dict.fromkeys([*recorded, *found])))
+            _save(run, before, last, successor_job=None)
+    except SlurmllmError as error:
+        log.warning("the successor is not cancelled; it exits when it starts: %s", error)
+
+
+def _name(run: RunDir, last: Submission) -> str:
+    """The name of all successors in a chain: of its lane, else no other run's (`singleton`)."""
+    if last.lane is not None:
+        return last.lane
+    first = (*last.earlier_jobs, last.train_job)[0]
+    return f"{run.name}-train-{first}"
+
+
+def _save(run: RunDir, before: Sequence[Submission], last: Submission, **changes: object) -> None:
+    JobsRecord(submissions=(*before, last.model_copy(update=changes))).save(run.jobs)

@@ -1,0 +1,117 @@
+"""New workers in the same job: which nodes they get, and what becomes of the old ones."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from fake_slurm import FakeSlurm
+
+from slurmllm.config.resolve import resolve
+from slurmllm.records import AttemptRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.rundir import RunDir
+from slurmllm.supervise.allocation import SlurmAllocation
+from slurmllm.supervise.attempt_monitor import Observations
+from slurmllm.supervise.classify import Ending
+from slurmllm.supervise.supervisor import Supervisor
+
+NODES = tuple(f"n{number}" for number in range(1, 6))  # four of the mesh, and a spare one
+
+
+def allocation_of(cluster: FakeSlurm) -> SlurmAllocation:
+    allocation = SlurmAllocation.__new__(SlurmAllocation)
+    allocation.client, allocation.job_id, allocation.restart_count = cluster, "1", 0
+    allocation.nodes = allocation.all_nodes = NODES
+    return allocation
+
+
+def supervisor(tmp_path: Path, *overrides: str) -> Supervisor:
+    run, cluster = RunDir(tmp_path / "r"), FakeSlurm(NODES)
+    run.path.mkdir()
+    run.config.write_text(
+        resolve("tiny_neox", overrides=["slurm.spare_nodes=1", *overrides]).to_yaml()
+    )
+    cluster.start(cluster.submit("#!/bin/bash\n#SBATCH --nodes=5\n"))
+    last = Submission(submitted_at=1.0, nodes=4, first_attempt=0, local=False, train_job="1")
+    JobsRecord(submissions=(last,)).save(run.jobs)
+    return Supervisor(run, "train", allocation_of(cluster))
+
+
+def record(own: Supervisor, number: int) -> AttemptRecord:
+    opened = AttemptRecord.model_validate({
+        "attempt": number, "stage": "train", "job_id": "1", "nodes": own.allocation.nodes,
+        "world_size": 4, "master_addr": "n1", "master_port": 2000, "started_at": time.time(),
+    })  # fmt: skip
+    opened.save(own.run.attempt("train", number).record)
+    return opened
+
+
+def close(
+    own: Supervisor, number: int, *blamed: str, text: str = "{} failed its checks"
+) -> AttemptRecord:
+    """An attempt that ended because of some nodes, whose launchers never reported."""
+    evidence = tuple(text.format(node) for node in blamed) or ("rank 1 was ended by SIGKILL",)
+    ending = Ending("node_failure", evidence, blamed)
+    closed = own._close(record(own, number), ending, {}, Observations())
+    if closed.action == "restart":
+        own._restart(closed)
+    return closed
+
+
+def alive(own: Supervisor, number: int, node: str) -> None:
+    """The node's launcher has reported how its workers ended."""
+    NodeRecord.model_validate({"node": node, "pids": {1: 7}, "exit_codes": {1: -9}}).save(
+        own.run.attempt("train", number).node(node)
+    )
+
+
+def test_spare_nodes_replace_lost_ones_until_none_is_left(tmp_path: Path) -> None:
+    own = supervisor(tmp_path, "slurm.no_progress_limit=9")
+    assert own.allocation.nodes == NODES[:4]  # the spare one waits
+    assert close(own, 0, "n2").action == "restart"
+    assert own.allocation.nodes == ("n1", "n3", "n4", "n5")
+    closed = close(own, 1, "n3")
+    assert (closed.action, closed.backoff_s) == ("requeue", 60.0)
+
+
+def test_the_first_node_has_the_supervisor(tmp_path: Path) -> None:
+    own = supervisor(tmp_path)
+    assert close(own, 0, "n1").action == "requeue"
+
+
+def test_a_crash_keeps_its_node_and_a_second_one_does_not(tmp_path: Path) -> None:
+    own = supervisor(tmp_path, "slurm.no_progress_limit=9")
+    for number in (0, 1):
+        for node in NODES:
+            alive(own, number, node)
+    assert close(own, 0, "n2", text="rank 1 on {} was ended by SIGKILL").action == "restart"
+    assert own.allocation.nodes == NODES[:4]
+    # Blamed twice, and nothing was gained: other nodes, by the queue.
+    assert close(own, 1, "n2", text="rank 1 on {} was ended by SIGKILL").action == "requeue"
+    assert own._failed_nodes == {"n2"}
+
+
+@pytest.mark.parametrize("how", ["off", "stopped"])
+def test_no_restart(tmp_path: Path, how: str) -> None:
+    own = supervisor(tmp_path, *(["slurm.restart_in_allocation=false"] if how == "off" else []))
+    if how == "stopped":  # the time limit comes
+        own.stop.name = "SIGUSR1"
+    assert close(own, 0).action == "requeue"
+
+
+def test_srun_names_the_nodes_once_some_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    own = allocation_of(FakeSlurm(NODES))
+    own.launch(tmp_path, "train", 0)
+    own.restart(("n1", "n3", "n4", "n5"), 0.0)
+    own.launch(tmp_path, "train", 1)
+    first, second = commands
+    assert not any(part.startswith("--nodelist") for part in first)
+    assert "--overlap" not in first
+    assert "--nodelist=n1,n3,n4,n5" in second
+    assert {"--nodes=4", "--ntasks=4", "--overlap"} <= set(second)

@@ -1,0 +1,254 @@
+"""The chain of jobs: one successor at a time, cancelled at the end, which no race can double."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from fake_slurm import FakeSlurm
+
+from slurmllm.config.load import read_summary
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import SlurmError
+from slurmllm.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.rundir import RunDir
+from slurmllm.slurm.client import PREDECESSOR
+from slurmllm.status.run_state import JobState, derive_state, read_records
+from slurmllm.status.runs import is_active
+from slurmllm.supervise import allocation as allocations
+from slurmllm.supervise.allocation import SlurmAllocation
+from slurmllm.supervise.successor import (
+    cancel_successor,
+    choose_restart,
+    ensure_successor,
+    take_over,
+)
+from slurmllm.supervise.supervisor import Supervisor
+
+SCRIPT = "#!/bin/bash\n#SBATCH --nodes=1\n"
+
+
+def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:
+    allocation = SlurmAllocation.__new__(SlurmAllocation)
+    allocation.client, allocation.job_id, allocation.restart_count = cluster, job_id, 0
+    allocation.nodes = allocation.all_nodes = ("n1", "n2")
+    return allocation
+
+
+def sent(run: RunDir) -> Submission:
+    last = JobsRecord.load(run.jobs).last
+    assert last is not None
+    return last
+
+
+def attempt(run: RunDir, number: int, job: str, **more: object) -> AttemptRecord:
+    values = {
+        "attempt": number, "stage": "train", "job_id": job, "nodes": ("n1", "n2"), "world_size": 2,
+        "master_addr": "n1", "master_port": 2000, "started_at": time.time(),
+    }  # fmt: skip
+    record = AttemptRecord.model_validate({**values, **more})
+    record.save(run.attempt("train", number).record)
+    return record
+
+
+@pytest.fixture
+def chained(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
+    """A run whose train job 1 runs, on a site without requeues."""
+    run, cluster = RunDir(tmp_path / "r"), FakeSlurm()
+    assert cluster.config is not None
+    cluster.config["JobRequeue"], cluster.may_requeue = "0", False
+    run.script("train").parent.mkdir(parents=True)
+    run.logs.mkdir()
+    run.config.write_text(resolve("tiny_neox").to_yaml())
+    run.script("train").write_text(SCRIPT)
+    job = cluster.submit(SCRIPT, requeue=False)
+    cluster.start(job)
+    last = Submission(
+        submitted_at=1.0, nodes=2, first_attempt=0, local=False, train_job=job, restart="chain"
+    )
+    JobsRecord(submissions=(last,)).save(run.jobs)
+    return run, cluster
+
+
+def pending(cluster: FakeSlurm) -> list[str]:
+    return [job.job_id for job in cluster.jobs.values() if job.state == "PENDING"]
+
+
+def begin(cluster: FakeSlurm, job: str, monkeypatch: pytest.MonkeyPatch) -> SlurmAllocation:
+    """A successor starts: the job before it has ended."""
+    predecessor = cluster.jobs[job].after
+    assert predecessor is not None
+    cluster.start(job)
+    assert cluster.jobs[job].state == "RUNNING"
+    monkeypatch.setenv(PREDECESSOR, predecessor)
+    return start_of(cluster, job)
+
+
+def test_auto_finds_out(chained: tuple[RunDir, FakeSlurm]) -> None:
+    run, cluster = chained
+    assert choose_restart("auto", None, cluster) == "chain"
+    assert choose_restart("requeue", None, cluster) == "requeue"
+    assert cluster.config is not None
+    cluster.config["JobRequeue"] = "1"
+    assert choose_restart("auto", None, cluster) == "requeue"
+    # What an earlier submission has found out; but a user's choice comes first.
+    assert choose_restart("auto", sent(run), cluster) == "chain"
+    assert choose_restart("none", sent(run), cluster) == "none"
+    cluster.config = None  # slurmctld is unreachable
+    assert choose_restart("auto", None, cluster) == "requeue"
+
+
+def test_a_job_has_one_successor_whatever_was_recorded(
+    chained: tuple[RunDir, FakeSlurm],
+) -> None:
+    run, cluster = chained
+    own = start_of(cluster, "1")
+    job = ensure_successor(run, own, SCRIPT, ["n3"])
+    assert job == "2"
+    assert (cluster.jobs["2"].after, cluster.jobs["2"].excluded) == ("1", ("n3",))
+    assert not cluster.jobs["2"].may_requeue
+    assert ensure_successor(run, own, SCRIPT, []) == "2"  # a restart in the allocation
+    # A supervisor was killed between sbatch and the record, twice.
+    JobsRecord(submissions=(sent(run).model_copy(update={"successor_job": None}),)).save(run.jobs)
+    name = cluster.jobs["2"].name
+    cluster.submit(SCRIPT, name=name, after="1", requeue=False)
+    assert ensure_successor(run, own, SCRIPT, []) == "2"
+    assert (pending(cluster), sent(run).successor_job) == (["2"], "2")
+    cluster.start("2")
+    assert pending(cluster) == ["2"]  # job 1 runs
+    # A refusal leaves everything as it was.
+    cluster.cancel(["2"])
+    cluster.refuse = "AssocMaxSubmitJobLimit"
+    with pytest.raises(SlurmError, match="AssocMaxSubmitJobLimit"):
+        ensure_successor(run, own, SCRIPT, [])
+
+
+def test_the_successor_takes_over_and_has_one_itself(
+    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    for number in range(3):
+        own = start_of(cluster, str(sent(run).train_job))
+        job = ensure_successor(run, own, SCRIPT, [])
+        assert job is not None
+        attempt(run, number, own.job_id, ended_at=2.0, action="chain", **{"class": "hang"})
+        cluster.finish(own.job_id, "FAILED")
+        following = begin(cluster, job, monkeypatch)
+        assert take_over(run, following) == ""
+        assert (sent(run).train_job, sent(run).successor_job) == (job, None)
+        assert take_over(run, following) == ""  # again, as after a requeue
+        assert pending(cluster) == []
+    assert sent(run).earlier_jobs == ("1", "2", "3")
+    assert len({job.name for job in cluster.jobs.values() if job.name}) == 1  # all names equal
+
+
+def test_the_successor_of_a_run_that_has_ended_leaves(
+    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    own = start_of(cluster, "1")
+    job = ensure_successor(run, own, SCRIPT, [])
+    assert job is not None
+    attempt(run, 0, "1", ended_at=2.0, action="finish", **{"class": "done"})
+    cluster.finish("1")  # killed before it could cancel
+    following = begin(cluster, job, monkeypatch)
+    assert take_over(run, following) == "the run has ended: done → finish"
+    assert Supervisor(run, "train", following).main() == 1
+    assert len(run.attempts("train")) == 1
+
+
+def test_the_successor_of_a_cancelled_job_records_that(
+    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    job = ensure_successor(run, start_of(cluster, "1"), SCRIPT, [])
+    assert job is not None
+    # A plain scancel of the running job only; the supervisor had taken it for a preemption.
+    attempt(run, 0, "1", ended_at=2.0, action="chain", **{"class": "advance_signal"})
+    cluster.finish("1", "CANCELLED")
+    following = begin(cluster, job, monkeypatch)
+    assert take_over(run, following) == "Slurm: job 1 CANCELLED"
+    assert sent(run).cancelled_at is not None
+    assert AttemptRecord.load(run.attempt("train", 0).record).ending == "cancelled"
+
+
+def test_the_end_of_the_run_cancels_the_successor(chained: tuple[RunDir, FakeSlurm]) -> None:
+    run, cluster = chained
+    own = start_of(cluster, "1")
+    ensure_successor(run, own, SCRIPT, [])
+    cancel_successor(run, own)
+    assert (pending(cluster), sent(run).successor_job) == ([], None)
+
+
+def test_a_duplicate_and_a_job_of_an_earlier_submission_leave(
+    chained: tuple[RunDir, FakeSlurm],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, cluster = chained
+    monkeypatch.setattr(allocations, "RECORDED_S", 0.0)
+    late = cluster.submit(SCRIPT, after="1", requeue=False)
+    cluster.finish("1", "FAILED")
+    again = sent(run).model_copy(update={"train_job": "77"})
+    JobsRecord(submissions=(sent(run), again)).save(run.jobs)
+    following = begin(cluster, late, monkeypatch)
+    assert Supervisor(run, "train", following).main() == 1
+    assert f"job {late} is not of the last submission" in caplog.text
+    assert sent(run).train_job == "77"
+    assert ensure_successor(run, start_of(cluster, "1"), SCRIPT, []) is None
+
+
+def closed(run: RunDir, **more: object) -> AttemptRecord:
+    fields = {"ended_at": time.time(), "class": "node_failure", "action": "requeue"}
+    return attempt(run, 0, "1", **fields, **more)
+
+
+def test_a_refused_requeue_becomes_a_chain(
+    chained: tuple[RunDir, FakeSlurm], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, cluster = chained
+    JobsRecord(submissions=(sent(run).model_copy(update={"restart": "requeue"}),)).save(run.jobs)
+    own = Supervisor(run, "train", start_of(cluster, "1"))
+    assert own._act(closed(run, backoff_s=60.0)) == 75
+    assert AttemptRecord.load(run.attempt("train", 0).record).action == "chain"
+    assert "disabled: another job continues the run" in caplog.text
+    assert (sent(run).restart, sent(run).successor_job) == ("chain", "2")
+    assert cluster.jobs["2"].delay_s == 60.0
+
+
+def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(
+    chained: tuple[RunDir, FakeSlurm],
+) -> None:
+    run, cluster = chained
+    cluster.refuse = "QOSMaxSubmitJobPerUserLimit"
+    own = Supervisor(run, "train", start_of(cluster, "1"))
+    record = closed(run).model_copy(update={"action": "chain"})
+    assert own._act(record) == 70
+    found = AttemptRecord.load(run.attempt("train", 0).record)
+    assert found.action == "stop"
+    assert "QOSMaxSubmitJobPerUserLimit" in found.evidence[-1]
+    assert "`slurmllm resume r` continues" in found.evidence[-1]
+
+
+def test_a_requeue_that_was_asked_for_is_not_replaced(
+    chained: tuple[RunDir, FakeSlurm], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, cluster = chained
+    run.config.write_text(resolve("tiny_neox", overrides=["slurm.restart=requeue"]).to_yaml())
+    own = Supervisor(run, "train", start_of(cluster, "1"))
+    assert own._act(closed(run)) == 75
+    assert "disabled; if the job ends here, `slurmllm resume r`" in caplog.text
+    assert list(cluster.jobs) == ["1"]
+
+
+def test_status_and_cancel_know_the_successor(chained: tuple[RunDir, FakeSlurm]) -> None:
+    run, cluster = chained
+    ensure_successor(run, start_of(cluster, "1"), SCRIPT, [])
+    assert sent(run).own_jobs == ["2", "1"]
+    attempt(run, 0, "1", ended_at=2.0, action="chain", **{"class": "hang"})
+    cluster.finish("1", "FAILED")
+    assert is_active(run, cluster)
+    records = read_records(run, read_summary(run.config))
+    jobs = {"train": JobState("1", "FAILED"), "successor": JobState("2", "PENDING", "Resources")}
+    assert derive_state(records, jobs) == ("requeued", "waiting for Resources")
