@@ -15,7 +15,7 @@ from slurmllm.slurm.client import QueuedJob, SlurmClient
 from slurmllm.supervise.attempts import is_running, load_attempts
 
 _RUNNING = ("RUNNING", "COMPLETING")
-_WAITING = ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD")
+_WAITING = ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD", "EXPEDITING")
 
 
 @dataclass(frozen=True)
