@@ -150,7 +150,10 @@ def test_more_failures_leave_less() -> None:
 @settings(max_examples=3)
 @given(st.floats(20, 60), st.floats(2, 8))
 def test_the_formulas_interval_is_the_best_one(cost_s: float, mtbf_hours: float) -> None:
-    """Within 1 % of the best of a grid of intervals around it, in utilization."""
+    """Within 2 % of the best of a grid of intervals around it, in utilization.
+
+    A hundred simulated failures leave the lost time, 15 % at most, uncertain by a tenth.
+    """
     best = best_interval_s(cost_s, mtbf_hours * HOUR_S) / 10
     base = scenario(
         horizon_s=100 * mtbf_hours * HOUR_S, save=SaveCost(cost_s, cost_s),
@@ -162,7 +165,7 @@ def test_the_formulas_interval_is_the_best_one(cost_s: float, mtbf_hours: float)
         return account_node_hours(simulate(replace(base, recipe=own), seed=1)).effective or 0.0
 
     found = {factor: effective(factor) for factor in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)}
-    assert found[1.0] >= max(found.values()) - 0.01
+    assert found[1.0] >= max(found.values()) - 0.02
     assert found[0.25] < found[1.0] > found[4.0]
 
 
