@@ -62,7 +62,12 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
     later = [steps.seconds[1:] for steps in history.steps.values() if len(steps) > 1]
     typical_s = float(np.median(np.concatenate(later))) if later else None
     attempts = sorted(history.attempts, key=lambda a: a.started_at)
-    owns = [_incarnation(attempt, history) for attempt in attempts]
+    owns: list[Incarnation | None] = []
+    for attempt in attempts:
+        own = _incarnation(attempt, history)
+        if own in owns and attempts[owns.index(own)].restart_count != attempt.restart_count:
+            own = None  # accounting does not have this start yet
+        owns.append(own)
     found = []
     for place, (attempt, own) in enumerate(zip(attempts, owns, strict=True)):
         start, end, nodes = _span(attempt, own, history)
@@ -105,14 +110,15 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
 
 
 def _incarnation(attempt: AttemptRecord, history: RunHistory) -> Incarnation | None:
-    """The job start in which an attempt was opened: the supervisor's clock is a node's."""
-    around = [
-        one
-        for one in history.incarnations
-        if one.job_id == attempt.job_id
-        and one.start - _SLACK_S <= attempt.started_at <= one.end + _SLACK_S
-    ]
-    return max(around, key=lambda one: one.start, default=None)
+    """The job start in which an attempt was opened; the supervisor's clock is a node's."""
+
+    def distance_s(one: Incarnation) -> float:
+        return max(one.start - attempt.started_at, attempt.started_at - one.end, 0.0)
+
+    # The closest one: a job that gave up a node has another one right after it.
+    of_job = [one for one in history.incarnations if one.job_id == attempt.job_id]
+    own = min(of_job, key=lambda one: (distance_s(one), -one.start), default=None)
+    return own if own is not None and distance_s(own) <= _SLACK_S else None
 
 
 def _last_kept_steps(history: RunHistory) -> dict[int, int]:

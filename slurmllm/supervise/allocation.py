@@ -55,13 +55,14 @@ class Allocation(ABC):
     """The nodes of an attempt; the first one is the supervisor's own."""
 
     nodes: tuple[str, ...]
+    given_up: tuple[str, ...] = ()  # nodes that the job no longer holds; a requeue asks for as many
     job_id: str | None
     restart_count: int = 0
     requeues: bool = False  # whether Slurm starts the job again; else its caller starts the script
 
     @property
     def size(self) -> int:
-        """The number of nodes that the job holds, spare ones included."""
+        """The number of nodes that the job asks for, spare ones included."""
         return len(self.nodes)
 
     @property
@@ -115,7 +116,7 @@ class SlurmAllocation(Allocation):
 
     @property
     def size(self) -> int:
-        return len(self.all_nodes or self.nodes)
+        return len(self.all_nodes or self.nodes) + len(self.given_up)
 
     def choose(self, without: Collection[str], count: int) -> tuple[str, ...]:
         """The nodes for new workers in this job; empty if too few remain.
@@ -137,6 +138,7 @@ class SlurmAllocation(Allocation):
         left = tuple(name for name in self.all_nodes if name not in lost)
         if left != self.all_nodes:
             self.client.shrink(self.job_id, left)
+            self.given_up += tuple(name for name in self.all_nodes if name in lost)
             self.all_nodes = left
 
     def restart(self, nodes: tuple[str, ...], patience_s: float) -> None:

@@ -238,6 +238,30 @@ def test_slurms_own_node_hours() -> None:
     assert (second.nodes, second.running) == (2, True)
 
 
+def test_attempts_of_one_job_start_share_its_time_and_spare_nodes_are_idle() -> None:
+    """A job of five nodes, one of them spare; a crash and a restart in the allocation."""
+    history = lost_and_resumed()
+    held = replace(history, incarnations=[Incarnation("7", "train", 5, 98.0, 271.0)])
+    first, second = break_down_time(held)
+    assert (first.start, first.end, second.start, second.end) == (98.0, 200.0, 200.0, 271.0)
+    assert (first.nodes, first.spare_nodes) == (4, 1)
+    used = account_node_hours(held)
+    assert used.node_hours * HOUR_S == pytest.approx(5 * 173)
+    assert math.fsum(used.parts.values()) == pytest.approx(used.node_hours)
+    assert used.parts["productive"] * HOUR_S == pytest.approx(4 * 24)
+    assert used.parts["idle"] * HOUR_S >= 173
+    # It gave a node up: for accounting the job goes on as another start, without a gap.
+    parts = [Incarnation("7", "train", n, *span) for n, span in ((5, (98, 171)), (4, (171, 271)))]
+    first, second = break_down_time(replace(history, incarnations=parts))
+    assert (first.start, first.end, first.spare_nodes) == (98, 171, 1)
+    assert (second.start, second.end, second.spare_nodes) == (171, 271, 0)
+    # Accounting that lags behind a requeue has no start for the second attempt yet.
+    requeued = [history.attempts[0], history.attempts[1].model_copy(update={"restart_count": 1})]
+    late = replace(history, attempts=requeued, incarnations=history.incarnations[:1])
+    first, second = break_down_time(late)
+    assert (first.end, second.start, second.nodes) == (180.0, 200.0, 4)
+
+
 def slurm_job() -> Any:
     import fake_slurm
 

@@ -184,3 +184,10 @@ def test_caches_of_two_runs_of_one_name_stay_apart() -> None:
     one, other = (node_local_cache(config, RunDir(Path(p))) for p in ("/a/runs/x", "/b/runs/x"))
     assert one != other
     assert one.startswith("/var/tmp/slurmllm-ada/x-")
+
+
+def test_spare_nodes_and_sites_without_requeues() -> None:
+    lines = text("tiny_neox", "train", 4, "slurm.spare_nodes=2", "slurm.restart=chain").splitlines()
+    assert {"#SBATCH --nodes=6", "#SBATCH --no-requeue"} <= set(lines)
+    assert "#SBATCH --requeue" not in lines
+    assert "#SBATCH --nodes=1" in text("tiny_neox", "precompile", 4, "slurm.spare_nodes=2")

@@ -12,6 +12,7 @@ from fake_slurm import FakeSlurm
 from slurmllm.config.resolve import resolve
 from slurmllm.records import AttemptRecord, JobsRecord, NodeRecord, Submission
 from slurmllm.rundir import RunDir
+from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations
 from slurmllm.supervise.classify import Ending
@@ -72,7 +73,10 @@ def test_spare_nodes_replace_lost_ones_until_none_is_left(tmp_path: Path) -> Non
     assert own.allocation.nodes == NODES[:4]  # the spare one waits
     assert close(own, 0, "n2").action == "restart"
     assert own.allocation.nodes == ("n1", "n3", "n4", "n5")
-    closed = close(own, 1, "n3")
+    # The job holds four nodes; a requeue asks for five.
+    opened = attempts.open_attempt(own.run, "train", own.config, own.allocation)
+    assert (opened.spare_nodes, own.allocation.size) == (0, 5)
+    closed = close(own, opened.attempt, "n3")
     assert (closed.action, closed.backoff_s) == ("requeue", 60.0)
 
 
