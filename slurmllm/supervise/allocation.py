@@ -6,6 +6,7 @@ rendezvous, records and restarts take the same path as under Slurm.
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
 import re
@@ -402,6 +403,7 @@ def _export_site(config: RunConfig, folders: Sequence[Path]) -> None:
         shown: list[Path | str] = [*folders, cluster.node_local]
         words = shlex.join(container_words(cluster.container, cluster.device, shown))
         os.environ[CONTAINER_PYTHON] = cluster.container.python
+        os.environ["LOGNAME"] = getpass.getuser()  # the image's passwd need not know it
         os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = words
 
 
