@@ -26,17 +26,21 @@ if TYPE_CHECKING:
 def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None:
     """Open a shell on a node of RUN's running job, or run COMMAND there.
 
-    It has the environment variables of RUN's workers and starts in RUN's directory. It shares the
-    node with the workers, and ends with the job.
+    It has the environment variables of RUN's workers and starts in RUN's directory, after the
+    profile's setup and in its container. It shares the node with the workers, and ends with the
+    job.
     """
     import os
+    import shlex
     import sys
 
     from slurmllm.backends.environment import node_local_cache, worker_environment
     from slurmllm.config.load import load
     from slurmllm.errors import SlurmError, UserError
     from slurmllm.rundir import find_run
-    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.slurm.client import SRUN_OPTIONS, SlurmClient
+    from slurmllm.submit.render import shared_folders
+    from slurmllm.supervise.allocation import export_site, task_command
 
     found, client = find_run(run, runs_dir), SlurmClient()
     config = load(found.config, trusted=True)
@@ -44,6 +48,7 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not command and not on_terminal:
         raise UserError("a shell needs a terminal; give a command: `slurmllm shell RUN -- COMMAND`")
+    export_site(config, shared_folders(config, found), on_terminal)
     # srun would take the variables of a surrounding job for its own options.
     kept = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_") or n == "SLURM_CONF"}
     own = {name: variable.value for name, variable in worker_environment(config, found).items()}
@@ -51,11 +56,12 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     srun = [
         "srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}",
         "--cpu-bind=none", f"--chdir={found.path}", *(["--pty"] if on_terminal else []),
+        *shlex.split(os.environ.get(SRUN_OPTIONS, "")), *task_command(command or ("bash",)),
     ]  # fmt: skip
     try:
         # Secrets too: the environment, unlike the command line, is this user's only.
         environment = {**kept, **own, **config.worker_secrets()}
-        os.execvpe("srun", [*srun, *(command or ("bash",))], environment)  # noqa: S606 (no shell)
+        os.execvpe("srun", srun, environment)  # noqa: S606 (no shell)
     except OSError as error:
         raise SlurmError(f"srun cannot be started: {error}") from error
 

@@ -51,13 +51,16 @@ def paths_of(container: Container) -> list[Path]:
     return [Path(path) for path in (*files, *(m.partition(":")[0] for m in container.mounts))]
 
 
-def container_words(container: Container, device: str, folders: Iterable[Path | str]) -> list[str]:
+def container_words(
+    container: Container, device: str, folders: Iterable[Path | str], terminal: bool = False
+) -> list[str]:
     """The options of srun, for pyxis, or the command that a task follows.
 
     Args:
         container: The container.
         device: `cluster.device`.
         folders: Further folders of the host, for the same paths inside.
+        terminal: Whether the command needs a terminal.
     """
     mounts = [*_outermost(folders), *container.mounts]
     full = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
@@ -79,7 +82,7 @@ def container_words(container: Container, device: str, folders: Iterable[Path | 
         "--ipc=host",
         "--pid=host",
     ]
-    words += ["--ulimit=memlock=-1"]
+    words += ["--ulimit=memlock=-1", *(["--interactive", "--tty"] if terminal else [])]
     if container.runtime == "docker":
         words += [f"--user={os.getuid()}:{os.getgid()}", *(["--gpus=all"] if gpu else [])]
     else:

@@ -11,7 +11,7 @@ Options = dict[str, str | bool]  # option → value; True for one without a valu
 _TASKS = "slurmllm starts one task a node, which starts the workers (cluster.devices_per_node)"
 _LOGS = "the logs are files of the run's directory, which `slurmllm logs` reads"
 _EARLY = "it ends the command before a job exists"
-_RESTARTS = "slurmllm decides by how an attempt ended (slurm.failure_budget and others)"
+_RESTARTS = "slurm.restart (requeue, chain, none) and slurm.spare_nodes decide it"
 # Why an option of sbatch or srun contradicts what slurmllm generates, and what does it instead.
 _REFUSED = {
     "nodes": "--nodes of slurmllm sets the number of nodes",

@@ -34,6 +34,7 @@ from slurmllm.safe_files import (
 )
 from slurmllm.slurm.setup import setup_faults, setup_warnings
 from slurmllm.submit.render import render
+from slurmllm.supervise.allocation import forget_site
 
 if TYPE_CHECKING:
     from slurmllm.config.cluster import Cluster
@@ -106,6 +107,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         _require_own(request.run, config.cluster.trusted_group)
     if not dry_run:
         limit_umask(config.cluster)
+        forget_site()
     folder = request.folder or root
     run = request.run or new_run(folder, request.name, config.recipe.name)
     chosen = config.recipe.parallel.auto

@@ -5,6 +5,7 @@ A script is a pure function's text; the bodies in `sbatch/` hold no variable par
 
 from __future__ import annotations
 
+import getpass
 import re
 import shlex
 from pathlib import Path
@@ -114,6 +115,8 @@ def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
     if container is not None:
         words = container_words(container, config.cluster.device, shared_folders(config, run))
         lines.append(f"export {CONTAINER_PYTHON}={shlex.quote(container.python)}")
+        # An image's passwd need not know the user, whose name is in paths.
+        lines.append(f"export LOGNAME={shlex.quote(getpass.getuser())}")
         if container.srun_runs_it:
             srun = [*words, *srun]
         else:

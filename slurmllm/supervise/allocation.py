@@ -6,6 +6,7 @@ rendezvous, records and restarts take the same path as under Slurm.
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
 import re
@@ -35,7 +36,7 @@ from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SRUN_OPTIONS, SlurmClient, retry_unreachable
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, in_container
-from slurmllm.slurm.setup import SETUP, in_setup
+from slurmllm.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup
 
 _STEP = "slurmllm-launch"  # name of the launchers' step
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
@@ -180,7 +181,7 @@ class SlurmAllocation(Allocation):
             *(f"--cpus-per-task={cpus}" for cpus in [os.environ.get("SLURM_CPUS_ON_NODE")] if cpus),
             *options,
             *shlex.split(os.environ.get(SRUN_OPTIONS, "")),
-            *_task(command),
+            *task_command(command),
         ]
         errors = None if output is None else subprocess.STDOUT
         try:
@@ -388,7 +389,7 @@ def node_command(cluster: Cluster, module: str = "slurmllm") -> list[str]:
     return [own or sys.executable, "-P", "-m", module]
 
 
-def _task(command: Sequence[str]) -> list[str]:
+def task_command(command: Sequence[str]) -> list[str]:
     """The command of a task of srun: after cluster.setup, and in cluster.container."""
     inside = in_container(command)
     # With pyxis the task itself is inside, where the site's modules are not.
@@ -396,14 +397,22 @@ def _task(command: Sequence[str]) -> list[str]:
     return inside if by_srun else in_setup(inside)
 
 
-def _export_site(config: RunConfig, folders: Sequence[Path]) -> None:
-    """Set what a batch script exports for its tasks."""
+def forget_site() -> None:
+    """Remove the same variables of a job that this process runs in: a new job has its own."""
+    for name in (SETUP, SETUP_ERROR, VERSION, CONTAINER, CONTAINER_PYTHON, SRUN_OPTIONS):
+        os.environ.pop(name, None)
+
+
+def export_site(config: RunConfig, folders: Sequence[Path], terminal: bool = False) -> None:
+    """Set what a batch script exports for its tasks, which may need a terminal."""
+    forget_site()
     cluster = config.cluster
     os.environ[SETUP] = "\n".join(cluster.setup)
     if cluster.container is not None:
         shown: list[Path | str] = [*folders, cluster.node_local]
-        words = shlex.join(container_words(cluster.container, cluster.device, shown))
+        words = shlex.join(container_words(cluster.container, cluster.device, shown, terminal))
         os.environ[CONTAINER_PYTHON] = cluster.container.python
+        os.environ["LOGNAME"] = getpass.getuser()  # the image's passwd need not know it
         os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = words
 
 
@@ -432,7 +441,7 @@ def allocate_nodes(
     if local:
         os.environ[LOCAL_NODES] = str(nodes or 1)
         return LocalAllocation()
-    _export_site(config, folders)
+    export_site(config, folders)
     given = dict(options or {})
     if "SLURM_JOB_ID" in os.environ and nodes is None and not given.get("nodelist"):
         set_cpus_on_node()

@@ -26,7 +26,7 @@ def test_a_command_line_is_read_as_sbatch_reads_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--no-requeue", "--no-requeue is not possible: slurmllm decides"),
+        ("--no-requeue", r"--no-requeue is not possible: slurm\.restart"),
         ("-N 3", "--nodes is not possible: --nodes of slurmllm sets"),
         ("-o x", "--output is not possible: the logs are files of the run's directory"),
         ("-dafterok:3", "--dependency is not possible: --dependency of `submit`"),

@@ -1,19 +1,21 @@
-"""A run in a container on a real Slurm, with a stand-in for Apptainer."""
+"""A run in a container on a real Slurm, with Apptainer, or a stand-in if it is not installed."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import Bench, processes_with
+from end_to_end.bench import SLOWER_STEPS, Bench, processes_with
 from end_to_end.slurm_runs import Cluster, outside_pid, submit, wait
 
 pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parents[2]
+EAGER = ("--set=train.compile=false", SLOWER_STEPS)
 # As `apptainer exec` does it for root: a mount namespace with the image as its root, the host's
 # process ids, and the command in the place of the task's own process.
 STAND_IN = """\
@@ -21,7 +23,7 @@ STAND_IN = """\
 set -eu
 [ "$1" = exec ] || exit 9
 shift
-binds=(/proc /sys /dev /tmp /etc /usr)
+binds=(/proc /sys /dev /tmp /etc)
 while [[ $1 == --* ]]; do
   [ "$1" = --bind ] || exit 8
   binds+=("${2%%:*}")
@@ -37,20 +39,24 @@ exec unshare --mount bash -euc '
     mkdir -p "/mnt$folder"
     mount --rbind "$folder" "/mnt$folder"
   done
-  for link in bin sbin lib lib64; do ln -sfn "usr/$link" "/mnt/$link"; done
   exec chroot /mnt "$@"' "$image" "${@:2}"
 """
 
 
 @pytest.fixture
 def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An image with an interpreter of its own, and the stand-in on the PATH of the jobs."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "apptainer").write_text(STAND_IN)
-    (tmp_path / "bin" / "apptainer").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    """An image with an interpreter of its own, and Apptainer, or the stand-in, on the PATH."""
+    if shutil.which("apptainer") is None:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "apptainer").write_text(STAND_IN)
+        (tmp_path / "bin" / "apptainer").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     inside = tmp_path / "image" / "opt" / "inside"
     inside.mkdir(parents=True)
+    for name in ("usr", "etc", "proc", "sys", "dev", "tmp", "root"):
+        (tmp_path / "image" / name).mkdir()
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (tmp_path / "image" / name).symlink_to(f"usr/{name}")
     (inside / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (inside / "python").chmod(0o755)
     return tmp_path / "image"
@@ -58,7 +64,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def settings(image: Path) -> tuple[str, ...]:
     shown = {str(ROOT), sys.prefix, sys.base_prefix, *(path for path in sys.path if path)}
-    folders = sorted(path for path in shown if Path(path).is_dir() and not path.startswith("/usr"))
+    folders = ["/usr", *(p for p in sorted(shown) if Path(p).is_dir() and p[:5] != "/usr/")]
     container = {
         "runtime": "apptainer", "image": str(image), "mounts": folders,
         "python": "/opt/inside/python",
@@ -66,16 +72,16 @@ def settings(image: Path) -> tuple[str, ...]:
     return (
         f"--set=cluster.container={json.dumps(container)}",
         '--set=cluster.setup=["export FROM_SETUP=1"]',
-        "--set=train.compile=false", "--set=slurm.backoff_s=0",
+        *EAGER, "--set=slurm.backoff_s=0",
     )  # fmt: skip
 
 
 def test_a_run_in_a_container_is_killed_and_resumed(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...], image: Path
 ) -> None:
-    submit(bench, inputs, "outside", "--set=train.compile=false")
+    submit(bench, inputs, "outside", *EAGER)
     submit(bench, inputs, "inside", *settings(image))
-    bench.wait_for_step("inside", 12)
+    bench.wait_for_step("inside", 4)
     workers = [
         pid for pid in processes_with(f"{bench.runs / 'inside'}\0--stage\0train") if root(pid)
     ]

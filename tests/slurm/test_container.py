@@ -14,7 +14,7 @@ from slurmllm.config.container import Container, container_words
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, check_container, in_container
-from slurmllm.supervise.allocation import _task
+from slurmllm.supervise.allocation import task_command
 
 
 @pytest.fixture
@@ -63,13 +63,13 @@ def test_setup_runs_outside_except_with_pyxis(monkeypatch: pytest.MonkeyPatch) -
     command = [sys.executable, "-m", "slurmllm"]
     start("apptainer exec /a.sif", monkeypatch, "python3")
     inside = ["apptainer", "exec", "/a.sif", "python3", "-m", "slurmllm"]
-    assert _task(command)[:2] == ["bash", "-c"]
-    assert _task(command)[-6:] == inside
+    assert task_command(command)[:2] == ["bash", "-c"]
+    assert task_command(command)[-6:] == inside
     monkeypatch.delenv(CONTAINER)
-    assert _task(command) == ["python3", "-m", "slurmllm"]
+    assert task_command(command) == ["python3", "-m", "slurmllm"]
     monkeypatch.delenv(CONTAINER_PYTHON)
     monkeypatch.delenv("SLURMLLM_SETUP")
-    assert _task(command) == command
+    assert task_command(command) == command
 
 
 def test_what_is_wrong_is_found_before_any_srun(
