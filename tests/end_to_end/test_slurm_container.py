@@ -95,7 +95,7 @@ def test_a_run_in_a_container_is_killed_and_resumed(
     os.kill(outside_pid(bench.runs / "inside", rank=1), signal.SIGKILL)
     wait(bench, "inside", "done")
     wait(bench, "outside", "done")
-    assert bench.endings("inside")[-2:] == [("node_failure", "requeue"), ("done", "finish")]
+    assert bench.endings("inside")[-2:] == [("node_failure", "restart"), ("done", "finish")]
     bench.compare_exactly("outside", "inside")
 
 
