@@ -1,4 +1,4 @@
-"""What submit, status, cancel, compare and report do with a sweep."""
+"""What submit, status, compare and report do with a sweep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
     from slurmllm.rundir import SweepDir
-    from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.sweeps import RankedRun, SweepState
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.sweep import Case, PreparedSweep
@@ -147,37 +146,6 @@ def _print_prepared(
     if jobs:
         for number, verb in enumerate(("status", "compare", "cancel")):
             click.echo(f"{'' if number else 'next':<10} slurmllm {verb} {name}")
-
-
-def cancel(sweep: SweepDir, client: SlurmClient) -> None:
-    """Cancel all jobs of a sweep, those that run last: no lane may start another one meanwhile."""
-    from slurmllm.cli.submit import cancel_run, require_own_record
-    from slurmllm.records import JobsRecord, SweepRecord
-    from slurmllm.rundir import RunDir
-    from slurmllm.status.runs import is_active
-    from slurmllm.submit.launch import record_cancellation
-    from slurmllm.supervise.run_lock import locked
-
-    with locked(RunDir(sweep.path), "cancel"):
-        cases = (sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases)
-        sent = {
-            run: last for run in (*sweep.graph_runs(), *cases) if (last := JobsRecord.of(run).last)
-        }
-        for run in [run for run, last in sent.items() if last.local and is_active(run, client)]:
-            cancel_run(run, client)
-        jobs = {job: run for run, last in sent.items() if not last.local for job in last.own_jobs}
-        queue = client.queue(list(jobs))
-        active = [job for job in reversed(jobs) if job in queue and queue[job].active]
-        active.sort(key=lambda job: queue[job].state != "PENDING")
-        for job in active:
-            require_own_record(jobs[job])
-        if not active:
-            click.echo(f"{sweep.name} has no pending or running jobs; nothing to cancel")
-            return
-        client.cancel(active)
-        for run in dict.fromkeys(jobs[job] for job in active):
-            record_cancellation(run)
-        click.echo(f"cancelled {len(active)} jobs: {', '.join(active)}")
 
 
 def print_table_of(sweep: SweepDir, as_json: bool) -> None:

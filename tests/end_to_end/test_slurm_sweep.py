@@ -20,6 +20,7 @@ def test_two_at_a_time_and_one_cancelled(
     arguments = (
         "submit", "tiny_neox", "--nodes=2", "--name=grid", *SMALL, *inputs, "--exclude=n5",
         "--sweep=optim.lr=3e-4,3e-3", "--sweep=train.seed=1,2,3", "--max-running=2",
+        "--precompile=always",  # other runs here may have the same graphs
     )  # fmt: skip
     sent = json.loads(bench.call(*arguments, "--json"))
     jobs = {run["run"]: run["train_job"] for run in sent["runs"]}

@@ -1,0 +1,135 @@
+"""`slurmllm cancel`: the jobs of a run, or of all runs of a sweep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slurmllm.rundir import RunDir, SweepDir
+    from slurmllm.slurm.client import SlurmClient
+
+
+@click.command()
+@click.argument("run", shell_complete=options.complete_run)
+@options.runs_dir
+def cancel(run: str, runs_dir: Path) -> None:
+    """Cancel RUN's jobs, or those of a sweep.
+
+    The workers save a checkpoint before they exit, if Slurm gives them the time.
+    """
+    from slurmllm.rundir import find_run, find_sweep
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.supervise.run_lock import locked
+
+    if (sweep := find_sweep(run, runs_dir)) is not None:
+        _cancel_sweep(sweep, SlurmClient())
+        return
+    found = find_run(run, runs_dir)
+    with locked(found, "cancel"):
+        _cancel_run(found, SlurmClient())
+
+
+def _require_own_record(run: RunDir) -> None:
+    """Raise RunError if others may have written what is to be cancelled."""
+    from slurmllm.errors import RunError
+    from slurmllm.safe_files import why_untrusted
+
+    if why := why_untrusted(run.jobs.stat()):
+        raise RunError(
+            f"{run.jobs}: {why}; it may name any job or process of yours. Whose run it is can "
+            "cancel it; an administrator uses `scancel`"
+        )
+
+
+def _cancel_run(found: RunDir, client: SlurmClient) -> None:
+    import signal
+
+    from slurmllm.errors import RunError
+    from slurmllm.records import JobsRecord
+    from slurmllm.status.runs import is_active
+    from slurmllm.submit.launch import record_cancellation
+
+    sent = JobsRecord.of(found).last
+    if sent is not None:
+        _require_own_record(found)
+    if sent is None or not is_active(found, client):
+        click.echo(f"{found.name} has no pending or running jobs; nothing to cancel")
+        return
+    if sent.local and sent.pid is not None:
+        if sent.process is None:  # of an earlier version; the id may be another process's by now
+            raise RunError(
+                f"{found.name} has no record of when its process {sent.pid} was started, so that "
+                "it could be another program by now; look at it with "
+                f"`ps -o lstart,args -p {sent.pid}`, and end it with `kill {sent.pid}`"
+            )
+        _signal(sent.pid, 0)
+        if sent.cancelled_at is not None:  # a second signal would end it before it has saved
+            click.echo(
+                f"process {sent.pid} was asked to save and exit before, and is still running; "
+                f"`kill {sent.pid}` ends it at once, without a checkpoint"
+            )
+            return
+        record_cancellation(found)  # before the signal: the process reads the reason when it ends
+        _signal(sent.pid, signal.SIGTERM)
+        click.echo(f"asked process {sent.pid} to save and exit")
+    else:
+        client.cancel(sent.own_jobs)
+        record_cancellation(found)
+        click.echo(f"cancelled {', '.join(sent.own_jobs)}")
+    click.echo(f"`slurmllm resume {found.name}` continues from the newest checkpoint")
+
+
+def _signal(pid: int, number: int) -> None:
+    """Send a signal to a local run's process; 0 only checks the permission.
+
+    Raises:
+        UserError: the process is another user's.
+    """
+    import os
+    from contextlib import suppress
+
+    from slurmllm.errors import UserError
+
+    try:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, number)
+    except PermissionError as error:
+        raise UserError(
+            f"process {pid} belongs to another user; only who started a local run can cancel it"
+        ) from error
+
+
+def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
+    """Cancel all jobs of a sweep, those that run last: no lane may start another one meanwhile."""
+    from slurmllm.records import JobsRecord, SweepRecord
+    from slurmllm.rundir import RunDir
+    from slurmllm.status.runs import is_active
+    from slurmllm.submit.launch import record_cancellation
+    from slurmllm.supervise.run_lock import locked
+
+    with locked(RunDir(sweep.path), "cancel"):
+        cases = (sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases)
+        sent = {
+            run: last for run in (*sweep.graph_runs(), *cases) if (last := JobsRecord.of(run).last)
+        }
+        for run in [run for run, last in sent.items() if last.local and is_active(run, client)]:
+            _cancel_run(run, client)
+        jobs = {job: run for run, last in sent.items() if not last.local for job in last.own_jobs}
+        queue = client.queue(list(jobs))
+        active = [job for job in reversed(jobs) if job in queue and queue[job].active]
+        active.sort(key=lambda job: queue[job].state != "PENDING")
+        for job in active:
+            _require_own_record(jobs[job])
+        if not active:
+            click.echo(f"{sweep.name} has no pending or running jobs; nothing to cancel")
+            return
+        client.cancel(active)
+        for run in dict.fromkeys(jobs[job] for job in active):
+            record_cancellation(run)
+        click.echo(f"cancelled {len(active)} jobs: {', '.join(active)}")
