@@ -196,6 +196,27 @@ _JOB = {
 }
 
 
+class NodeCounts(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has none
+    """`4`, or `2-4` → (2, 4): the fewest nodes, None without a range, and the most."""
+
+    name = "nodes"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int | None, int]:
+        if isinstance(value, tuple):
+            return value
+        least, dash, most = str(value).partition("-")
+        try:
+            found = (int(least), int(most)) if least and dash else (None, int(value))
+        except ValueError:
+            found = (0, 0)
+        if found[0] is not None and not 1 <= found[0] <= found[1]:
+            text = f"{value!r} is neither a number of nodes, such as 4, nor a range, such as 2-4"
+            self.fail(text, param, ctx)
+        return found
+
+
 def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
     """Some options of Slurm jobs, in this order; `texts` are of other meaning for the verb."""
 

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("recipe", shell_complete=options.complete_recipe)
 @options.sbatch_options
-@click.option("--nodes", type=int, default=1, show_default=True, help="Nodes of the train job.")
+@click.option(
+    "--nodes", type=options.NodeCounts(), default=1, show_default=True, metavar="N[-M]",
+    help="Nodes of the train job; 2-4: as many as Slurm has.",
+)  # fmt: skip
 @click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
 @options.cluster
@@ -51,8 +54,8 @@ if TYPE_CHECKING:
 @options.as_json
 @click.pass_context
 def submit(
-    ctx: click.Context, /, recipe: str, sbatch: tuple[str, ...], nodes: int, name: str | None,
-    overrides: tuple[str, ...],
+    ctx: click.Context, /, recipe: str, sbatch: tuple[str, ...],
+    nodes: tuple[int | None, int], name: str | None, overrides: tuple[str, ...],
     cluster: str | None, precompile: Precompile, runs_dir: Path, dry_run: bool, local: bool,
     in_allocation: bool, sweep: tuple[str, ...], sweep_file: str | None,
     max_running: int | None, yes: bool,
@@ -79,6 +82,9 @@ def submit(
     from slurmllm.supervise.run_lock import locked
 
     given = options.slurm_settings(slurm, sbatch)
+    given["slurm.min_nodes"], most = ("--nodes M-N", nodes[0]), nodes[1]
+    if local and nodes[0] is not None:
+        raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
     if max_running is not None and slurm["dependency"] is not None:
         raise click.UsageError("--dependency and --max-running exclude each other; give one")
     cases = sweeps.read_cases(sweep, sweep_file, max_running, local)
@@ -88,7 +94,7 @@ def submit(
     if in_allocation:
         refused = {"--local": local, "--sweep": cases, **dict(given.values())}
         given_nodes = ctx.get_parameter_source("nodes") is not click.core.ParameterSource.DEFAULT
-        allocation, nodes = _held_nodes(nodes if given_nodes else None, refused)
+        allocation, most = _held_nodes(most if given_nodes else None, refused)
     configs = (
         resolve_cases(cases, recipe, cluster, overrides, given)
         if cases
@@ -98,7 +104,7 @@ def submit(
         options.ignore_output_errors()
     request = RunRequest(
         config=configs[0],
-        nodes=nodes,
+        nodes=most,
         root=runs_dir,
         name=name,
         local=local,
@@ -261,7 +267,10 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
 @options.sbatch_options
-@click.option("--nodes", type=int, help="Number of nodes.  [default: as before]")
+@click.option(
+    "--nodes", type=options.NodeCounts(), metavar="N[-M]",
+    help="Number of nodes, or a range.  [default: as before]",
+)  # fmt: skip
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @options.set_option(
     "Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
@@ -282,9 +291,10 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
 @options.as_json
 @click.pass_context
 def resume(
-    ctx: click.Context, /, run: str, sbatch: tuple[str, ...], nodes: int | None,
-    cluster: str | None, overrides: tuple[str, ...], local: bool, in_allocation: bool,
-    from_scratch: bool, force: bool, precompile: Precompile, runs_dir: Path, as_json: bool,
+    ctx: click.Context, /, run: str, sbatch: tuple[str, ...],
+    nodes: tuple[int | None, int] | None, cluster: str | None, overrides: tuple[str, ...],
+    local: bool, in_allocation: bool, from_scratch: bool, force: bool, precompile: Precompile,
+    runs_dir: Path, as_json: bool,
     **slurm: str | None,
 ) -> None:  # fmt: skip
     """Continue RUN after it was cancelled or stopped.
@@ -325,6 +335,10 @@ def resume(
         if config.recipe.slurm.dependency is not None:
             overrides = ("slurm.dependency=null", *overrides)
         given = options.slurm_settings(slurm, sbatch)
+        least, most = nodes or (None, None)
+        given["slurm.min_nodes"] = ("--nodes M-N", least)
+        if most is not None and config.recipe.slurm.min_nodes is not None:
+            overrides = ("slurm.min_nodes=null", *overrides)
         if cluster is not None or overrides or any(value for _, value in given.values()):
             config = change(config, cluster, overrides, given)
         trained, train = before.recipe.train, config.recipe.train
@@ -336,9 +350,9 @@ def resume(
         if not from_scratch and config.recipe.checkpoint.replica is None:
             require_recorded(found)  # a worker finds out too, hours in the queue later
         allocation = None
-        wanted, here = options.as_before(last, nodes, local)
+        wanted, here = options.as_before(last, most, local)
         if in_allocation:
-            as_before = nodes or (last.nodes if last else None)
+            as_before = most or (last.nodes if last else None)
             here, (allocation, wanted) = False, _held_nodes(as_before, {"--local": local})
         at_once = here or in_allocation
         excluded = [] if at_once else to_avoid(client, found, config, wanted)

@@ -194,6 +194,8 @@ class SlurmConfig(Section):
     restart: RestartSetting = "auto"
     # Whether new workers start in the same job after a failure, if it has enough healthy nodes.
     restart_in_allocation: bool = True
+    # Fewest nodes that the train job starts with, if Slurm has no more; --nodes 2-4 sets it.
+    min_nodes: Annotated[int, Field(ge=1)] | None = None
     # Nodes that the train job holds in addition, to replace others without leaving the allocation.
     spare_nodes: Annotated[int, Field(ge=0)] = 0
     # What the first job of a submission waits for, as sbatch's --dependency: afterok:12.

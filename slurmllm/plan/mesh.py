@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -101,6 +102,16 @@ def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[
     if virtual_pipeline > 1:
         return [size for size in found if sequences // size % pipeline == 0]
     return [size for size in found if sequences // size >= pipeline] or found
+
+
+def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
+    """The node counts from `least` to `most` that parallel degrees and global batch allow."""
+    found = []
+    for nodes in range(least, most + 1):
+        with suppress(ConfigError):
+            make_mesh(config, nodes)
+            found.append(nodes)
+    return found
 
 
 def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:

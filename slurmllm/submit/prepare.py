@@ -22,7 +22,14 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, DataError, RunError, StorageError
 from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
-from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
+from slurmllm.plan.mesh import (
+    Mesh,
+    load_mesh,
+    make_mesh,
+    possible_nodes,
+    replica_nodes,
+    save_mesh,
+)
 from slurmllm.rundir import RUN_NAME, STAGES, RunDir, Stage, is_run, write_atomic
 from slurmllm.safe_files import (
     give_to_group,
@@ -116,6 +123,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         from slurmllm.plan.fit_check import choose_parallel
 
         config = choose_parallel(config, nodes, unsupported)
+    nodes = _most_nodes(config, nodes)
     prepared = render_run(config, nodes, run, request.exclude)
     reasons = list(unsupported(config))
     if config.recipe.train.finetune and config.recipe.train.init_from is None:
@@ -137,12 +145,14 @@ def prepare(request: RunRequest) -> PreparedRun:
         from slurmllm.plan.fit_check import check_fit
 
         measured = reuse.measured_micro_batch(run)
-        fit = check_fit(config, nodes, unsupported, measured, chosen=chosen, force=request.force)
+        # The fewest nodes: shards of the model are the largest there.
+        fewest = min(nodes, config.recipe.slurm.min_nodes or nodes)
+        fit = check_fit(config, fewest, unsupported, measured, chosen=chosen, force=request.force)
     if fit is not None and fit.refusals:
         if not dry_run:
             raise ConfigError(
                 f"the planner predicts that {config.recipe.name} does not fit into the memory of "
-                f"{nodes} node(s) of {config.cluster.name}",
+                f"{fewest} node(s) of {config.cluster.name}",
                 [*fit.refusals, "if the prediction is wrong, --force submits all the same"],
             )
         reasons += fit.refusals
@@ -178,6 +188,29 @@ def prepare(request: RunRequest) -> PreparedRun:
             remove_unsubmitted(run)
         raise
     return prepared
+
+
+def _most_nodes(config: RunConfig, nodes: int) -> int:
+    """The largest possible node count up to `nodes`, if slurm.min_nodes permits fewer.
+
+    Raises:
+        ConfigError: slurm.min_nodes is not possible, or the graphs depend on the node count.
+    """
+    least = config.recipe.slurm.min_nodes
+    if least is None or least >= nodes:
+        return nodes
+    title, asked = "the range of nodes is not possible", f"--nodes {least}-{nodes}"
+    if load_environment(config.backend).precompile_nodes(config, nodes) > replica_nodes(config):
+        text = f"{asked}: graphs of backend {config.backend} are for one node count; give one"
+        raise ConfigError(title, [text])
+    possible = possible_nodes(config, least, nodes)
+    if least not in possible:
+        others = ", ".join(map(str, possible)) or "none of them"
+        text = f"{asked}: {least} is not possible with this mesh and global batch; {others} is"
+        raise ConfigError(title, [text])
+    if possible[-1] < nodes:
+        log.warning("%s: %d nodes at most, by mesh and global batch", asked, possible[-1])
+    return possible[-1]
 
 
 def _unreachable(config: RunConfig, local: bool) -> list[str]:

@@ -34,9 +34,12 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
         ConfigError: a value that Slurm would misread, such as a path with a line break.
     """
     environment = load_environment(config.backend)
-    wanted = nodes + config.recipe.slurm.spare_nodes
+    slurm = config.recipe.slurm
+    wanted = str(nodes + slurm.spare_nodes)
     if stage == "precompile":
-        wanted = environment.precompile_nodes(config, nodes)
+        wanted = str(environment.precompile_nodes(config, nodes))
+    elif slurm.min_nodes is not None and slurm.min_nodes < nodes:
+        wanted = f"{slurm.min_nodes + slurm.spare_nodes}-{wanted}"
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, wanted)]
     lines += ["", *setup_script(config.cluster.setup, stop=False)]
@@ -48,13 +51,14 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
     )
 
 
-def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: int) -> list[str]:
+def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: str) -> list[str]:
     slurm, cluster = config.recipe.slurm, config.cluster
     options: dict[str, str | None] = {
         "job-name": f"{run.name}-{stage}",
-        "nodes": str(nodes),
-        # One launcher a node, which starts the workers.
-        "ntasks-per-node": "1",
+        "nodes": nodes,
+        # One launcher a node, which starts the workers. With a range of nodes, Slurm would give as
+        # few as the tasks need.
+        "ntasks-per-node": None if "-" in nodes else "1",
         "time": slurm.time if stage == "train" else slurm.precompile_time,
         "partition": slurm.partition or cluster.partition,
         "account": slurm.account,

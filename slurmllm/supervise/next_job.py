@@ -41,6 +41,14 @@ class NextJob:
     ) -> None:
         self.run, self.stage, self.config, self.allocation = run, stage, config, allocation
 
+    @property
+    def _wanted(self) -> int:
+        """The fewest nodes, spare ones included, that the job starts with."""
+        slurm = self.config.recipe.slurm
+        return (
+            self.allocation.size if slurm.min_nodes is None else slurm.min_nodes + slurm.spare_nodes
+        )
+
     def cancel(self) -> None:
         """Cancel the successor of this job, if it has one."""
         if self.chained:
@@ -63,7 +71,7 @@ class NextJob:
         """The nodes that a new job of the run excludes; empty: those of its script."""
         assert isinstance(self.allocation, SlurmAllocation)
         client, given = self.allocation.client, self.config.recipe.slurm.exclude
-        avoid = to_avoid(client, self.run, self.config, self.allocation.size)
+        avoid = to_avoid(client, self.run, self.config, self._wanted)
         return [*([given] if given else []), *avoid] if avoid else []
 
     def replace(self, avoid: Sequence[str] = (), lost: bool = True) -> None:
@@ -129,7 +137,7 @@ class NextJob:
             before = [node.node for node in excluded(self.run)]
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
             own_job = allocation.job_id
-            avoid = nodes_to_avoid(client, allocation.size, lost, before, partition, own_job)
+            avoid = nodes_to_avoid(client, self._wanted, lost, before, partition, own_job)
             given = [slurm.exclude] if slurm.exclude else []
             if closed.action == "chain":
                 return self._chain(allocation, closed, [*given, *avoid] if avoid else [])
@@ -137,9 +145,8 @@ class NextJob:
                 # The train job depends on this one; it may not start on the same nodes either.
                 last = JobsRecord.load(self.run.jobs).submissions[-1]
                 before = [node.node for node in excluded(self.run)]
-                kept_out = nodes_to_avoid(
-                    client, last.nodes + slurm.spare_nodes, [], before, partition
-                )
+                wanted = (slurm.min_nodes or last.nodes) + slurm.spare_nodes
+                kept_out = nodes_to_avoid(client, wanted, [], before, partition)
                 if last.train_job is not None and kept_out:
                     client.exclude(last.train_job, [*given, *kept_out])
             listed = self.run.excluded.is_file()

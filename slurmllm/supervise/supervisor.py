@@ -39,7 +39,7 @@ from slurmllm.errors import (
 from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, require_complete
 from slurmllm.graphs.merge import merge_new_graphs
-from slurmllm.plan.mesh import make_mesh, save_mesh
+from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
 from slurmllm.records import AttemptRecord, JobsRecord
 from slurmllm.rundir import RunDir, Stage, SweepDir
 from slurmllm.slurm.client import AccountingRow, to_unix
@@ -97,14 +97,21 @@ class Supervisor:
         self.notifier = Notifier(run, self.config)
         self.tracking = Tracking(run, self.config)
         if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
-            spare = self.config.recipe.slurm.spare_nodes
-            allocation.nodes = allocation.nodes[: len(allocation.nodes) - spare]
+            allocation.nodes = allocation.nodes[: self._used_nodes(len(allocation.nodes))]
         self.next_job = NextJob(run, stage, self.config, allocation)
         self._failed_nodes: set[str] = set()  # of this job
         self._next_nodes: tuple[str, ...] = ()
         self._restarted = False  # whether an earlier attempt ran in this start of the job
         # Archive of graphs that all nodes of the job have got, and whether the environment.
         self._sent_graphs, self._sent_environment = "", False
+
+    def _used_nodes(self, held: int) -> int:
+        """How many of the nodes that the job holds the train stage uses."""
+        slurm = self.config.recipe.slurm
+        given = held - slurm.spare_nodes
+        if slurm.min_nodes is None or slurm.min_nodes >= given:
+            return given
+        return possible_nodes(self.config, slurm.min_nodes, given)[-1]
 
     def main(self) -> int:
         """Run the attempts; returns 0 finished, 75 to be started again, or a code of errors.py.
@@ -153,6 +160,7 @@ class Supervisor:
             if self.config.cluster.container is not None and record.attempt == 0:
                 check_container(__version__, paths_of(self.config.cluster.container))
             self._take_graphs()
+            self._fit_mesh(len(record.nodes))
             self._merge_new_graphs()
             ending = self._prepare_nodes(record, phases)
             if ending is None:
@@ -330,6 +338,15 @@ class Supervisor:
         found = broadcast_environment(self.run, self.config, self.allocation, stop)
         self._sent_environment = not stop()
         return found
+
+    def _fit_mesh(self, nodes: int) -> None:
+        """Write the mesh again if Slurm gave the job another number of nodes than the last one."""
+        if self.stage != "train" or self.config.recipe.slurm.min_nodes is None:
+            return
+        if load_mesh(self.run.plan).nodes != nodes:
+            measured = reuse.measured_micro_batch(self.run)
+            save_mesh(make_mesh(self.config, nodes, measured), self.run.plan)
+            log.info("%d nodes: mesh and accumulation follow, the global batch stays", nodes)
 
     def _merge_new_graphs(self) -> None:
         if self.stage == "precompile":

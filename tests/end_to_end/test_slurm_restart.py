@@ -115,6 +115,30 @@ def test_a_chain_of_jobs(
     bench.compare_exactly(undisturbed, "chained")
 
 
+def test_a_job_takes_the_nodes_that_there_are(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], undisturbed: str
+) -> None:
+    def update(*fields: str) -> None:
+        subprocess.run(["scontrol", "update", "NodeName=n4,n5", *fields], check=True)
+
+    update("State=DRAIN", "Reason=test")
+    try:
+        job = submit(bench, inputs, "elastic", *QUICK, "--nodes=2-4")["train"]
+        bench.wait_for_step("elastic", 12)
+    finally:
+        update("State=RESUME")
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
+    wait(bench, "elastic", "done", "stopped", "cancelled")
+    assert bench.endings("elastic") == [("advance_signal", "requeue"), ("done", "finish")]
+    first, last = bench.attempt("elastic", 0), bench.attempt("elastic", 1)
+    # Of three nodes the global batch allows two.
+    assert (len(first["nodes"]), len(last["nodes"])) == (2, 4)
+    assert last["spare_nodes"] == 0
+    assert bench.status("elastic")["mesh"]["accumulation"] == 1
+    shown = bench.call("compare", undisturbed, "elastic", "--json", "--no-plot")
+    assert json.loads(shown)["verdict"] in ("identical", "match")
+
+
 @pytest.mark.long
 def test_a_chain_over_three_time_limits_and_a_lost_node(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...], no_requeue: None

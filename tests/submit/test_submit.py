@@ -666,3 +666,26 @@ def test_a_container_is_checked_before_a_job_is_submitted(
     message = fails(2, "submit", "tiny_neox", *inputs, *staged)
     assert "stage_environment copies the host's environment" in message
     assert "pyxis needs srun; leave out --local" in message
+
+
+def test_a_range_of_nodes(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    few = ("--set", "train.global_batch=8", *inputs)
+    run = Path(str(submitted(fake, few, "--name", "r", "--nodes", "2-5")["run_dir"]))
+    assert "#SBATCH --nodes=2-4\n" in (run / "scripts" / "train.sbatch").read_text()
+    assert "ntasks-per-node" not in (run / "scripts" / "train.sbatch").read_text()
+    assert "#SBATCH --nodes=1\n" in (run / "scripts" / "precompile.sbatch").read_text()
+    assert load(RunDir(run).config).recipe.slurm.min_nodes == 2
+    assert "3 is not possible with this mesh and global batch; 4 is" in fails(
+        2, "submit", "tiny_neox", "--nodes", "3-8", *few
+    )
+    for wrong in ("4-2", "a-b", "2-"):
+        text = fails(2, "submit", "tiny_neox", "--nodes", wrong, *inputs)
+        assert "is neither a number of nodes" in text
+    assert "a range is for Slurm's jobs" in fails(
+        2, "submit", "tiny_neox", "--nodes", "1-2", "--local", *inputs
+    )
+    graphs = fails(2, "submit", "pythia_6.9b", "--nodes", "2-4", *inputs)
+    assert "graphs of backend nxd are for one node count" in graphs
+    fake.cancel(list(fake.jobs))
+    call("resume", "r", "--nodes", "2")
+    assert "#SBATCH --nodes=2\n" in (run / "scripts" / "train.sbatch").read_text()
