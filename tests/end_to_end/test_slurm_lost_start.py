@@ -67,7 +67,9 @@ def lose_start(slurm: Cluster, bench: Bench) -> Iterator[LoseStart]:
     shutil.rmtree(saved, ignore_errors=True)
     for node, node_state in SlurmClient().node_states().items():
         if "drain" in node_state:
-            scontrol("update", f"NodeName={node}", "State=RESUME")
+            resume = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
+            # Since 23.11 a reconfigured slurmctld starts again.
+            bench.until(lambda c=resume: subprocess.run(c).returncode == 0, f"{node} stays drained")
 
 
 def test_a_run_whose_start_slurmctld_has_lost_goes_on(
