@@ -23,6 +23,8 @@ def test_modules_of_the_working_folder_are_not_imported(
         bench.call(
             "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
             "--set=train.compile=false", "--set=model.vocab_size=512",
+            # Else the run may be over before the fault injector has started.
+            "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.2",
             f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}", "--name=r",
         )  # fmt: skip
         shown = bench.call("drill", "r", "--kinds=worker", "--json")
