@@ -20,8 +20,9 @@ import os
 import pwd
 import secrets
 import stat
+import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -311,6 +312,33 @@ def _check_own(descriptor: int, path: Path) -> None:
     if info.st_uid != os.geteuid():
         reason = f"it belongs to {user_name(info.st_uid)}, not to you"
         raise PermissionError(errno.EPERM, reason, str(path))
+
+
+def unpack_tar(
+    archive: tarfile.TarFile, folder: Path, members: Sequence[tarfile.TarInfo] | None = None
+) -> None:
+    """Unpack files, folders and links that stay inside a folder, as `filter="data"` does.
+
+    Raises:
+        tarfile.TarError: A member is something else, or leads outside.
+        OSError: The disk refuses.
+    """
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(folder, members=members, filter="data")
+        return
+    # Python before 3.11.4, such as Debian 12's, has no filters.
+    inside = Path(os.path.realpath(folder))
+    for member in archive if members is None else members:
+        link = member.linkname if member.issym() or member.islnk() else ""
+        base = Path(member.name).parent if member.issym() else Path()
+        for name in filter(None, (member.name, link and str(base / link))):
+            if not Path(os.path.realpath(inside / name)).is_relative_to(inside):
+                raise tarfile.ExtractError(f"{member.name!r} leads outside the folder")
+        if not (member.isreg() or member.isdir() or link) or link.startswith("/"):
+            raise tarfile.ExtractError(f"{member.name!r} is no file, folder or relative link")
+        member.mode = (member.mode & 0o755) | (0o700 if member.isdir() else 0o600)
+        member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""
+        archive.extract(member, inside)
 
 
 def make_private_folder(path: Path) -> Path:

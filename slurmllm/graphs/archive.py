@@ -31,7 +31,13 @@ from slurmllm.artifact_records import GraphFile, GraphManifest, GraphState
 from slurmllm.backends.environment import load_environment, node_disk
 from slurmllm.errors import NodeError, RunError, StorageError
 from slurmllm.rundir import RunDir, fsync_dir, write_atomic
-from slurmllm.safe_files import check_private_folder, open_lock, open_trusted, read_limited
+from slurmllm.safe_files import (
+    check_private_folder,
+    open_lock,
+    open_trusted,
+    read_limited,
+    unpack_tar,
+)
 from slurmllm.worker_files import INSTALLED_FILE
 
 _MARKER = ".archive"
@@ -172,7 +178,7 @@ def collect_graphs(
             with open_trusted(source, group) as stream, tarfile.open(fileobj=stream) as archive:
                 # Equal names are equal graphs: names are digests of the content.
                 new = [member for member in archive if not (cache / member.name).exists()]
-                archive.extractall(cache, members=new, filter="data")
+                unpack_tar(archive, cache, new)
             source.unlink()
     return missing
 
@@ -323,7 +329,7 @@ def install_archive(
         unpacked = Path(tempfile.mkdtemp(prefix=f".{cache.name}.", dir=cache.parent))
         try:
             with stream, tarfile.open(fileobj=stream) as archive:
-                archive.extractall(unpacked, filter="data")
+                unpack_tar(archive, unpacked)
             (unpacked / _MARKER).write_text(manifest.archive_sha256, encoding="utf-8")
             if cache.exists():
                 shutil.rmtree(cache)

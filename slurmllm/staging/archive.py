@@ -28,7 +28,7 @@ import pyarrow as pa
 from slurmllm.artifact_records import EnvironmentManifest
 from slurmllm.errors import StorageError
 from slurmllm.rundir import fsync_dir
-from slurmllm.safe_files import open_lock, open_trusted, own_folder, reason
+from slurmllm.safe_files import open_lock, open_trusted, own_folder, reason, unpack_tar
 from slurmllm.staging.contents import PYTHON, Contents, StagedFile, own_contents
 
 MAX_AGE_S = 30 * 86400.0  # of an archive that no attempt has used
@@ -196,7 +196,7 @@ def unpack(stream: BinaryIO, name: str, folder: Path) -> None:
             if name.endswith(".zst"):
                 source = pa.CompressedInputStream(pa.PythonFile(stream, "r"), _CODEC)
             with tarfile.open(fileobj=cast(BinaryIO, source), mode="r|") as tar:
-                tar.extractall(folder, filter="data")
+                unpack_tar(tar, folder)
     except (tarfile.TarError, EOFError) as error:
         raise OSError(0, f"the archive is damaged: {error}") from error
 
