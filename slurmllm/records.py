@@ -169,7 +169,9 @@ class Submission(Record):
     git_commit: str | None = Field(default=None, max_length=200)
     # Run of the same sweep whose precompile job, `precompile_job`, compiles the graphs of this one.
     graphs_of: RunName | None = None
-    lane: str | None = None  # name of the train job: jobs of one lane run one after the other
+    # Job name that train jobs of a sweep share: Slurm runs jobs of one name one after the other
+    # (`--max-running`, --dependency=singleton).
+    lane: str | None = None
     allocation: JobId | None = None  # job that held the nodes (`--in-allocation`)
 
     @property

@@ -302,7 +302,8 @@ def _directives(store: RunDir) -> dict[str, str | bool]:
 
     try:
         return load(store.config, trusted=True).recipe.slurm.directives.evaluate
-    except ConfigError:
+    except ConfigError as error:
+        click.echo(f"warning: the run's slurm.directives are not used: {error.title}", err=True)
         return {}
 
 

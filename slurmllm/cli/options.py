@@ -196,25 +196,29 @@ _JOB = {
 }
 
 
-class NodeCounts(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has none
+def _node_counts(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int | None, int] | None:
     """`4`, or `2-4` → (2, 4): the fewest nodes, None without a range, and the most."""
+    if value is None:
+        return None
+    least, dash, most = value.partition("-")
+    try:
+        found = (int(least), int(most)) if least and dash else (None, int(value))
+    except ValueError:
+        found = (0, 0)
+    if found[0] is not None and not 1 <= found[0] <= found[1]:
+        text = f"{value!r} is neither a number of nodes, such as 4, nor a range, such as 2-4"
+        raise click.BadParameter(text, ctx, param)
+    return found
 
-    name = "nodes"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int | None, int]:
-        if isinstance(value, tuple):
-            return value
-        least, dash, most = str(value).partition("-")
-        try:
-            found = (int(least), int(most)) if least and dash else (None, int(value))
-        except ValueError:
-            found = (0, 0)
-        if found[0] is not None and not 1 <= found[0] <= found[1]:
-            text = f"{value!r} is neither a number of nodes, such as 4, nor a range, such as 2-4"
-            self.fail(text, param, ctx)
-        return found
+def nodes(text: str, default: str | None = None) -> Callable[[F], F]:
+    """--nodes, a number or a range."""
+    return click.option(
+        "--nodes", metavar="N[-M]", callback=_node_counts, help=text, default=default,
+        show_default=default is not None,
+    )  # fmt: skip
 
 
 def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
@@ -247,7 +251,7 @@ def slurm_options(
 
     found = {name: value for name, value in given.items() if value is not None}
     if cluster or os.environ.get("SLURMLLM_CLUSTER"):
-        from slurmllm.config.container import container_words
+        from slurmllm.config.container import container_arguments
         from slurmllm.config.directives import parse_options
         from slurmllm.config.resolve import resolve
         from slurmllm.errors import ConfigError
@@ -262,7 +266,7 @@ def slurm_options(
             shown = (Path.cwd(), profile.node_local)
             found |= {
                 "python": container.python,
-                "container": lambda folders: container_words(
+                "container": lambda folders: container_arguments(
                     container, profile.device, [*folders, *shown]
                 ),
                 "by_srun": container.srun_runs_it,

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("recipe", shell_complete=options.complete_recipe)
 @options.sbatch_options
-@click.option(
-    "--nodes", type=options.NodeCounts(), default=1, show_default=True, metavar="N[-M]",
-    help="Nodes of the train job; 2-4: as many as Slurm has.",
-)  # fmt: skip
+@options.nodes("Nodes of the train job; 2-4: as many as Slurm has.", default="1")
 @click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
 @options.cluster
@@ -267,10 +264,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
 @options.sbatch_options
-@click.option(
-    "--nodes", type=options.NodeCounts(), metavar="N[-M]",
-    help="Number of nodes, or a range.  [default: as before]",
-)  # fmt: skip
+@options.nodes("Number of nodes, or a range.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @options.set_option(
     "Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "

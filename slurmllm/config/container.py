@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 
 from slurmllm.config.operation import Section
 
-Word = Annotated[str, Field(pattern=r"^[^\s\x00]+$")]
+Argument = Annotated[str, Field(pattern=r"^[^\s\x00]+$")]
 
 
 def _mount(value: str) -> str:
@@ -31,13 +31,15 @@ class Container(Section):
     runtime: Literal["pyxis", "apptainer", "singularity", "docker", "podman"]  # What starts it.
     # File or folder on the shared file system, by its absolute path, or a name that the runtime
     # knows, such as docker://nvcr.io/nvidia/pytorch:25.01-py3.
-    image: Word
+    image: Argument
     # Further folders of the host: /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro.
-    mounts: Annotated[tuple[Annotated[Word, AfterValidator(_mount)], ...], Field(strict=False)] = ()
+    mounts: Annotated[
+        tuple[Annotated[Argument, AfterValidator(_mount)], ...], Field(strict=False)
+    ] = ()
     options: Annotated[
-        tuple[Word, ...], Field(strict=False)
+        tuple[Argument, ...], Field(strict=False)
     ] = ()  # Further options of the runtime.
-    python: Word = "python3"  # Interpreter in the image, with slurmllm of the same version.
+    python: Argument = "python3"  # Interpreter in the image, with slurmllm of the same version.
 
     @property
     def srun_runs_it(self) -> bool:
@@ -51,7 +53,7 @@ def paths_of(container: Container) -> list[Path]:
     return [Path(path) for path in (*files, *(m.partition(":")[0] for m in container.mounts))]
 
 
-def container_words(
+def container_arguments(
     container: Container, device: str, folders: Iterable[Path | str], terminal: bool = False
 ) -> list[str]:
     """The options of srun, for pyxis, or the command that a task follows.
@@ -69,11 +71,11 @@ def container_words(
         own = [f"--container-image={container.image}", f"--container-mounts={','.join(full)}"]
         return [*own, *container.options]
     if container.runtime in ("apptainer", "singularity"):
-        binds = [word for mount in full for word in ("--bind", mount)]
+        binds = [part for mount in full for part in ("--bind", mount)]
         nvidia = ["--nv"] if gpu else []
         return [container.runtime, "exec", *nvidia, *binds, *container.options, container.image]
     # --init: processes that lose their parent are reaped, and signals passed on.
-    words = [
+    command = [
         container.runtime,
         "run",
         "--rm",
@@ -82,12 +84,12 @@ def container_words(
         "--ipc=host",
         "--pid=host",
     ]
-    words += ["--ulimit=memlock=-1", *(["--interactive", "--tty"] if terminal else [])]
+    command += ["--ulimit=memlock=-1", *(["--interactive", "--tty"] if terminal else [])]
     if container.runtime == "docker":
-        words += [f"--user={os.getuid()}:{os.getgid()}", *(["--gpus=all"] if gpu else [])]
+        command += [f"--user={os.getuid()}:{os.getgid()}", *(["--gpus=all"] if gpu else [])]
     else:
-        words += ["--userns=keep-id", *(["--device=nvidia.com/gpu=all"] if gpu else [])]
-    return [*words, *(f"--volume={mount}" for mount in full), *container.options, container.image]
+        command += ["--userns=keep-id", *(["--device=nvidia.com/gpu=all"] if gpu else [])]
+    return [*command, *(f"--volume={mount}" for mount in full), *container.options, container.image]
 
 
 def _outermost(folders: Iterable[Path | str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from slurmllm.errors import SlurmError, StorageError
 from slurmllm.safe_files import check_private_folder
-from slurmllm.slurm.container import in_words
+from slurmllm.slurm.container import behind_prefix
 from slurmllm.slurm.setup import setup_script
 
 # Below Slurm's default MaxArraySize of 1001.
@@ -33,7 +33,7 @@ class SlurmOptions:
     setup: tuple[str, ...] = ()  # cluster.setup
     python: str | None = None  # cluster.python; None: this interpreter
     directives: Mapping[str, str | bool] = field(default_factory=dict)  # further options
-    # Words that start a job's task in cluster.container, for the folders that it is shown, or
+    # Arguments that start a job's task in cluster.container, for the folders that it is shown, or
     # options of srun that do; none by default.
     container: Callable[[Sequence[Path]], Sequence[str]] = lambda folders: ()
     by_srun: bool = False  # whether these are options of srun
@@ -93,16 +93,16 @@ def submit_array(
         folder = tempfile.mkdtemp(prefix="array-", dir=logs)
         # -P: not the modules of the working directory, which may be another user's.
         inside = [options.python or sys.executable, "-P"]
-        words = options.container([logs.absolute().parents[1]])
+        prefix = options.container([logs.absolute().parents[1]])
         if not options.by_srun:
-            inside = in_words(words, inside[0], inside)
+            inside = behind_prefix(prefix, inside[0], inside)
         python = shlex.join(inside)
         executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=python)
         executor.update_parameters(
             name=name,
             slurm_array_parallelism=at_once,
             # Once: a job is one task, on the node of its batch script.
-            slurm_srun_args=list(words) if options.by_srun else None,
+            slurm_srun_args=list(prefix) if options.by_srun else None,
             slurm_setup=setup_script(options.setup, stop=True),
             slurm_additional_parameters={"time": options.time, **options.directives},
             **chosen,

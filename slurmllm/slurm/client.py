@@ -30,7 +30,7 @@ ACTIVE_STATES = frozenset(
     }
 )  # fmt: skip
 COMMAND_TIMEOUT_S = 60
-SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, as shell words
+SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, quoted for a shell
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0

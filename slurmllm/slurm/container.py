@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurmllm.errors import ConfigError
 
-CONTAINER = "SLURMLLM_CONTAINER"  # the words that start a task, the image last
+CONTAINER = "SLURMLLM_CONTAINER"  # the arguments that start it, the image last
 CONTAINER_PYTHON = "SLURMLLM_CONTAINER_PYTHON"  # the interpreter inside
 _START_S = 1800.0  # the first start may fetch an image
 _ENGINES = ("docker", "podman")  # which pass no variables and no devices on
@@ -34,13 +34,19 @@ exec "${@:1:count}" "${own[@]}" "${@:count+1}"
 """
 
 
-def in_words(words: Sequence[str], python: str, command: Sequence[str]) -> list[str]:
-    """A command in the container that `words` start, by the container's interpreter."""
+def behind_prefix(prefix: Sequence[str], python: str, command: Sequence[str]) -> list[str]:
+    """The arguments that run a command in a container.
+
+    Args:
+        prefix: Those that start the container; empty if srun does (pyxis).
+        python: The interpreter in it, in place of this one.
+        command: What runs inside.
+    """
     inside = [python if part == sys.executable else part for part in command]
-    if words and words[0] in _ENGINES:
-        before = str(len(words) - 1)
-        return ["bash", "-c", _ENGINE_RUN, "slurmllm", before, *words, *inside]
-    return [*words, *inside]
+    if prefix and prefix[0] in _ENGINES:
+        before = str(len(prefix) - 1)
+        return ["bash", "-c", _ENGINE_RUN, "slurmllm", before, *prefix, *inside]
+    return [*prefix, *inside]
 
 
 def in_container(command: Sequence[str]) -> list[str]:
@@ -48,7 +54,7 @@ def in_container(command: Sequence[str]) -> list[str]:
     python = os.environ.get(CONTAINER_PYTHON)
     if python is None:
         return list(command)
-    return in_words(shlex.split(os.environ.get(CONTAINER, "")), python, command)
+    return behind_prefix(shlex.split(os.environ.get(CONTAINER, "")), python, command)
 
 
 def check_container(version: str, paths: Sequence[Path]) -> None:
@@ -61,17 +67,17 @@ def check_container(version: str, paths: Sequence[Path]) -> None:
     Raises:
         ConfigError: it cannot be started, or has no slurmllm of this version.
     """
-    words, node = shlex.split(os.environ.get(CONTAINER, "")), os.uname().nodename
+    prefix, node = shlex.split(os.environ.get(CONTAINER, "")), os.uname().nodename
     if missing := [str(path) for path in paths if not path.exists()]:
         raise ConfigError(
             f"cluster.container: {node} has no {', '.join(missing)}; correct image and mounts, "
             "which must be on all nodes"
         )
-    if not words:  # pyxis, which only srun starts
+    if not prefix:  # pyxis, which only srun starts
         return
-    if shutil.which(words[0]) is None:
+    if shutil.which(prefix[0]) is None:
         raise ConfigError(
-            f"cluster.container: {node} has no {words[0]} on the PATH; load its module in "
+            f"cluster.container: {node} has no {prefix[0]} on the PATH; load its module in "
             "cluster.setup, or choose another runtime"
         )
     script = "import slurmllm; print('slurmllm', slurmllm.__version__)"
@@ -82,18 +88,18 @@ def check_container(version: str, paths: Sequence[Path]) -> None:
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"cluster.container: {words[-1]} has not started on {node} within {_START_S:.0f} s; "
+            f"cluster.container: {prefix[-1]} has not started on {node} within {_START_S:.0f} s; "
             "fetch the image beforehand"
         ) from error
     found = [line for line in done.stdout.splitlines() if line.startswith("slurmllm ")]
     if done.returncode or not found:
         last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2][:300]
         raise ConfigError(
-            f"cluster.container: slurmllm cannot be started in {words[-1]} on {node} (exit code "
+            f"cluster.container: slurmllm cannot be started in {prefix[-1]} on {node} (exit code "
             f"{done.returncode}): {last}; correct the image, the mounts or container.python"
         )
     if found[-1] != f"slurmllm {version}":
         raise ConfigError(
-            f"cluster.container: {words[-1]} has {found[-1]}, and the run was submitted with "
+            f"cluster.container: {prefix[-1]} has {found[-1]}, and the run was submitted with "
             f"{version}; install that in the image"
         )

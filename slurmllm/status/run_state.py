@@ -107,9 +107,9 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
     for stage, job in jobs.items():
         if job.state in _WAITING and job.reason == "DependencyNeverSatisfied":
             return "queued", (
-                f"{stage} job {job.job_id} waits for ever (DependencyNeverSatisfied): the job that "
-                f"it depends on has ended otherwise; `slurmllm cancel {run.name}`, then `slurmllm "
-                f"resume {run.name}`"
+                f"{stage} job {job.job_id} never starts (DependencyNeverSatisfied): the job before "
+                f"it did not end as required; `slurmllm cancel {run.name}`, then `slurmllm resume "
+                f"{run.name}`"
             )
     if train is not None and train.state in _WAITING:
         reason = f"waiting for {train.reason}" if train.reason else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurmllm import __version__
 from slurmllm.backends.environment import load_environment, node_local_cache, worker_environment
-from slurmllm.config.container import container_words
+from slurmllm.config.container import container_arguments
 from slurmllm.config.directives import as_arguments, quoted
 from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.config.variables import is_secret
@@ -117,14 +117,14 @@ def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
     cache, srun = node_local_cache(config, run), as_arguments(config.recipe.slurm.directives.srun)
     container, lines = config.cluster.container, list[str]()
     if container is not None:
-        words = container_words(container, config.cluster.device, shared_folders(config, run))
+        prefix = container_arguments(container, config.cluster.device, shared_folders(config, run))
         lines.append(f"export {CONTAINER_PYTHON}={shlex.quote(container.python)}")
         # An image's passwd need not know the user, whose name is in paths.
         lines.append(f"export LOGNAME={shlex.quote(getpass.getuser())}")
         if container.srun_runs_it:
-            srun = [*words, *srun]
+            srun = [*prefix, *srun]
         else:
-            lines.append(f"export {CONTAINER}={shlex.quote(shlex.join(words))}")
+            lines.append(f"export {CONTAINER}={shlex.quote(shlex.join(prefix))}")
     port = config.cluster.master_port
     lines = [
         *lines,

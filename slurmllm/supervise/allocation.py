@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from slurmllm.config.cluster import Cluster
-from slurmllm.config.container import container_words
+from slurmllm.config.container import container_arguments
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.variables import is_secret_option
 from slurmllm.control.rendezvous import (
@@ -129,7 +129,7 @@ class SlurmAllocation(Allocation):
         return tuple(left[:count]) if usable else ()
 
     def give_up(self, lost: Collection[str]) -> None:
-        """Return nodes to Slurm, which would end the job when it notices that one of them is down.
+        """Release lost nodes, so that Slurm does not end the job when it marks them as down.
 
         Not --no-kill: with it, a job whose batch host dies keeps its nodes until the time limit.
 
@@ -410,10 +410,10 @@ def export_site(config: RunConfig, folders: Sequence[Path], terminal: bool = Fal
     os.environ[SETUP] = "\n".join(cluster.setup)
     if cluster.container is not None:
         shown: list[Path | str] = [*folders, cluster.node_local]
-        words = shlex.join(container_words(cluster.container, cluster.device, shown, terminal))
+        prefix = shlex.join(container_arguments(cluster.container, cluster.device, shown, terminal))
         os.environ[CONTAINER_PYTHON] = cluster.container.python
         os.environ["LOGNAME"] = getpass.getuser()  # the image's passwd need not know it
-        os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = words
+        os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = prefix
 
 
 def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class NextJob:
-    """The job that continues a run after the one of this supervisor."""
+    """How a run continues after its present job: requeued, in a successor, or in a new job."""
 
     def __init__(
         self, run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation

@@ -130,7 +130,9 @@ def ensure_successor(
         if job is None:
             job = client.submit(script, exclude=",".join(exclude), requeue=False, after=own,
                                 name=name)  # fmt: skip
-            log.info("job %s, submitted ahead, continues the run after this job", job)
+            log.info(
+                "job %s is the successor: it starts when this job ends, and continues the run", job
+            )
         _save(run, before, last, restart="chain", successor_job=job)
     return job
 
@@ -149,7 +151,7 @@ def cancel_successor(run: RunDir, allocation: Allocation) -> None:
             client.cancel(list(dict.fromkeys([*recorded, *found])))
             _save(run, before, last, successor_job=None)
     except SlurmllmError as error:
-        log.warning("the successor is not cancelled; it exits when it starts: %s", error)
+        log.warning("cannot cancel the successor job, which exits when it starts: %s", error)
 
 
 def _name(run: RunDir, last: Submission) -> str:

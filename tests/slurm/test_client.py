@@ -15,7 +15,7 @@ from fake_slurm import FakeSlurm
 from slurmllm.config.directives import quoted
 from slurmllm.errors import SlurmError
 from slurmllm.slurm.client import SlurmClient, retry_unreachable
-from slurmllm.slurm.dependency import check_dependency
+from slurmllm.submit.launch import check_dependency
 
 
 def test_the_fake_has_every_method_of_its_own() -> None:

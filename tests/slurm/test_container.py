@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.config.container import Container, container_words
+from slurmllm.config.container import Container, container_arguments
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, check_container, in_container
@@ -35,7 +35,7 @@ def start(words: str, monkeypatch: pytest.MonkeyPatch, python: str = sys.executa
 
 def test_folders_are_shown_once_and_at_the_same_paths() -> None:
     made = Container(runtime="apptainer", image="/a.sif", mounts=("/x:/y:ro",))
-    words = container_words(
+    words = container_arguments(
         made, "cuda", ["/fsx/runs/r1", "/fsx/runs", Path("/fsx/runs2"), "/local"]
     )
     binds = "--bind /fsx/runs:/fsx/runs --bind /fsx/runs2:/fsx/runs2 --bind /local:/local"

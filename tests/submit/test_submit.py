@@ -8,18 +8,16 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
 from fake_slurm import FakeSlurm
+from submit.commands import call, fails, submitted
 
 from slurmllm.artifact_records import GraphManifest, MicroBatchCandidate, MicroBatchRecord
-from slurmllm.cli.main import cli
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
@@ -28,68 +26,7 @@ from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
-from slurmllm.slurm import client
-from slurmllm.submit import launch, prepare
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
-    cluster = FakeSlurm()
-    monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
-    monkeypatch.setattr(launch, "SlurmClient", lambda: cluster)
-    monkeypatch.chdir(tmp_path)
-    return cluster
-
-
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """A small corpus and a tokenizer, as --set options."""
-    folder = tmp_path_factory.mktemp("inputs")
-    text = folder / "text.txt"
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "the",
-        "lazy",
-        "dog",
-        "and",
-        "runs",
-        "away",
-        "from",
-        "them",
-        "all",
-    ]
-    lines = (" ".join(words[i % 7 :] + words[: i % 11]) for i in range(3000))
-    text.write_text("\n\n".join(lines))
-    for arguments in (
-        ("data", "build", str(text), "--out", str(folder / "c.arrow")),
-        ("tokenizer", "train", str(text), "--out", str(folder / "t.json"), "--vocab-size", "300"),
-    ):
-        assert call(*arguments).exit_code == 0
-    corpus, tokenizer = f"data.corpus={folder}/c.arrow", f"data.tokenizer={folder}/t.json"
-    return ("--set", corpus, "--set", tokenizer)
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, arguments)
-
-
-def fails(code: int, *arguments: str) -> str:
-    result = call(*arguments)
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    assert result.stderr.startswith("error: ") or "Usage:" in result.stderr
-    return result.stderr
-
-
-def submitted(fake: FakeSlurm, inputs: tuple[str, ...], *more: str) -> dict[str, object]:
-    result = call("submit", "tiny_neox", "--nodes", "4", *inputs, "--json", *more)
-    assert result.exit_code == 0, result.output
-    return dict(json.loads(result.stdout))
+from slurmllm.submit import prepare
 
 
 def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
@@ -560,132 +497,3 @@ def test_a_secret_is_in_no_script_and_no_job(
     shown = call("recipes", "tiny_neox", "--explain", "--set", "env.HF_TOKEN=cAnArY").output
     assert "HF_TOKEN" in shown
     assert "cAnArY" not in shown
-
-
-def test_setup_is_checked_shown_and_passed_on(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    faulty = '--set=cluster.setup=["true", "if true"]'
-    message = fails(2, "submit", "tiny_neox", *inputs, "--name", "r", faulty)
-    assert "cluster.setup: line 2: syntax error: unexpected end of file: if true" in message
-    assert not Path("runs/r").exists()
-    assert "whitespace" not in fails(2, "submit", "tiny_neox", "--set", r'cluster.setup=["a\nb"]')
-    shown = call("submit", "tiny_neox", "--dry-run", '--set=cluster.setup=["module load cuda"]')
-    assert shown.stdout.count("export SLURMLLM_SETUP='module load cuda'") == 2
-
-
-def test_options_after_a_double_dash_are_of_both_jobs(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
-    own = ("--constraint=a100|h100", "--mail-type=END,FAIL", "--gres=gpu:8", "--", "--comment=a b")
-    submitted(fake, inputs, "--name", "r", *own)
-    call("cancel", "r")
-    for job in fake.jobs.values():
-        lines = ("constraint=a100|h100", "mail-type=END,FAIL", "gres=gpu:8", 'comment="a b"')
-        assert [line for line in lines if f"#SBATCH --{line}\n" not in job.script] == []
-    origin = yaml.safe_load(Path("runs/r/config.yaml").read_text())["origin"]
-    assert origin["slurm.directives.train.comment"] == "--comment"
-    again = call("resume", "r", "--time=90", "--partition", "big", "--", "-C", "h100", "--hold")
-    assert again.exit_code == 0, again.output
-    script = fake.jobs[max(fake.jobs, key=int)].script
-    for line in ("time=90", "partition=big", "constraint=h100", "hold", 'comment="a b"'):
-        assert f"#SBATCH --{line}\n" in script
-    message = fails(2, "submit", "tiny_neox", *inputs, "--", "-N", "3")
-    assert message.startswith("error: --nodes is not possible: --nodes of slurmllm sets")
-    assert "unexpected argument 'more'" in fails(2, "submit", "tiny_neox", "more")
-
-
-def test_options_of_a_stage_replace_generated_ones() -> None:
-    options = '{"partition": "cpu", "exclusive": "user", "time-min": "10"}'
-    more = ("--set", f"slurm.directives.precompile={options}", "--partition=gpu")
-    srun = ("--set", 'slurm.directives.srun={"mpi": "none", "comment": "a b"}')
-    shown = json.loads(call("submit", "tiny_neox", "--dry-run", "--json", *more, *srun).stdout)
-    precompile, train = shown["scripts"]["precompile"], shown["scripts"]["train"]
-    assert "#SBATCH --partition=gpu\n" in train
-    assert "#SBATCH --exclusive\n" in train
-    assert precompile.count("--partition") == 1
-    assert "#SBATCH --partition=cpu\n" in precompile
-    assert "#SBATCH --exclusive\n" not in precompile
-    assert "#SBATCH --exclusive=user\n" in precompile
-    assert """export SLURMLLM_SRUN='--mpi=none '"'"'--comment=a b'"'"''""" in train
-
-
-def test_what_srun_refuses_leaves_nothing(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    fake.refuse_srun = "srun: unrecognized option '--foo'"
-    message = fails(3, "submit", "tiny_neox", "--name", "r", *inputs)
-    assert "srun: unrecognized option '--foo'" in message
-    assert not Path("runs/r").exists()
-    assert fake.jobs == {}
-
-
-def test_a_dependency(
-    fake: FakeSlurm, inputs: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    submitted(fake, inputs, "--name", "before")
-    first, other = fake.jobs
-    submitted(fake, inputs, "--name", "r", f"--dependency=afterok:{other}")
-    precompile = fake.jobs[max(fake.jobs, key=int)]
-    assert f"#SBATCH --dependency=afterok:{other}\n" in precompile.script
-    call("cancel", "r")
-    assert call("resume", "r").exit_code == 0  # without it: the job may be long forgotten
-    assert "--dependency" not in fake.jobs[max(fake.jobs, key=int)].script
-    fake.finish(first, "FAILED")
-    count = len(fake.jobs)
-    message = fails(
-        3, "submit", "tiny_neox", "--name", "s", *inputs, f"--dependency=afterok:{first}"
-    )
-    assert f"can never be met: job {first} has ended as FAILED; leave it out" in message
-    assert (len(fake.jobs), Path("runs/s").exists()) == (count, False)
-    submitted(fake, inputs, "--name", "s", "--dependency=afterany:999")
-    assert "--dependency=afterany:999: Slurm knows no job 999" in caplog.text
-
-
-def test_status_says_that_a_dependency_is_never_met(
-    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submitted(fake, inputs, "--name", "r")
-    queue = fake.queue
-
-    def never(job_ids: Sequence[str]) -> dict[str, client.QueuedJob]:
-        reasons = {"1": "DependencyNeverSatisfied", "2": "Dependency"}
-        return {job: replace(row, reason=reasons[job]) for job, row in queue(job_ids).items()}
-
-    monkeypatch.setattr(fake, "queue", never)
-    shown = " ".join(call("status", "r").stdout.split())
-    assert "precompile job 1 waits for ever (DependencyNeverSatisfied)" in shown
-    assert "`slurmllm cancel r`, then `slurmllm resume r`" in shown
-
-
-def test_a_container_is_checked_before_a_job_is_submitted(
-    fake: FakeSlurm, inputs: tuple[str, ...]
-) -> None:
-    own = '--set=cluster.container={"runtime": "%s", "image": "/nosuch.sif", "mounts": ["/no:/x"]}'
-    message = fails(2, "submit", "tiny_neox", *inputs, "--name", "r", own % "apptainer")
-    assert "cluster.container: /nosuch.sif does not exist; correct image and mounts" in message
-    assert "cluster.container: /no does not exist" in message
-    assert not Path("runs/r").exists()
-    staged = (own % "pyxis", "--set=cluster.stage_environment=true", "--local")
-    message = fails(2, "submit", "tiny_neox", *inputs, *staged)
-    assert "stage_environment copies the host's environment" in message
-    assert "pyxis needs srun; leave out --local" in message
-
-
-def test_a_range_of_nodes(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    few = ("--set", "train.global_batch=8", *inputs)
-    run = Path(str(submitted(fake, few, "--name", "r", "--nodes", "2-5")["run_dir"]))
-    assert "#SBATCH --nodes=2-4\n" in (run / "scripts" / "train.sbatch").read_text()
-    assert "ntasks-per-node" not in (run / "scripts" / "train.sbatch").read_text()
-    assert "#SBATCH --nodes=1\n" in (run / "scripts" / "precompile.sbatch").read_text()
-    assert load(RunDir(run).config).recipe.slurm.min_nodes == 2
-    assert "3 is not possible with this mesh and global batch; 4 is" in fails(
-        2, "submit", "tiny_neox", "--nodes", "3-8", *few
-    )
-    for wrong in ("4-2", "a-b", "2-"):
-        text = fails(2, "submit", "tiny_neox", "--nodes", wrong, *inputs)
-        assert "is neither a number of nodes" in text
-    assert "a range is for Slurm's jobs" in fails(
-        2, "submit", "tiny_neox", "--nodes", "1-2", "--local", *inputs
-    )
-    graphs = fails(2, "submit", "pythia_6.9b", "--nodes", "2-4", *inputs)
-    assert "graphs of backend nxd are for one node count" in graphs
-    fake.cancel(list(fake.jobs))
-    call("resume", "r", "--nodes", "2")
-    assert "#SBATCH --nodes=2\n" in (run / "scripts" / "train.sbatch").read_text()

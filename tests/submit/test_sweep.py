@@ -17,9 +17,7 @@ from slurmllm.errors import UserError
 from slurmllm.graphs import reuse
 from slurmllm.records import JobsRecord, SweepCase, SweepRecord
 from slurmllm.rundir import RunDir, SweepDir, find_run
-from slurmllm.slurm import client
 from slurmllm.status.runs import list_runs, run_states
-from slurmllm.submit import launch
 from slurmllm.submit.sweep import Case, grid, name_cases, read_cases
 
 GRID = ("--sweep", "optim.lr=3e-4,1e-3", "--sweep", "train.seed=1,2")
@@ -27,25 +25,9 @@ NAMES = ["s-lr3e-4-seed1", "s-lr3e-4-seed2", "s-lr1e-3-seed1", "s-lr1e-3-seed2"]
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
-    cluster = FakeSlurm(nodes=("n1", "n2", "n3", "n4", "n5", "n6"))
-    monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
-    monkeypatch.setattr(launch, "SlurmClient", lambda: cluster)
-    monkeypatch.chdir(tmp_path)
-    return cluster
-
-
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """A small corpus and a tokenizer, as --set options."""
-    folder = tmp_path_factory.mktemp("inputs")
-    text, corpus, tokenizer = folder / "text.txt", folder / "c.arrow", folder / "t.json"
-    text.write_text(
-        "\n\n".join("the quick brown fox jumps over dogs"[i % 9 :] for i in range(9000))
-    )
-    call("data", "build", str(text), "--out", str(corpus))
-    call("tokenizer", "train", str(text), "--out", str(tokenizer), "--vocab-size", "300")
-    return (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")
+def fake(fake: FakeSlurm) -> FakeSlurm:
+    fake.states |= dict.fromkeys(("n5", "n6"), "idle")
+    return fake
 
 
 def call(*arguments: str, code: int = 0) -> str:
