@@ -308,7 +308,7 @@ def test_several_runs_are_each_compared_with_the_first(run_command, tmp_path: Pa
     assert drawn["comparisons"][0]["plot"].endswith("compare-unbroken-requeued-other.png")
 
 
-def test_several_runs_are_told_apart_behind_prefix(run_command, make_run) -> None:
+def test_several_runs_are_told_apart_in_words(run_command, make_run) -> None:
     for name, last in (("a", 2.0), ("b", 2.0), ("c", math.nan)):
         make_run(name, [*make_rows(1, 30), make_row(31, loss=last)])
     shown = run_command("a", "b", "c", "--no-plot").stdout
