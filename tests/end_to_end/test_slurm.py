@@ -68,6 +68,7 @@ def test_a_node_that_dies(
     before = bench.attempt("nodeless", 0)["nodes"]
     lost = before[1]
     lose_node(slurm, bench, "nodeless", lost)
+    assert bench.endings("nodeless") == [("node_failure", "requeue"), ("done", "finish")]
     assert bench.attempt("nodeless", 0)["blamed_nodes"] == [lost]
     after = bench.attempt("nodeless", 1)["nodes"]
     assert lost not in after
@@ -89,6 +90,7 @@ def test_the_first_node_dies_with_the_supervisor(
     bench.wait_for_step("headless", 15)
     lost = bench.attempt("headless", 0)["nodes"][0]
     lose_node(slurm, bench, "headless", lost)
+    assert bench.endings("headless") == [("node_failure", "requeue"), ("done", "finish")]
     assert "Slurm: NODE_FAIL" in bench.attempt("headless", 0)["evidence"][0]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import Bench
-from end_to_end.slurm_runs import Cluster, accounted, outside_pid, submit, wait
+from end_to_end.slurm_runs import Cluster, accounted, lose_node, outside_pid, submit, wait
 
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
@@ -53,11 +53,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     os.kill(outside_pid(bench.runs / "spared", rank=1), signal.SIGKILL)
     bench.wait_for_step("spared", 22, attempt=1)
     lost = bench.attempt("spared", 1)["nodes"][1]
-    slurm.call("fail", lost)
-    try:
-        wait(bench, "spared", "done", "stopped", "cancelled")
-    finally:
-        slurm.call("heal", lost)
+    lose_node(slurm, bench, "spared", lost)
     again = ("node_failure", "restart")
     assert bench.endings("spared") == [again, again, ("done", "finish")]
     killed, failed, last = (bench.attempt("spared", number) for number in range(3))
@@ -96,11 +92,7 @@ def test_a_chain_of_jobs(
     jobs.append(successor)
     assert sent()[0] == successor
     lost = bench.attempt("chained", 1)["nodes"][1]
-    slurm.call("fail", lost)
-    try:
-        wait(bench, "chained", "done", "stopped", "cancelled")
-    finally:
-        slurm.call("heal", lost)
+    lose_node(slurm, bench, "chained", lost)
     assert bench.endings("chained") == [
         ("advance_signal", "chain"), ("node_failure", "chain"), ("done", "finish"),
     ]  # fmt: skip
@@ -148,11 +140,7 @@ def test_a_chain_over_three_time_limits_and_a_lost_node(
     submit(bench, inputs, "limits", *many, "--time=2", "--set=slurm.signal_lead_s=60")
     bench.until(lambda: (bench.runs / "limits/metrics/attempt_001.jsonl").is_file(), "no chain")
     lost = bench.attempt("limits", 1)["nodes"][1]
-    slurm.call("fail", lost)
-    try:
-        wait(bench, "limits", "done", "stopped", "cancelled")
-    finally:
-        slurm.call("heal", lost)
+    lose_node(slurm, bench, "limits", lost)
     endings = bench.endings("limits")
     assert endings.count(("advance_signal", "chain")) >= 3
     assert endings.count(("node_failure", "chain")) == 1

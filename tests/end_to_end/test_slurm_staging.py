@@ -45,6 +45,7 @@ def test_the_archive_goes_over_sbcast_and_a_later_attempt_finds_the_environment(
     assert origins <= {"broadcast", "present"}
     lost = before[1]
     lose_node(slurm, bench, "staged", lost)
+    assert bench.endings("staged") == [("node_failure", "requeue"), ("done", "finish")]
     after = bench.attempt("staged", 1)["nodes"]
     for node in after:
         record = bench.node("staged", 1, node)
