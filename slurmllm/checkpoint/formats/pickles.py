@@ -65,6 +65,8 @@ def _globals() -> dict[str, Any]:
         "torch.serialization._get_layout",
         "pathlib.PosixPath",
         "pathlib._local.PosixPath",  # Python 3.13
+        # Python before 3.11.4 pickles a member of an enum as a call of it; nothing is looked up.
+        "builtins.getattr",
     ]
     return {
         **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
