@@ -68,7 +68,12 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 def test_a_job_runs_and_is_accounted_for(bench: Bench) -> None:
     job = bench.client.submit(bench.script("sleep 1"))
     bench.wait(job, "COMPLETED")
-    assert [row.state for row in bench.client.accounting(job) if row.job_id == job] == ["COMPLETED"]
+
+    def accounted() -> list[str]:
+        return [row.state for row in bench.client.accounting(job) if row.job_id == job]
+
+    # slurmctld sends what changes to slurmdbd in batches: sacct may be seconds behind squeue.
+    bench.until(lambda: accounted() == ["COMPLETED"], "sacct does not know that the job completed")
 
 
 def test_a_second_job_waits_for_the_first(bench: Bench) -> None:
