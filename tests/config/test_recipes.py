@@ -30,11 +30,17 @@ pythia_2.8b        32 2560 32 32 10240 2048  1.6e-4 1.6e-5 1430 143000 0.1  1024
 llama2_7b          32 4096 32 32 11008 4096  3e-4   3e-5  2000 500000 0.1   1024  8 1 1
 llama2_7b_nemo     32 4096 32 32 11008 4096  3e-4   3e-5  2000  10000 0.1    256  8 1 1
 llama2_7b_finetune 32 4096 32 32 11008 4096  5e-5   0       20    100 0       32  8 1 1
+llama2_13b         40 5120 40 40 13824 4096  3e-4   3e-5  2000 400000 0.1   1024  8 4 1
 llama2_70b         80 8192 64  8 28672 4096  1.5e-4 1e-5  2000  30000 0.1   1024 32 8 1
 gpt3_125m          12  768 12 12  3072 2048  6e-4   6e-5   715 572205 0.1    256  1 1 auto
 gpt3_350m          24 1024 16 16  4096 2048  3e-4   3e-5   715 572205 0.1    256  1 1 auto
 gpt3_760m          24 1536 16 16  6144 2048  2.5e-4 2.5e-5 715 572205 0.1    256  1 1 auto
 gpt3_1.3b          24 2048 16 16  8192 2048  2e-4   2e-5   358 286102 0.1    512  1 1 auto
+gpt3_2.7b          32 2560 20 20 10240 2048  1.6e-4 1.6e-5 358 286102 0.1    512  1 1 auto
+gpt3_6.7b          32 4096 32 32 16384 2048  1.2e-4 1.2e-5 179 143051 0.1   1024  1 1 auto
+gpt3_13b           40 5120 40 40 20480 2048  1e-4   1e-5   179 143051 0.1   1024  1 1 auto
+gpt3_23b           28 8192 64 64 32768 2048  1.5e-4 1e-5   750 300000 0.01  1024  8 4 1
+gpt3_46b           56 8192 64 64 32768 2048  1.5e-4 1e-5   750 300000 0.01  1024  8 8 1
 """
 
 
@@ -62,7 +68,7 @@ def test_what_all_share(name: str) -> None:
     found = recipe(name)
     assert found.optim.grad_clip == 1
     assert found.optim.betas == ((0.9, 0.999) if name == "llama2_7b_finetune" else (0.9, 0.95))
-    assert found.model.norm_eps == 1e-5
+    assert found.model.norm_eps == (1e-6 if name == "llama2_13b" else 1e-5)
     assert found.train.finetune == name.endswith("_finetune")
     rotary = {"neox": 0.25, "llama": 1.0, "gpt3": 0.0}
     assert found.model.rotary_pct == rotary[found.model.family]
@@ -92,7 +98,7 @@ def test_pythia_begins_as_gpt_neox_does(size: str) -> None:
     assert model.output_init_std == pytest.approx(wang, rel=1e-3)
 
 
-@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b"])
+@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b"])
 def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
     found = recipe(f"gpt3_{size}")
     a_step = found.train.global_batch * found.model.seq_len
@@ -116,7 +122,10 @@ def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
         ("llama2_7b", 128, 512, 2),
         ("llama2_7b_nemo", 4, 16, 16),
         ("llama2_7b_finetune", 1, 4, 8),
+        ("llama2_13b", 4, 4, 256),
         ("llama2_70b", 32, 4, 256),
+        ("gpt3_23b", 32, 32, 32),
+        ("gpt3_46b", 32, 16, 64),
     ],
 )
 def test_meshes_of_the_sources(name: str, nodes: int, data: int, accumulation: int) -> None:
@@ -125,6 +134,6 @@ def test_meshes_of_the_sources(name: str, nodes: int, data: int, accumulation: i
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])
-@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b"])
+@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b"])
 def test_gpt3_takes_any_number_of_nodes(size: str, nodes: int) -> None:
     assert make_mesh(resolve(f"gpt3_{size}"), nodes).data == 8 * nodes
