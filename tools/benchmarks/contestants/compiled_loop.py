@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from contestants import neox
 from contestants import task as settings
+from contestants import transformers_model
 from contestants.child import Turn
 from contestants.task import Task
 
 
 def train(task: Task, turn: Turn) -> None:
     """Train without end."""
-    model = neox.make_model(task)
+    model = transformers_model.make_model(task)
     optimizer = torch.optim.AdamW(
         settings.decay_groups(model),
         lr=settings.LR,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from contestants import neox
 from contestants import task as settings
+from contestants import transformers_model
 from contestants.child import Turn
 from contestants.task import Task
 
@@ -77,7 +77,7 @@ def train(task: Task, turn: Turn) -> None:
             disable_tqdm=True,
         )
         trainer = _Watched(
-            model=neox.make_model(task),
+            model=transformers_model.make_model(task),
             args=arguments,
             train_dataset=_Rows(task),
             callbacks=[turns],

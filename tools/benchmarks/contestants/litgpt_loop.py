@@ -4,7 +4,7 @@ As in `litgpt/pretrain.py` (0.5.13): torch.compile(model), then Lightning Fabric
 precision bf16-mixed or 32-true, a cross entropy outside the graph, fabric.backward,
 fabric.clip_gradients, AdamW. What is other than there: AdamW is fused also on the CPU, where
 litgpt leaves it unfused, and the cross entropy is compiled and not cut into chunks of 128 tokens;
-both are faster. The model is that of litgpt's Pythia configurations.
+both are faster. The models are those of litgpt's Pythia and Llama configurations.
 """
 
 from __future__ import annotations
@@ -21,6 +21,24 @@ from contestants import task as settings
 from contestants.child import Turn
 from contestants.task import Task
 
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "neox": {
+        "rotary_percentage": 0.25,
+        "parallel_residual": True,
+        "bias": True,
+        "norm_class_name": "LayerNorm",
+        "mlp_class_name": "GptNeoxMLP",
+        "gelu_approximate": "none",
+    },
+    "llama": {
+        "rotary_percentage": 1.0,
+        "parallel_residual": False,
+        "bias": False,
+        "norm_class_name": "RMSNorm",
+        "mlp_class_name": "LLaMAMLP",
+    },
+}
+
 
 def train(task: Task, turn: Turn) -> None:
     """Train without end."""
@@ -31,15 +49,11 @@ def train(task: Task, turn: Turn) -> None:
         n_layer=s.layers,
         n_embd=s.hidden,
         n_head=s.heads,
+        n_query_groups=s.kv_heads,
         intermediate_size=s.ffn,
         vocab_size=s.vocab,
         padded_vocab_size=s.vocab,
-        rotary_percentage=0.25,
-        parallel_residual=True,
-        bias=True,
-        norm_class_name="LayerNorm",
-        mlp_class_name="GptNeoxMLP",
-        gelu_approximate="none",
+        **_FAMILIES[s.family],
     )
     precision = "bf16-mixed" if task.precision == "bf16" else "32-true"
     fabric: Any = L.Fabric(accelerator="cpu", devices=1, precision=precision)

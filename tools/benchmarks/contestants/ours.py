@@ -19,6 +19,7 @@ def config_of(task: Task) -> RunConfig:
         "model.num_layers": s.layers,
         "model.hidden_size": s.hidden,
         "model.num_heads": s.heads,
+        "model.num_kv_heads": s.kv_heads,
         "model.ffn_hidden_size": s.ffn,
         "model.vocab_size": s.vocab,
         "model.seq_len": task.seq,
@@ -33,7 +34,9 @@ def config_of(task: Task) -> RunConfig:
         "optim.weight_decay": settings.WEIGHT_DECAY,
         "optim.grad_clip": settings.GRAD_CLIP,
     }
-    return resolve("tiny_neox", "local", [f"{key}={value}" for key, value in overrides.items()])
+    return resolve(
+        f"tiny_{s.family}", "local", [f"{key}={value}" for key, value in overrides.items()]
+    )
 
 
 def train(task: Task, turn: Turn) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,26 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT-NeoX model: rotary share 0.25, parallel residual, biases, untied head, no dropout."""
+    """A model with an untied head and no dropout.
 
+    neox: rotary share 0.25, parallel residual, LayerNorm, biases. llama: full rotation, RMSNorm,
+    gated feed-forward layer, grouped keys and values, no biases.
+    """
+
+    family: Literal["neox", "llama"]
     layers: int
     hidden: int
     heads: int
+    kv_heads: int
     ffn: int
     vocab: int
+
+    @property
+    def block_matrices(self) -> int:
+        """Weights of the matrices of one layer."""
+        keys_and_values = 2 * self.hidden**2 * self.kv_heads // self.heads
+        feed_forward = (3 if self.family == "llama" else 2) * self.hidden * self.ffn
+        return 2 * self.hidden**2 + keys_and_values + feed_forward
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,10 @@ class Task:
     def parameters(self) -> int:
         """Weights and biases."""
         s = self.shape
-        block = 4 * s.hidden**2 + 2 * s.hidden * s.ffn + 9 * s.hidden + s.ffn
-        return s.layers * block + 2 * s.vocab * s.hidden + 2 * s.hidden
+        # Norms, and neox's biases.
+        vectors = 2 * s.hidden if s.family == "llama" else 9 * s.hidden + s.ffn
+        final_norm = s.hidden if s.family == "llama" else 2 * s.hidden
+        return s.layers * (s.block_matrices + vectors) + 2 * s.vocab * s.hidden + final_norm
 
     @property
     def flops_per_token(self) -> int:
@@ -90,7 +105,7 @@ class Task:
         square).
         """
         s = self.shape
-        multiplied = s.layers * (4 * s.hidden**2 + 2 * s.hidden * s.ffn) + s.vocab * s.hidden
+        multiplied = s.layers * s.block_matrices + s.vocab * s.hidden
         return 6 * multiplied + 6 * s.layers * s.hidden * self.seq
 
 
