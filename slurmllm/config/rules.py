@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from slurmllm.config.families import FAMILIES, gate_block
+from slurmllm.config.families import CHOSEN, FAMILIES, gate_block
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _possible_in_family(name: str, family: str, value: Any) -> str | None:
     )
 
 
-for _name in sorted({name for family in FAMILIES.values() for name in family.choices}):
+for _name in sorted(CHOSEN):
     RULES.append(Rule(("model.family", f"model.{_name}"), partial(_possible_in_family, _name)))
 
 
@@ -113,7 +113,11 @@ def kv_heads_divide_heads(kv_heads: int | None, heads: int) -> str | None:
 
 @_rule("model.family", "model.num_kv_heads", "model.num_heads")
 def family_has_kv_groups(family: str, kv_heads: int | None, heads: int) -> str | None:
-    if FAMILIES[family].kv_groups or kv_heads in (None, heads) or heads % (kv_heads or 1):
+    if (
+        "num_kv_heads" in FAMILIES[family].optional
+        or kv_heads in (None, heads)
+        or heads % (kv_heads or 1)
+    ):
         return None
     return (
         f"model.num_kv_heads: {kv_heads}: model.family {family} has as many key and value heads "

@@ -20,10 +20,10 @@ from slurmllm.plan.mesh import Mesh
 
 _THREADS = "OMP_NUM_THREADS"
 _PACKAGE = Path(__file__).resolve().parent.parent
-# The modules outside model/ and the backend that decide graphs. The rest of plan/ (search, cost,
-# tables) chooses a mesh, which is in the fingerprint itself; nothing of plan/ but these two may be
-# imported by the code that builds the model.
-GRAPH_MODULES = ("config/families.py", "plan/mesh.py", "plan/parameters.py")
+# The modules outside model/, config/families/ and the backend that decide graphs. The rest of plan/
+# (search, cost, tables) chooses a mesh, which is in the fingerprint itself; nothing of plan/ but
+# these two may be imported by the code that builds the model.
+GRAPH_MODULES = ("plan/mesh.py", "plan/parameters.py")
 
 
 def graph_fingerprint(
@@ -69,7 +69,7 @@ def sources(backend: str, package: Path = _PACKAGE) -> str:
     """A digest of slurmllm's own code that decides graphs: model, mesh and backend."""
     # The version number is not enough: a checkout changes without a new one.
     found = hashlib.sha256()
-    folders = (package / "model", package / "backends" / backend)
+    folders = (package / "model", package / "config/families", package / "backends" / backend)
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     for file in (*files, *(package / module for module in GRAPH_MODULES)):
         content = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""The model: one decoder; what distinguishes the families is in `config/families.py`.
+"""The model: one decoder; what distinguishes the families is in `config/families/`.
 
 `decoder.py` holds the modules, `attention.py` rotary positions and the document mask, `output.py`
 head and loss, `init.py` the initial weights, which depend on the seed and never on how the

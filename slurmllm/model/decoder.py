@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks, final norm, head.
 
-Families differ only in values of `ModelConfig`, set by the family (`config/families.py`) or the
+Families differ only in values of `ModelConfig`, set by the family (`config/families/`) or the
 recipe.
 """
 

@@ -9,95 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from slurmllm.config.families import FAMILIES
+from slurmllm.config.families.family import REQUIRED, HuggingFaceModel
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.rules import broken_rules
 from slurmllm.safe_files import read_limited
 
 CONFIG = "config.json"
-_REQUIRED = object()
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """transformers' configuration of a family."""
-
-    model_type: str
-    causal: str  # the class with a head
-    base: str  # the class without a head; its weights are complete if the head is tied
-    keys: Mapping[str, tuple[str, Any]]  # our field → (their key, transformers' default)
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # their key → only supported value
-
-
-_SHARED_KEYS = {
-    "vocab_size": ("vocab_size", _REQUIRED),
-    "init_std": ("initializer_range", 0.02),
-}
-# GPT-2 has names of its own, later models agree on these.
-_LATER_KEYS = {
-    **_SHARED_KEYS,
-    "num_layers": ("num_hidden_layers", _REQUIRED),
-    "hidden_size": ("hidden_size", _REQUIRED),
-    "num_heads": ("num_attention_heads", _REQUIRED),
-    "ffn_hidden_size": ("intermediate_size", _REQUIRED),
-    "seq_len": ("max_position_embeddings", 2048),
-    "tied_embeddings": ("tie_word_embeddings", False),
-}
-# Defaults: the configuration classes of transformers 4.45 and 5.23, which agree.
-DIALECTS: dict[str, Dialect] = {
-    "neox": Dialect(
-        "gpt_neox",
-        "GPTNeoXForCausalLM",
-        "GPTNeoXModel",
-        _LATER_KEYS
-        | {
-            "activation": ("hidden_act", "gelu"),
-            "attention_bias": ("attention_bias", True),
-            "parallel_residual": ("use_parallel_residual", True),
-            "norm_eps": ("layer_norm_eps", 1e-5),
-        },
-    ),
-    "llama": Dialect(
-        "llama",
-        "LlamaForCausalLM",
-        "LlamaModel",
-        _LATER_KEYS
-        | {
-            "num_kv_heads": ("num_key_value_heads", None),
-            "activation": ("hidden_act", "silu"),
-            "attention_bias": ("attention_bias", False),
-            "mlp_bias": ("mlp_bias", False),
-            "norm_eps": ("rms_norm_eps", 1e-6),
-        },
-    ),
-    "gpt3": Dialect(
-        "gpt2",
-        "GPT2LMHeadModel",
-        "GPT2Model",
-        _SHARED_KEYS
-        | {
-            "num_layers": ("n_layer", _REQUIRED),
-            "hidden_size": ("n_embd", _REQUIRED),
-            "num_heads": ("n_head", _REQUIRED),
-            "ffn_hidden_size": ("n_inner", None),
-            "seq_len": ("n_positions", 1024),
-            "activation": ("activation_function", "gelu_new"),
-            "tied_embeddings": ("tie_word_embeddings", True),
-            "norm_eps": ("layer_norm_epsilon", 1e-5),
-        },
-        {
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
-    ),
-}
 # transformers has three names for GELU by tanh, which differ only in speed.
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -135,7 +59,7 @@ def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:
     family, faults = _find_family(values)
     if family is None:
         return None, faults
-    dialect = DIALECTS[family]
+    dialect = FAMILIES[family].hugging_face
     faults += _unsupported(values, dialect)
     fields, found = _model_fields(values, family)
     faults += found
@@ -164,16 +88,17 @@ def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:
 def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     """Returns the family that architectures and model_type agree on, and one line per fault."""
     model_type, architectures = values.get("model_type"), values.get("architectures") or []
-    known = ", ".join(dialect.causal for dialect in DIALECTS.values())
+    dialects = {name: family.hugging_face for name, family in FAMILIES.items()}
+    known = ", ".join(dialect.causal for dialect in dialects.values())
     if not isinstance(architectures, list) or not (architectures or model_type):
         return None, [f"architectures: must name the model's class; known are {known}"]
-    by_type = [name for name, d in DIALECTS.items() if d.model_type == model_type]
+    by_type = [name for name, d in dialects.items() if d.model_type == model_type]
     by_class = [
-        name for name, d in DIALECTS.items() if {d.causal, d.base} & {*map(str, architectures)}
+        name for name, d in dialects.items() if {d.causal, d.base} & {*map(str, architectures)}
     ]
     faults = []
     if model_type is not None and not by_type:
-        types = ", ".join(d.model_type for d in DIALECTS.values())
+        types = ", ".join(d.model_type for d in dialects.values())
         faults.append(f"model_type: {model_type!r} is not known; known are {types}")
     if architectures and not by_class:
         faults.append(
@@ -182,12 +107,12 @@ def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     if by_type and by_class and by_type != by_class:
         faults.append(
             f"model_type: {model_type!r} is not that of {', '.join(map(str, architectures))}; "
-            f"that is {DIALECTS[by_class[0]].model_type!r}"
+            f"that is {dialects[by_class[0]].model_type!r}"
         )
     return (None if faults else (by_class or by_type)[0]), faults
 
 
-def _unsupported(values: Mapping[str, Any], dialect: Dialect) -> list[str]:
+def _unsupported(values: Mapping[str, Any], dialect: HuggingFaceModel) -> list[str]:
     """Returns one line for each setting that changes the model in a way our decoder lacks."""
     faults = [
         f"{key}: {values[key]!r} is not supported; it must be {only!r}"
@@ -206,11 +131,11 @@ def _unsupported(values: Mapping[str, Any], dialect: Dialect) -> list[str]:
 
 def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
     """Returns the fields of our model section, not yet validated, and one line per fault."""
-    dialect = DIALECTS[family]
+    dialect = FAMILIES[family].hugging_face
     fields: dict[str, Any] = {"family": family}
     faults = []
     for name, (key, default) in dialect.keys.items():
-        if key not in values and default is _REQUIRED:
+        if key not in values and default is REQUIRED:
             faults.append(f"{key}: is missing")
         fields[name] = values.get(key, default)
     activation = fields["activation"]
@@ -219,7 +144,7 @@ def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any
         key = dialect.keys["activation"][0]
         faults.append(f"{key}: {activation!r} is not known; known are {', '.join(_ACTIVATIONS)}")
     hidden, heads = fields["hidden_size"], fields["num_heads"]
-    if family == "gpt3" and fields["ffn_hidden_size"] is None and isinstance(hidden, int):
+    if fields["ffn_hidden_size"] is None and isinstance(hidden, int):  # GPT-2's n_inner
         fields["ffn_hidden_size"] = 4 * hidden
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         head_dim = values.get("head_dim")
@@ -276,25 +201,20 @@ def write_config(
     eos_token_id: int | list[int] | None,
 ) -> None:
     """Writes a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
-    dialect = DIALECTS[model.family]
+    dialect = FAMILIES[model.family].hugging_face
     values: dict[str, Any] = {"architectures": [dialect.causal], "model_type": dialect.model_type}
     values.update({key: getattr(model, name) for name, (key, _) in dialect.keys.items()})
     values[dialect.keys["activation"][0]] = _THEIR_ACTIVATIONS[model.activation]
-    # Dropouts are written as 0: some configuration classes default to more.
-    if model.family == "neox":
-        values.update(rotary_pct=model.rotary_pct, rotary_emb_base=model.rotary_base)
-        values.update(attention_dropout=0.0, hidden_dropout=0.0)
-    if model.family == "llama":
+    values.update(dialect.written)
+    values.update({key: getattr(model, name) for name, key in dialect.rotary_keys.items()})
+    if "num_kv_heads" in dialect.keys:
         values.update(num_key_value_heads=model.kv_heads, head_dim=model.head_dim)
-        values.update(rope_theta=model.rotary_base, attention_dropout=0.0)
     if FAMILIES[model.family].positions == "rotary":
         values["rope_parameters"] = {
             "rope_type": "default",
             "rope_theta": model.rotary_base,
             "partial_rotary_factor": model.rotary_pct,
         }
-    if model.family == "gpt3":
-        values.update(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     # Written even if None: otherwise transformers takes the ids of its own tokenizers.
     values.update(bos_token_id=bos_token_id, eos_token_id=eos_token_id)
     values.update(torch_dtype=dtype, use_cache=True)

@@ -27,7 +27,6 @@ from torch import Tensor
 from slurmllm.artifact_records import CheckpointFile, CheckpointManifest, ImportedModel
 from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe
 from slurmllm.checkpoint.formats.huggingface import (
-    FAMILY_MAPPINGS,
     SHARDS,
     WHOLE,
     TensorMapping,
@@ -51,6 +50,7 @@ from slurmllm.checkpoint.formats.tokenizer_files import (
     tokenizer_in,
 )
 from slurmllm.checkpoint.state import INDEX, MODEL, fingerprint_digest
+from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
 from slurmllm.safe_files import read_limited
@@ -156,7 +156,7 @@ def _match_names(
     model: ModelConfig, files: SafetensorsFiles, mappings: list[TensorMapping]
 ) -> tuple[dict[str, str], list[str]]:
     """Returns name in the mappings → name in the files, and one line per fault of a tensor."""
-    family = FAMILY_MAPPINGS[model.family]
+    family = FAMILIES[model.family].hugging_face
     expected = {name: shape for one in mappings for name, shape in one.theirs.items()}
     theirs = {module.ours: f"{module.theirs[0]}.weight" for module in family.modules}
     head, embedding = theirs["head"], theirs["embed"]

@@ -1,0 +1,92 @@
+"""The model families; torch-free.
+
+`FAMILIES` holds what each is and what a recipe may leave to it; `sharding_plan` maps a family's
+matrices to their tensor-parallel sharding. The decoder, the backends, the planner and the
+conversion of checkpoints read both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from slurmllm.config.families.family import CHOSEN, Activation, Family, Sharding, gate_block
+from slurmllm.config.families.gpt3 import GPT3
+from slurmllm.config.families.llama import LLAMA
+from slurmllm.config.families.neox import NEOX
+
+__all__ = [
+    "CHOSEN",
+    "FAMILIES",
+    "Activation",
+    "Family",
+    "FamilyName",
+    "Sharding",
+    "ShardingPlan",
+    "gate_block",
+    "register",
+    "sharding_plan",
+]
+
+FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Makes a family known by its name; ValueError if its name or defaults are wrong."""
+    if FAMILIES.get(family.name, family) is not family:
+        raise ValueError(f"model family {family.name!r}: there is one of this name already")
+    missing = [name for name in CHOSEN if name not in family.defaults]
+    if missing:
+        raise ValueError(f"model family {family.name!r}: no default of {', '.join(missing)}")
+    FAMILIES[family.name] = family
+
+
+for _family in (NEOX, LLAMA, GPT3):
+    register(_family)
+
+
+def _known(name: str) -> str:
+    if name not in FAMILIES:
+        known = [repr(one) for one in FAMILIES]
+        raise ValueError(f"must be {', '.join(known[:-1])} or {known[-1]}")
+    return name
+
+
+FamilyName = Annotated[str, AfterValidator(_known)]
+
+_BLOCK: dict[str, Sharding] = {
+    "attention_norm": "sequence",
+    "attention.qkv": "column",
+    "attention.out": "row",
+    "mlp_norm": "sequence",
+    "mlp.up": "column",
+    "mlp.gate_up": "column",
+    "mlp.down": "row",
+}
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Module name → how tensor parallelism shares its parameters."""
+
+    block: Mapping[str, Sharding]  # names inside a decoder layer, whatever its number
+    rest: Mapping[str, Sharding]  # names outside the layers
+
+
+def sharding_plan(family: str, tied_embeddings: bool) -> ShardingPlan:
+    """The one sharding plan of a family, for every backend.
+
+    Biases of column-parallel modules are shared with their rows; those of row-parallel ones are
+    whole on every worker and are added once, after the sum.
+    """
+    kind = FAMILIES[family]
+    absent = "mlp.up" if kind.gated else "mlp.gate_up"
+    rest: dict[str, Sharding] = {"embed": "vocabulary", "final_norm": "sequence"}
+    if kind.positions == "learned":
+        rest["positions"] = "vocabulary"
+    if not tied_embeddings:
+        rest["head"] = "vocabulary"
+    return ShardingPlan({name: how for name, how in _BLOCK.items() if name != absent}, rest)

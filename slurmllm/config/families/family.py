@@ -1,0 +1,131 @@
+"""What a model family consists of: its choices, its sharding, its form in transformers; torch-free.
+
+One file of this package holds each family. `docs/add_a_model.md` describes how to add one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+Activation = Literal["gelu", "gelu_tanh", "silu"]
+# How tensor parallelism shares a module's weight, [out, in] or [entries, width]:
+#   vocabulary  by rows, a row being an entry of an embedding or of the head
+#   column      by rows, so by output features (the columns of the transposed matrix)
+#   row         by columns, so by input features; partial sums are added up afterwards
+#   sequence    not shared; works on a share of the sequence under sequence parallelism
+Sharding = Literal["vocabulary", "column", "row", "sequence"]
+# How several tensors of transformers are laid out in one of ours; the functions are in
+# `checkpoint/formats/huggingface.py`:
+#   same         equal
+#   qkv          queries, keys and values, each a matrix
+#   neox_qkv     one matrix grouped by head, with GPT-NeoX's order of rotary dimensions
+#   gate_up      gate and up, each a matrix
+#   conv1d       GPT-2's [in, out]
+#   conv1d_qkv   GPT-2's [in, out] with queries, keys and values one after the other
+Layout = Literal["same", "qkv", "neox_qkv", "gate_up", "conv1d", "conv1d_qkv"]
+
+# Default of a key that every config.json must have.
+REQUIRED = object()
+
+
+class ModuleMapping(NamedTuple):
+    """One of our modules and those of transformers; `{}` is the layer's number."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    layout: Layout = "same"
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A family's configuration and tensors in transformers.
+
+    Attributes:
+        keys: Our field → (key of config.json, default of transformers' configuration class).
+        fixed: Key → its only supported value.
+        rotary_keys: Our field → key at the top level, as version 4 of transformers has it.
+        written: Keys that an export sets, with their values.
+        prefix: Prefix of names that files of the model without its head omit.
+        renamed: Pattern of an older version's name → replacement.
+        buffers: Pattern of computed tensors that older versions saved.
+        always_biased: Fields of `ModelConfig` whose biases transformers' model always has;
+            zeros are exported if ours has none.
+    """
+
+    model_type: str
+    causal: str  # the class with a head
+    base: str  # the class without a head; its weights are complete if the head is tied
+    keys: Mapping[str, tuple[str, Any]]
+    modules: tuple[ModuleMapping, ...]  # one row per module of ours
+    prefix: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    rotary_keys: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    renamed: tuple[tuple[str, str], ...] = ()
+    buffers: str = r"(?!)"  # matches nothing
+    always_biased: tuple[str, ...] = ()
+
+    def current_name(self, name: str) -> str | None:
+        """Returns the name that `modules` has, None for a buffer."""
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
+        return None if re.search(self.buffers, name) else name
+
+
+@dataclass(frozen=True)
+class Family:
+    """The choices that make a decoder a GPT-NeoX rather than something else."""
+
+    name: str  # value of `model.family`
+    norm: Literal["layer", "rms"]  # LayerNorm or RMSNorm before attention, feed-forward and head
+    # Rotary positions in every attention, or one learned table added to the embedding.
+    positions: Literal["rotary", "learned"]
+    gated: bool  # the feed-forward layer multiplies an activated gate with its up-projection
+    # Fields of `ModelConfig` that a recipe of this family may leave out (all of `CHOSEN`).
+    defaults: Mapping[str, Any]
+    # Those of them that not all values are possible for, with the values: what transformers' model
+    # of the family can be, so that every model can be exported.
+    choices: Mapping[str, tuple[Any, ...]]
+    hugging_face: HuggingFaceModel
+    # Fields that only some families have; others must leave them out: num_kv_heads (several
+    # attention heads may share a key and value head), head_dim, rope_scaling.
+    optional: frozenset[str] = frozenset()
+
+
+# Fields of `ModelConfig` that the family has a default for.
+CHOSEN = (
+    "rotary_pct",
+    "activation",
+    "attention_bias",
+    "mlp_bias",
+    "parallel_residual",
+    "tied_embeddings",
+)
+
+# Keys of config.json: GPT-2 has names of its own, later models agree on these.
+SHARED_KEYS: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", REQUIRED),
+    "init_std": ("initializer_range", 0.02),
+}
+LATER_KEYS: dict[str, tuple[str, Any]] = {
+    **SHARED_KEYS,
+    "num_layers": ("num_hidden_layers", REQUIRED),
+    "hidden_size": ("hidden_size", REQUIRED),
+    "num_heads": ("num_attention_heads", REQUIRED),
+    "ffn_hidden_size": ("intermediate_size", REQUIRED),
+    "seq_len": ("max_position_embeddings", 2048),
+    "tied_embeddings": ("tie_word_embeddings", False),
+}
+
+
+def gate_block(ffn_hidden_size: int) -> int:
+    """Rows of gate and of up that alternate in the coalesced matrix of a gated family.
+
+    Blocks, so that a contiguous share of the rows holds matching gates and ups; 16 is what one
+    vector register holds of fp32.
+    """
+    return math.gcd(ffn_hidden_size, 16)
