@@ -177,7 +177,7 @@ def products(
 
 
 def attention(model: ModelConfig, precision: str, device: torch.device, batch: int) -> Item:
-    shape = (batch, model.num_heads, model.seq_len, model.head_dim)
+    shape = (batch, model.num_heads, model.seq_len, model.head_width)
     q, k, v = (
         torch.randn(shape, device=device, dtype=_DTYPES[precision], requires_grad=True)
         for _ in range(3)
@@ -248,10 +248,10 @@ def _block(
     made: Callable[[Any], Any],
 ) -> Callable[[], None]:
     """Norms, residual sums, rotary positions and activation, forward and backward."""
-    heads = (1, tokens, model.num_heads, model.head_dim)
+    heads = (1, tokens, model.num_heads, model.head_width)
     stream, wide = (tokens, model.hidden_size), (tokens, model.ffn_hidden_size)
     norms = [make_norm(model).to(device, kind) for _ in range(2)]
-    table = rotary_table(tokens, model.head_dim, model.rotary_pct, model.rotary_base).to(device)
+    table = rotary_table(tokens, model.head_width, model.rotary_pct, model.rotary_base).to(device)
     activation = ACTIVATIONS[model.activation]
 
     def forward(

@@ -30,6 +30,7 @@ _IGNORED_FIELDS = {
     "output_init_std",
     "vocab_pad_multiple",
     "num_kv_heads",
+    "head_dim",
     "seq_len",
 }
 
@@ -66,11 +67,16 @@ def fingerprint_digest(fields: Mapping[str, Any]) -> str:
 
 
 def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        path.removeprefix(_MODEL_PREFIX): value
-        for path, value in fields.items()
-        if path.startswith(_MODEL_PREFIX)
-    }
+    """Returns the model section of a fingerprint, nested as in a recipe."""
+    found: dict[str, Any] = {}
+    for path, value in fields.items():
+        if path.startswith(_MODEL_PREFIX):
+            section, _, name = path.removeprefix(_MODEL_PREFIX).partition(".")
+            if name:  # a field of rope_scaling
+                found.setdefault(section, {})[name] = value
+            else:
+                found[section] = value
+    return found
 
 
 def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -128,6 +134,7 @@ def model_differences(stored: ModelConfig, wanted: ModelConfig) -> list[str]:
         if name not in _IGNORED_FIELDS
     ]
     fields.append(("num_kv_heads", stored.kv_heads, wanted.kv_heads))
+    fields.append(("head_dim", stored.head_width, wanted.head_width))
     differing = [field for field in fields if field[1] != field[2]]
     # Learned positions are parameters: a shorter table has no rows for the last positions.
     if FAMILIES[stored.family].positions == "learned" and stored.seq_len < wanted.seq_len:

@@ -25,15 +25,40 @@ from slurmllm.config.operation import (
 )
 
 
+def _known_scaling(kind: str) -> str:
+    if kind != "llama3":
+        raise ValueError(
+            "must be llama3, the scaling of Llama 3.1 and 3.2; leave model.rope_scaling out for "
+            "positions that are not scaled"
+        )
+    return kind
+
+
+class RopeScaling(Section):
+    """Rotary frequencies for texts longer than those of the first training (Llama 3.1)."""
+
+    kind: Annotated[str, AfterValidator(_known_scaling)]  # llama3.
+    factor: PositiveFloat  # Low frequencies are divided by this.
+    # Low are the frequencies that turn at most so many times in the original length.
+    low_freq_factor: PositiveFloat = 1.0
+    # Frequencies that turn at least so many times stay; between the two the factor is blended.
+    high_freq_factor: PositiveFloat = 4.0
+    # Tokens in a sequence of the first training.
+    original_max_position_embeddings: PositiveInt = 8192
+
+
 class ModelConfig(Section):
     """The shape of the model; fields with a default of the family may be left out."""
 
-    family: FamilyName  # Model family: neox (GPT-NeoX, Pythia), llama (Llama 2) or gpt3.
+    # Model family: neox (GPT-NeoX, Pythia), llama (Llama 2 and 3), qwen3 or gpt3.
+    family: FamilyName
     num_layers: Annotated[PositiveInt, Field(le=100_000)]  # Decoder layers.
     hidden_size: PositiveInt  # Width of the residual stream.
     num_heads: PositiveInt  # Attention heads.
     # Key and value heads; as many as attention heads by default.
     num_kv_heads: PositiveInt | None = None
+    # Width of an attention head; hidden_size / num_heads by default.
+    head_dim: PositiveInt | None = None
     ffn_hidden_size: PositiveInt  # Width of the feed-forward layer.
     vocab_size: PositiveInt  # Vocabulary entries, no fewer than the tokenizer's.
     # The embedding's rows are rounded up to a multiple of this.
@@ -42,6 +67,8 @@ class ModelConfig(Section):
     # Share of each head's dimensions that rotary positions turn; the family's.
     rotary_pct: Annotated[float, Field(ge=0, le=1)]
     rotary_base: PositiveFloat = 10000.0  # Base of the rotary angles.
+    # Scaled rotary frequencies (Llama 3.1 and 3.2); none by default.
+    rope_scaling: RopeScaling | None = None
     # Between the matrices of the feed-forward layer: gelu (by erf), gelu_tanh or silu; the
     # family's.
     activation: Activation
@@ -49,6 +76,7 @@ class ModelConfig(Section):
     mlp_bias: bool  # Biases of the feed-forward matrices; the family's.
     # Attention and feed-forward both read the block's input, and one sum adds them; the family's.
     parallel_residual: bool
+    qk_norm: bool  # RMSNorm of each head's queries and keys before they are rotated; the family's.
     tied_embeddings: bool  # The head is the embedding, transposed; the family's.
     norm_eps: PositiveFloat = 1e-5  # Epsilon of the norms.
     init_std: PositiveFloat = 0.02  # Standard deviation of the initial weights.
@@ -70,9 +98,9 @@ class ModelConfig(Section):
         return self.num_kv_heads or self.num_heads
 
     @property
-    def head_dim(self) -> int:
+    def head_width(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_heads
+        return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def gated(self) -> bool:

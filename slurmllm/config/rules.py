@@ -70,17 +70,26 @@ for _name in sorted(CHOSEN):
     RULES.append(Rule(("model.family", f"model.{_name}"), partial(_possible_in_family, _name)))
 
 
-@_rule("model.num_heads", "model.hidden_size")
-def heads_divide_hidden(heads: int, hidden: int) -> str | None:
-    if hidden % heads == 0:
+@_rule("model.num_heads", "model.hidden_size", "model.head_dim")
+def heads_divide_hidden(heads: int, hidden: int, head_dim: int | None) -> str | None:
+    if head_dim is not None or hidden % heads == 0:
         return None
     near = [d for d in divisors(hidden) if heads / 4 <= d <= heads * 4] or divisors(hidden)
     return f"model.num_heads: {heads} does not divide model.hidden_size {hidden}; {choose(near)}"
 
 
-@_rule("model.num_heads", "model.hidden_size", "model.rotary_pct")
-def head_dim_is_even(heads: int, hidden: int, pct: float) -> str | None:
-    if pct == 0 or hidden % heads or (hidden // heads) % 2 == 0:
+@_rule("model.num_heads", "model.hidden_size", "model.head_dim", "model.rotary_pct")
+def head_dim_is_even(heads: int, hidden: int, head_dim: int | None, pct: float) -> str | None:
+    if pct == 0:
+        return None
+    if head_dim is not None:
+        if head_dim % 2 == 0:
+            return None
+        return (
+            f"model.head_dim: {head_dim} is odd, but rotary positions need pairs of dimensions; "
+            f"{choose([head_dim - 1 or 2, head_dim + 1])}"
+        )
+    if hidden % heads or (hidden // heads) % 2 == 0:
         return None
     return (
         f"model.num_heads: {heads} heads of {hidden} give {hidden // heads} dimensions a head, "
@@ -88,16 +97,62 @@ def head_dim_is_even(heads: int, hidden: int, pct: float) -> str | None:
     )
 
 
-@_rule("model.num_heads", "model.hidden_size", "model.rotary_pct")
-def rotary_dim_is_even(heads: int, hidden: int, pct: float) -> str | None:
-    if hidden % heads:
+@_rule("model.num_heads", "model.hidden_size", "model.head_dim", "model.rotary_pct")
+def rotary_dim_is_even(heads: int, hidden: int, head_dim: int | None, pct: float) -> str | None:
+    if head_dim is None and hidden % heads:
         return None
-    rotary = int(hidden // heads * pct)
-    if rotary % 2 == 0:
+    width = head_dim or hidden // heads
+    rotary = int(width * pct)
+    if rotary % 2 == 0 or width % 2:  # an odd width is a fault of its own
         return None
     return (
-        f"model.rotary_pct: {pct} of a head of {hidden // heads} rotates {rotary} dimensions, "
-        f"an odd number; choose {(rotary + 1) * heads / hidden:g}"
+        f"model.rotary_pct: {pct} of a head of {width} rotates {rotary} dimensions, "
+        f"an odd number; choose {(rotary + 1) / width:g}"
+    )
+
+
+@_rule("model.family", "model.head_dim", "model.num_heads", "model.hidden_size")
+def family_has_head_dim(family: str, head_dim: int | None, heads: int, hidden: int) -> str | None:
+    if head_dim is None or "head_dim" in FAMILIES[family].optional or head_dim * heads == hidden:
+        return None
+    return (
+        f"model.head_dim: {head_dim} times {heads} heads is not model.hidden_size {hidden}, as "
+        f"model.family {family} needs; leave it out, or choose {_with_option('head_dim')}"
+    )
+
+
+@_rule("model.family", "model.rope_scaling.factor")
+def family_has_rope_scaling(family: str, factor: float) -> str | None:
+    if "rope_scaling" in FAMILIES[family].optional:
+        return None
+    return (
+        f"model.rope_scaling: model.family {family} has no scaled positions; leave it out, or "
+        f"choose {_with_option('rope_scaling')}"
+    )
+
+
+def _with_option(name: str) -> str:
+    families = (family.name for family in FAMILIES.values() if name in family.optional)
+    return f"model.family {_alternatives(families)}"
+
+
+@_rule("model.rope_scaling.factor")
+def rope_scaling_lengthens(factor: float) -> str | None:
+    if factor >= 1:
+        return None
+    return (
+        f"model.rope_scaling.factor: {factor:g} is less than 1, which would shorten the context; "
+        "choose 1 or more (Llama 3.1 has 8), or leave model.rope_scaling out"
+    )
+
+
+@_rule("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor")
+def rope_scaling_has_a_range(low: float, high: float) -> str | None:
+    if low < high:
+        return None
+    return (
+        f"model.rope_scaling.low_freq_factor: {low:g} is not less than high_freq_factor {high:g}; "
+        "Llama 3.1 has 1 and 4"
     )
 
 

@@ -13,9 +13,13 @@ Both are the same function up to a fixed order of each head's query and key dime
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from slurmllm.config.recipe import RopeScaling
 
 
 def rotary_dims(head_dim: int, pct: float) -> int:
@@ -23,15 +27,31 @@ def rotary_dims(head_dim: int, pct: float) -> int:
     return int(head_dim * pct)
 
 
-def rotary_table(seq_len: int, head_dim: int, pct: float, base: float) -> Tensor:
+def rotary_table(
+    seq_len: int, head_dim: int, pct: float, base: float, scaling: RopeScaling | None = None
+) -> Tensor:
     """Cosines and sines of every position, fp32 [2, seq, head_dim / 2], on the CPU."""
     # Always on the CPU: devices round cos and sin differently.
     rotated = rotary_dims(head_dim, pct)
     frequencies = torch.zeros(head_dim // 2, dtype=torch.float32, device="cpu")
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device="cpu") / max(rotated, 1)
     frequencies[: rotated // 2] = 1.0 / base**exponents
+    if scaling is not None:
+        frequencies = _scaled(frequencies, scaling)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32, device="cpu"), frequencies)
     return torch.stack([angles.cos(), angles.sin()])
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's frequencies, as transformers' `_compute_llama3_parameters` rounds them."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    original = scaling.original_max_position_embeddings
+    lengths = 2 * math.pi / frequencies  # of one turn, tokens
+    divided = torch.where(lengths > original / low, frequencies / scaling.factor, frequencies)
+    share = (original / lengths - low) / (high - low)
+    blended = (1 - share) * divided / scaling.factor + share * divided
+    between = (lengths >= original / high) & (lengths <= original / low)
+    return torch.where(between, blended, divided)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -33,10 +33,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim = config.head_width
         self.group = config.num_heads // config.kv_heads
         rows = config.kv_heads * (self.group + 2) * self.head_dim
         self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if config.qk_norm:
+            # One weight for all heads; before the rotation (Qwen3).
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
         self.core = CausalCore(use_rotary=config.rotary_pct > 0, grouped=self.group > 1)
         self.out = nn.Linear(
             config.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
@@ -46,8 +52,10 @@ class Attention(nn.Module):
         """[batch, seq, hidden] → [batch, seq, hidden]; rotary and mask as for `CausalCore`."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         q, k, v = qkv.split([self.group, 1, 1], dim=-2)
-        core = self.core(q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2), rotary, mask)
-        out: Tensor = self.out(core)
+        q, k = q.flatten(2, 3), k.squeeze(-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out: Tensor = self.out(self.core(q, k, v.squeeze(-2), rotary, mask))
         return out
 
 
@@ -169,7 +177,7 @@ class Decoder(nn.Module):
         self.rotary: Tensor
         # Not persistent: computed from the configuration, so not part of checkpoints.
         self.register_buffer(
-            "rotary", torch.empty(2, config.seq_len, config.head_dim // 2), persistent=False
+            "rotary", torch.empty(2, config.seq_len, config.head_width // 2), persistent=False
         )
         self.reset_buffers()
 
@@ -197,7 +205,9 @@ class Decoder(nn.Module):
         """Compute the buffers; needed again after materializing from the meta device."""
         c = self.config
         if not self.rotary.is_meta:
-            table = rotary_table(c.seq_len, c.head_dim, c.rotary_pct, c.rotary_base)
+            table = rotary_table(
+                c.seq_len, c.head_width, c.rotary_pct, c.rotary_base, c.rope_scaling
+            )
             self.rotary.copy_(table)
 
     def forward(

@@ -65,12 +65,14 @@ def block_elements(model: ModelConfig, tokens: int, tensor: int, sequence: bool)
     """Numbers that a block's elementwise work reads and writes.
 
     Both norms (in, out) and both residual sums (two in, one out) work on the whole stream, or on
-    a worker's share of the sequence under sequence parallelism; rotary positions and the activation
-    on the worker's heads and features.
+    a worker's share of the sequence under sequence parallelism; rotary positions, norms of
+    queries and keys and the activation on the worker's heads and features.
     """
     stream = tokens * model.hidden_size // (tensor if sequence else 1)
     queries, keys = _heads(model, tensor)
     turned = 2 * (queries + keys) if model.rotary_pct > 0 else 0
+    if model.qk_norm:
+        turned += 2 * (queries + keys)
     activated = (up_width(model) + model.ffn_hidden_size) // tensor
     return 10 * stream + tokens * (turned + activated)
 
@@ -83,7 +85,7 @@ def up_width(model: ModelConfig) -> int:
 def _heads(model: ModelConfig, tensor: int) -> tuple[int, int]:
     """Width of a worker's queries and of its keys; a head is copied if there are too few."""
     keys = model.kv_heads * kv_copies(model, tensor) // tensor
-    return model.num_heads * model.head_dim // tensor, keys * model.head_dim
+    return model.num_heads * model.head_width // tensor, keys * model.head_width
 
 
 def model_flops(model: ModelConfig, sequences: int) -> float:
@@ -95,5 +97,5 @@ def model_flops(model: ModelConfig, sequences: int) -> float:
     tokens = sequences * model.seq_len
     block = sum(product.flops for product in block_products(model, 1, 1))
     vocabulary = 2 * model.vocab_size * model.hidden_size  # padding is no work of the model
-    attention = 4 * model.seq_len * model.num_heads * model.head_dim
+    attention = 4 * model.seq_len * model.num_heads * model.head_width
     return 3.0 * tokens * (model.num_layers * (block + attention) + vocabulary)

@@ -171,8 +171,8 @@ class _StepMemory:
     def _block(self) -> int:
         """What one block keeps of one micro batch."""
         model, tensor = self.model, self.mesh.tensor
-        queries = model.num_heads * model.head_dim
-        keys = model.kv_heads * model.head_dim
+        queries = model.num_heads * model.head_width
+        keys = model.kv_heads * model.head_width
         # Both norms' results, gathered, are inputs of matrices.
         norms = (1 if model.parallel_residual else 2) * self._norm()
         norms += 2 * self.tokens * self.hidden * self.bytes
@@ -185,4 +185,6 @@ class _StepMemory:
         if model.gated and not self.train.compile:
             shared += model.ffn_hidden_size
         log_sums = self.tokens * model.num_heads // tensor * _FP32
+        if model.qk_norm and not self.train.compile:  # as `_norm`
+            norms += 2 * self.tokens * (queries + keys) // tensor * _FP32
         return norms + self.tokens * shared // tensor * self.bytes + log_sums

@@ -162,14 +162,16 @@ def _block(
     # makes anew and does not keep.
     rms = FAMILIES[model.family].norm == "rms"
     norm = 2 * stream // size * _FP32 if rms and apart else stream
-    queries = model.num_heads // tensor * model.head_dim
-    keys = max(1, model.kv_heads // tensor) * model.head_dim
+    queries = model.num_heads // tensor * model.head_width
+    keys = max(1, model.kv_heads // tensor) * model.head_width
     ffn = model.ffn_hidden_size // tensor
     # Inputs of both column-parallel matrices, a share of them under sequence parallelism.
     outside = (1 if model.parallel_residual else 2) * norm + 2 * stream
     # q, k, v, what attention gives; the activation's input and result, and with a gate the other
     # factor and the product.
     outside += tokens * (2 * queries + 2 * keys + (4 if model.gated else 2) * ffn) * size
+    if model.qk_norm:  # results, which are turned, or the two copies in fp32
+        outside += tokens * (queries + keys) * (2 * _FP32 if apart else size)
     # Turned queries and keys; where several queries share a key, keys and values for each of them.
     turned = model.rotary_pct > 0
     core = queries * turned + (2 * queries if keys < queries else keys * turned)

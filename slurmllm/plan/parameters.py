@@ -70,12 +70,16 @@ def rest_parameters(model: ModelConfig, pipeline: int) -> int:
 
 def block_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Name inside a block → shape of each of its parameters."""
-    width, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_heads * model.head_dim
-    qkv = heads + 2 * model.kv_heads * model.head_dim
+    width, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_heads * model.head_width
+    qkv = heads + 2 * model.kv_heads * model.head_width
+    qk_norms: dict[str, Shape] = {}
+    if model.qk_norm:
+        qk_norms = {f"attention.{one}_norm.weight": (model.head_width,) for one in "qk"}
     up = ("mlp.gate_up", 2 * ffn) if model.gated else ("mlp.up", ffn)
     return {
         **_norm("attention_norm", model),
         **_linear("attention.qkv", qkv, width, model.attention_bias),
+        **qk_norms,
         **_linear("attention.out", width, heads, model.attention_bias),
         **_norm("mlp_norm", model),
         **_linear(*up, width, model.mlp_bias),
@@ -122,7 +126,7 @@ def kv_copies(model: ModelConfig, tensor: int) -> int:
 
 def sharding(name: str, model: ModelConfig) -> Sharding:
     """How the plan shares the module of a parameter, such as `layers.3.mlp.down.weight`."""
-    plan = sharding_plan(model.family, model.tied_embeddings)
+    plan = sharding_plan(model.family, model.tied_embeddings, model.qk_norm)
     module = name.rpartition(".")[0]
     if module.startswith("layers."):
         return plan.block[module.split(".", 2)[2]]
@@ -135,7 +139,7 @@ def share_of(
     """A tensor-parallel worker's part of a parameter, by name and shape in the whole model."""
     how = sharding(name, model)
     bias = name.endswith(".bias")
-    if how == "sequence" or (how == "row" and bias):
+    if how in ("sequence", "head") or (how == "row" and bias):
         return WHOLE
     dim = 1 if how == "row" else 0
     if kv_copies(model, tensor) > 1 and ".attention." in name:
@@ -156,7 +160,7 @@ def _place(model: ModelConfig, tensor: int, rank: int) -> tuple[int, int, int]:
 def _replicated(model: ModelConfig, tensor: int, rank: int) -> tuple[slice, slice]:
     """Rows of the coalesced matrix: the worker's queries, then its key and its value."""
     head, number, queries = _place(model, tensor, rank)
-    group, width = model.num_heads // model.kv_heads, model.head_dim
+    group, width = model.num_heads // model.kv_heads, model.head_width
     first = head * (group + 2)
     start = (first + number * queries) * width
     key = (first + group) * width
@@ -166,7 +170,7 @@ def _replicated(model: ModelConfig, tensor: int, rank: int) -> tuple[slice, slic
 def _heads(model: ModelConfig, tensor: int, rank: int) -> slice:
     """The attention heads that the worker computes, as a range of the heads' dimensions."""
     head, number, queries = _place(model, tensor, rank)
-    group, width = model.num_heads // model.kv_heads, model.head_dim
+    group, width = model.num_heads // model.kv_heads, model.head_width
     start = (head * group + number * queries) * width
     return slice(start, start + queries * width)
 

@@ -78,7 +78,7 @@ def tensor_part(model: ModelConfig, name: str, whole: Tensor, tensor: int, rank:
     """What a worker holds, written out case by case."""
     if "norm" in name or name.endswith(("out.bias", "down.bias")):
         return whole
-    heads, kv, width = model.num_heads, model.kv_heads, model.head_dim
+    heads, kv, width = model.num_heads, model.kv_heads, model.head_width
     group = heads // kv
     if tensor > kv and ".attention." in name:
         # Groups of rows: the queries of a key head, that key, its value. Worker r has head r % kv

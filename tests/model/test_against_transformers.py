@@ -6,7 +6,7 @@ With and without masks between documents and ignored labels.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
+from slurmllm.config.resolve import flatten
 from slurmllm.config.rules import broken_rules
 from slurmllm.model import IGNORED, output
 from slurmllm.model.attention import document_mask, slice_order
@@ -50,15 +51,30 @@ def configs(draw: st.DrawFn, family: str) -> ModelConfig:
         values["rotary_pct"] = draw(st.integers(0, head_dim // 2)) * 2 / head_dim
         values["parallel_residual"] = draw(st.booleans())
         values["attention_bias"] = draw(st.booleans())
-    if family == "llama":
+    if family in ("llama", "qwen3"):
         values["num_kv_heads"] = draw(st.sampled_from([d for d in (1, 2, 3, 6) if heads % d == 0]))
         values["attention_bias"] = draw(st.booleans())
-        values["mlp_bias"] = draw(st.booleans())
+        values["head_dim"] = draw(st.sampled_from([None, 2, 6, 16]))
+        values["rope_scaling"] = draw(st.none() | rope_scalings())
+        if family == "llama":
+            values["mlp_bias"] = draw(st.booleans())
     else:
         values["activation"] = draw(st.sampled_from(["gelu", "gelu_tanh"]))
     config = ModelConfig.model_validate(values)
-    assert not [*broken_rules({f"model.{k}": v for k, v in config.model_dump().items()})]
+    assert not [*broken_rules(flatten(config.model_dump(), "model."))]
     return config
+
+
+@st.composite
+def rope_scalings(draw: st.DrawFn) -> dict[str, Any]:
+    """Scalings that divide, blend and keep frequencies of texts as short as the test's."""
+    return {
+        "kind": "llama3",
+        "factor": draw(st.sampled_from([1.0, 2.0, 8.0])),
+        "low_freq_factor": draw(st.sampled_from([0.5, 1.0])),
+        "high_freq_factor": draw(st.sampled_from([2.0, 4.0])),
+        "original_max_position_embeddings": draw(st.sampled_from([8, 20, 8192])),
+    }
 
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
@@ -89,12 +105,18 @@ def reference(c: ModelConfig) -> nn.Module:
         "attention_bias": c.attention_bias,
     }
     rope = {"rope_type": "default", "rope_theta": c.rotary_base}
+    if c.rope_scaling is not None:
+        rope |= c.rope_scaling.model_dump(exclude={"kind"}) | {"rope_type": "llama3"}
+    if c.family != "neox":
+        common |= {
+            "num_key_value_heads": c.kv_heads, "head_dim": c.head_width,
+            "rms_norm_eps": c.norm_eps, "rope_parameters": rope,
+        }  # fmt: skip
     if c.family == "llama":
-        llama = transformers.LlamaConfig(
-            **common, num_key_value_heads=c.kv_heads, mlp_bias=c.mlp_bias,
-            rms_norm_eps=c.norm_eps, rope_parameters=rope,
-        )  # fmt: skip
+        llama = transformers.LlamaConfig(**common, mlp_bias=c.mlp_bias)
         return cast(nn.Module, transformers.LlamaForCausalLM(llama))
+    if c.family == "qwen3":
+        return cast(nn.Module, transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common)))
     neox = transformers.GPTNeoXConfig(
         **common, use_parallel_residual=c.parallel_residual, layer_norm_eps=c.norm_eps,
         rope_parameters=rope | {"partial_rotary_factor": c.rotary_pct},
@@ -125,6 +147,12 @@ NAMES = {
 }  # fmt: skip
 
 
+NAMES["qwen3"] = NAMES["llama"] | {
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+}
+
+
 def theirs(name: str, values: Tensor, c: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """One of our tensors, a parameter or its gradient, as transformers names and orders it."""
     module, _, leaf = name.rpartition(".")
@@ -136,10 +164,10 @@ def theirs(name: str, values: Tensor, c: ModelConfig) -> Iterator[tuple[str, Ten
         values = values[: c.vocab_size]
     if module == "attention.qkv":
         group = c.num_heads // c.kv_heads
-        grouped = values.unflatten(0, (c.kv_heads, group + 2, c.head_dim))
+        grouped = values.unflatten(0, (c.kv_heads, group + 2, c.head_width))
         q, k, v = (part.flatten(0, 1) for part in grouped.split([group, 1, 1], dim=1))
         if c.family == "neox":  # q, k and v of each head, in the order of sliced rotation
-            order = torch.tensor(slice_order(c.head_dim, c.rotary_pct)).argsort()
+            order = torch.tensor(slice_order(c.head_width, c.rotary_pct)).argsort()
             values = torch.stack([q[:, order], k[:, order], v], dim=1).flatten(0, 2)
         elif c.family == "gpt3":
             values = torch.cat([q, k, v]).flatten(0, 1)

@@ -57,7 +57,7 @@ def test_tensor_parallel_workers_share_the_work() -> None:
     assert 8 * work(8) == work(1)
     # 8 key and value heads for 32 workers: each lies on four of them.
     assert 32 * work(32) > work(1)
-    copied = 2 * 3 * model.kv_heads * model.head_dim  # keys and values, three more of each
+    copied = 2 * 3 * model.kv_heads * model.head_width  # keys and values, three more of each
     assert 32 * work(32) - work(1) == 2 * tokens * copied * model.hidden_size
     assert 32 * attention_flops(model, tokens, 32) == attention_flops(model, tokens, 1)
     shared = block_elements(model, tokens, 8, True)

@@ -41,6 +41,7 @@ from slurmllm.model.output import Output, VocabularyShare
 from slurmllm.plan.mesh import Mesh
 
 _SEQUENCE_DIM = 1
+_HEAD_DIM = 2  # of queries and keys, [batch, seq, heads, head_dim]
 _BLOCK = 4096  # elements that a norm sums in fp32
 
 
@@ -50,7 +51,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -
     It is on meta or has equal weights on all workers; `sequence` shards activations by sequence.
     """
     config = model.config
-    plan = sharding_plan(config.family, config.tied_embeddings)
+    plan = sharding_plan(config.family, config.tied_embeddings, config.qk_norm)
     stream: Placement = Shard(_SEQUENCE_DIM) if sequence else Replicate()
     for block in model.blocks():
         parallelize_module(block, mesh, _styles(block, plan.block, stream))
@@ -80,6 +81,8 @@ def _styles(
             found[name] = RowwiseParallel(output_layouts=stream)
         elif how == "sequence" and stream.is_shard():
             found[name] = SequenceParallel(sequence_dim=_SEQUENCE_DIM, use_local_output=True)
+        elif how == "head":  # the same, with heads in place of the sequence
+            found[name] = SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
     return found
 
 

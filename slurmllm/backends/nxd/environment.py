@@ -38,6 +38,7 @@ from typing import NamedTuple
 from slurmllm.backends.environment import Graph, Variable
 from slurmllm.backends.nxd.arguments import arguments as arguments
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.families import FAMILIES
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
 
@@ -69,7 +70,7 @@ _EFA = {
 def variables(config: RunConfig) -> dict[str, Variable]:
     recipe = config.recipe
     precision, family = recipe.train.precision, recipe.model.family
-    if family == "llama":
+    if FAMILIES[family].norm == "rms":
         published = _LLAMA_PIPELINE if recipe.parallel.pipeline > 1 else _LLAMA
     else:
         published = _NEOX if family == "neox" else _GPT3
@@ -124,7 +125,7 @@ def _bucket_size(config: RunConfig) -> dict[str, Variable]:
     recipe = config.recipe
     if recipe.parallel.zero == 0:
         size, source = "1024", "neox_20b.sh (there BUCKET_CAP_MB)"
-        if recipe.model.family == "llama":
+        if FAMILIES[recipe.model.family].norm == "rms":
             size, source = "512", "HLAT 7B, NxD: its default"
         return {"ALLREDUCE_BUCKET_CAP_MB": Variable(size, source)}
     if recipe.train.precision == "fp32":

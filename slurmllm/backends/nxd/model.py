@@ -110,7 +110,9 @@ class Rotary:
         """[2, seq, head_dim / 2], fp32."""
         if self._table is None or self._table.device != device:
             c = self._config
-            table = rotary_table(c.seq_len, c.head_dim, c.rotary_pct, c.rotary_base)
+            table = rotary_table(
+                c.seq_len, c.head_width, c.rotary_pct, c.rotary_base, c.rope_scaling
+            )
             self._table = table.to(device)
         return self._table
 
@@ -164,7 +166,7 @@ class ParallelBlock(Block):
         self.attention_norm, self.mlp_norm = block.attention_norm, block.mlp_norm
         self.attention, self.mlp = block.attention, block.mlp
         self._rotary = rotary
-        plan = sharding_plan(config.family, config.tied_embeddings).block
+        plan = sharding_plan(config.family, config.tied_embeddings, config.qk_norm).block
         for name, how in plan.items():
             module = block.get_submodule(name)
             if how in ("column", "row"):

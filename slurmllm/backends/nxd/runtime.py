@@ -34,7 +34,7 @@ from slurmllm.backends.nxd import saving
 from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
 from slurmllm.backends.nxd.environment import unsupported_settings
 from slurmllm.backends.nxd.saving import NxdSaving
-from slurmllm.backends.nxd.shards import Norm, ParameterShards, clip_, sum_replicated_kv
+from slurmllm.backends.nxd.shards import Norm, ParameterShards, clip_, sum_
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.checkpoint.formats.nxd_files import NxdLayout, read_layout
 from slurmllm.checkpoint.formats.weights import open_training
@@ -44,7 +44,7 @@ from slurmllm.errors import CodeError, ConfigError
 from slurmllm.host_memory import Memory, host_memory
 from slurmllm.model.decoder import Decoder
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import kv_copies
+from slurmllm.plan.parameters import kv_copies, sharding
 
 # A collective of the host that waits longer than this has lost a peer. Long, because peers may
 # compile meanwhile.
@@ -250,7 +250,7 @@ class NxdBackend(Backend):
         self._set_learning_rate(
             torch.tensor(lr, dtype=torch.float32).to(self.device) if self._on_device else lr
         )
-        sum_replicated_kv(self._replicated_gradients())
+        self._sum_over_heads()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._param_norm = self._norm.of(self._optimized_tensors())
@@ -261,18 +261,27 @@ class NxdBackend(Backend):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def _replicated_gradients(self) -> list[tuple[Tensor, int]]:
-        """Return gradients with replicated keys and values, with the first row of the keys."""
-        found = []
+    def _sum_over_heads(self) -> None:
+        """Sum gradients of which each tensor-parallel worker has those of its own heads only.
+
+        They are those of replicated keys and values, and of the norms of queries and keys.
+        """
+        if self.mesh.tensor == 1:
+            return
+        replicated: list[Tensor] = []
+        norms: list[Tensor] = []
         for name, parameter in self.parameters.items():
             row = self._shards.first_replicated_row(name)
-            if row is not None:
-                # With fp32 accumulation, NxD moves each gradient into `main_grad`.
-                gradient = parameter.grad
-                if gradient is None:
-                    gradient = parameter.main_grad  # type: ignore[attr-defined]
-                found.append((gradient, row))
-        return found
+            of_heads = sharding(name, self.config.recipe.model) == "head"
+            if row is None and not of_heads:
+                continue
+            # With fp32 accumulation, NxD moves each gradient into `main_grad`.
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.main_grad  # type: ignore[attr-defined]
+            (norms if of_heads else replicated).append(gradient[row:])
+        sum_(replicated, parallel_state.get_kv_shared_group)
+        sum_(norms, parallel_state.get_tensor_model_parallel_group)
 
     def param_norm(self) -> Tensor:
         return self._param_norm  # computed by the last `optimizer_step`

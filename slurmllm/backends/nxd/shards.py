@@ -21,7 +21,7 @@ from slurmllm.checkpoint.shards import WeightReader
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.model.init import normal, standard_deviation
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import Shape, Share, kv_copies, parameter_shapes, share_of
+from slurmllm.plan.parameters import Shape, Share, kv_copies, parameter_shapes, sharding, share_of
 
 _NAME = "slurmllm_name"
 _WRAPPED = "_checkpoint_wrapped_module."
@@ -101,12 +101,13 @@ class ParameterShards:
         """Set NxD's attributes of parameters; some are lost when NxD partitions the model.
 
         With sequence parallelism, gradients of unsharded parameters are partial sums, which NxD's
-        optimizer reduces.
+        optimizer reduces; but for those that work on heads, which `sum_` reduces on every mesh.
         """
         for name, parameter in parameters.items():
             dim = self.share(name).dim
             if dim is None:
-                parameter.sequence_parallel_enabled = sequence  # type: ignore[attr-defined]
+                partial = sequence and sharding(name, self.config) != "head"
+                parameter.sequence_parallel_enabled = partial  # type: ignore[attr-defined]
             elif not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1, self.tensor)
 
@@ -201,18 +202,17 @@ def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
             gradient.mul_(factor.to(gradient.dtype))
 
 
-def sum_replicated_kv(gradients: Sequence[tuple[Tensor, int]]) -> None:
-    """Sum the gradients of keys and values over the workers with copies of the same head.
+def sum_(parts: Sequence[Tensor], group: Callable[[], dist.ProcessGroup]) -> None:
+    """Sum gradients, or views of them, over the workers of a group, in place, in one all-reduce.
 
-    Each worker has the gradients of its own queries only; afterwards all have the sum, and the
-    copies stay equal. One all-reduce for all layers. Each item is a fused gradient and its first
-    key row.
+    For copies of one parameter of which each worker has the gradient of its own heads only:
+    afterwards all have the sum, and the copies stay equal. `group` returns the group, which may
+    exist only if there are parts.
     """
-    parts = [gradient[row:] for gradient, row in gradients]  # views: `copy_` below changes them
     if not parts:
         return
     message = torch.cat([part.flatten() for part in parts])
-    dist.all_reduce(message, group=parallel_state.get_kv_shared_group())
+    dist.all_reduce(message, group=group())
     summed = torch.split(message, [part.numel() for part in parts])
     for part, values in zip(parts, summed, strict=True):
         part.copy_(values.view_as(part))

@@ -40,10 +40,10 @@ def _unflatten_rows(tensor: Tensor, *sizes: int) -> Tensor:
 
 def _reorder_heads(config: ModelConfig, qkv: Tensor, *, inverse: bool) -> Tensor:
     """Permutes the query and key dimensions of every head to our rotary order, or back."""
-    order = torch.tensor(slice_order(config.head_dim, config.rotary_pct), device=qkv.device)
+    order = torch.tensor(slice_order(config.head_width, config.rotary_pct), device=qkv.device)
     if inverse:
         order = order.argsort()
-    heads = _unflatten_rows(qkv, config.num_heads, 3, config.head_dim)
+    heads = _unflatten_rows(qkv, config.num_heads, 3, config.head_width)
     reordered = heads[:, :2].index_select(2, order)
     return torch.cat([reordered, heads[:, 2:]], dim=1).flatten(0, 2)
 
@@ -55,9 +55,9 @@ def _group_qkv(config: ModelConfig, qkv: Sequence[Tensor]) -> Tensor:
 
 
 def _ungroup_qkv(config: ModelConfig, ours: Tensor) -> Sequence[Tensor]:
-    queries = config.num_heads // config.kv_heads * config.head_dim
+    queries = config.num_heads // config.kv_heads * config.head_width
     groups = _unflatten_rows(ours, config.kv_heads, -1)
-    parts = groups.tensor_split((queries, queries + config.head_dim), dim=1)
+    parts = groups.tensor_split((queries, queries + config.head_width), dim=1)
     return [part.flatten(0, 1) for part in parts]
 
 

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.families.family import REQUIRED, HuggingFaceModel
-from slurmllm.config.recipe import ModelConfig
+from slurmllm.config.recipe import ModelConfig, RopeScaling
+from slurmllm.config.resolve import flatten
 from slurmllm.config.rules import broken_rules
 from slurmllm.safe_files import read_limited
 
@@ -31,6 +32,8 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+# Fields of `RopeScaling`, whose names are transformers'.
+_SCALING = tuple(name for name in RopeScaling.model_fields if name != "kind")
 _THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 
 
@@ -146,13 +149,10 @@ def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any
     hidden, heads = fields["hidden_size"], fields["num_heads"]
     if fields["ffn_hidden_size"] is None and isinstance(hidden, int):  # GPT-2's n_inner
         fields["ffn_hidden_size"] = 4 * hidden
-    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-        head_dim = values.get("head_dim")
-        if head_dim is not None and (type(head_dim) is not int or head_dim * heads != hidden):
-            faults.append(
-                f"head_dim: {head_dim!r} times {heads} heads is not the hidden size {hidden}; "
-                f"only {hidden / heads:g} is supported"
-            )
+    # Files of families without the key may have it too.
+    head_dim = fields.setdefault("head_dim", values.get("head_dim"))
+    if type(head_dim) is int and isinstance(heads, int) and head_dim * heads == hidden:
+        fields["head_dim"] = None
     if FAMILIES[family].positions == "rotary":
         rotary, found = _rotary_fields(values, family)
         fields.update(rotary)
@@ -169,9 +169,10 @@ def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, An
             faults.append(f"{key}: must be a mapping, not {inner!r}")
             continue
         kind = inner.get("rope_type", inner.get("type", "default"))
-        if kind != "default":
+        if kind not in ("default", "llama3"):
             faults.append(
-                f"{key}: positions scaled by {kind!r} are not supported; only 'default' is"
+                f"{key}: positions scaled by {kind!r} are not supported; only 'default' and "
+                "'llama3' are"
             )
         rope.update({name: value for name, value in inner.items() if value is not None})
 
@@ -184,12 +185,16 @@ def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, An
         "rotary_pct": first(("partial_rotary_factor", "rotary_pct"), default_pct),
         "rotary_base": first(("rope_theta", "rotary_emb_base"), 10000.0),
     }
+    if rope.get("rope_type", rope.get("type")) == "llama3":
+        scaling = {name: rope[name] for name in _SCALING if name in rope}
+        fields["rope_scaling"] = {"kind": "llama3", **scaling}
+        faults += [f"rope_scaling: {name} is missing" for name in _SCALING if name not in rope]
     return fields, faults
 
 
 def config_faults(model: ModelConfig) -> list[str]:
     """Returns one line for each reason why transformers' model of the family cannot be this one."""
-    return list(broken_rules({f"model.{k}": v for k, v in model.model_dump().items()}))
+    return list(broken_rules(flatten(model.model_dump(), "model.")))
 
 
 def write_config(
@@ -203,18 +208,23 @@ def write_config(
     """Writes a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
     dialect = FAMILIES[model.family].hugging_face
     values: dict[str, Any] = {"architectures": [dialect.causal], "model_type": dialect.model_type}
-    values.update({key: getattr(model, name) for name, (key, _) in dialect.keys.items()})
+    resolved = {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
+    for name, (key, _) in dialect.keys.items():
+        values[key] = resolved.get(name, getattr(model, name))
     values[dialect.keys["activation"][0]] = _THEIR_ACTIVATIONS[model.activation]
     values.update(dialect.written)
     values.update({key: getattr(model, name) for name, key in dialect.rotary_keys.items()})
-    if "num_kv_heads" in dialect.keys:
-        values.update(num_key_value_heads=model.kv_heads, head_dim=model.head_dim)
     if FAMILIES[model.family].positions == "rotary":
         values["rope_parameters"] = {
             "rope_type": "default",
             "rope_theta": model.rotary_base,
             "partial_rotary_factor": model.rotary_pct,
         }
+    if model.rope_scaling is not None:
+        scaling = model.rope_scaling.model_dump(exclude={"kind"})
+        scaling["rope_type"] = model.rope_scaling.kind
+        values["rope_parameters"] |= scaling
+        values["rope_scaling"] = scaling
     # Written even if None: otherwise transformers takes the ids of its own tokenizers.
     values.update(bos_token_id=bos_token_id, eos_token_id=eos_token_id)
     values.update(torch_dtype=dtype, use_cache=True)

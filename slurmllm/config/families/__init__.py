@@ -17,6 +17,7 @@ from slurmllm.config.families.family import CHOSEN, Activation, Family, Sharding
 from slurmllm.config.families.gpt3 import GPT3
 from slurmllm.config.families.llama import LLAMA
 from slurmllm.config.families.neox import NEOX
+from slurmllm.config.families.qwen3 import QWEN3
 
 __all__ = [
     "CHOSEN",
@@ -44,7 +45,7 @@ def register(family: Family) -> None:
     FAMILIES[family.name] = family
 
 
-for _family in (NEOX, LLAMA, GPT3):
+for _family in (NEOX, LLAMA, GPT3, QWEN3):
     register(_family)
 
 
@@ -60,6 +61,8 @@ FamilyName = Annotated[str, AfterValidator(_known)]
 _BLOCK: dict[str, Sharding] = {
     "attention_norm": "sequence",
     "attention.qkv": "column",
+    "attention.q_norm": "head",
+    "attention.k_norm": "head",
     "attention.out": "row",
     "mlp_norm": "sequence",
     "mlp.up": "column",
@@ -76,17 +79,20 @@ class ShardingPlan:
     rest: Mapping[str, Sharding]  # names outside the layers
 
 
-def sharding_plan(family: str, tied_embeddings: bool) -> ShardingPlan:
+def sharding_plan(family: str, tied_embeddings: bool, qk_norm: bool) -> ShardingPlan:
     """The one sharding plan of a family, for every backend.
 
     Biases of column-parallel modules are shared with their rows; those of row-parallel ones are
     whole on every worker and are added once, after the sum.
     """
     kind = FAMILIES[family]
-    absent = "mlp.up" if kind.gated else "mlp.gate_up"
+    absent = {"mlp.up" if kind.gated else "mlp.gate_up"}
+    if not qk_norm:
+        absent |= {"attention.q_norm", "attention.k_norm"}
     rest: dict[str, Sharding] = {"embed": "vocabulary", "final_norm": "sequence"}
     if kind.positions == "learned":
         rest["positions"] = "vocabulary"
     if not tied_embeddings:
         rest["head"] = "vocabulary"
-    return ShardingPlan({name: how for name, how in _BLOCK.items() if name != absent}, rest)
+    block = {name: how for name, how in _BLOCK.items() if name not in absent}
+    return ShardingPlan(block, rest)

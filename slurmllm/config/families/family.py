@@ -17,7 +17,9 @@ Activation = Literal["gelu", "gelu_tanh", "silu"]
 #   column      by rows, so by output features (the columns of the transposed matrix)
 #   row         by columns, so by input features; partial sums are added up afterwards
 #   sequence    not shared; works on a share of the sequence under sequence parallelism
-Sharding = Literal["vocabulary", "column", "row", "sequence"]
+#   head        not shared; works on each of the worker's heads, so that a worker's gradient is a
+#               partial sum
+Sharding = Literal["vocabulary", "column", "row", "sequence", "head"]
 # How several tensors of transformers are laid out in one of ours; the functions are in
 # `checkpoint/formats/huggingface.py`:
 #   same         equal
@@ -103,6 +105,7 @@ CHOSEN = (
     "attention_bias",
     "mlp_bias",
     "parallel_residual",
+    "qk_norm",
     "tied_embeddings",
 )
 

@@ -23,12 +23,14 @@ GPT3 = Family(
         "attention_bias": True,
         "mlp_bias": True,
         "parallel_residual": False,
+        "qk_norm": False,
         "tied_embeddings": True,
     },
     choices={
         "rotary_pct": (0.0,),
         "activation": ("gelu", "gelu_tanh"),
         "parallel_residual": (False,),
+        "qk_norm": (False,),
     },
     # transformers/models/gpt2
     hugging_face=HuggingFaceModel(

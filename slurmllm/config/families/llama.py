@@ -19,10 +19,16 @@ LLAMA = Family(
         "attention_bias": False,
         "mlp_bias": False,
         "parallel_residual": False,
+        "qk_norm": False,
         "tied_embeddings": False,
     },
-    choices={"rotary_pct": (1.0,), "activation": ("silu",), "parallel_residual": (False,)},
-    optional=frozenset({"num_kv_heads"}),
+    choices={
+        "rotary_pct": (1.0,),
+        "activation": ("silu",),
+        "parallel_residual": (False,),
+        "qk_norm": (False,),
+    },
+    optional=frozenset({"num_kv_heads", "head_dim", "rope_scaling"}),
     # transformers/models/llama
     hugging_face=HuggingFaceModel(
         "llama",
@@ -31,6 +37,7 @@ LLAMA = Family(
         keys=LATER_KEYS
         | {
             "num_kv_heads": ("num_key_value_heads", None),
+            "head_dim": ("head_dim", None),
             "activation": ("hidden_act", "silu"),
             "attention_bias": ("attention_bias", False),
             "mlp_bias": ("mlp_bias", False),

@@ -19,9 +19,10 @@ NEOX = Family(
         "attention_bias": True,
         "mlp_bias": True,
         "parallel_residual": True,
+        "qk_norm": False,
         "tied_embeddings": False,
     },
-    choices={"activation": ("gelu", "gelu_tanh")},
+    choices={"activation": ("gelu", "gelu_tanh"), "qk_norm": (False,)},
     # transformers/models/gpt_neox. Its head was renamed lm_head in version 5, which reads the
     # older name too; version 4 reads no other.
     hugging_face=HuggingFaceModel(
