@@ -27,15 +27,17 @@ def small(family: str, **settings: Any) -> nn.Module:
             }
         )  # fmt: skip
         model = transformers.GPTNeoXForCausalLM(config)
-    elif family == "llama":
-        config = transformers.LlamaConfig(
-            **{
-                "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "intermediate_size": 40,
-                "max_position_embeddings": 24, **sizes, **settings,
-            }
-        )  # fmt: skip
-        model = transformers.LlamaForCausalLM(config)
+    elif family in ("llama", "qwen3"):
+        values = {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "intermediate_size": 40,
+            "max_position_embeddings": 24, **sizes,
+        }  # fmt: skip
+        if family == "llama":
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values | settings))
+        else:  # heads wider than hidden_size / heads
+            values |= {"head_dim": 12, **settings}
+            model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values))
     else:
         config = transformers.GPT2Config(
             **{
@@ -86,9 +88,18 @@ def models(draw: st.DrawFn, family: str) -> nn.Module:
             hidden_act=draw(st.sampled_from(["gelu", "gelu_fast", "gelu_pytorch_tanh"])),
             **settings,
         )  # fmt: skip
+    if draw(st.booleans(), label="scaled"):
+        rope |= {
+            "rope_type": "llama3", "factor": draw(st.sampled_from([2.0, 8.0])),
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": draw(st.sampled_from([8, 16])),
+        }  # fmt: skip
+    if family == "llama":
+        settings["mlp_bias"] = draw(st.booleans())
+    settings["head_dim"] = draw(st.sampled_from([head_dim, 10]))
     return small(
         family,
-        rope_parameters=rope, rms_norm_eps=eps, mlp_bias=draw(st.booleans()),
+        rope_parameters=rope, rms_norm_eps=eps,
         num_key_value_heads=draw(st.sampled_from([h for h in (1, 2, 4) if heads % h == 0])),
         **settings,
     )  # fmt: skip

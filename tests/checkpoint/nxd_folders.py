@@ -23,6 +23,14 @@ MODELS: dict[str, dict[str, Any]] = {
     # Odd sizes, so that ZeRO-1 pads; the vocabulary has padding rows.
     "neox": {"num_heads": 4, "hidden_size": 40, "ffn_hidden_size": 36},
     "llama": {"num_heads": 8, "hidden_size": 48, "ffn_hidden_size": 128, "num_kv_heads": 2},
+    "qwen3": {
+        "num_heads": 8,
+        "hidden_size": 20,
+        "ffn_hidden_size": 128,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "tied_embeddings": True,
+    },
     "gpt3": {"num_heads": 4, "hidden_size": 20, "ffn_hidden_size": 44, "seq_len": 12},
 }
 

@@ -1,4 +1,4 @@
-"""In from Hugging Face, through our model, and out again, for three families."""
+"""In from Hugging Face, through our model, and out again, for every family."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.model.init import fill
 
 AutoModel = hub.transformers.AutoModelForCausalLM
-FAMILIES = ("neox", "llama", "gpt3")
+FAMILIES = ("neox", "llama", "qwen3", "gpt3")
 MANY = 2000  # bytes of a file: a few tensors in each
 
 

@@ -21,7 +21,7 @@ from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
 from slurmllm.safe_files import LARGEST_RECORD
 
-SAVED = ("neox", "llama", "gpt3")
+SAVED = ("neox", "llama", "gpt3", "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
             "llama",
             {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
             "architectures: MistralForCausalLM is not known; known are GPTNeoXForCausalLM, "
-            "LlamaForCausalLM, GPT2LMHeadModel",
+            "LlamaForCausalLM, GPT2LMHeadModel, Qwen3ForCausalLM",
         ),
         ("llama", {"model_type": "mistral"}, "model_type: 'mistral' is not known; known are"),
         ("llama", {"model_type": "gpt2"}, "model_type: 'gpt2' is not that of LlamaForCausalLM"),
@@ -86,11 +86,26 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
         (
             "llama",
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
-            "rope_parameters: positions scaled by 'llama3'",
+            "rope_scaling: factor is missing",
         ),
+        (
+            "llama",
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 0.5,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            "model.rope_scaling.factor: 0.5 is less than 1",
+        ),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "model.rotary_pct: 0.5"),
-        ("llama", {"head_dim": 16}, "head_dim: 16 times 4 heads is not the hidden size 32"),
-        ("llama", {"head_dim": {}}, "head_dim: {} times 4 heads"),
+        ("neox", {"head_dim": 16}, "model.head_dim: 16 times 4 heads is not model.hidden_size 32"),
+        ("llama", {"head_dim": 5}, "model.head_dim: 5 is odd"),
+        ("llama", {"head_dim": {}}, "head_dim: {}: Input should be a valid integer"),
         ("llama", {"bos_token_id": "<s>"}, "bos_token_id: must be the number of a token"),
         ("llama", {"hidden_act": "relu"}, "hidden_act: 'relu' is not known; known are gelu"),
         ("llama", {"hidden_size": None}, "hidden_size: is missing"),
@@ -122,12 +137,12 @@ def test_configs(
 
 def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
     source = copy("sharded")
-    settings(source, hidden_act="relu", rope_scaling={"type": "yarn"}, head_dim=3)
+    settings(source, hidden_act="relu", rope_scaling={"type": "yarn"}, bos_token_id="<s>")
     shard = source / "model-00001-of-00005.safetensors"
     shard = shard if shard.exists() else sorted(source.glob("*.safetensors"))[0]
     shard.unlink()
     message = refused(source)
-    for part in ("'relu'", "'yarn'", "head_dim: 3", f"names {shard.name}, which is not there"):
+    for part in ("'relu'", "'yarn'", "'<s>'", f"names {shard.name}, which is not there"):
         assert part in message
     assert "4 fault(s)" in message
 

@@ -28,6 +28,7 @@ LAYOUTS = {
     "kv heads on two workers each": ("llama", Layout(4, 1, 3)),
     "kv heads on four": ("llama", Layout(8, 2, 1, zero=False)),
     "as many workers as kv heads": ("llama", Layout(2, 4, 2)),
+    "norms of queries and keys": ("qwen3", Layout(4, 2, 3)),
     "tied": ("gpt3", Layout(4, 1, 3)),
     "tied over stages": ("gpt3", Layout(2, 4, 2)),
     "tied, no zero": ("gpt3", Layout(2, 2, 1, zero=False)),

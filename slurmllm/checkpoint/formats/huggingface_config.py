@@ -162,8 +162,9 @@ def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any
 
 def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
     faults = []
-    rope: dict[str, Any] = {}  # version 5 has the settings in rope_parameters, 4 at the top level
-    for key in ("rope_scaling", "rope_parameters"):
+    # Version 5 has the settings in rope_parameters, 4 at the top level; both prefer rope_scaling.
+    rope: Mapping[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
         inner = values.get(key) or {}
         if not isinstance(inner, Mapping):
             faults.append(f"{key}: must be a mapping, not {inner!r}")
@@ -174,7 +175,7 @@ def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, An
                 f"{key}: positions scaled by {kind!r} are not supported; only 'default' and "
                 "'llama3' are"
             )
-        rope.update({name: value for name, value in inner.items() if value is not None})
+        rope = inner or rope
 
     def first(keys: tuple[str, ...], default: Any) -> Any:
         found = (source.get(key) for source in (rope, values) for key in keys)
