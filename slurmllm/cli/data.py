@@ -87,6 +87,10 @@ data.add_command(inspect)
 @click.option("--prompt-key", help="Field or column of the prompt, for fine-tuning data.")
 @click.option("--completion-key", help="Field or column of the completion; requires --prompt-key.")
 @click.option(
+    "--messages-key",
+    help="Field or column of the messages of a conversation, for fine-tuning data.",
+)
+@click.option(
     "--normalize", type=click.Choice(["none", "nfc", "nfd", "nfkc", "nfkd"]), default="none",
     show_default=True,
     help="Unicode normalization form.",
@@ -121,8 +125,9 @@ data.add_command(inspect)
 def build(
     inputs: tuple[str, ...], files_from: str | None, format_: Any, text_by: Any, text_key: str,
     skip_bad: bool, overwrite: bool, as_json: bool, prompt_key: str | None,
-    completion_key: str | None, normalize: Any, min_chars: int, dedup: bool, tokenizer: Path | None,
-    dtype: Any, workers: int | None, slurm: bool, cluster: str | None, out: Path,
+    completion_key: str | None, messages_key: str | None, normalize: Any, min_chars: int,
+    dedup: bool, tokenizer: Path | None, dtype: Any, workers: int | None, slurm: bool,
+    cluster: str | None, out: Path,
     **slurm_options: str | None,  # --partition, --account, --qos, --time
 ) -> None:  # fmt: skip
     """Build an Arrow corpus from files of text.
@@ -150,6 +155,15 @@ def build(
         raise click.UsageError("--dtype is the type of token ids; add --tokenize")
     if tokenizer is not None and prompt_key is not None:
         raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
+    if messages_key is not None:
+        chosen = {
+            "--prompt-key": prompt_key is not None,
+            "--tokenize": tokenizer is not None,
+            "--normalize": normalize != "none",
+            "--min-chars": min_chars > 0,
+        }
+        if other := next((name for name, is_set in chosen.items() if is_set), None):
+            raise click.UsageError(f"{other} does not apply to conversations; leave it out")
     for_slurm = {name: value for name, value in slurm_options.items() if value is not None}
     if for_slurm and not slurm:
         raise click.UsageError(f"--{next(iter(for_slurm))} applies to Slurm jobs; add --slurm")
@@ -171,7 +185,7 @@ def build(
         built = build_corpus(
             files,
             out,
-            ReadOptions(text_by, text_key, prompt_key, completion_key, skip_bad),
+            ReadOptions(text_by, text_key, prompt_key, completion_key, skip_bad, messages_key),
             clean=CleanOptions(normalize, min_chars, dedup),
             tokenize=tokenize,
             format=format_,

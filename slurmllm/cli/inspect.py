@@ -163,6 +163,10 @@ def _print_report(report: CorpusReport) -> None:
         f"length   mean {at.mean:,.1f} tokens, median {at.median:,}, 90 % to {at.p90:,}, "
         f"99 % to {at.p99:,}, longest {at.longest:,}"
     )
+    if report.trained is not None:
+        print_line(
+            f"trained  {report.trained:.1%} of the tokens; {report.answers:,.1f} answers a document"
+        )
     most = max(bucket.share for bucket in at.histogram)
     rows = []
     for bucket in at.histogram:

@@ -65,6 +65,7 @@ class CorpusManifest(Record):
     text_key: str  # --text-key
     prompt_key: str | None = None  # --prompt-key
     completion_key: str | None = None  # --completion-key
+    messages_key: str | None = None  # --messages-key
     normalize: str = "none"  # --normalize
     min_chars: int = 0  # --min-chars
     dedup: bool = False  # --dedup

@@ -17,7 +17,7 @@ class Cleaned(NamedTuple):
     """The kept documents of a chunk, and the number of skipped ones."""
 
     documents: Documents
-    empty: int  # only white space; of prompts with completions: the completion
+    empty: int  # only white space; of fine-tuning data: the completion, the assistant's turns
     short: int  # others
 
 

@@ -1,4 +1,4 @@
-"""Prompt and completion as text, rendered by the tokenizer's chat template if it has one.
+"""Messages as text, rendered by the tokenizer's chat template.
 
 Templates are Hugging Face's: Jinja, in `chat_template.jinja` or in the field `chat_template` of
 `tokenizer_config.json`, in the folder of a `tokenizer.json`, rendered as transformers does
@@ -10,142 +10,27 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import resource
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import re
+import secrets
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slurmllm.data.sandbox import sandbox
 from slurmllm.errors import DataError
 from slurmllm.safe_files import read_limited
 from slurmllm.staged_files import local_copy
 
+# A turn of a conversation: `role`, `content` and what else the template reads.
+Message = dict[str, Any]
+
 # The default date of Llama 3.1's template. With the current date, tokens would change every day.
 _DATE = datetime(2024, 7, 26)
-_SHOWN = 40
-# Limits of one rendering of a template; a long chat takes milliseconds and some kilobytes.
-_RENDER_S = 5.0
-_LARGEST = 1 << 24  # characters, elements or bits
-_RENDER_BYTES = 1 << 29
-# One at a time: the limit is the process's, and each restores what it found. Rendering compiles.
-_limiting = threading.RLock()
-
-
-def sandbox(**options: Any) -> Any:
-    """A Jinja environment for templates that came with somebody's files.
-
-    A template is a program: it reaches no Python objects but its values, cannot change them, and
-    fails after `_RENDER_S` or with a value of more than `_LARGEST`. Both are checked at iterations,
-    calls, filters and assignments, so that no signal or thread is needed. What a single one of
-    these allocates is limited to `_RENDER_BYTES`.
-    """
-    from jinja2 import Template, nodes, pass_context
-    from jinja2.runtime import Context
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class TimedContext(Context):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
-            self.deadline = time.monotonic() + _RENDER_S
-
-    @pass_context
-    def checked(context: TimedContext, value: Any) -> Any:
-        if time.monotonic() > context.deadline:
-            raise OverflowError(f"it runs for more than {_RENDER_S:.0f} s")
-        _check_size(_size(value))
-        return value
-
-    @pass_context
-    def each(context: TimedContext, values: Iterable[Any]) -> Iterator[Any]:
-        return (checked(context, value) for value in values)
-
-    class LimitedTemplate(Template):
-        def render(self, *values: Any, **named: Any) -> str:
-            with _limited_memory():
-                return super().render(*values, **named)
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        context_class = TimedContext
-        template_class = LimitedTemplate
-        intercepted_binops = frozenset({"*", "**"})
-
-        @staticmethod
-        def concat(parts: Iterable[str]) -> str:
-            parts = list(parts)
-            _check_size(sum(map(len, parts)))
-            return "".join(parts)
-
-        def compile(self, *source: Any, **named: Any) -> Any:
-            with _limited_memory():  # constant expressions are evaluated here
-                return super().compile(*source, **named)
-
-        def _parse(self, *source: Any) -> nodes.Template:
-            template = super()._parse(*source)
-            fields: dict[Any, str] = {nodes.For: "iter", nodes.AssignBlock: "filter"}
-            kinds = (nodes.For, nodes.AssignBlock, nodes.Assign, nodes.Filter)
-            for node in list(template.find_all(kinds)):
-                field = fields.get(type(node), "node")
-                inner, name = getattr(node, field), "_each" if field == "iter" else "_checked"
-                if inner is not None or field == "filter":
-                    check = nodes.Filter(inner, name, [], [], None, None, lineno=node.lineno)
-                    setattr(node, field, check)
-            return template
-
-        def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
-            for value in (*arguments, *named.values()):
-                _check_size(abs(value) if isinstance(value, int) else 0)
-            return checked(context, super().call(context, function, *arguments, **named))
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            times, value = (left, right) if isinstance(left, int) else (right, left)
-            if operator == "**":
-                _check_size(_size(left) * right)
-            elif not isinstance(value, int | float):  # a text or list
-                _check_size(_size(value) * times)
-            return checked(context, super().call_binop(context, operator, left, right))
-
-    environment = Sandbox(**options)
-    environment.filters |= {"_checked": checked, "_each": each}
-    del environment.globals["lipsum"]  # makes any amount of text in one call
-    return environment
-
-
-@contextmanager
-def _limited_memory() -> Iterator[None]:
-    """Limit memory to `_RENDER_BYTES` more than now; the limit also applies to other threads."""
-    with _limiting:
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + _RENDER_BYTES
-        if soft == resource.RLIM_INFINITY or limit < soft:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-        try:
-            yield
-        except MemoryError as error:
-            raise OverflowError(
-                f"its rendering exceeds the limit of {_RENDER_BYTES >> 20} MiB"
-            ) from error
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _size(value: Any) -> int:
-    """Length of a text or list, bits of a whole number; 0 of anything else."""
-    if isinstance(value, int):
-        return value.bit_length()
-    return len(value) if isinstance(value, str | list | tuple | dict) else 0
-
-
-def _check_size(size: float) -> None:
-    if size > _LARGEST:
-        raise OverflowError(f"it makes a value of more than {_LARGEST:,} characters or elements")
+SHOWN = 40  # characters of a text in a message
 
 
 class ChatFormat:
-    """Prompt and completion → the text that is only read and the text that is trained.
+    """The chat template of a tokenizer, and prompt and completion as text with or without one.
 
     Args:
         tokenizer: A tokenizer.json. Only a file of exactly this name has a template.
@@ -153,33 +38,105 @@ class ChatFormat:
     Attributes:
         end_token: The tokenizer config's `eos_token`, None if it has none.
         fingerprint: Hex digest of template and special tokens; empty if there are none.
+        source: The file of the template.
+        mark: A text that no message has.
 
     Raises:
         DataError: a file cannot be read, or its template is invalid.
     """
 
     def __init__(self, tokenizer: Path) -> None:
-        self._source = tokenizer.with_name("tokenizer_config.json")
+        self.source = tokenizer.with_name("tokenizer_config.json")
         self._tokens: dict[str, str] = {}
         template = None
         if tokenizer.name == "tokenizer.json":
-            config = _read_config(self._source)
+            config = _read_config(self.source)
             self._tokens = _special_tokens(config)
-            template = _default_template(config.get("chat_template"), self._source)
+            template = _default_template(config.get("chat_template"), self.source)
             jinja_file = tokenizer.with_name("chat_template.jinja")
             if jinja_file.is_file():
-                self._source, template = jinja_file, _read(jinja_file)
+                self.source, template = jinja_file, _read(jinja_file)
         self.end_token = self._tokens.get("eos_token")
         self.fingerprint = ""
         if template is not None or self._tokens:
             identity = json.dumps([template, sorted(self._tokens.items())])
             self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self._render = None if template is None else self._compile(template)
+        self.mark = f"mark{secrets.token_hex(8)}"
+        self._marks_generation = False
+        self._template = None if template is None else self._compile(template)
 
     @property
     def has_template(self) -> bool:
         """Whether texts are rendered, with special tokens."""
-        return self._render is not None
+        return self._template is not None
+
+    def require_template(self) -> Any:
+        """The compiled template; a DataError if there is none."""
+        if self._template is None:
+            raise DataError(
+                f"{self.source} has no chat_template, which conversations need; put "
+                "chat_template.jinja, or the tokenizer_config.json of a model that was trained on "
+                "conversations, next to a file named tokenizer.json"
+            )
+        return self._template
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Any = None,
+        marks: tuple[str, str] = ("", ""),
+    ) -> str:
+        """The text of messages; `marks` are added around what the template marks as generation.
+
+        Raises:
+            DataError: there is no template, or it fails.
+        """
+        template = self.require_template()
+        try:
+            text: str = template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                _generation=marks,
+                **self._tokens,
+            )
+            return text
+        except Exception as error:  # a template may fail in any way
+            raise self._template_error(error) from error
+
+    def generation_spans(
+        self, messages: list[Message], text: str, tools: Any = None
+    ) -> list[tuple[int, int]] | None:
+        """What the template marks by `{% generation %}` in `text`, its output for the messages.
+
+        Returns:
+            Begin and end of each part; None if the template has no such marks.
+
+        Raises:
+            DataError: the template changes what it has marked, such as by a filter.
+        """
+        if not self._marks_generation:
+            return None
+        begin, end = f"{self.mark}b", f"{self.mark}e"
+        parts = re.split(f"({begin}|{end})", self.render(messages, tools=tools, marks=(begin, end)))
+        spans, begins, position = [], [], 0
+        for part in parts:
+            if part == begin:
+                begins.append(position)
+            elif part == end and begins:
+                spans.append((begins.pop(), position))
+            else:
+                position += len(part)
+        if begins or "".join(part for part in parts if part not in (begin, end)) != text:
+            raise DataError(
+                f"the chat template of {self.source} changes what it marks by "
+                "{% generation %}, so that its place in the text is unknown; mark what is "
+                "rendered without filters"
+            )
+        return spans
 
     def texts(self, prompt: str, completion: str) -> tuple[str, str]:
         """The text up to the completion, as for generation, and the text after that.
@@ -187,21 +144,19 @@ class ChatFormat:
         Raises:
             DataError: the template fails, or its output for the prompt is not a prefix.
         """
-        if self._render is None:
+        if self._template is None:
             return prompt, completion
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        before = self._render(turns[:1], add_generation_prompt=True)
-        whole = self._render(turns, add_generation_prompt=False)
+        before = self.render(turns[:1], add_generation_prompt=True)
+        whole = self.render(turns)
         if whole.startswith(before):
             return before, whole[len(before) :]
-        differs = next(
-            (i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole)
-        )
+        differs = first_difference(before, whole)
         raise DataError(
-            f"the chat template of {self._source} cannot be split into prompt and completion: "
+            f"the chat template of {self.source} cannot be split into prompt and completion: "
             "its output for the prompt must be a prefix of its output for prompt and completion, "
-            f"but from character {differs} they are {before[differs : differs + _SHOWN]!r} and "
-            f"{whole[differs : differs + _SHOWN]!r}; change the template, or remove it"
+            f"but from character {differs} they are {before[differs : differs + SHOWN]!r} and "
+            f"{whole[differs : differs + SHOWN]!r}; change the template, or remove it"
         )
 
     def validate(self) -> None:
@@ -214,24 +169,34 @@ class ChatFormat:
         before, after = self.texts(prompt, completion)
         if prompt not in before or completion not in after:
             raise DataError(
-                f"the chat template of {self._source} omits the text of a prompt or completion: it "
-                f"renders them as {before[:_SHOWN]!r} and {after[:_SHOWN]!r}; change the template, "
+                f"the chat template of {self.source} omits the text of a prompt or completion: it "
+                f"renders them as {before[:SHOWN]!r} and {after[:SHOWN]!r}; change the template, "
                 "or remove it"
             )
 
-    def _compile(self, template: str) -> Callable[..., str]:
+    def _compile(self, template: str) -> Any:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.parser import Parser
+
+        chat = self
 
         class Generation(Extension):
             """`{% generation %}`, which marks the assistant's text and renders it unchanged."""
 
             tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
 
-            def parse(self, parser: Parser) -> list[nodes.Node]:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            def parse(self, parser: Parser) -> nodes.Node:
+                line = next(parser.stream).lineno
+                chat._marks_generation = True
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                marks = nodes.Name("_generation", "load")
+                begin, end = (
+                    nodes.Output([nodes.Getitem(marks, nodes.Const(index), "load")])
+                    for index in (0, 1)
+                )
+                # transformers' body is a scope too.
+                return nodes.Scope([begin, *body, end], lineno=line)
 
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
@@ -244,31 +209,22 @@ class ChatFormat:
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = _DATE.strftime
         try:
-            compiled = environment.from_string(template)
+            return environment.from_string(template)
         # SyntaxError: Python's parser nests less deeply than jinja2's.
         except (TemplateError, RecursionError, SyntaxError, OverflowError) as error:
             raise self._template_error(error) from error
 
-        def render(turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-            try:
-                text: str = compiled.render(
-                    messages=turns,
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._tokens,
-                )
-                return text
-            except Exception as error:  # a template may fail in any way
-                raise self._template_error(error) from error
-
-        return render
-
     def _template_error(self, error: Exception) -> DataError:
         return DataError(
-            f"the chat template of {self._source} fails: {error}; fix it, or remove it: prompts "
-            "and completions are then read as plain text"
+            f"the chat template of {self.source} fails: {error}; fix it, or the text that "
+            "it refuses, or remove it: prompts and completions are then read as plain text"
         )
+
+
+def first_difference(a: str, b: str) -> int:
+    """Index of the first character that differs; the shorter length if none does."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def _read(path: Path) -> str:

@@ -10,13 +10,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from slurmllm.data.order import Integers, Permutation
 from slurmllm.data.sources import open_all
-from slurmllm.data.sources.base import Request, Source
+from slurmllm.data.sources.base import BEGINS, UNTRAINED, Request, Source
 from slurmllm.data.spec import Split, SplitName, StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
@@ -72,6 +72,10 @@ class CorpusReport(Record):
     tokens_error: int  # the true number is within this with 95 %; 0: exact
     documents_counted: int  # documents that tokens and lengths are counted from
     lengths: Lengths
+    # Share of the tokens that are trained, and answers (runs of trained tokens) a document; None if
+    # every token is trained.
+    trained: float | None = None
+    answers: float | None = None
     fingerprint: str
 
 
@@ -125,13 +129,15 @@ def inspect_corpus(
         picked = np.sort(Permutation(count, "inspect").take(np.arange(SAMPLED_DOCUMENTS)))
     sizes = np.empty(len(picked), dtype=np.int64)
     tokens = np.empty(len(picked), dtype=np.int64)
-    seen = 0
+    trained = answers = seen = 0
     for begin in range(0, len(picked), _AT_ONCE):
         documents = picked[begin : begin + _AT_ONCE].tolist()
         end = begin + len(documents)
         sizes[begin:end] = [source.document_size(document) for document in documents]
         most = None if whole else _SAMPLED_PIECES
-        tokens[begin:end] = _count_tokens(source, documents, most)
+        counts = _count_tokens(source, documents, most)
+        tokens[begin:end] = counts.lengths
+        trained, answers = trained + counts.trained, answers + counts.answers
         seen += int(sizes[begin:end].sum())
         on_progress(seen)
     total, error = int(tokens.sum()), 0
@@ -154,6 +160,8 @@ def inspect_corpus(
         tokens_error=error,
         documents_counted=len(picked),
         lengths=_describe_lengths(tokens),
+        trained=None if source.trains_every_token else trained / int(tokens.sum()),
+        answers=None if source.trains_every_token else answers / len(picked),
         fingerprint=source.fingerprint,
     )
 
@@ -193,8 +201,14 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
     return found
 
 
-def _count_tokens(source: Source, documents: list[int], most: int | None) -> list[int]:
-    """Tokens of each document; of a long one extrapolated from `most` of its pieces."""
+class _Counts(NamedTuple):
+    lengths: list[int]  # tokens of each document
+    trained: int  # tokens
+    answers: int
+
+
+def _count_tokens(source: Source, documents: list[int], most: int | None) -> _Counts:
+    """Count some documents; tokens of a long one are extrapolated from `most` of its pieces."""
     requests: list[Request] = []
     spans: list[tuple[int, int]] = []  # pieces read, pieces of the document
     for document in documents:
@@ -202,13 +216,16 @@ def _count_tokens(source: Source, documents: list[int], most: int | None) -> lis
         read = pieces if most is None else min(pieces, most)
         requests += [(document, pieces * index // read) for index in range(read)]
         spans.append((read, pieces))
-    ends = source.read(requests).ends
-    counts = np.diff(ends, prepend=0)
+    pieces_read = source.read(requests)
+    counts = np.diff(pieces_read.ends, prepend=0)
+    trained = (pieces_read.marks & UNTRAINED) == 0
+    begins = (pieces_read.marks & BEGINS) > 0
+    answers = trained & (begins | ~np.concatenate([[False], trained[:-1]]))
     lengths, begin = [], 0
     for read, pieces in spans:
         lengths.append(round(int(counts[begin : begin + read].sum()) * pieces / read))
         begin += read
-    return lengths
+    return _Counts(lengths, int(trained.sum()), int(answers.sum()))
 
 
 def _describe_lengths(tokens: Integers) -> Lengths:

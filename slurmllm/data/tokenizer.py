@@ -103,6 +103,29 @@ class TokenEncoder:
             self._tokenizer.encode_special_tokens = True
         return [encoding.ids for encoding in found]
 
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[list[int], npt.NDArray[np.int64]]]:
+        """Token ids of rendered conversations, and the characters of each token, int64 [tokens, 2].
+
+        Special tokens spelled out in a text are special tokens; none is added.
+        """
+        # CAUTION: state of the tokenizer, as in `encode_dialogue`. Of the post-processor only the
+        # offsets depend: GPT-2's excludes white space from them.
+        processor = self._tokenizer.post_processor
+        self._tokenizer.encode_special_tokens = False
+        self._tokenizer.post_processor = None
+        try:
+            with _library_errors(self.path, "encodes no text"):
+                found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        finally:
+            self._tokenizer.post_processor = processor
+            self._tokenizer.encode_special_tokens = True
+        return [
+            (encoding.ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2))
+            for encoding in found
+        ]
+
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
         return found

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.artifact_records import EvaluationRecord
-from slurmllm.data.chat import sandbox
+from slurmllm.data.sandbox import sandbox
 from slurmllm.errors import DataError, SlurmllmError, UserError
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef, TaskRequest, harness_version
 from slurmllm.evaluate.suites import suites_dir

@@ -6,8 +6,8 @@ either raises, or counts the error and returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import Extent
+from slurmllm.data.conversation import read_conversation
 
 # Text of one chunk, about. Memory holds only a few copies of it, and they fit into a processor's
 # cache.
@@ -23,7 +24,7 @@ CHUNK_BYTES = 2 << 20
 # compressed file can unpack to terabytes.
 LARGEST_DOCUMENT = 256 << 20
 BOM = b"\xef\xbb\xbf"
-SEE_KEYS = "see --text-key, or --prompt-key and --completion-key"
+SEE_KEYS = "see --text-key, --prompt-key and --completion-key, or --messages-key"
 
 # Some documents: a large_string array without nulls per column, all of one length and UTF-8.
 Documents = tuple[pa.LargeStringArray, ...]
@@ -138,6 +139,21 @@ def _reinterpret(column: pa.Array, kind: pa.DataType) -> pa.Array:
     return pa.Array.from_buffers(
         kind, len(column), column.buffers(), column.null_count, column.offset
     )
+
+
+def conversation_text(row: Mapping[str, Any], key: str) -> str:
+    """A conversation as the corpus has it; empty, so that it is skipped, if it trains nothing.
+
+    Raises:
+        ValueError: the reason why the record cannot be used.
+    """
+    conversation = read_conversation(row, key)
+    text = conversation.to_json() if conversation.trains else ""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can escape what UTF-8 cannot encode
+        raise ValueError(f"field {key!r} has half a surrogate pair, which is no text") from None
+    return text
 
 
 def missing_column(keys: tuple[str, ...], schema: pa.Schema) -> str | None:

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: one row per document, the text in one string column, or in two.
+"""Parquet and Arrow files: one row per document, of one string column or two, or of messages.
 
 The first bytes of an Arrow file decide whether it is an IPC file or stream. Rows count from 1.
 """
@@ -17,9 +17,19 @@ import pyarrow.parquet as pq
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ReadOptions
-from slurmllm.corpus.readers.base import CHUNK_BYTES, Documents, OnError, good_rows, missing_column
+from slurmllm.corpus.readers.base import (
+    CHUNK_BYTES,
+    Documents,
+    OnError,
+    conversation_text,
+    good_rows,
+    missing_column,
+    no_column,
+)
 
 _MOST_ROWS = 1 << 16
+# Rows of messages read at once: they become Python objects.
+_CONVERSATIONS = 1 << 8
 _ARROW_FILE = b"ARROW1\0\0"
 _FEATHER_1 = b"FEA1"
 
@@ -30,23 +40,23 @@ OnFraction = Callable[[float], None]
 def read_parquet(
     stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
 ) -> Iterator[Documents]:
-    name, keys = stream.file.name, options.keys
+    name = stream.file.name
     row = 0
     try:
         # pre_buffer would hold whole row groups, often a gigabyte, in memory.
         file = pq.ParquetFile(stream.file.path, pre_buffer=False)
-        if reason := missing_column(keys, file.schema_arrow):
+        keys, reason = _columns(options, file.schema_arrow)
+        if reason:
             on_error(f"{name}: {reason}", "file")
             return
         # Rows that hold about CHUNK_BYTES, by the size of all columns.
         groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
         total = sum(group.total_byte_size for group in groups)
         rows = file.metadata.num_rows * CHUNK_BYTES // max(total, 1)
-        rows = min(max(rows, 16), _MOST_ROWS)
+        rows = min(max(rows, 16), _CONVERSATIONS if options.messages_key else _MOST_ROWS)
         # One thread: other processes read other shards at the same time.
         for batch in file.iter_batches(rows, columns=list(keys), use_threads=False):
-            columns = [batch.column(key) for key in keys]
-            yield good_rows(columns, keys, row + 1, _on_row(name, on_error))
+            yield _documents(batch, keys, options, row + 1, _on_row(name, on_error))
             row += batch.num_rows
             on_fraction(row / file.metadata.num_rows)
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
@@ -56,7 +66,7 @@ def read_parquet(
 def read_arrow(
     stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
 ) -> Iterator[Documents]:
-    name, keys = stream.file.name, options.keys
+    name = stream.file.name
     if stream.file.size_bytes == 0:
         on_error(f"{name}: an empty file, not an Arrow file", "file")
         return
@@ -73,21 +83,58 @@ def read_arrow(
             source = stream if magic == _ARROW_FILE else _Prefixed(magic, stream)
             batches = pa.ipc.open_stream(pa.PythonFile(source, "r"))
         for index, batch in enumerate(batches):
-            if reason := missing_column(keys, batch.schema):
+            keys, reason = _columns(options, batch.schema)
+            if reason:
                 on_error(f"{name}: {reason}", "file")
                 return
             columns = [batch.column(key) for key in keys]
             for column in columns:
                 _check_bounds(column)
-            for begin, end in _slices(columns):
-                pieces = [column.slice(begin, end - begin) for column in columns]
-                yield good_rows(pieces, keys, row + 1, _on_row(name, on_error))
+            step = _CONVERSATIONS
+            slices = (
+                ((at, min(at + step, batch.num_rows)) for at in range(0, batch.num_rows, step))
+                if options.messages_key
+                else _slices(columns)
+            )
+            for begin, end in slices:
+                part = batch.slice(begin, end - begin)
+                yield _documents(part, keys, options, row + 1, _on_row(name, on_error))
                 row += end - begin
                 if mapped:
                     mapped.release()
                     on_fraction(mapped.fraction(index, end / batch.num_rows))
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
         on_error(f"{name}: not a readable Arrow file: {error}", "rest" if row else "file")
+
+
+def _columns(options: ReadOptions, schema: pa.Schema) -> tuple[tuple[str, ...], str | None]:
+    """The columns to read, and the reason why the table cannot be read."""
+    if options.messages_key is None:
+        return options.keys, missing_column(options.keys, schema)
+    if options.messages_key not in schema.names:
+        return (), no_column(options.messages_key, schema.names)
+    return (*options.keys, *({"tools"} & set(schema.names) - {*options.keys})), None
+
+
+def _documents(
+    batch: pa.RecordBatch,
+    keys: tuple[str, ...],
+    options: ReadOptions,
+    first_row: int,
+    on_row: Callable[[int, str], None],
+) -> Documents:
+    columns = [batch.column(key) for key in keys]
+    if options.messages_key is None:
+        return good_rows(columns, keys, first_row, on_row)
+    table = pa.RecordBatch.from_arrays(columns, list(keys))
+    table.validate(full=True)
+    texts = []
+    for row, record in enumerate(table.to_pylist(), start=first_row):
+        try:
+            texts.append(conversation_text(record, options.messages_key))
+        except ValueError as error:
+            on_row(row, f"cannot be used: {error}")
+    return (pa.array(texts, pa.large_string()),)
 
 
 def _check_bounds(column: pa.Array) -> None:

@@ -20,8 +20,8 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
     """Open a corpus.
 
     Args:
-        path: An Arrow corpus, of texts or of prompts and completions; a Megatron `.idx`, its
-            `.bin` or the name of both without the ending; a `.npy`.
+        path: An Arrow corpus, of texts, of prompts and completions or of conversations; a Megatron
+            `.idx`, its `.bin` or the name of both without the ending; a `.npy`.
         encoder: Tokenizes texts; not needed for token ids.
         vocab_size: Upper bound of the ids of tokenized corpora.
 
@@ -41,7 +41,13 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
         return NumpySource(path, encoder, vocab_size)
     # 0.1 s of imports that token ids do not need.
     from slurmllm.data.sources.arrow import ArrowFile
-    from slurmllm.data.sources.text import PromptSource, TextSource, is_prompts
+    from slurmllm.data.sources.text import (
+        ConversationSource,
+        PromptSource,
+        TextSource,
+        is_conversations,
+        is_prompts,
+    )
 
     file = ArrowFile(path)
     if encoder is None:
@@ -49,7 +55,9 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
             f"{path} has text, and no tokenizer is set; name a tokenizer.json in data.tokenizer "
             "(data inspect: --tokenizer)"
         )
-    return PromptSource(file, encoder) if is_prompts(file) else TextSource(file, encoder)
+    if is_prompts(file):
+        return PromptSource(file, encoder)
+    return (ConversationSource if is_conversations(file) else TextSource)(file, encoder)
 
 
 def open_all(

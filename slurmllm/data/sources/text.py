@@ -1,6 +1,7 @@
 """Documents of an Arrow corpus, tokenized when they are read.
 
-Of prompts with completions, for fine-tuning, only the completion is trained.
+For fine-tuning, of prompts with completions only the completion is trained, and of conversations
+only the assistant's turns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.data.chat import ChatFormat
+from slurmllm.data.conversation import Rendered, read_conversation, render_conversation
 from slurmllm.data.sources.arrow import ArrowFile
 from slurmllm.data.sources.base import (
     BEGINS,
@@ -37,6 +39,7 @@ _CALL_BYTES = 1 << 20
 _WORD_ENDS = re.compile(rb"[A-Za-z] (?=[A-Za-z])")
 # Of prompts with completions.
 _COLUMNS = ("prompt", "completion")
+_CONVERSATIONS = "messages"
 
 
 class _ArrowSource(Source):
@@ -225,3 +228,71 @@ class PromptSource(_ArrowSource):
 
     def content_hash(self, document: int) -> int:
         return prompt_hash(self._prompts.data(document), self._completions.data(document))
+
+
+def is_conversations(file: ArrowFile) -> bool:
+    return _CONVERSATIONS in file.names and "text" not in file.names
+
+
+class ConversationSource(_ArrowSource):
+    """The rows of an Arrow corpus with the string column `messages`, as `data build` writes it.
+
+    A document is a conversation, rendered by the tokenizer's chat template and tokenized as a
+    whole: the token ids are those of transformers' `apply_chat_template`, and none is added. A
+    token is trained if one of its characters is the assistant's.
+
+    Raises:
+        DataError: the column is not text, or there is no chat template.
+    """
+
+    trains_every_token = False
+
+    def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
+        super().__init__(file, encoder)
+        self._messages = file.strings(_CONVERSATIONS)
+        self._chat = ChatFormat(encoder.path)
+        self._chat.require_template()
+        self.template = self._chat.fingerprint
+
+    @property
+    def total_size(self) -> int:
+        return self._messages.total_bytes
+
+    def document_size(self, document: int) -> int:
+        return self._messages.size(document)
+
+    def num_pieces(self, document: int) -> int:
+        return 1  # rendered and tokenized as a whole
+
+    def read(self, requests: Sequence[Request]) -> Pieces:
+        rendered = [self._rendered(document) for document, _ in requests]
+        encoded = self._encoder.encode_with_offsets([text for text, _ in rendered])
+        parts = []
+        for (document, _), (ids, offsets), (_, spans) in zip(
+            requests, encoded, rendered, strict=True
+        ):
+            begins, ends = offsets.T
+            trained = np.zeros(len(ids), dtype=bool)
+            for begin, end in spans:
+                trained |= (begins < end) & (ends > begin)
+            if not trained.any():
+                raise self._error(document, "none of its tokens is the assistant's")
+            marks = np.where(trained, 0, UNTRAINED).astype(np.uint8)
+            marks[:1] |= BEGINS
+            parts.append((np.array(ids, dtype=np.int32), marks))
+        return joined(parts)
+
+    def content_hash(self, document: int) -> int:
+        return document_hash(self._messages.data(document))
+
+    def _rendered(self, document: int) -> Rendered:
+        text = self._file.decoded(document, self._messages.data(document))
+        self._verify(document)
+        try:
+            conversation = read_conversation({_CONVERSATIONS: text}, _CONVERSATIONS)
+            return render_conversation(self._chat, conversation)
+        except (ValueError, DataError) as error:
+            raise self._error(document, str(error)) from error
+
+    def _error(self, document: int, reason: str) -> DataError:
+        return DataError(f"document {document} of {self.path}: {reason}")
