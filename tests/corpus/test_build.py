@@ -183,6 +183,24 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
     assert (built.manifest.empty, built.manifest.duplicates) == (1, 1)
 
 
+def test_conversations(tmp_path: Path) -> None:
+    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [[asked, answered], [asked], [asked, answered], [asked, {**answered, "content": " "}]]
+    lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    write(tmp_path / "a.jsonl", lines.encode())
+    built = build(tmp_path, "a.jsonl", clean=CleanOptions(dedup=True), messages_key="messages")
+    text = json.dumps({"messages": rows[0]}, separators=(",", ":"))
+    assert corpus(tmp_path).to_pydict() == {
+        "messages": [text],
+        "id": [document_hash(text.encode())],
+        "source": [str(tmp_path / "a.jsonl")],
+    }
+    assert (built.manifest.empty, built.manifest.duplicates) == (2, 1)
+    assert built.manifest.messages_key == "messages"
+    write(tmp_path / "b.txt", b"text")
+    assert b"messages_key" not in build(tmp_path, "b.txt").manifest.content()
+
+
 BAD = {
     "latin.txt": ("café\n\ngood".encode("latin-1"), r"latin.txt: byte 3 is not UTF-8 \(0xe9\)"),
     "after.txt": (b"good\n\nmore\n\xff", r"after.txt: byte 11 is not UTF-8 \(0xff\)"),
@@ -301,6 +319,8 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "name an INPUT"),
         (["a.txt", "--prompt-key", "p"], "go together"),
         (["a.txt", "--dtype", "int32"], "add --tokenize"),
+        (["a.jsonl", "--messages-key", "m", "--min-chars", "3"], "--min-chars does not apply"),
+        (["a.jsonl", "--messages-key", "m", "--tokenize", "t"], "--tokenize does not apply"),
         (["a.txt", "--time", "60"], "--time applies to Slurm jobs; add --slurm"),
     ],
 )

@@ -100,6 +100,26 @@ def test_prompts_and_completions_are_distinguished(tmp_path: Path, tokenizer: Pa
     assert parts[0][1] is False
 
 
+def test_what_is_trained_of_conversations(tmp_path: Path, tokenizer: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(tokenizer.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}"
+    )
+    turns = [{"role": role, "content": "abcd"} for role in ("user", "assistant") * 3]
+    rows = [json.dumps({"messages": turns[:count]}) for count in (2, 6)]
+    corpus = arrow(tmp_path / "c.arrow", messages=rows)
+    result = inspect(corpus, "--tokenizer", path, "--json")
+    (report,) = json.loads(result.stdout)["corpora"]
+    assert (report["trained"], report["answers"], report["documents"]) == (0.5, 2.0, 2)
+    assert (
+        "trained  50.0% of the tokens; 2.0 answers a document"
+        in inspect(corpus, "--tokenizer", path).stdout
+    )
+    text = inspect(arrow(tmp_path / "t.arrow", text=["a"]), "--tokenizer", path, "--json")
+    assert json.loads(text.stdout)["corpora"][0]["trained"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -452,6 +452,70 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
         texts(tmp_path / "a.txt", prompt_key="q", completion_key="a")
 
 
+def test_conversations(tmp_path: Path) -> None:
+    """The same from all formats; a column of structures has the fields of all messages."""
+    calls = [{"function": {"name": "get", "arguments": {"a": 1}}}]
+    messages = [
+        {"role": "user", "content": "größer?", "name": "x"},
+        {"role": "assistant", "tool_calls": calls},
+    ]
+    rows = [
+        {"m": messages, "tools": [{"type": "function"}]},
+        {"m": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"m": [{"role": "user", "content": "never answered"}]},
+    ]
+    expected = [
+        json.dumps({"messages": row["m"], **({"tools": row["tools"]} if "tools" in row else {})},
+                   ensure_ascii=False, separators=(",", ":"))
+        for row in rows[:2]
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.arrow").write_bytes(arrow_stream(table))
+    strings = pa.table({"m": [*expected, json.dumps(rows[2]["m"])]})
+    pq.write_table(strings, tmp_path / "b.parquet")
+    for name in ("a.jsonl", "a.parquet", "a.arrow", "b.parquet"):
+        assert texts(tmp_path / name, messages_key="m") == [*expected, ""], name
+    (tmp_path / "c.arrow").write_bytes(arrow_stream(pa.concat_tables([table] * 200)))
+    assert texts(tmp_path / "c.arrow", messages_key="m") == [*expected, ""] * 200
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
+def test_conversations_that_cannot_be_used(tmp_path: Path, ending: str) -> None:
+    good = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows = [{"m": good}, {"m": []}, {"m": good}]
+    table = pa.Table.from_pylist(rows)
+    path = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(lines if ending == "jsonl" else arrow_stream(table))
+    place = r"a.jsonl:2: " if ending == "jsonl" else f"a.{ending}: row 2 cannot be used: "
+    with pytest.raises(
+        DataError, match=rf"{place}field 'm' has no messages. Fix the file, or skip"
+    ):
+        texts(path, messages_key="m")
+    errors = InputErrors(skip_bad=True)
+    reader = DocumentReader(input_file(path), ReadOptions(messages_key="m"), errors.add)
+    assert sum(len(chunk[0]) for chunk in reader) == 2
+    assert errors.count == 1
+    with pytest.raises(DataError, match=r"no (field|column) 'x' .*--messages-key"):
+        texts(path, messages_key="x")
+    for name in ("a.txt", "a.csv"):
+        (tmp_path / name).write_text("x")
+        with pytest.raises(DataError, match="has no lists of messages, so no --messages-key"):
+            texts(tmp_path / name, messages_key="m")
+
+
+def test_half_a_surrogate_pair_in_a_conversation(tmp_path: Path) -> None:
+    messages = '[{"role": "assistant", "content": "\\ud800"}]'
+    (tmp_path / "a.jsonl").write_text(f'{{"m": {messages}}}\n')
+    with pytest.raises(DataError, match=r"a.jsonl:1: field 'm' has half a surrogate pair"):
+        texts(tmp_path / "a.jsonl", messages_key="m")
+
+
 @pytest.mark.parametrize("text_by", ["jsonl", "line", "paragraph", "document"])
 def test_what_is_too_long_is_skipped_without_being_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_by: str

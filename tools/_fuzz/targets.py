@@ -170,7 +170,11 @@ def corpus(path: Path) -> None:
     from slurmllm.corpus.inputs import input_file
     from slurmllm.corpus.options import InputErrors, ReadOptions
     from slurmllm.corpus.readers import DocumentReader
+    from slurmllm.errors import DataError
 
+    with contextlib.suppress(DataError):  # formats without lists
+        conversations = ReadOptions(skip_bad=True, messages_key="text")
+        list(DocumentReader(input_file(path), conversations, InputErrors(True).add))
     for skip_bad in (True, False):
         errors = InputErrors(skip_bad)
         list(DocumentReader(input_file(path), ReadOptions(skip_bad=skip_bad), errors.add))
