@@ -55,7 +55,9 @@ TimePart = Literal[
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
 # What a worker is doing: `stepping` from the second step of an attempt on.
-Phase = Literal["starting", "resuming", "first_step", "stepping", "saving", "stopping"]
+Phase = Literal[
+    "starting", "resuming", "first_step", "stepping", "evaluating", "saving", "stopping"
+]
 
 # Both become arguments of Slurm's commands, and names of files; files of a run can be damaged, or
 # be written by others. An id may be that of an array's task or of a part of a heterogeneous job.
@@ -326,16 +328,18 @@ class Event(Record):
     """One line of `events/attempt_NNN.jsonl`: something that happened apart from the steps."""
 
     kind: Literal[
-        "save", "save_skipped", "copied", "spike", "spike_over", "not_finite", "interval", "memory"
-    ]
+        "save", "save_skipped", "copied", "spike", "spike_over", "not_finite", "interval", "memory",
+        "evaluation",
+    ]  # fmt: skip
     step: int
     attempt: int
     time: float  # Unix time, s
     message: str = ""  # for people
-    seconds: Seconds | None = None  # save, copied: from begin to end
-    waited_s: Seconds | None = None  # save: of it, that training waited
+    seconds: Seconds | None = None  # save, copied, evaluation: from begin to end
+    waited_s: Seconds | None = None  # save, evaluation: of it, that training waited
     bytes: int | None = None  # save, copied: of all workers
-    values: dict[str, float] = Field(default_factory=dict)  # what else was measured
+    # What else was measured; evaluation: the loss of each text by name, nats.
+    values: dict[str, float] = Field(default_factory=dict)
 
 
 class NodeRecord(Record):

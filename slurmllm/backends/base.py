@@ -128,6 +128,18 @@ class Backend(ABC):
         """Clip, update weights, clear gradients; returns the norm before clipping (collective)."""
 
     @abstractmethod
+    def evaluate(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> SupportsFloat:
+        """Return the mean loss, as `forward_backward`, without gradients (collective).
+
+        It changes nothing that training depends on: weights, gradients, optimizer or random state.
+
+        Args:
+            micro_batches: This worker's; the same number and size on all workers, in a pipeline as
+                many as in a step.
+            num_targets: Labels on all workers that are not IGNORED.
+        """
+
+    @abstractmethod
     def param_norm(self) -> SupportsFloat:
         """Return the 2-norm over all parameters (collective)."""
 

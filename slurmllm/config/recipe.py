@@ -171,6 +171,21 @@ class DataConfig(Section):
         return self.corpus or ()
 
 
+EvalName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class EvalConfig(Section):
+    """Validation while training: the loss on text that training does not read."""
+
+    # Steps between evaluations, of which the last step always is one; null evaluates never.
+    every_steps: PositiveInt | None = None
+    # Sequences of each text, at most; the same ones at every evaluation.
+    sequences: PositiveInt = 256
+    # Further corpora by name, as `data.corpus`; documents held out by `data.validation` are one
+    # more, `held_out`.
+    corpora: dict[EvalName, str] = Field(default_factory=dict)
+
+
 class TrainConfig(Section):
     """How long and in which batches the model trains."""
 
@@ -255,6 +270,7 @@ class Recipe(Section):
     model: ModelConfig
     data: DataConfig = DataConfig()
     train: TrainConfig
+    eval: EvalConfig = EvalConfig()
     optim: OptimConfig
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,17 +1,11 @@
-"""Loss on held-out text, by our own decoder and data stream.
-
-The sequences are those that training would have packed of the held-out documents, in the order of
-the seed, at most once through the documents: the same ones for all checkpoints of a run. Tokens
-that do not fill a last sequence are dropped.
-"""
+"""Loss on held-out text, by our own decoder and the sequences of `data.evaluation`."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +17,11 @@ from torch import Tensor
 from slurmllm.checkpoint.formats.weights import weight_reader
 from slurmllm.checkpoint.state import read_origin
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.data.slots import POSITION
+from slurmllm.data.evaluation import single_sequences
 from slurmllm.data.spec import StreamSpec
-from slurmllm.data.stream import Batch, PackedStream
 from slurmllm.errors import DataError
 from slurmllm.evaluate.validation_text import MAX_SEQUENCES
+from slurmllm.metrics.curves import perplexity
 from slurmllm.model import IGNORED
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.model.init import fill
@@ -47,10 +41,9 @@ class ValidationLoss(NamedTuple):
     @property
     def scores(self) -> dict[str, float]:
         """Loss in nats, perplexity, and bits per token."""
-        perplexity = math.exp(min(self.loss, 700.0))  # exp(710) overflows a double
         return {
             "loss": self.loss,
-            "perplexity": perplexity,
+            "perplexity": perplexity(self.loss),
             "bits_per_token": self.loss / math.log(2),
         }
 
@@ -82,7 +75,7 @@ def held_out_loss(
     """
     started = time.monotonic()  # not time.time(), which may be set back
     model = load_model(directory, read_origin(directory).model, device)
-    rows = batches(spec, limit or MAX_SEQUENCES)
+    rows = single_sequences(spec, limit or MAX_SEQUENCES)
     size = batch_size or max(1, _TOKENS_PER_BATCH // spec.seq_len)
     sums: list[tuple[float, int]] = []  # (sum of losses in nats, target tokens) of each batch
     sequences = 0
@@ -117,23 +110,6 @@ def load_model(directory: Path, config: ModelConfig, device: str) -> Decoder:
     model.to_empty(device=device)
     fill(model, weight_reader(directory, config))
     return model.eval()
-
-
-def batches(spec: StreamSpec, limit: int) -> Iterator[Batch]:
-    """Single sequences, at most once through the documents and at most `limit`; at least one."""
-    assert spec.global_batch == 1
-    with closing(PackedStream(spec, 0, 1)) as stream:
-        documents = [corpus["documents"] for corpus in stream.identity["corpora"]]
-        for number in range(limit):
-            batch = stream.next_batch()
-            (slot,) = stream.state()["slots"]
-            # Past its last document a slot starts over: such a sequence has documents that were
-            # read before.
-            if number and any(
-                slot[place * POSITION] >= count for place, count in enumerate(documents)
-            ):
-                return
-            yield batch
 
 
 def _tensor(rows: Sequence[npt.NDArray[np.int64]], device: str) -> Tensor:

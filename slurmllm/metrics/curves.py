@@ -6,6 +6,7 @@ spikes and report work on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,20 @@ TAGS = {
     "optimizer_s": "time/optimizer_s",
     "attempt": "run/attempt",
 }
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
+
+
+def evaluation_values(losses: Mapping[str, float]) -> dict[str, float]:
+    """The values of an evaluation by tag, from the losses of its texts."""
+    found: dict[str, float] = {}
+    for name, loss in losses.items():
+        found |= {f"eval/{name}/loss": loss, f"eval/{name}/perplexity": perplexity(loss)}
+    return found
+
+
 # What an exact resume reproduces bit by bit; the other metrics are times and rates.
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
 

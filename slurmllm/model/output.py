@@ -79,6 +79,8 @@ class Output(nn.Module):
         which the backend computes.
         """
         functions = self.statistics, self.softmax_
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # else the function computes its gradient all the same
         total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, 1), weight, labels.flatten(), share, functions, self.wide
         )

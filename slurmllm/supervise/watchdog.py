@@ -79,7 +79,8 @@ def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> 
         return config.start_up_s
     if phase in ("saving", "stopping"):
         return config.save_s
-    if phase == "first_step" or slow_step_s is None:
+    # An evaluation may compile too. Its phase begins again with each pass, of a step's sequences.
+    if phase in ("first_step", "evaluating") or slow_step_s is None:
         return config.first_step_s
     return max(config.min_step_s, config.step_factor * slow_step_s)
 
@@ -159,11 +160,12 @@ def recent_step_times(run: RunDir) -> list[float]:
 
 
 def _place(worker: WorkerPhase) -> tuple[int, int, int]:
-    """The order of progress: start-up before steps; within a step, the save before the next."""
+    """The order of progress: start-up before steps; after one its evaluation, save, the next."""
     place = _ORDER[worker.phase]
     if worker.phase in ("starting", "resuming"):
         return place, 0, 0
-    within = {"saving": 0, "first_step": 1, "stepping": 1, "stopping": 2}[worker.phase]
+    order = {"evaluating": 0, "saving": 1, "first_step": 2, "stepping": 2, "stopping": 3}
+    within = order[worker.phase]
     return len(_ORDER), worker.step, within
 
 

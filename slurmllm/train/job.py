@@ -114,6 +114,11 @@ class Job:
         """The step that this attempt started from."""
         return self.resumed_from or 0
 
+    def evaluates(self, step: int) -> bool:
+        """Whether the texts of `eval` are evaluated after a step."""
+        every = self.config.recipe.eval.every_steps
+        return every is not None and (step % every == 0 or step == self.last_step)
+
     def post_flags(self) -> None:
         """Begin to exchange the flags of this step (collective); does not wait."""
         name, writing = self.stop.signal_name, self.save is not None and not self.save.written()
@@ -327,11 +332,18 @@ def change_micro_batch(job: Job, measured: int) -> None:
 
 
 def open_stream(job: Job) -> PackedStream:
+    rank = job.mesh.data_rank(job.worker.rank)
+    workers = job.config.recipe.data.num_workers
+    return PackedStream(stream_spec(job), rank, job.mesh.data, workers)
+
+
+def stream_spec(job: Job) -> StreamSpec:
+    """Return what the run trains on; ConfigError if nothing is set."""
     data, recipe = job.config.recipe.data, job.config.recipe
     if data.corpus is None:
         fault = "data.corpus: not set; --set data.corpus=… when submitting"
         raise ConfigError(f"{recipe.name} has nothing to read", [fault])
-    spec = StreamSpec(
+    return StreamSpec(
         corpora=[(Path(share.path), share.weight) for share in data.corpora],
         tokenizer=None if data.tokenizer is None else Path(data.tokenizer),
         seq_len=recipe.model.seq_len,
@@ -341,7 +353,6 @@ def open_stream(job: Job) -> PackedStream:
         mask=data.mask,
         validation=data.validation,
     )
-    return PackedStream(spec, job.mesh.data_rank(job.worker.rank), job.mesh.data, data.num_workers)
 
 
 def _find_resumable(

@@ -26,6 +26,8 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         DivergenceError: On all workers if the guard ends training; nothing is saved.
     """
     signal_name = job.decide().signal_name
+    for hook in hooks:
+        hook.before_steps()
     job.post_flags()
     unread: list[Step] = []
     while job.step < job.last_step and signal_name is None:
@@ -35,9 +37,11 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         last = job.step == job.last_step
         leaving = last or signal_name is not None
         saving = leaving or job.saves.due(job.step)
+        # At a stop there may be too little time: the next attempt evaluates the step.
+        evaluating = job.evaluates(job.step) and (last or not leaving)
         # Before a save the metrics of all steps are read, so that a state that is not finite is
-        # found and not saved.
-        deferred = job.backend.deferred_metrics and not saving
+        # found and not saved; and before an evaluation, which needs the weights of this step.
+        deferred = job.backend.deferred_metrics and not saving and not evaluating
         while len(unread) > deferred:
             step = unread.pop(0)
             row = read_metrics(job, step)
@@ -46,11 +50,11 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
             newest = not unread
             end = StepEnd(
                 row, last=last and newest, saving=saving and newest, leaving=leaving and newest,
-                batch=step.batch,
+                evaluating=evaluating and newest, batch=step.batch,
             )  # fmt: skip
             for hook in hooks:
                 hook.after_step(end)
-        if saving and job.guard.diverged:
+        if (saving or evaluating) and job.guard.diverged:
             job.decide()  # the others decide in the guard's hook
         job.post_flags()
     if job.step < job.last_step:

@@ -93,10 +93,12 @@ def make_hooks(job: Job) -> list[Hook]:
     """Return the hooks of this worker, in the order in which they run after each step.
 
     Metrics come before the checkpoint, so that the rows of all its steps are on disk. The guard is
-    between them, so that a diverged step is recorded but not saved. Memory is read before a save
+    between them, so that a diverged step is recorded but not saved; so is the evaluation, so that a
+    step that is saved has its losses. Memory is read before a save
     uses some, and after the guard: a worker that found a divergence has no more hooks.
     """
     from slurmllm.train.hooks.checkpoint import CheckpointHook
+    from slurmllm.train.hooks.evaluation import EvaluationHook
     from slurmllm.train.hooks.monitoring import (
         GuardHook,
         MemoryHook,
@@ -106,10 +108,11 @@ def make_hooks(job: Job) -> list[Hook]:
     )
 
     hooks: list[Hook] = []
+    evaluates = job.config.recipe.eval.every_steps is not None
     if job.worker.local_rank == 0:
         hooks.append(StartUpHook(job))
     if job.stage == "precompile":
-        return hooks
+        return [*hooks, EvaluationHook(job)] if evaluates else hooks
     if job.worker.rank == 0:
         from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
@@ -117,6 +120,8 @@ def make_hooks(job: Job) -> list[Hook]:
     hooks.append(GuardHook(job))
     if not job.backend.deferred_metrics:  # no Neuron runtime is known to report memory so
         hooks.append(MemoryHook(job))
+    if evaluates:
+        hooks.append(EvaluationHook(job, tuple(hooks)))
     return [*hooks, CheckpointHook(job)]
 
 

@@ -14,9 +14,10 @@ from click.testing import CliRunner, Result
 
 from evaluate.conftest import in_processes
 from slurmllm.cli.main import cli
+from slurmllm.data.evaluation import single_sequences
 from slurmllm.data.sources import open_all
 from slurmllm.data.spec import Split
-from slurmllm.evaluate.validation_loss import batches, held_out_loss
+from slurmllm.evaluate.validation_loss import held_out_loss
 from slurmllm.evaluate.validation_text import stream_spec, validation_text
 from slurmllm.rundir import RunDir
 
@@ -31,7 +32,9 @@ def test_the_loss_is_that_of_transformers(run: RunDir, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval()
     with stream_spec(validation_text(run, None), directory, None) as spec:
         found = held_out_loss(directory, spec, None, None, "cpu")
-        rows = torch.from_numpy(np.concatenate([batch.tokens for batch in batches(spec, 1000)]))
+        rows = torch.from_numpy(
+            np.concatenate([batch.tokens for batch in single_sequences(spec, 1000)])
+        )
     with torch.no_grad():
         logits = model(rows[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
@@ -42,8 +45,8 @@ def test_the_loss_is_that_of_transformers(run: RunDir, tmp_path: Path) -> None:
 
 def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
     with stream_spec(validation_text(run, None), run.checkpoint(180), None) as spec:
-        rows = [batch.tokens[0] for batch in batches(spec, 1000)]
-        some = [batch.tokens[0] for batch in batches(spec, 2)]
+        rows = [batch.tokens[0] for batch in single_sequences(spec, 1000)]
+        some = [batch.tokens[0] for batch in single_sequences(spec, 2)]
     assert len(some) == 2
     assert all((a == b).all() for a, b in zip(some, rows, strict=False))
     # A sequence hands out its last token again as the next one's first.

@@ -13,7 +13,7 @@ import multiprocessing as mp
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,6 +75,7 @@ class Case:
         save: Folder that the shards go to after the last step.
         prepare: Called on each worker before the backend is loaded.
         before: Called on each worker before the first step; its answer is `Outcome.before`.
+        between: Likewise after each step; its answers are `Outcome.between`.
         after: Likewise after the last step.
     """
 
@@ -87,6 +88,7 @@ class Case:
     save: Path | None = None
     prepare: Callable[[], None] | None = None
     before: Probe | None = None
+    between: Probe | None = None
     after: Probe | None = None
 
     @property
@@ -102,11 +104,13 @@ class Outcome:
     Attributes:
         rows: Loss, gradient norm and parameter norm of each step.
         before: The answer of `Case.before`.
+        between: The answers of `Case.between`.
         after: The answer of `Case.after`.
     """
 
     rows: list[tuple[float, float, float]]
     before: Any = None
+    between: Sequence[Any] = ()
     after: Any = None
 
 
@@ -261,6 +265,25 @@ def micro_batches(backend: Backend, step: int) -> list[MicroBatch]:
     ]
 
 
+def evaluated(backend: Backend) -> float:
+    """The loss of sequences that no step trains on, every third without labels."""
+    whole = global_batch(backend.config, 1000)
+    unseen = whole.labels[::3].copy()
+    batches = micro_batches(backend, 1000)
+    own = backend.mesh.data_rank(backend.worker.rank) * len(whole.labels) // backend.mesh.data
+    rows = np.arange(own, own + len(whole.labels) // backend.mesh.data)
+    size = backend.mesh.micro_batch
+    parts = [
+        replace(
+            batch,
+            labels=np.where((rows[i * size :][:size] % 3 == 0)[:, None], IGNORED, batch.labels),
+        )
+        for i, batch in enumerate(batches)
+    ]
+    num_targets = int((whole.labels != IGNORED).sum() - (unseen != IGNORED).sum())
+    return float(backend.evaluate(parts, num_targets))
+
+
 def deviation(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> tuple[float, float, float]:
     """Largest relative difference of loss, gradient norm and parameter norm over the last steps.
 
@@ -314,12 +337,14 @@ def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Ou
         if case.load is not None:
             backend.load_shards(case.load)
         before = case.before(backend) if case.before else None
-        rows = []
+        rows, between = [], []
         for step in range(case.first + 1, case.last + 1):
             batches = micro_batches(backend, step)
             loss = float(backend.forward_backward(batches, counted(config, step)))
             norms = float(backend.optimizer_step(case.lr)), float(backend.param_norm())
             rows.append((loss, *norms))
+            if case.between is not None:
+                between.append(case.between(backend))
         if case.save is not None:
             if rank == 0:
                 case.save.mkdir(parents=True, exist_ok=True)
@@ -328,7 +353,7 @@ def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Ou
             saving.wait()
             backend.control.barrier()
             saving.finish()
-        return Outcome(rows, before, case.after(backend) if case.after else None)
+        return Outcome(rows, before, between, case.after(backend) if case.after else None)
     finally:
         backend.stop()
         control.close()

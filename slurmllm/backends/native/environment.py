@@ -95,6 +95,7 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
         "sequence": recipe.parallel.sequence,
         "device": cluster.device,
         "threads": on if cluster.device == "cpu" else None,
+        **({} if recipe.eval.every_steps is None else {"evaluates": True}),
         "variables": {
             name: value
             for name, value in {**cluster.env, **recipe.env}.items()

@@ -12,7 +12,7 @@ interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): worker p of P has ch
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -215,6 +215,22 @@ class Pipeline:
         Tokens, labels and positions: [accumulation · micro_batch, seq]; every stage reads the
         positions. Returns the mean loss; None if this worker does not have the last chunk.
         """
+        return self._run(self._schedule.step, tokens, labels, positions, weight)
+
+    def evaluate(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor | None, weight: float
+    ) -> Tensor | None:
+        """Return the mean loss as `forward_backward`; computes no gradients."""
+        return self._run(self._schedule.eval, tokens, labels, positions, weight)
+
+    def _run(
+        self,
+        run: Callable[..., Any],
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        weight: float,
+    ) -> Tensor | None:
         self._weight = weight
         losses: list[Tensor] = []
         inputs = (tokens,) if self.first else ()
@@ -222,7 +238,7 @@ class Pipeline:
         if self.last:
             more |= {"labels": labels, "target": labels, "losses": losses}
         try:
-            self._schedule.step(*inputs, return_outputs=False, **more)
+            run(*inputs, return_outputs=False, **more)
         except RuntimeError as error:
             # Errors of a stage's forward pass are wrapped into one about its arguments; the cause
             # (out of memory, a lost peer) decides on the exit code.

@@ -67,6 +67,8 @@ class NativeBackend(Backend):
     chunks: list[Decoder]
     model: nn.Module  # all chunks as one module
     pipeline: Pipeline | None
+    # Another one: torch's stages would be prepared anew at each change between training and this.
+    evaluation_pipeline: Pipeline | None = None
     tied_group: dist.ProcessGroup | None = None
     optimizer: torch.optim.Optimizer
     shards: DcpSaver
@@ -164,6 +166,10 @@ class NativeBackend(Backend):
         if tied is not None:  # first and last stage each hold a partial gradient
             assert tied.grad is not None
             dist.all_reduce(local_part(tied.grad), group=self.tied_group)
+        return self._global_mean(mean)
+
+    def _global_mean(self, mean: Tensor | None) -> DeviceNumber:
+        """Reduce the workers' mean losses, None except on the last stage, to the global batch's."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if mean is not None:
             total += mean
@@ -188,6 +194,24 @@ class NativeBackend(Backend):
             loss.backward()
             total += loss.detach()
         return total
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> DeviceNumber:
+        weight = loss_weight(micro_batches, num_targets, self.mesh.data)
+        mean: Tensor | None = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            if self.pipeline is not None:
+                self.evaluation_pipeline = self.evaluation_pipeline or self._make_pipeline()
+                inputs = self._to_device(micro_batches)
+                mean = self.evaluation_pipeline.evaluate(*inputs, weight)
+            else:
+                for micro_batch in micro_batches:
+                    loss = self.chunks[0](*self._to_device([micro_batch]))
+                    mean += loss * weight / len(micro_batches)
+        for chunk in self.chunks:  # a backward pass would have freed the whole weights
+            for module in chunk.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return self._global_mean(mean)
 
     def _to_device(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return tokens, labels and, if documents are separated, positions."""
@@ -251,7 +275,7 @@ class NativeBackend(Backend):
             torch.compiler.reset()  # shapes are static, and dynamo keeps at most eight graphs
         super().change_batch(mesh)
         if self.pipeline is not None:
-            self.pipeline = self._make_pipeline()
+            self.pipeline, self.evaluation_pipeline = self._make_pipeline(), None
 
     def memory(self) -> Memory:
         if self.device.type != "cuda":

@@ -221,6 +221,7 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
         "devices_per_node": mesh.devices_per_node,
         "device": config.cluster.device,
         "optim": recipe.optim.model_dump(mode="json"),
+        **({} if recipe.eval.every_steps is None else {"evaluates": True}),
         "variables": {
             name: value
             for name, value in sorted(flags.items())

@@ -10,8 +10,9 @@ them: losses and norms are tensors, which the training loop reads a step later.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch_xla.core.xla_model as xm
 from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.pipeline.scheduler import TrainInterleavedSchedule
 from neuronx_distributed.utils import cpu_mode, mark_step
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -132,6 +134,7 @@ class NxdBackend(Backend):
             return model
 
         self.model = nxd.initialize_parallel_model(self._nxd_config, model_fn)
+        self._interleave_evaluation()
         if mesh.pipeline == 1:
             # NxD loses ties when it materializes a model whose outermost module has no parameters
             # of its own (`analyze_shared_parameters`); between stages it keeps them.
@@ -206,16 +209,41 @@ class NxdBackend(Backend):
             self._hook_clipping()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> Tensor:
-        weight = loss_weight(micro_batches, num_targets, self.mesh.data)
-        # Data, not a constant of the graph; [1], because torch-xla makes a scalar 1 a constant.
-        on_device = torch.tensor([weight], dtype=torch.float32).to(self.device)
-        for loss_function in self._loss_functions:
-            loss_function.weight = on_device
+        self._set_loss_weight(loss_weight(micro_batches, num_targets, self.mesh.data))
         if self.mesh.pipeline > 1:
             loss = self.model.run_train(**self._inputs(micro_batches))  # type: ignore[operator]
         else:
             loss = self._accumulate(micro_batches)
         return self._global_mean(loss)
+
+    def _set_loss_weight(self, weight: float) -> None:
+        # Data, not a constant of the graph; [1], because torch-xla makes a scalar 1 a constant.
+        on_device = torch.tensor([weight], dtype=torch.float32).to(self.device)
+        for loss_function in self._loss_functions:
+            loss_function.weight = on_device
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> Tensor:
+        weight = loss_weight(micro_batches, num_targets, self.mesh.data)
+        if self.mesh.pipeline > 1:
+            self._set_loss_weight(weight)
+            return self._global_mean(self.model.run_eval(**self._inputs(micro_batches)))  # type: ignore[operator]
+        # One graph for any number of micro batches: neither this number nor the 0 is a constant.
+        self._set_loss_weight(weight / len(micro_batches))
+        total = torch.zeros([1], dtype=torch.float32).to(self.device)
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                inputs = self._inputs([micro_batch]).values()
+                total = total + self.model(*(values.to(self.device) for values in inputs))
+                mark_step()
+        return self._global_mean(total.squeeze())
+
+    def _interleave_evaluation(self) -> None:
+        """Replace NxD's schedule of an evaluation, which knows no virtual pipeline."""
+        mesh = self.mesh
+        if mesh.virtual_pipeline > 1:
+            self.model.module.eval_scheduler = _InterleavedForward(  # type: ignore[union-attr]
+                mesh.accumulation, mesh.virtual_pipeline, mesh.pipeline, self._ranks[0]
+            )
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Run the micro batches without a pipeline; return this worker's mean loss."""
@@ -391,6 +419,7 @@ class NxdBackend(Backend):
             pipeline.shape_traced = False
             pipeline.clear_minibatch_state()
             pipeline.create_schedule()
+            self._interleave_evaluation()
 
     def memory(self) -> Memory:
         if cpu_mode():
@@ -401,6 +430,16 @@ class NxdBackend(Backend):
     def stop(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class _InterleavedForward(TrainInterleavedSchedule):  # type: ignore[misc]
+    """The forward passes of NxD's interleaved schedule, all of them before its backward passes."""
+
+    def steps(self) -> Iterator[list[Any]]:
+        self.num_warmup_steps = self.num_microbatches_steps
+        self.num_steady_state_steps = 0
+        for tasks in itertools.islice(super().steps(), self.num_microbatches_steps):
+            yield [task for task in tasks if type(task).__name__.startswith("Forward")]
 
 
 BACKEND = NxdBackend

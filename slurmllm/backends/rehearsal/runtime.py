@@ -58,6 +58,14 @@ class RehearsalBackend(Backend):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> float:
         """Return a number between 2 and 3 that depends on the global batch and the state."""
+        self._batch = self._digest(micro_batches, num_targets)
+        return 2.0 + fraction(self._batch)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> float:
+        """Return a number between 2 and 3 that depends on the sequences and the state."""
+        return 2.0 + fraction(self._digest(micro_batches, num_targets))
+
+    def _digest(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> int:
         time.sleep(self._step_s)
         # All workers of a replica read the same: only the first of them counts.
         rank, mesh = self.worker.rank, self.mesh
@@ -65,8 +73,7 @@ class RehearsalBackend(Backend):
         own = batch_digest(micro_batches) if first else 0
         sums = self.control.all_reduce((own, self.state.digest()), "sum")
         batch, state = (total % _MODULUS for total in sums)
-        self._batch = mix(batch, state, num_targets)
-        return 2.0 + fraction(self._batch)
+        return mix(batch, state, num_targets)
 
     def optimizer_step(self, lr: float) -> float:
         """Update the state; return a number between 0.5 and 1 that depends on the batch."""

@@ -31,9 +31,9 @@ class GuardHook(Hook):
         self._job = job
 
     def after_step(self, end: StepEnd) -> None:
-        """Check the step; a diverged step is not saved (collective if a save is due)."""
+        """Check the step; a diverged step is neither evaluated nor saved (collective if due)."""
         self._job.guard.check_norm(end.row.step, end.batch, end.row.grad_norm)
-        if end.saving:
+        if end.saving or end.evaluating:
             self._job.decide()
 
 

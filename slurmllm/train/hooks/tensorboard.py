@@ -20,9 +20,9 @@ from tensorboard.summary.writer.event_file_writer import (  # type: ignore[impor
 
 from slurmllm.config.resolve import flatten
 from slurmllm.errors import StorageError
-from slurmllm.metrics.curves import TAGS
+from slurmllm.metrics.curves import TAGS, evaluation_values
 from slurmllm.records import AttemptRecord
-from slurmllm.train.hooks import Hook, StepEnd
+from slurmllm.train.hooks import Evaluation, Hook, StepEnd
 from slurmllm.train.job import Job
 
 
@@ -49,6 +49,11 @@ class TensorBoardHook(Hook):
             self._add(row.time, row.step, [session_end(row.time)])
         if end.saving:
             self._writer.flush()
+
+    def after_evaluation(self, found: Evaluation) -> None:
+        values = evaluation_values(found.losses)
+        summaries = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]
+        self._add(found.time, found.step, summaries)
 
     def close(self) -> None:
         with suppress(Exception):  # the writer's thread may have failed in any way

@@ -1,0 +1,132 @@
+"""Validation while training: the loss on the texts of `eval`, every `eval.every_steps`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from slurmllm.backends.base import IGNORED, MicroBatch
+from slurmllm.data.evaluation import evaluation_texts, single_sequences
+from slurmllm.data.spec import StreamSpec
+from slurmllm.errors import DataError
+from slurmllm.metrics.curves import perplexity
+from slurmllm.metrics.row_reader import read_events
+from slurmllm.plan.mesh import Mesh
+from slurmllm.train.hooks import Evaluation, Hook, StepEnd
+from slurmllm.train.job import Job, stream_spec
+
+log = logging.getLogger(__name__)
+
+
+class Pass(NamedTuple):
+    """One worker's part of the sequences of one call of `Backend.evaluate`."""
+
+    micro_batches: list[MicroBatch]
+    num_targets: int  # target tokens of all workers
+
+
+class EvaluationHook(Hook):
+    """Evaluates the texts; on every worker, because all of them compute.
+
+    In the precompile stage only one pass of each, whose graphs are those of all.
+
+    Args:
+        readers: Hooks that get the losses.
+    """
+
+    def __init__(self, job: Job, readers: Sequence[Hook] = ()) -> None:
+        self._job, self._readers = job, readers
+        self._texts: dict[str, list[Pass]] | None = None
+
+    def before_steps(self) -> None:
+        """Evaluate the step that training resumes from, if its attempt could not (collective)."""
+        job = self._job
+        if job.resumed_from is None or not job.evaluates(job.step):
+            return
+        absent = None
+        if job.worker.rank == 0:
+            absent = not any(
+                event.kind == "evaluation" and event.step == job.step
+                for attempt in range(job.attempt)
+                for event in read_events(job.run, attempt)
+            )
+        if job.control.broadcast(absent):
+            self._evaluate()
+
+    def after_step(self, end: StepEnd) -> None:
+        """Evaluate if it is due (collective)."""
+        if end.evaluating:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        job = self._job
+        began = time.monotonic()
+        job.phases.begin("evaluating", job.step)
+        if self._texts is None:
+            self._texts = _read_texts(job)
+        losses = {name: self._loss(passes) for name, passes in self._texts.items()}
+        if job.stage == "precompile":
+            return
+        seconds = time.monotonic() - began
+        shown = "  ".join(
+            f"{name} loss {loss:.4f}, perplexity {perplexity(loss):.2f}"
+            for name, loss in losses.items()
+        )
+        log.info("evaluated step %d in %.2f s: %s", job.step, seconds, shown)
+        finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+        job.events.add("evaluation", job.step, seconds=seconds, waited_s=seconds, values=finite)
+        for reader in self._readers:
+            reader.after_evaluation(Evaluation(job.step, time.time(), losses))
+
+    def _loss(self, passes: Sequence[Pass]) -> float:
+        """The mean loss over all targets of a text, equal on all workers (collective)."""
+        total = 0.0
+        for part in passes:
+            self._job.phases.begin("evaluating", self._job.step)
+            mean = self._job.backend.evaluate(part.micro_batches, part.num_targets)
+            total += float(mean) * part.num_targets
+        return total / sum(part.num_targets for part in passes)
+
+
+def _read_texts(job: Job) -> dict[str, list[Pass]]:
+    settings, rank = job.config.recipe.eval, job.mesh.data_rank(job.worker.rank)
+    corpora = {name: Path(path) for name, path in settings.corpora.items()}
+    found = {}
+    for name, spec in evaluation_texts(stream_spec(job), corpora).items():
+        passes = make_passes(spec, settings.sequences, job.mesh, rank)
+        found[name] = list(itertools.islice(passes, 1) if job.stage == "precompile" else passes)
+        if not any(part.num_targets for part in found[name]):
+            raise DataError(f"eval: the text {name} has no target token; choose another corpus")
+    return found
+
+
+def make_passes(spec: StreamSpec, limit: int, mesh: Mesh, rank: int) -> Iterator[Pass]:
+    """Yield the passes over a text for one data-parallel rank.
+
+    A pass has at most the micro batches of a step; in a pipeline, whose schedule is fixed, exactly
+    those. The last pass is filled up with sequences without targets.
+    """
+    sequences = single_sequences(spec, limit)
+    size = mesh.data * mesh.micro_batch
+    while group := list(itertools.islice(sequences, size * mesh.accumulation)):
+        count = mesh.accumulation if mesh.pipeline > 1 else math.ceil(len(group) / size)
+        labels = np.concatenate([batch.labels(IGNORED) for batch in group])
+        targets = int((labels != IGNORED).sum())
+        rows = np.arange(rank * count * mesh.micro_batch, (rank + 1) * count * mesh.micro_batch)
+        inputs = np.concatenate([batch.inputs for batch in group])[rows % len(group)]
+        labels = np.where((rows < len(group))[:, None], labels[rows % len(group)], IGNORED)
+        found = [batch.positions for batch in group]
+        micro_batches = []
+        for part in np.split(np.arange(len(rows)), count):
+            positions = None
+            if found[0] is not None:
+                positions = np.concatenate([found[row] for row in rows[part] % len(group)])
+            micro_batches.append(MicroBatch(inputs[part], labels[part], positions))
+        yield Pass(micro_batches, targets)

@@ -1,0 +1,32 @@
+"""`Backend.evaluate`: the same loss on every mesh, and no influence on the training."""
+
+from __future__ import annotations
+
+import pytest
+from mesh_pool import Case, MeshPool, evaluated
+from mesh_pool import small_run as small
+
+FEW, SEQUENCE = "train.micro_batch=4", "parallel.sequence=true"
+DOCUMENTS, INTERLEAVED = "data.mask=document", "parallel.virtual_pipeline=2"
+STEPS = 3
+
+MESHES = [
+    ("neox", 1, 1, 2, DOCUMENTS, "parallel.zero=0"),
+    ("neox", 2, 1, 2, DOCUMENTS, FEW, SEQUENCE, "parallel.zero=3"),
+    ("neox", 1, 4, 1, DOCUMENTS),
+    ("neox", 1, 2, 2, DOCUMENTS, INTERLEAVED, "train.activation_checkpointing=full"),
+    ("gpt3", 2, 2, 1, FEW),
+    ("llama", 2, 1, 1, FEW, "train.compile=true", SEQUENCE),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(str(part) for part in mesh))
+def test_same_loss_and_same_training(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
+    own = [part for part in mesh if part == DOCUMENTS]
+    (expected,) = pool.run(Case(small(mesh[0], 1, 1, 1, *own), last=STEPS, between=evaluated))
+    plain = pool.run(Case(small(*mesh), last=STEPS))
+    found = pool.run(Case(small(*mesh), last=STEPS, between=evaluated))
+    assert [one.rows for one in found] == [one.rows for one in plain], "bit-identical"
+    for one in found:
+        assert one.between == pytest.approx(expected.between, rel=1e-5)
+    assert len(set(expected.between)) == STEPS

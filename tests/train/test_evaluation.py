@@ -1,0 +1,107 @@
+"""Validation while training: the numbers of `evaluate`, and no influence on the training."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurmllm.backends.base import IGNORED
+from slurmllm.data.evaluation import HELD_OUT, evaluation_texts, single_sequences
+from slurmllm.data.spec import StreamSpec
+from slurmllm.errors import EXIT_REQUEUE
+from slurmllm.evaluate.request import ValidationText
+from slurmllm.evaluate.validation_loss import held_out_loss
+from slurmllm.evaluate.validation_text import stream_spec, validation_text
+from slurmllm.metrics.row_reader import read_events
+from slurmllm.plan.mesh import Mesh
+from slurmllm.records import Event
+from slurmllm.rundir import RunDir
+from slurmllm.train.hooks.evaluation import make_passes
+from train.gang import Gang, curve, make_data, make_run
+
+NewRun = Callable[..., RunDir]
+SETTINGS = (
+    "cluster.devices_per_node=2", "train.steps=60", "checkpoint.every_steps=10",
+    "data.validation=0.1", "checkpoint.keep=9",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A corpus of few documents."""
+    return make_data(tmp_path_factory.mktemp("other"))[0]
+
+
+def evaluations(run: RunDir, *attempts: int) -> dict[int, Event]:
+    found = [event for attempt in attempts for event in read_events(run, attempt)]
+    return {event.step: event for event in found if event.kind == "evaluation"}
+
+
+def test_the_numbers_of_evaluate_and_the_same_training(
+    tmp_path: Path, data: tuple[str, str], other: str
+) -> None:
+    plain = Gang(make_run(tmp_path / "plain", data, *SETTINGS), world=2).finish()
+    own = (
+        *SETTINGS,
+        "eval.every_steps=20",
+        "eval.sequences=41",
+        f"eval.corpora={{other: {other}}}",
+    )
+    run = make_run(tmp_path / "run", data, *own)
+    gang = Gang(run, world=2)
+    gang.signal_at(45, signal.SIGKILL, ranks=[1])
+    gang.wait()
+    Gang(run, world=2, attempt=1).finish()
+    assert curve(run, 0, 1) == curve(plain), "bit-identical"
+    first, second = evaluations(run, 0), evaluations(run, 1)
+    assert (sorted(first), sorted(second)) == ([20, 40], [60])
+    texts = {
+        HELD_OUT: validation_text(run, None),
+        "other": ValidationText(run.path, Path(other), ""),
+    }
+    for step, event in {**first, **second}.items():
+        assert (event.seconds or 0) > 0
+        for name, text in texts.items():
+            with stream_spec(text, run.checkpoint(step), None) as spec:
+                expected = held_out_loss(run.checkpoint(step), spec, 41, None, "cpu")
+            assert event.values[name] == pytest.approx(expected.loss, rel=1e-6)
+    assert first[20].values != first[40].values
+
+
+def test_a_stop_leaves_the_evaluation_to_the_next_attempt(new_run: NewRun) -> None:
+    run = new_run(*SETTINGS, "backend=rehearsal", "eval.every_steps=1", "eval.sequences=2")
+    gang = Gang(run, world=2)
+    gang.signal_at(15, signal.SIGTERM, ranks=[1])
+    assert gang.wait() == [EXIT_REQUEUE, EXIT_REQUEUE], gang.output()
+    stopped_at = run.checkpoint_steps()[-1]
+    assert sorted(evaluations(run, 0)) == [*range(1, stopped_at)]
+    Gang(run, world=2, attempt=1).finish()
+    assert sorted(evaluations(run, 1)) == [*range(stopped_at, 61)]
+
+
+@pytest.mark.parametrize(("data_parallel", "pipeline"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_every_sequence_once_on_any_mesh(
+    data: tuple[str, str], data_parallel: int, pipeline: int
+) -> None:
+    training = StreamSpec([(Path(data[0]), 1.0)], Path(data[1]), 32, 16, 7, 512, "document", 0.1)
+    spec = evaluation_texts(training, {})[HELD_OUT]
+    mesh = Mesh(1, data_parallel * pipeline, 1, pipeline, data_parallel, 16, 2)
+    expected = [batch.inputs[0] for batch in single_sequences(spec, 21)]
+    found, targets = [], 0
+    by_rank = [[*make_passes(spec, 21, mesh, rank)] for rank in range(data_parallel)]
+    for parts in zip(*by_rank, strict=True):
+        assert len({(len(part.micro_batches), part.num_targets) for part in parts}) == 1
+        assert pipeline == 1 or len(parts[0].micro_batches) == mesh.accumulation
+        targets += parts[0].num_targets
+        for batch in (batch for part in parts for batch in part.micro_batches):
+            assert batch.tokens.shape == batch.labels.shape == (2, 32)
+            assert batch.positions is not None
+            assert batch.positions.shape == (2, 32)
+            used = (batch.labels != IGNORED).any(axis=1)
+            found += [*batch.tokens[used]]
+    assert targets == 21 * 32
+    assert np.array_equal(found, expected)
