@@ -127,13 +127,17 @@ def lost_attempts(run: RunDir) -> list[int]:
     return [number for number in range(first_attempt_used(run), begun) if not is_known(number)]
 
 
+def usable_steps(run: RunDir) -> set[int]:
+    """Returns the steps of the checkpoints that are not invalidated; files are not verified."""
+    return set(run.checkpoint_steps()) - set(invalidated_checkpoints(run))
+
+
 def require_recorded(run: RunDir) -> None:
     """Raises a CheckpointError if the run has, or may have, saved and has nothing to resume from.
 
     Manifests are read, no other files; replicas are not considered.
     """
-    used = set(run.checkpoint_steps()) - set(invalidated_checkpoints(run))
-    if not used:
+    if not usable_steps(run):
         refuse_unknown(run, recorded_saves(run), lost_attempts(run))
 
 

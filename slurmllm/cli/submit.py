@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from slurmllm.config.recipe import Recipe
     from slurmllm.config.resolve import RunConfig
     from slurmllm.records import Submission
     from slurmllm.submit.prepare import Precompile, PreparedRun
@@ -302,7 +303,7 @@ def resume(
     """
     from dataclasses import replace
 
-    from slurmllm.checkpoint.catalogue import require_recorded
+    from slurmllm.checkpoint.catalogue import require_recorded, usable_steps
     from slurmllm.config.load import load
     from slurmllm.config.resolve import change
     from slurmllm.errors import RunError
@@ -314,6 +315,7 @@ def resume(
     from slurmllm.submit.prepare import RunRequest, prepare
     from slurmllm.supervise.exclusion import to_avoid
     from slurmllm.supervise.run_lock import locked
+    from slurmllm.train.schedules import require_trained_rates
 
     found = find_run(run, runs_dir)
     client = SlurmClient()
@@ -333,9 +335,12 @@ def resume(
         given["slurm.min_nodes"] = ("--nodes M-N", least)
         if most is not None and config.recipe.slurm.min_nodes is not None:
             overrides = ("slurm.min_nodes=null", *overrides)
+        overrides = _keep_warmup(before.recipe, overrides, from_scratch)
         if cluster is not None or overrides or any(value for _, value in given.values()):
             config = change(config, cluster, overrides, given)
         trained, train = before.recipe.train, config.recipe.train
+        if not from_scratch and (usable := usable_steps(found)):
+            require_trained_rates(before.recipe, config.recipe, max(usable))
         if run_state(found, client).state == "done" and train.steps <= trained.steps:
             raise RunError(
                 f"{found.name} is done: it has trained all its {trained.steps} steps; --set "
@@ -382,6 +387,17 @@ def resume(
     if at_once:
         ctx.exit(run_and_report(prepared, as_json, allocation))
     print_submission(prepared, sent, as_json)
+
+
+def _keep_warmup(recipe: Recipe, overrides: tuple[str, ...], from_scratch: bool) -> tuple[str, ...]:
+    """The overrides, with the warm-up's number of steps if another train.steps would change it."""
+    optim = recipe.optim
+    names = {override.partition("=")[0].strip() for override in overrides}
+    own = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
+    if optim.warmup_ratio is None or from_scratch or own or "train.steps" not in names:
+        return overrides
+    steps = optim.warmup(recipe.train.steps)
+    return ("optim.warmup_ratio=null", f"optim.warmup_steps={steps}", *overrides)
 
 
 def _layout(config: RunConfig) -> tuple[Any, ...]:

@@ -205,6 +205,9 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"] = "fp32"
     # What the backward pass recomputes instead of keeping.
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    # Coefficient of the z-loss, z_loss · log²Z per target token (PaLM: 1e-4), Z the softmax's
+    # denominator. Its gradient is added to the cross entropy's, which alone is the loss reported.
+    z_loss: NonNegativeFloat = 0.0
     compile: bool = True  # torch.compile on the native backend.
     # What the train stage does if precompile left a graph uncompiled: refuse to start, or
     # compile it while training.
@@ -219,7 +222,12 @@ class OptimConfig(Section):
     lr: PositiveFloat  # Learning rate after the warm-up.
     min_lr: NonNegativeFloat = 0.0  # Learning rate at the decay's end.
     warmup_steps: Annotated[int, Field(ge=0)] = 0  # Steps of linear rise from 0.
-    decay: Literal["cosine", "linear", "constant"] = "cosine"  # The way down from lr to min_lr.
+    # Warm-up as a share of train.steps, rounded to whole steps; in place of warmup_steps.
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    # The way down from lr to min_lr; 1-sqrt: min_lr + (lr - min_lr) · (1 - sqrt(progress)).
+    decay: Literal["cosine", "linear", "1-sqrt", "constant"] = "cosine"
+    # Step after which the decay begins, lr until then; the warm-up's last if left out.
+    decay_start: Annotated[int, Field(ge=0)] | None = None
     # Step at which min_lr is reached, warm-up included; train.steps if left out.
     decay_steps: PositiveInt | None = None
     # Adam's averaging constants.
@@ -230,6 +238,15 @@ class OptimConfig(Section):
     decay_norms_and_biases: bool = False
     # Largest gradient 2-norm over all parameters; 0 clips nothing.
     grad_clip: NonNegativeFloat = 1.0
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up in a run of `total_steps`."""
+        return num_warmup_steps(self.warmup_steps, self.warmup_ratio, total_steps)
+
+
+def num_warmup_steps(steps: int, ratio: float | None, total_steps: int) -> int:
+    """Steps of the warm-up, given as a number or as a share of all steps."""
+    return steps if ratio is None else round(ratio * total_steps)
 
 
 class ParallelConfig(Section):

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slurmllm.config.families import CHOSEN, FAMILIES, gate_block
+from slurmllm.config.recipe import num_warmup_steps
 
 
 @dataclass(frozen=True)
@@ -298,15 +299,55 @@ def min_lr_below_lr(min_lr: float, lr: float) -> str | None:
     return f"optim.min_lr: {min_lr:g} is above optim.lr {lr:g}; choose less"
 
 
-@_rule("optim.warmup_steps", "optim.decay_steps", "train.steps")
-def warmup_before_decay_ends(warmup: int, decay_steps: int | None, steps: int) -> str | None:
-    end = decay_steps or steps
-    if warmup < end:
+@_rule("optim.warmup_steps", "optim.warmup_ratio")
+def one_warmup(warmup: int, ratio: float | None) -> str | None:
+    if ratio is None or warmup == 0:
         return None
     return (
-        f"optim.warmup_steps: {warmup} leaves nothing of the {end} steps of warm-up and decay; "
+        f"optim.warmup_ratio: {ratio:g}, and optim.warmup_steps is {warmup}: they exclude each "
+        "other; set optim.warmup_steps=0 or optim.warmup_ratio=null"
+    )
+
+
+@_rule("optim.warmup_steps", "optim.warmup_ratio", "optim.decay_steps", "train.steps")
+def warmup_before_decay_ends(
+    warmup: int, ratio: float | None, decay_steps: int | None, steps: int
+) -> str | None:
+    end, warmup = decay_steps or steps, num_warmup_steps(warmup, ratio, steps)
+    if warmup < end:
+        return None
+    given = "steps:" if ratio is None else f"ratio: {ratio:g} of train.steps {steps}, which is"
+    return (
+        f"optim.warmup_{given} {warmup} leaves nothing of the {end} steps of warm-up and decay; "
         f"choose less than {end}"
     )
+
+
+@_rule(
+    "optim.decay_start", "optim.decay", "optim.decay_steps", "optim.warmup_steps",
+    "optim.warmup_ratio", "train.steps",
+)  # fmt: skip
+def decay_starts_in_between(
+    start: int | None, decay: str, decay_steps: int | None, warmup: int, ratio: float | None,
+    steps: int,
+) -> str | None:  # fmt: skip
+    if start is None:
+        return None
+    warmup = num_warmup_steps(warmup, ratio, steps)
+    if decay == "constant":
+        reason = "optim.decay is constant, which has no decay; set optim.decay=1-sqrt, linear or "
+        reason += "cosine, or optim.decay_start=null"
+    elif start < warmup:
+        reason = f"the warm-up ends only at step {warmup}; choose {warmup} or more"
+    elif start > steps:
+        reason = f"the decay would start after the last step (train.steps {steps}); choose less, "
+        reason += f"or {steps} to decay later, at a resume"
+    elif decay_steps is not None and start >= decay_steps:
+        reason = f"the decay ends at step {decay_steps} (optim.decay_steps); choose less, or "
+        reason += "optim.decay_steps=null to end it at train.steps"
+    else:
+        return None
+    return f"optim.decay_start: {start}: {reason}"
 
 
 @_rule("optim.betas")

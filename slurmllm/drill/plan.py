@@ -90,7 +90,7 @@ def make_plan(
         ConfigError: invalid overrides, or the mesh does not fit the nodes.
     """
     given = change(config, None, overrides) if overrides else config
-    train = given.recipe.train
+    train, optim = given.recipe.train, given.recipe.optim
     if steps is None:
         times = recent_step_times(run)
         step_s = statistics.median(times) if times else 0.0
@@ -109,11 +109,15 @@ def make_plan(
     values = [
         f"train.steps={total}",
         # The first steps of the run's own schedule, not a whole schedule of so many steps.
-        f"optim.decay_steps={given.recipe.optim.decay_steps or train.steps}",
+        f"optim.decay_steps={optim.decay_steps or train.steps}",
+        "optim.warmup_ratio=null",
+        f"optim.warmup_steps={optim.warmup(train.steps)}",
         f"checkpoint.every_steps={every}",
         "checkpoint.replica=null",  # the folder is the run's own
         "slurm.drain=false",  # the node of an injected fault is healthy
     ]
+    if optim.decay_start is not None and optim.decay_start >= total:
+        values += ["optim.decay=constant", "optim.decay_start=null"]
     drilled = change(given, None, values)
     make_mesh(drilled, nodes, reuse.measured_micro_batch(run))
     pattern = re.compile(rf"{re.escape(run.name)}-drill-(\d+)-")

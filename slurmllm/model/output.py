@@ -26,7 +26,7 @@ from slurmllm.model import IGNORED
 _LOGITS_AT_A_TIME = 2**27
 
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
-SoftmaxInPlace = Callable[[Tensor, Tensor], Tensor]
+SoftmaxInPlace = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class VocabularyShare(NamedTuple):
@@ -49,6 +49,8 @@ class Output(nn.Module):
     Attributes:
         statistics: The function `statistics`, or a compiled version of it.
         softmax_: The function `softmax_`, or a compiled version of it.
+        z_loss: Coefficient of the z-loss (PaLM, arXiv 2204.02311, section 5), whose gradient is
+            added to that of the loss, not to the loss itself.
         wide: Whether bf16 products are computed in fp32, from the same values, on processors on
             which that is faster.
     """
@@ -58,6 +60,7 @@ class Output(nn.Module):
         self.vocab_size = vocab_size
         self.statistics: Statistics = statistics
         self.softmax_: SoftmaxInPlace = softmax_
+        self.z_loss = 0.0
         self.wide = False
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
@@ -82,7 +85,7 @@ class Output(nn.Module):
         if not torch.is_grad_enabled():
             weight = weight.detach()  # else the function computes its gradient all the same
         total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            x.flatten(0, 1), weight, labels.flatten(), share, functions, self.wide
+            x.flatten(0, 1), weight, labels.flatten(), share, functions, self.wide, self.z_loss
         )
         return total
 
@@ -94,9 +97,10 @@ def statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
     return largest, (values - largest.unsqueeze(-1)).exp().sum(-1)
 
 
-def softmax_(logits: Tensor, log_sum: Tensor) -> Tensor:
-    """Overwrite logits [rows, entries] by exp(logit - log_sum [rows])."""
-    return logits.copy_((logits.float() - log_sum.unsqueeze(-1)).exp())
+def softmax_(logits: Tensor, log_sum: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Overwrite logits [rows, entries] by exp(logit - log_sum [rows]), times scale [rows]."""
+    values = (logits.float() - log_sum.unsqueeze(-1)).exp()
+    return logits.copy_(values if scale is None else values * scale.unsqueeze(-1))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -111,6 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         share: VocabularyShare,
         functions: tuple[Statistics, SoftmaxInPlace],
         wide: bool,
+        z_loss: float,
     ) -> Tensor:
         need_x, need_weight = ctx.needs_input_grad[:2]
         rows = weight[: share.rows]
@@ -129,7 +134,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, count, size):
             part = x[start : start + size]
             gradient = torch.mm(part, rows.T, out=logits[: len(part)])
-            loss += _softmax_gradient_(gradient, labels[start : start + size], share, functions)
+            part_labels = labels[start : start + size]
+            loss += _softmax_gradient_(gradient, part_labels, share, functions, z_loss)
             if grad_x is not None:
                 torch.mm(gradient, rows, out=grad_x[start : start + size])
             if grad_rows is None:
@@ -157,7 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = None
         if grad_rows is not None:
             grad_weight = _scaled(grad_rows, factor, ctx.shape, ctx.kind)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def _scaled(values: Tensor, factor: Tensor, shape: torch.Size, kind: torch.dtype) -> Tensor:
@@ -177,10 +183,14 @@ def _softmax_gradient_(
     labels: Tensor,
     share: VocabularyShare,
     functions: tuple[Statistics, SoftmaxInPlace],
+    z_loss: float,
 ) -> Tensor:
     """Overwrite logits [rows, entries] by the gradient of the summed loss, softmax - one_hot.
 
-    Returns the sum. The labels [rows] are entries of the whole vocabulary, or IGNORED.
+    The z-loss z_loss · log_sum² adds its gradient, 2 · z_loss · log_sum · softmax.
+
+    Returns the sum, without the z-loss. The labels [rows] are entries of the whole vocabulary, or
+    IGNORED.
     """
     compute_statistics, softmax_in_place = functions
     largest, total = compute_statistics(logits)
@@ -198,6 +208,7 @@ def _softmax_gradient_(
         largest, (total, hit) = common, sums.unbind()
     log_sum = largest + total.log()
     # exp(logit - inf) is 0: ignored rows need no pass of their own over the logits.
-    softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf))
+    scale = 1 + 2 * z_loss * log_sum if z_loss else None
+    softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf), scale)
     logits.scatter_add_(1, index, -own.to(logits.dtype).unsqueeze(-1))
     return (log_sum - hit).masked_fill(ignored, 0).sum()

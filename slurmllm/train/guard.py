@@ -152,7 +152,7 @@ class Guard:
     ) -> None:  # fmt: skip
         self._run, self._stage, self._attempt = run, stage, attempt
         self._config, self._backend, self._events = recipe.guard, backend, events
-        self._detector = SpikeDetector(recipe.guard, recipe.optim.warmup_steps)
+        self._detector = SpikeDetector(recipe.guard, recipe.optim.warmup(recipe.train.steps))
         self._found: Divergence | None = None
         self._warned = False
 

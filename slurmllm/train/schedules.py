@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from statistics import median
 from typing import NamedTuple
 
 from slurmllm.config.operation import CheckpointConfig
-from slurmllm.config.recipe import OptimConfig
-from slurmllm.errors import SlurmllmError
+from slurmllm.config.recipe import OptimConfig, Recipe
+from slurmllm.errors import ConfigError, SlurmllmError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s
 from slurmllm.records import AttemptRecord
@@ -28,19 +29,68 @@ _SAVES = 5
 
 
 def learning_rate(optim: OptimConfig, total_steps: int, step: int) -> float:
-    """Return the learning rate of a step, from 1: linear warm-up, then the decay, then `min_lr`.
+    """Return the learning rate of a step, from 1: linear warm-up, `lr`, the decay, then `min_lr`.
 
     The first step of a warm-up over n steps has lr / n, the n-th lr. The decay ends at
     `total_steps` of the run if decay_steps is not set.
     """
-    if step <= optim.warmup_steps:
-        return optim.lr * step / optim.warmup_steps
-    end = optim.decay_steps or total_steps
-    if optim.decay == "constant":
+    warmup = optim.warmup(total_steps)
+    if step <= warmup:
+        return optim.lr * step / warmup
+    start = decay_start(optim, total_steps)
+    if step <= start:
         return optim.lr
-    progress = min(1.0, (step - optim.warmup_steps) / (end - optim.warmup_steps))
-    left = 1.0 - progress if optim.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return optim.min_lr + (optim.lr - optim.min_lr) * left
+    end = optim.decay_steps or total_steps
+    return optim.min_lr + (optim.lr - optim.min_lr) * _SHAPES[optim.decay](
+        min(1.0, (step - start) / (end - start))
+    )
+
+
+def decay_start(optim: OptimConfig, total_steps: int) -> float:
+    """Return the step after which the decay begins; infinity without a decay."""
+    if optim.decay == "constant":
+        return math.inf
+    return optim.warmup(total_steps) if optim.decay_start is None else optim.decay_start
+
+
+_SHAPES: dict[str, Callable[[float], float]] = {  # progress of the decay → share of lr left
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),  # Hägele et al. 2024, arXiv 2405.18392
+}
+
+
+def require_trained_rates(before: Recipe, after: Recipe, trained: int) -> None:
+    """Check that a resume moves the decay's start only among steps that are still to train.
+
+    Args:
+        before: The recipe so far.
+        after: The recipe of the resume.
+        trained: Step of the checkpoint that the run resumes from.
+
+    Raises:
+        ConfigError: The decay begins, or has begun, before that step.
+    """
+    if after.optim.decay_start == before.optim.decay_start:
+        return
+    old, new = (decay_start(recipe.optim, recipe.train.steps) for recipe in (before, after))
+    if min(old, new) >= trained:
+        return
+    fix = (
+        f"move the checkpoints after step {min(old, new):.0f} out of the run's directory to resume "
+        "from an earlier one, or start again with --from-scratch"
+    )
+    if new < old:
+        fault = (
+            f"optim.decay_start: {new:.0f} is before step {trained}, up to which the run has "
+            f"trained without decay; choose {trained} or more, or {fix}"
+        )
+    else:
+        fault = (
+            f"optim.decay_start: cannot move to {after.optim.decay_start}: the decay began after "
+            f"step {old:.0f}, and the run resumes from step {trained}; {fix}"
+        )
+    raise ConfigError(f"{after.name}: steps trained so far have other learning rates", [fault])
 
 
 class SaveSchedule:

@@ -17,10 +17,12 @@ import torch
 from mesh_pool import FAMILIES, Case, CaseFailed, MeshPool, counted, deviation, micro_batches
 from mesh_pool import small_run as small
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from backends.conftest import STEPS, Reference, decayed
 from slurmllm.backends.native.parallel import Pipeline, num_copies
 from slurmllm.backends.native.runtime import NativeBackend
+from slurmllm.model import IGNORED
 from slurmllm.model.init import local_part
 from slurmllm.plan.parameters import parameter_shapes
 
@@ -104,6 +106,53 @@ def test_every_gradient(pool: MeshPool, family: str) -> None:
                 # Keys' biases have none but rounding: softmax does not see a constant.
                 scale = max(np.abs(expected).max(), 1e-6)
                 assert np.abs(found - expected).max() < 1e-5 * scale, name
+
+
+def plain_gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
+    """Those of cross entropy and z-loss as PaLM defines them, by autograd, of one process."""
+    (model,), config = backend.chunks, backend.config
+    losses = []
+    for micro_batch in micro_batches(backend, 1):
+        tokens, labels, positions = (
+            None if part is None else torch.from_numpy(part)
+            for part in (micro_batch.tokens, micro_batch.labels, micro_batch.positions)
+        )
+        logits = model(tokens, None, positions)[..., : config.recipe.model.vocab_size]
+        targets = labels != IGNORED
+        log_z = torch.logsumexp(logits, -1)
+        losses.append(F.cross_entropy(logits[targets], labels[targets], reduction="sum"))
+        losses.append(config.recipe.train.z_loss * log_z[targets].square().sum())
+    (sum(losses) / counted(config, 1)).backward()
+    return {n: p.grad.full_tensor().numpy() for n, p in backend.model.named_parameters()}
+
+
+def test_z_loss_gradients_are_autograds(pool: MeshPool) -> None:
+    overrides = ("train.z_loss=0.5", DOCUMENTS)
+    (exact,) = pool.run(Case(small("llama", 1, 1, 1, *overrides), last=0, after=plain_gradients))
+    (plain,) = pool.run(Case(small("llama", 1, 1, 1, DOCUMENTS), last=0, after=gradients))
+    head = "head.weight"
+    assert (
+        np.abs(plain.after[head] - exact.after[head]).max() > 0.01 * np.abs(exact.after[head]).max()
+    )
+    for mesh in ((1, 1, 1), (2, 1, 2, SEQUENCE), (4, 1, 1, FEW), (2, 2, 1, FEW, INTERLEAVED)):
+        outcomes = pool.run(Case(small("llama", *mesh, *overrides), last=0, after=gradients))
+        for name, expected in exact.after.items():
+            holders = [outcome.after[name] for outcome in outcomes if name in outcome.after]
+            assert holders, name
+            for found in holders:
+                off, largest = np.abs(found - expected).max(), np.abs(expected).max()
+                assert off < 1e-6 * largest, (mesh, name, off, largest)
+
+
+def test_z_loss_is_not_in_the_loss(pool: MeshPool, reference: Reference) -> None:
+    """The first step's loss is the plain one's, and a compiled mesh trains as one process."""
+    plain, added = reference("neox", DOCUMENTS), reference("neox", DOCUMENTS, "train.z_loss=0.01")
+    assert added[0].rows[0][0] == plain[0].rows[0][0]
+    assert added[0].rows[0][1] != plain[0].rows[0][1]
+    config = small(
+        "neox", 2, 1, 1, FEW, SEQUENCE, DOCUMENTS, "train.compile=true", "train.z_loss=0.01"
+    )
+    assert max(deviation(pool.run(Case(config, last=STEPS)), added)) < TOLERANCE
 
 
 def shares(backend: NativeBackend) -> dict[str, float]:

@@ -159,6 +159,11 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("optim.betas=[0.9, 1.5]", "must be in [0, 1)"),
         ("optim.min_lr=1", "above optim.lr"),
         ("optim.warmup_steps=500", "leaves nothing"),
+        ("optim.warmup_ratio=0.1", "exclude each other; set optim.warmup_steps=0"),
+        ("optim.decay=sqrt", "'1-sqrt'"),
+        ("optim.decay_start=2000", "would start after the last step (train.steps"),
+        ("optim.decay_start=1", "the warm-up ends only at step"),
+        ("train.z_loss=-1e-4", "greater than or equal to 0"),
         ("parallel.tensor=5", "does not divide 6 attention heads; choose 1, 2, 3 or 6"),
         ("parallel.pipeline=3", "does not divide 4 layers; choose 1, 2 or 4"),
         ("model.num_kv_heads=4", "does not divide model.num_heads 6"),
@@ -185,6 +190,22 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
 def test_a_bad_value_is_named_with_its_rule(override: str, message: str) -> None:
     found = faults(override)
     assert any(message in fault for fault in found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("optim.decay_start=50", "optim.decay=constant"), "has no decay; set optim.decay=1-sqrt"),
+        (("optim.decay_start=50", "optim.decay_steps=50"), "the decay ends at step 50"),
+        (
+            ("optim.warmup_steps=0", "optim.warmup_ratio=0.5", "optim.decay_steps=40"),
+            "optim.warmup_ratio: 0.5 of train.steps",
+        ),
+    ],
+)
+def test_schedules_that_do_not_add_up(overrides: tuple[str, ...], message: str) -> None:
+    (fault,) = faults(*overrides)
+    assert message in fault
 
 
 def test_an_option_cannot_smuggle_in_a_directive() -> None:

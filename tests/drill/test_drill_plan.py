@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.config.resolve import resolve
+from slurmllm.config.resolve import change, resolve
 from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds, why_no_reference
 from slurmllm.errors import RunError
@@ -20,10 +20,14 @@ from slurmllm.train.schedules import learning_rate
 CONFIG = resolve("tiny_neox", "local", ["checkpoint.replica=/elsewhere", "slurm.drain=true"])
 
 
-def plan_of(folder: Path, steps: int | None = None, seed: int = 0, nodes: int = 2) -> DrillPlan:
+def plan_of(
+    folder: Path, steps: int | None = None, seed: int = 0, nodes: int = 2,
+    overrides: tuple[str, ...] = (),
+) -> DrillPlan:  # fmt: skip
     run = RunDir(folder / "r")
     run.path.mkdir(exist_ok=True)
-    return make_plan(run, CONFIG, nodes, True, FAULT_KINDS, steps=steps, seed=seed)
+    kinds = FAULT_KINDS
+    return make_plan(run, CONFIG, nodes, True, kinds, steps=steps, seed=seed, overrides=overrides)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +64,19 @@ def test_faults_come_between_checkpoints(
         assert (spec.node == "n0") <= (kind != "node")
 
 
-def test_learning_rates_are_the_runs_own(tmp_path: Path) -> None:
-    drilled = plan_of(tmp_path).config.recipe
-    own = CONFIG.recipe
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        (),
+        ("optim.decay_start=110", "optim.decay=1-sqrt"),
+        ("optim.decay_start=40", "optim.decay=linear"),
+        ("optim.warmup_steps=0", "optim.warmup_ratio=0.1"),
+        ("optim.warmup_steps=0", "optim.warmup_ratio=0.6", "optim.decay_start=110"),
+    ],
+)
+def test_learning_rates_are_the_runs_own(tmp_path: Path, schedule: tuple[str, ...]) -> None:
+    drilled = plan_of(tmp_path, overrides=schedule).config.recipe
+    own = change(CONFIG, None, schedule).recipe
     assert drilled.train.steps < own.train.steps
     for step in range(1, drilled.train.steps + 1):
         assert learning_rate(drilled.optim, drilled.train.steps, step) == learning_rate(

@@ -39,6 +39,7 @@ def fingerprint(
         "model.hidden_size=384", "model.seq_len=256", "model.vocab_size=5000",
         "train.micro_batch=1", "train.precision=bf16_mixed", "train.compile=false",
         "train.activation_checkpointing=full", "parallel.tensor=2", "parallel.pipeline=2",
+        "train.z_loss=1e-4",
         "cluster.cpus_per_node=7", "slurm.partition=other", "env.TORCHINDUCTOR_MAX_AUTOTUNE=1",
     ],
 )  # fmt: skip
@@ -71,7 +72,8 @@ def test_nodes_count_where_the_graphs_or_the_threads_hold_them() -> None:
         ("optim.lr=1e-5", True), ("parallel.sequence=false", True),
         ("env.NEURON_CC_FLAGS=-O1", True), ("train.precision=fp32", True),
         ("env.FI_PROVIDER=tcp", False), ("train.seed=5", False),
-        ("env.NEURON_RT_EXEC_TIMEOUT=7", False),
+        ("env.NEURON_RT_EXEC_TIMEOUT=7", False), ("train.z_loss=1e-4", True),
+        ("optim.decay_start=9000", False), ("optim.decay=constant", False),
     ],
 )  # fmt: skip
 def test_what_changes_graphs_on_neuron_devices(override: str, changes: bool) -> None:

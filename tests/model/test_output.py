@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slurmllm.model import output
+from slurmllm.model import IGNORED, output
 from slurmllm.model.output import Output
 
 
@@ -33,3 +33,32 @@ def test_wide_products_of_bf16_are_those_of_fp32_rounded(at_a_time: int) -> None
         torch.testing.assert_close(tensor.grad.float(), its.grad, rtol=2**-8, atol=1e-6)
     assert weight.grad is not None
     assert not weight.grad[50:].any()
+
+
+def plain_z_loss(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy and z-loss as PaLM defines them, summed over the targets."""
+    logits = F.linear(x, weight).flatten(0, 1)
+    targets = labels.flatten() != IGNORED
+    added = 1e-2 * torch.logsumexp(logits, -1)[targets].square().sum()
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum") + added
+
+
+@pytest.mark.parametrize("at_a_time", [2**27, 500])
+def test_z_loss_gradients_are_autograds(at_a_time: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 9, 16, generator=generator).requires_grad_()
+    weight = torch.randn(53, 16, generator=generator).requires_grad_()
+    labels = torch.randint(0, 50, (2, 9), generator=generator)
+    labels[0, :4] = IGNORED
+    module = Output(vocab_size=50)
+    plain = module(x, weight, labels)
+    module.z_loss = 1e-2
+    with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
+        loss = module(x, weight, labels)
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)  # the cross entropy alone
+    found = torch.autograd.grad(loss * labels.numel(), (x, weight))
+    expected = torch.autograd.grad(plain_z_loss(x, weight[:50], labels), (x, weight))
+    without = torch.autograd.grad(plain * labels.numel(), (x, weight))
+    for gradient, exact, other in zip(found, expected, without, strict=True):
+        assert (gradient - exact).abs().max() < 1e-6 * exact.abs().max()
+        assert (other - exact).abs().max() > 1e-2 * exact.abs().max()

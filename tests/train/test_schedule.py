@@ -7,7 +7,9 @@ import math
 import pytest
 
 from slurmllm.config.recipe import OptimConfig
-from slurmllm.train.schedules import learning_rate
+from slurmllm.errors import ConfigError
+from slurmllm.train.schedules import learning_rate, require_trained_rates
+from train.gang import small_config
 
 
 def optim(**fields: object) -> OptimConfig:
@@ -46,3 +48,71 @@ def test_decay_may_end_before_training_and_after_it() -> None:
     assert [learning_rate(early, 110, step) for step in (50, 51, 110)] == [0.1, 0.1, 0.1]
     # HLAT: decay over 480,000 of 500,000 steps, and the other way round where a run is cut short.
     assert learning_rate(optim(decay_steps=210), 110, 110) == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(
+    ("decay", "left"),
+    [
+        ("linear", 1 - 0.25),
+        ("1-sqrt", 1 - math.sqrt(0.25)),
+        ("cosine", 0.5 * (1 + math.cos(math.pi * 0.25))),
+    ],
+)
+def test_warm_up_stable_decay(decay: str, left: float) -> None:
+    wsd = optim(decay=decay, decay_start=70)
+    assert {learning_rate(wsd, 110, step) for step in range(10, 71)} == {1.0}
+    assert learning_rate(wsd, 110, 71) < 1.0
+    assert learning_rate(wsd, 110, 80) == pytest.approx(0.1 + 0.9 * left)
+    assert learning_rate(wsd, 110, 110) == 0.1
+    shorter = optim(decay=decay, decay_start=70, decay_steps=110)
+    assert learning_rate(shorter, 200, 80) == learning_rate(wsd, 110, 80)
+    assert learning_rate(shorter, 200, 200) == 0.1
+
+
+def test_a_decay_that_is_set_later_has_the_same_rates() -> None:
+    planned = optim(decay="1-sqrt", decay_start=70)
+    open_phases = (
+        (optim(decay="constant"), 1000), (optim(decay="1-sqrt", decay_start=90), 90),
+        (optim(decay="linear", decay_start=75, decay_steps=80), 100),
+    )  # fmt: skip
+    for open_phase, total in open_phases:
+        for step in range(1, 71):
+            assert learning_rate(open_phase, total, step) == learning_rate(planned, 110, step)
+
+
+def test_warm_up_by_ratio() -> None:
+    ratio = optim(warmup_steps=0, warmup_ratio=0.1)
+    for step in (1, 5, 11, 12, 60, 110):
+        assert learning_rate(ratio, 110, step) == learning_rate(optim(warmup_steps=11), 110, step)
+    assert optim(warmup_steps=0, warmup_ratio=0.07).warmup(100) == 7, "0.07 · 100 is above 7"
+
+
+CONSTANT, STEPS = "optim.decay=constant", "train.steps=100"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "trained", "message"),
+    [
+        ((CONSTANT,), ("optim.decay=1-sqrt", "optim.decay_start=50"), 50, None),
+        ((CONSTANT,), ("optim.decay=1-sqrt", "optim.decay_start=49"), 50, "choose 50 or more"),
+        (("optim.decay_start=100",), ("optim.decay_start=60",), 50, None),
+        (("optim.decay_start=100",), ("optim.decay_start=40",), 50, "choose 50 or more"),
+        (("optim.decay_start=60",), ("optim.decay_start=80",), 60, None),
+        (("optim.decay_start=60",), ("optim.decay_start=80",), 61, "began after step 60"),
+        (("optim.decay_start=60",), (CONSTANT,), 61, "began after step 60"),
+        ((), ("optim.decay_start=80",), 61, "began after step 4,"),
+        (("optim.decay_start=60",), ("optim.decay_start=60", "optim.lr=5e-4"), 70, None),
+        (("optim.decay_start=60",), ("optim.decay_start=60", "train.steps=200"), 70, None),
+    ],
+)
+def test_the_decay_starts_among_the_steps_that_are_left(
+    before: tuple[str, ...], after: tuple[str, ...], trained: int, message: str | None
+) -> None:
+    old, new = (small_config(STEPS, *overrides).recipe for overrides in (before, after))
+    if message is None:
+        require_trained_rates(old, new, trained)
+        return
+    with pytest.raises(ConfigError) as caught:
+        require_trained_rates(old, new, trained)
+    assert message in str(caught.value)
+    assert "--from-scratch" in str(caught.value)

@@ -87,6 +87,7 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
         "precision": recipe.train.precision,
         "activation_checkpointing": recipe.train.activation_checkpointing,
         "compile": recipe.train.compile,
+        "z_loss": recipe.train.z_loss > 0,
         "mask": recipe.data.mask,
         "micro_batch": mesh.micro_batch,
         "tensor": mesh.tensor,

@@ -114,6 +114,7 @@ class NativeBackend(Backend):
             compiled=recipe.train.compile,
             recompute=recipe.train.activation_checkpointing,
         )
+        self.chunks[-1].output.z_loss = recipe.train.z_loss
         if recipe.train.compile:
             compiling.wrap_output(self.chunks[-1].output)
         fsdp: dict[str, Any] = {

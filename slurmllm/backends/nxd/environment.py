@@ -200,6 +200,9 @@ def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -
     ]
 
 
+_SCHEDULE = {"min_lr", "warmup_steps", "warmup_ratio", "decay", "decay_start", "decay_steps"}
+
+
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
     """Return the settings that the graphs of a run depend on; CPU threads are none of them.
 
@@ -213,6 +216,7 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
         "model": recipe.model.model_dump(mode="json"),
         "precision": recipe.train.precision,
         "activation_checkpointing": recipe.train.activation_checkpointing,
+        "z_loss": recipe.train.z_loss,
         "mask": recipe.data.mask,
         "micro_batch": mesh.micro_batch,
         "accumulation": mesh.accumulation,
@@ -220,7 +224,8 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
         "nodes": mesh.nodes,
         "devices_per_node": mesh.devices_per_node,
         "device": config.cluster.device,
-        "optim": recipe.optim.model_dump(mode="json"),
+        # The learning rate of a step is an input of the graphs.
+        "optim": recipe.optim.model_dump(mode="json", exclude=_SCHEDULE),
         **({} if recipe.eval.every_steps is None else {"evaluates": True}),
         "variables": {
             name: value

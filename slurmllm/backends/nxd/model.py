@@ -199,6 +199,10 @@ class ParallelLoss(nn.Module):
         self.vocab_size, self.padded = vocab_size, padded  # `padded` rows of the head
         # Factor of the loss, [1], on the device; data, so that all steps have one graph.
         self.weight: Tensor | None = None
+        # Coefficient of the z-loss (PaLM, arXiv 2204.02311, section 5), z_loss · log²Z. It adds its
+        # gradient, not its value: the result is the cross entropy.
+        self.z_loss = 0.0
+        self._entries: Tensor | None = None
         self._padding: Tensor | None = None
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -210,15 +214,32 @@ class ParallelLoss(nn.Module):
         logits = logits.to(torch.float32, copy=True)
         if self.padded > self.vocab_size:  # exclude padding from the softmax
             if self._padding is None or self._padding.device != logits.device:
-                # Data, not a branch of the graph, so that all workers have one graph.
-                first = get_tensor_model_parallel_rank() * logits.shape[-1]
-                mask = torch.arange(first, first + logits.shape[-1]) >= self.vocab_size
-                self._padding = mask.to(logits.device)
+                self._padding = (_own_entries(logits) >= self.vocab_size).to(logits.device)
             logits = logits.masked_fill(self._padding, torch.finfo(torch.float32).min / 2)
         targets = (labels != IGNORED).to(torch.float32)
+        if self.z_loss:
+            if self._entries is None or self._entries.device != logits.device:
+                self._entries = _own_entries(logits).to(logits.device)
+            own = labels.unsqueeze(-1) == self._entries
+            hits = mappings.reduce_from_tensor_model_parallel_region(
+                torch.where(own, logits, 0).sum(-1)
+            )
         losses = parallel_cross_entropy(logits, torch.where(labels == IGNORED, 0, labels))
+        if self.z_loss:
+            log_z = losses + hits  # the loss is log Z - the label's logit
+            added = self.z_loss * log_z * log_z
+            losses = losses + (added - added.detach())
         loss: Tensor = (losses * targets).mean()
         return loss if self.weight is None else loss * self.weight.squeeze()
+
+
+def _own_entries(logits: Tensor) -> Tensor:
+    """The entries of the vocabulary of this worker's logits.
+
+    Data, not a branch of the graph, so that all workers have one graph.
+    """
+    first = get_tensor_model_parallel_rank() * logits.shape[-1]
+    return torch.arange(first, first + logits.shape[-1])
 
 
 class ParallelDecoder(nn.Module):

@@ -146,6 +146,8 @@ class NxdBackend(Backend):
             self._loss_functions += losses
             for name, parameter in self._shards.named_parameters(part).items():
                 self.parameters.setdefault(name, parameter)
+        for loss_function in self._loss_functions:
+            loss_function.z_loss = recipe.train.z_loss
         sequence = recipe.parallel.sequence and mesh.tensor > 1
         self._shards.set_attributes(self.parameters, sequence=sequence)
 

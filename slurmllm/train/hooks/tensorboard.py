@@ -68,8 +68,10 @@ _FROM_RECIPE = (
     *("model.family", "model.num_layers", "model.hidden_size", "model.num_heads"),
     *("model.num_kv_heads", "model.ffn_hidden_size", "model.vocab_size", "model.seq_len"),
     *("train.steps", "train.global_batch", "train.seed", "train.precision"),
-    *("train.activation_checkpointing", "optim.lr", "optim.min_lr", "optim.warmup_steps"),
-    *("optim.decay", "optim.betas", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
+    *("train.activation_checkpointing", "train.z_loss"),
+    *("optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.warmup_ratio"),
+    *("optim.decay", "optim.decay_start", "optim.decay_steps"),
+    *("optim.betas", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
     *("parallel.sequence", "parallel.zero"),
 )
 _MAX_RESTARTS = 20  # rows of the table of attempts
@@ -123,6 +125,8 @@ def hyperparameters(job: Job) -> dict[str, Setting]:
         value = values[path]
         if value is None and path == "model.num_kv_heads":
             value = values["model.num_heads"]
+        if value is None:
+            continue
         listed = isinstance(value, list | tuple)
         found[path] = ", ".join(str(part) for part in value) if listed else value
     found |= {
