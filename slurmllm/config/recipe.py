@@ -40,11 +40,11 @@ class RopeScaling(Section):
     kind: Annotated[str, AfterValidator(_known_scaling)]  # llama3.
     factor: PositiveFloat  # Low frequencies are divided by this.
     # Low are the frequencies that turn at most so many times in the original length.
-    low_freq_factor: PositiveFloat = 1.0
+    low_freq_factor: PositiveFloat
     # Frequencies that turn at least so many times stay; between the two the factor is blended.
-    high_freq_factor: PositiveFloat = 4.0
+    high_freq_factor: PositiveFloat
     # Tokens in a sequence of the first training.
-    original_max_position_embeddings: PositiveInt = 8192
+    original_max_position_embeddings: PositiveInt
 
 
 class ModelConfig(Section):

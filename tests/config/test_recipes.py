@@ -32,6 +32,12 @@ llama2_7b_nemo     32 4096 32 32 11008 4096  3e-4   3e-5  2000  10000 0.1    256
 llama2_7b_finetune 32 4096 32 32 11008 4096  5e-5   0       20    100 0       32  8 1 1
 llama2_13b         40 5120 40 40 13824 4096  3e-4   3e-5  2000 400000 0.1   1024  8 4 1
 llama2_70b         80 8192 64  8 28672 4096  1.5e-4 1e-5  2000  30000 0.1   1024 32 8 1
+llama3_8b          32 4096 32  8 14336 8192  1.5e-4 0      100  10000 0.01  1024 32 1 1
+llama3.1_8b        32 4096 32  8 14336 8192  1.5e-5 1e-6  2000  30000 0.1   1024 32 1 1
+llama3_70b         80 8192 64  8 28672 8192  1.5e-5 1e-6  2000  30000 0.1   1024 32 8 1
+llama3.2_1b        16 2048 32  8  8192 8192  3e-4   3e-5  2000 1168251 0.1   512  1 1 1
+qwen3_0.6b         28 1024 16  8  3072 4096  3e-4   3e-5   500 300000 0.1     32  1 1 2
+qwen3_8b           36 4096 32  8 12288 4096  3e-4   3e-5   500 300000 0.1     32  4 1 2
 gpt3_125m          12  768 12 12  3072 2048  6e-4   6e-5   715 572205 0.1    256  1 1 auto
 gpt3_350m          24 1024 16 16  4096 2048  3e-4   3e-5   715 572205 0.1    256  1 1 auto
 gpt3_760m          24 1536 16 16  6144 2048  2.5e-4 2.5e-5 715 572205 0.1    256  1 1 auto
@@ -67,10 +73,12 @@ def test_every_recipe_but_the_tiny_ones_is_in_the_table() -> None:
 def test_what_all_share(name: str) -> None:
     found = recipe(name)
     assert found.optim.grad_clip == 1
-    assert found.optim.betas == ((0.9, 0.999) if name == "llama2_7b_finetune" else (0.9, 0.95))
-    assert found.model.norm_eps == (1e-6 if name == "llama2_13b" else 1e-5)
+    defaults = name in ("llama2_7b_finetune", "llama3_8b")
+    assert found.optim.betas == ((0.9, 0.999) if defaults else (0.9, 0.95))
+    small = name in ("llama2_13b", "qwen3_0.6b", "qwen3_8b")
+    assert found.model.norm_eps == (1e-6 if small else 1e-5)
     assert found.train.finetune == name.endswith("_finetune")
-    rotary = {"neox": 0.25, "llama": 1.0, "gpt3": 0.0}
+    rotary = {"neox": 0.25, "llama": 1.0, "qwen3": 1.0, "gpt3": 0.0}
     assert found.model.rotary_pct == rotary[found.model.family]
 
 
@@ -124,6 +132,12 @@ def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
         ("llama2_7b_finetune", 1, 4, 8),
         ("llama2_13b", 4, 4, 256),
         ("llama2_70b", 32, 4, 256),
+        ("llama3_8b", 4, 4, 256),
+        ("llama3.1_8b", 32, 32, 32),
+        ("llama3_70b", 16, 2, 512),
+        ("llama3.2_1b", 1, 8, 64),
+        ("qwen3_0.6b", 1, 8, 2),
+        ("qwen3_8b", 1, 2, 8),
         ("gpt3_23b", 32, 32, 32),
         ("gpt3_46b", 32, 16, 64),
     ],

@@ -38,6 +38,12 @@ def faults(recipe: str, *overrides: str) -> list[str]:
     return []
 
 
+SCALING = (
+    "model.rope_scaling.low_freq_factor=1 model.rope_scaling.high_freq_factor=4 "
+    "model.rope_scaling.original_max_position_embeddings=64"
+)
+
+
 # tiny_*: 4 layers, hidden 192, 6 heads (llama: 2 for keys and values), vocabulary 4096, sequence
 # 128, feed-forward 768 (llama: 512).
 @pytest.mark.parametrize(
@@ -52,6 +58,49 @@ def faults(recipe: str, *overrides: str) -> list[str]:
             "tiny_llama",
             "model.rotary_pct=0.5",
             "model.rotary_pct: 0.5 does not go with model.family llama; set 1.0, or leave it out",
+        ),
+        (
+            "tiny_neox",
+            "model.qk_norm=true",
+            "model.qk_norm: true does not go with model.family neox; set false, or leave it out",
+        ),
+        (
+            "tiny_neox",
+            "model.head_dim=64",
+            "model.head_dim: 64 times 6 heads is not model.hidden_size 192, as model.family neox "
+            "needs; leave it out, or choose model.family llama or qwen3",
+        ),
+        (
+            "tiny_llama",
+            "model.head_dim=33",
+            "model.head_dim: 33 is odd, but rotary positions need pairs of dimensions; choose 32 "
+            "or 34",
+        ),
+        (
+            "tiny_llama",
+            "model.rope_scaling.kind=yarn model.rope_scaling.factor=4 " + SCALING,
+            "model.rope_scaling.kind: 'yarn' (--set model.rope_scaling.kind=yarn): must be llama3, "
+            "the scaling of Llama 3.1 and 3.2; leave model.rope_scaling out for positions that are "
+            "not scaled",
+        ),
+        (
+            "tiny_llama",
+            "model.rope_scaling.kind=llama3 model.rope_scaling.factor=0.5 " + SCALING,
+            "model.rope_scaling.factor: 0.5 is less than 1, which would shorten the context; "
+            "choose 1 or more (Llama 3.1 has 8), or leave model.rope_scaling out",
+        ),
+        (
+            "tiny_llama",
+            "model.rope_scaling.kind=llama3 model.rope_scaling.factor=8 "
+            + SCALING.replace("low_freq_factor=1", "low_freq_factor=4"),
+            "model.rope_scaling.low_freq_factor: 4 is not less than high_freq_factor 4; Llama 3.1 "
+            "has 1 and 4",
+        ),
+        (
+            "tiny_gpt3",
+            "model.rope_scaling.kind=llama3 model.rope_scaling.factor=8 " + SCALING,
+            "model.rope_scaling: model.family gpt3 has no scaled positions; leave it out, or "
+            "choose model.family llama or qwen3",
         ),
         (
             "tiny_llama",
@@ -186,6 +235,11 @@ def test_one_fault_with_value_rule_and_remedy(recipe: str, overrides: str, fault
         ("tiny_llama", "model.attention_bias=true model.mlp_bias=true model.num_kv_heads=1"),
         ("tiny_llama", "parallel.tensor=6 model.ffn_hidden_size=576 model.vocab_pad_multiple=6"),
         ("tiny_llama", "model.scaled_init=false model.output_init_std=0.01"),
+        (
+            "tiny_llama",
+            "model.family=qwen3 model.head_dim=64 model.num_heads=5 model.num_kv_heads=1",
+        ),
+        ("tiny_neox", "model.head_dim=32"),
         ("tiny_neox", "parallel.pipeline=2 parallel.virtual_pipeline=2"),
         ("tiny_neox", "train.micro_batch=auto"),
     ],

@@ -45,6 +45,16 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "model.family=llama", "model.rotary_pct=1.0", "model.num_kv_heads=4",
         "model.scaled_init=true",
     ),
+    # Llama 3.2: tied, with positions of which all three kinds of frequency occur.
+    "llama3": (
+        "model.family=llama", "model.rotary_pct=1.0", "model.num_kv_heads=4",
+        "model.tied_embeddings=true", "model.head_dim=16", "model.rotary_base=100.0",
+        "model.rope_scaling={kind: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, "
+        "original_max_position_embeddings: 16}",
+    ),
+    "qwen3": (
+        "model.family=qwen3", "model.rotary_pct=1.0", "model.num_kv_heads=4", "model.head_dim=16",
+    ),
     "gpt3": ("model.family=gpt3", "model.rotary_pct=0.0"),
 }  # fmt: skip
 
