@@ -153,12 +153,8 @@ def render_conversation(chat: ChatFormat, conversation: Conversation) -> Rendere
             f"the chat template of {chat.source} renders no tools, and the conversation has some; "
             "use a template that does, or remove the field `tools`"
         )
-    plain = [
-        {name: value for name, value in message.items() if name != "tool_calls"}
-        for message in messages
-    ]
-    if plain != messages:
-        plain = [{"content": "", **message} for message in plain]
+    if any(message.get("tool_calls") for message in messages):
+        plain = [{"content": "", **message, "tool_calls": []} for message in messages]
         if _renders(chat, plain, tools) == text:
             raise DataError(
                 f"the chat template of {chat.source} renders no tool calls, and the conversation "
@@ -207,11 +203,12 @@ def _turn_span(
             begin, end_at = len(before), len(head) + len(end)
             if begin <= end_at:
                 return begin, end_at
-    differs = first_difference(before, text)
+    part = after if text.startswith(before) else before
+    differs = first_difference(part, text)
     raise DataError(
         f"the chat template of {chat.source} does not show where message {turn + 1}, the "
         "assistant's, begins and ends: rendered up to there, the conversation is "
-        f"{before[differs : differs + SHOWN]!r} from character {differs}, and as a whole "
+        f"{part[differs : differs + SHOWN]!r} from character {differs}, and as a whole "
         f"{text[differs : differs + SHOWN]!r}; mark the assistant's text in the template with "
         "{% generation %} and {% endgeneration %}"
     )

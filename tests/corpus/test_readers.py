@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -514,6 +515,13 @@ def test_half_a_surrogate_pair_in_a_conversation(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"m": {messages}}}\n')
     with pytest.raises(DataError, match=r"a.jsonl:1: field 'm' has half a surrogate pair"):
         texts(tmp_path / "a.jsonl", messages_key="m")
+
+
+def test_a_date_in_a_conversation(tmp_path: Path) -> None:
+    message = {"role": "assistant", "content": "a", "at": datetime(2026, 1, 1)}
+    pq.write_table(pa.Table.from_pylist([{"m": [message]}]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"row 1 cannot be used: field 'm' cannot be written as"):
+        texts(tmp_path / "a.parquet", messages_key="m")
 
 
 @pytest.mark.parametrize("text_by", ["jsonl", "line", "paragraph", "document"])

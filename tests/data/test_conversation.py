@@ -161,6 +161,8 @@ def test_tools_and_their_calls(tmp_path: Path) -> None:
     plain = folder(tmp_path / "p", CHATML)
     with pytest.raises(DataError, match=r"document 0 of .*c.arrow: .* renders no tools"):
         read(tmp_path, plain, {"messages": chat("a", "b"), "tools": [TOOL]})
+    without = [{**message, "tool_calls": []} for message in chat("a", "b")]
+    assert trained_texts(tmp_path, plain, without) == ["b<|im_end|>\n"]
     with pytest.raises(DataError, match=r"document 0 of .*c.arrow: .* renders no tool calls"):
         read(tmp_path, plain, messages)
 
@@ -177,9 +179,11 @@ def test_tools_and_their_calls(tmp_path: Path) -> None:
         ("{{ messages[-1].content }}", chat("a", "b"), "does not show where message 2, the assist"),
         # Something at the end of the whole text.
         (
-            "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}",
+            "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+            "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
             chat("a", "b", "c", "d"),
-            "does not show where message 2, the assistant's, begins and ends: .*generation",
+            "does not show where message 2, the assistant's, begins and ends: .* "
+            r"'<\|im_end\|>' from character 6, and as a whole '\[c\]\[d\].*generation",
         ),
         (
             "{% set t %}{% generation %}x{% endgeneration %}{% endset %}{{ t | length }}",

@@ -148,11 +148,13 @@ def conversation_text(row: Mapping[str, Any], key: str) -> str:
         ValueError: the reason why the record cannot be used.
     """
     conversation = read_conversation(row, key)
-    text = conversation.to_json() if conversation.trains else ""
     try:
+        text = conversation.to_json() if conversation.trains else ""
         text.encode()
     except UnicodeEncodeError:  # JSON can escape what UTF-8 cannot encode
         raise ValueError(f"field {key!r} has half a surrogate pair, which is no text") from None
+    except (TypeError, RecursionError) as error:  # a table can have dates
+        raise ValueError(f"field {key!r} cannot be written as JSON: {error}") from None
     return text
 
 
