@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    processors,
+    trainers,
+)
 
 from slurmllm.data.conversation import read_conversation
 from slurmllm.data.sources import open_source
@@ -122,6 +130,51 @@ def test_offsets_that_a_tokenizer_trims(tmp_path: Path) -> None:
     assert TokenEncoder(tokenizer).encode_dialogue([text], begins=False) == [
         TokenEncoder(tokenizer).encode_with_offsets([text])[0][0]
     ]
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Llama 2's kind: a space before each text, bytes for characters that are not in it."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    special = ["<unk>", "<|endoftext|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.train_from_iterator(
+        ["What is it? first second user assistant system"] * 3,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False),
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
+def test_other_tokenizers(tmp_path: Path, request: pytest.FixtureRequest, kind: str) -> None:
+    """Tokens begin inside of characters, or have a space that is not in the text."""
+    from transformers import AutoTokenizer
+
+    path = folder(tmp_path, MARKED)
+    if kind == "gpt2":
+        tokenizer = Tokenizer.from_file(str(request.getfixturevalue("gpt2")))
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    else:
+        tokenizer = sentencepiece_like()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.save(str(path))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    encoder = TokenEncoder(path)
+    for row in conversations(100, system=True):
+        expected = theirs.apply_chat_template(
+            row, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, trained = read(tmp_path, path, row)
+        assert ids == expected["input_ids"]
+        assert trained == [bool(mask) for mask in expected["assistant_masks"]]
+        # A token may hold the line end before an answer too.
+        text = encoder.decode(np.array(ids)[trained])
+        answers = [f"{m['content']}<|im_end|>" for m in row if m["role"] == "assistant"]
+        assert "".join(text.split()) == "".join("".join(answers).split())
 
 
 def test_reasoning_of_the_last_turn_alone(tmp_path: Path) -> None:
