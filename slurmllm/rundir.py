@@ -20,6 +20,7 @@ Layout (`runs/<name>/`, on the shared file system):
     graphs/attempts/NNN/              one attempt of the precompile stage
     checkpoints/step_XXXXXXXX/        one checkpoint, whole once manifest.json is there
     metrics/attempt_NNN.jsonl         one line per step; one writer per file: an attempt's rank 0
+    profiles/attempt_NNN/             traces of `profile.steps`, of each rank (see ProfileFiles)
     events/attempt_NNN.jsonl          saves, spikes and the like; a file per attempt
     evaluations/<checkpoint>/         scores of a checkpoint, a file per task
     evaluations/suites/<name>.yaml    the user's own suites
@@ -50,6 +51,7 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 _STEP = re.compile(r"^step_([0-9]{8,18})$")  # as many digits as 64 bits hold
 _NUMBER = re.compile(r"^(\d{3,})$")
 _METRICS = re.compile(r"^attempt_(\d{3,})\.jsonl$")
+_PROFILE = re.compile(r"attempt_(\d{3,18})/rank_(\d{5,18})\.trace\.json\.gz")
 _READERS = 16  # threads that wait for files
 _FEW = 8  # files that are read sooner than threads are started
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -166,6 +168,29 @@ class AttemptDir:
 
 
 @dataclass(frozen=True)
+class ProfileFiles:
+    """The files of one worker's profile in one attempt."""
+
+    folder: Path
+    rank: int
+
+    @property
+    def trace(self) -> Path:
+        """The profiler's trace, in Chrome's format."""
+        return self.folder / f"rank_{self.rank:05d}.trace.json.gz"
+
+    @property
+    def summary(self) -> Path:
+        """Time by part and longest operations (`profile.trace.RankProfile`)."""
+        return self.folder / f"rank_{self.rank:05d}.json"
+
+    @property
+    def snapshot(self) -> Path:
+        """CUDA's memory snapshot."""
+        return self.folder / f"rank_{self.rank:05d}.memory.pickle"
+
+
+@dataclass(frozen=True)
 class RunDir:
     """The directory of one run."""
 
@@ -187,6 +212,8 @@ class RunDir:
     micro_batch = _Inside("graphs/micro_batch.json")  # as measured (`MicroBatchRecord`)
     checkpoints = _Inside("checkpoints")  # the folder of the checkpoints
     tensorboard = _Inside("tensorboard")  # TensorBoard event files
+    profiles = _Inside("profiles")  # the folder of all profiles
+    neuron_profiles = _Inside("profiles/neuron")  # of the Neuron runtime
     evaluations = _Inside("evaluations")  # the folder of all scores
     reports = _Inside("reports")  # pictures and reports made after the run
 
@@ -256,6 +283,19 @@ class RunDir:
     def metrics(self, attempt: int) -> Path:
         """The metrics of one attempt, a JSON line per step (`MetricsRow`)."""
         return self.path / "metrics" / f"attempt_{attempt:03d}.jsonl"
+
+    def profile(self, attempt: int, rank: int) -> ProfileFiles:
+        """The profile of a worker in an attempt."""
+        return ProfileFiles(self.profiles / f"attempt_{attempt:03d}", rank)
+
+    def profiled(self) -> dict[int, list[ProfileFiles]]:
+        """The profiles of each attempt that has any, by rank, oldest attempt first."""
+        found: dict[int, list[ProfileFiles]] = {}
+        for trace in sorted(self.profiles.glob("attempt_*/rank_*.trace.json.gz")):
+            if match := _PROFILE.fullmatch(f"{trace.parent.name}/{trace.name}"):
+                attempt, rank = (int(number) for number in match.groups())
+                found.setdefault(attempt, []).append(ProfileFiles(trace.parent, rank))
+        return found
 
     def metrics_files(self) -> list[Path]:
         """The metrics of all attempts, oldest attempt first."""

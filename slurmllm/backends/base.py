@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsFloat
+from typing import TYPE_CHECKING, ParamSpec, SupportsFloat, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,11 @@ def loss_weight(micro_batches: Sequence[MicroBatch], num_targets: int, data: int
     return sum(m.labels.size for m in micro_batches) * data / max(num_targets, 1)
 
 
+_NOT_PROFILED = nullcontext()
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 class Backend(ABC):
     """One worker's share of the computation.
 
@@ -81,6 +87,19 @@ class Backend(ABC):
     # Whether the metrics of a step are read while the next step runs: reading them earlier would
     # make the host wait for the device.
     deferred_metrics: bool = False
+
+    # A context that annotates a part of a step, such as `forward`; the profiler's own while a step
+    # is profiled, else one that does nothing.
+    part: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda _: _NOT_PROFILED)
+
+    def annotated(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
+        """Return a function whose calls are annotated as a part of the step."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self.part(name):
+                return function(*args, **kwargs)
+
+        return call
 
     def __init__(
         self, config: RunConfig, mesh: Mesh, worker: Worker, control: ControlPlane | None = None

@@ -24,8 +24,8 @@ _MODULES = {
     "doctor": "diagnose", "health": "diagnose", "recipes": "recipes", "plan": "plan",
     "submit": "submit", "status": "status", "logs": "logs", "cancel": "cancel", "resume": "submit",
     "data": "data", "tokenizer": "data", "checkpoint": "checkpoint", "compare": "compare",
-    "spikes": "spikes", "report": "report", "evaluate": "evaluate", "track": "track",
-    "drill": "drill",
+    "spikes": "spikes", "report": "report", "profile": "profile", "evaluate": "evaluate",
+    "track": "track", "drill": "drill",
     "shell": "shell", "run-stage": "shell",
 }  # fmt: skip
 # Called on the nodes; they write logs.

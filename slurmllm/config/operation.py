@@ -75,6 +75,19 @@ class GuardConfig(Section):
     max_roll_backs: Annotated[int, Field(ge=0)] = 3  # Roll-backs of a run before it stops instead.
 
 
+class ProfileConfig(Section):
+    """Which steps are profiled, into the run's `profiles/`; training stays bit-identical."""
+
+    # First and last profiled step; none if left out.
+    steps: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] | None = None
+    # Workers that are profiled.
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] = (
+        0,
+    )
+    # Record allocations too: a snapshot of the memory on CUDA, in the trace on CPUs.
+    memory: bool = False
+
+
 class WatchdogConfig(Section):
     """When a run that makes no progress counts as hung."""
 

@@ -19,6 +19,7 @@ from slurmllm.config.operation import (
     NumberOrAuto,
     PositiveFloat,
     PositiveInt,
+    ProfileConfig,
     Section,
     SlurmConfig,
     WatchdogConfig,
@@ -293,6 +294,7 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    profile: ProfileConfig = ProfileConfig()
     slurm: SlurmConfig = SlurmConfig()
     # Nxd on Neuron devices, native elsewhere; rehearsal does everything but the arithmetic.
     backend: Literal["auto", "native", "nxd", "rehearsal"] = "auto"

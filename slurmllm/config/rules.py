@@ -357,6 +357,29 @@ def betas_below_one(betas: tuple[float, float]) -> str | None:
     return f"optim.betas: {list(betas)} must be in [0, 1); the usual pair is [0.9, 0.95]"
 
 
+MOST_PROFILED = 100  # steps; a trace has some MB for each
+
+
+@_rule("profile.steps", "train.steps")
+def profiled_steps_are_trained(profiled: tuple[int, int] | None, steps: int) -> str | None:
+    if profiled is None:
+        return None
+    first, last = profiled
+    if first > last:
+        return f"profile.steps: the first step {first} is after the last, {last}; swap them"
+    if last > steps:
+        return (
+            f"profile.steps: {list(profiled)}: step {last} is after the last of train.steps "
+            f"{steps}; choose steps up to {steps}"
+        )
+    if last - first >= MOST_PROFILED:
+        return (
+            f"profile.steps: {list(profiled)} are {last - first + 1} steps, and traces grow with "
+            f"each; choose {MOST_PROFILED} or fewer, such as [{first}, {first + 2}]"
+        )
+    return None
+
+
 def minutes_of(time: str) -> float:
     """Minutes of a Slurm time (`90`, `1:30:00`, `1-00:00:00`; see sbatch(1), --time)."""
     days, dash, rest = time.rpartition("-")

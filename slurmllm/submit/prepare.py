@@ -132,6 +132,12 @@ def prepare(request: RunRequest) -> PreparedRun:
             "(train.finetune); add --set train.init_from=FOLDER, a checkpoint of another run or "
             "one that `slurmllm checkpoint import` made"
         )
+    profile, workers = config.recipe.profile, prepared.mesh.world_size
+    if profile.steps is not None and max(profile.ranks) >= workers:
+        reasons.append(
+            f"profile.ranks: {max(profile.ranks)} is no rank of {workers} workers; choose ranks "
+            f"from 0 to {workers - 1}"
+        )
     if reasons and not dry_run:
         raise ConfigError(
             f"backend {config.backend} cannot train {config.recipe.name} like this", reasons

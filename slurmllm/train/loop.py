@@ -31,9 +31,12 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
     job.post_flags()
     unread: list[Step] = []
     while job.step < job.last_step and signal_name is None:
+        for hook in hooks:
+            hook.before_step(job.step + 1)
         job.phases.begin("first_step" if job.step == job.first_step else "stepping", job.step)
         unread.append(run_step(job))
-        signal_name = job.read_flags().signal_name  # as posted after the step before
+        with job.backend.part("waiting"):
+            signal_name = job.read_flags().signal_name  # as posted after the step before
         last = job.step == job.last_step
         leaving = last or signal_name is not None
         saving = leaving or job.saves.due(job.step)
@@ -87,14 +90,17 @@ def run_step(job: Job) -> Step:
     recipe, backend = job.config.recipe, job.backend
     deferred, number = backend.deferred_metrics, job.step + 1
     lr = learning_rate(recipe.optim, recipe.train.steps, number)
-    batch = job.next_batch()
+    with backend.part("data"):
+        batch = job.next_batch()
     data_at = time.perf_counter()
     loss = backend.forward_backward(batch.micro_batches, batch.num_targets())
     if not deferred:
-        float(loss)  # waits for it
+        with backend.part("waiting"):
+            float(loss)
     loss_at = time.perf_counter()
-    grad_norm = backend.optimizer_step(lr)
-    param_norm = backend.param_norm()
+    with backend.part("optimizer"):
+        grad_norm = backend.optimizer_step(lr)
+        param_norm = backend.param_norm()
     norms_at = time.perf_counter()
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
@@ -109,7 +115,8 @@ def run_step(job: Job) -> Step:
 
 def read_metrics(job: Job, step: Step) -> MetricsRow:
     """Read the metrics of a step; waits for the device."""
-    loss, grad_norm = float(step.loss), float(step.grad_norm)
+    with job.backend.part("waiting"):
+        loss, grad_norm = float(step.loss), float(step.grad_norm)
     job.guard.check_finite("loss", loss, step.number, step.batch)
     job.guard.check_finite("gradient norm", grad_norm, step.number, step.batch)
     param_norm = float(step.param_norm)

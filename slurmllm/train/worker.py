@@ -122,6 +122,10 @@ def make_hooks(job: Job) -> list[Hook]:
         hooks.append(MemoryHook(job))
     if evaluates:
         hooks.append(EvaluationHook(job, tuple(hooks)))
+    if job.config.recipe.profile.steps is not None:
+        from slurmllm.train.hooks.profiling import ProfilingHook
+
+        hooks.append(ProfilingHook(job))
     return [*hooks, CheckpointHook(job)]
 
 

@@ -170,6 +170,7 @@ class Pipeline:
         device: torch.device,
         hidden: Tensor,
         seq_len: int,
+        annotated: Callable[[str, Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         # Imported here, because it takes half a second.
         from torch.distributed.pipelining import (
@@ -184,12 +185,14 @@ class Pipeline:
         loss = torch.empty((), dtype=torch.float32, device="meta")
         stages: list[Any] = []
         for number, chunk in zip(numbers, chunks, strict=True):
-            stage = PipelineStage(
+            stage: Any = PipelineStage(
                 chunk, number, mesh.chunks, device,
                 input_args=tokens if chunk.first else hidden,
                 output_args=loss if chunk.last else hidden,
                 group=group.get_group(),
             )  # fmt: skip
+            stage.forward_one_chunk = annotated("forward", stage.forward_one_chunk)
+            stage.backward_one_chunk = annotated("backward", stage.backward_one_chunk)
             stages.append(stage)
         self.first, self.last = chunks[0].first, chunks[-1].last
         self._weight = 1.0

@@ -141,7 +141,7 @@ class NativeBackend(Backend):
             requires_grad=True,  # otherwise no gradient is sent back
         )  # fmt: skip
         group = self.device_mesh["pipeline"]
-        return Pipeline(self.chunks, mesh, group, self.device, hidden, length)
+        return Pipeline(self.chunks, mesh, group, self.device, hidden, length, self.annotated)
 
     def build_optimizer(self) -> None:
         recipe = self.config.recipe
@@ -191,8 +191,10 @@ class NativeBackend(Backend):
             model.set_reshard_after_backward(last or zero == 3)
             # All workers have the same number of labels, IGNORED ones included: the mean over micro
             # batches here and FSDP's mean over data-parallel workers give the global batch's mean.
-            loss = model(*self._to_device([micro_batch])) * weight / len(micro_batches)
-            loss.backward()
+            with self.part("forward"):
+                loss = model(*self._to_device([micro_batch])) * weight / len(micro_batches)
+            with self.part("backward"):
+                loss.backward()
             total += loss.detach()
         return total
 

@@ -24,7 +24,11 @@ import torch
 import torch.distributed as dist
 import torch_xla.core.xla_model as xm
 from neuronx_distributed.parallel_layers import parallel_state
-from neuronx_distributed.pipeline.scheduler import TrainInterleavedSchedule
+from neuronx_distributed.pipeline.scheduler import (
+    BackwardStepTask,
+    ForwardStepTask,
+    TrainInterleavedSchedule,
+)
 from neuronx_distributed.utils import cpu_mode, mark_step
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -47,6 +51,9 @@ from slurmllm.host_memory import Memory, host_memory
 from slurmllm.model.decoder import Decoder
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies, sharding
+
+# Parts of a profiled step; an instance has the table of these functions of its own.
+_PARTS = {ForwardStepTask: "forward", BackwardStepTask: "backward"}
 
 # A collective of the host that waits longer than this has lost a peer. Long, because peers may
 # compile meanwhile.
@@ -135,7 +142,13 @@ class NxdBackend(Backend):
 
         self.model = nxd.initialize_parallel_model(self._nxd_config, model_fn)
         self._interleave_evaluation()
-        if mesh.pipeline == 1:
+        if mesh.pipeline > 1:
+            pipeline: Any = self.model.module
+            pipeline._INSTRUCTION_MAP = {
+                task: self.annotated(_PARTS[task], function) if task in _PARTS else function
+                for task, function in pipeline._INSTRUCTION_MAP.items()
+            }
+        else:
             # NxD loses ties when it materializes a model whose outermost module has no parameters
             # of its own (`analyze_shared_parameters`); between stages it keeps them.
             self.model.original_module().tie()  # type: ignore[operator]
@@ -252,8 +265,11 @@ class NxdBackend(Backend):
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for micro_batch in micro_batches:
             inputs = self._inputs([micro_batch]).values()
-            loss = self.model(*(values.to(self.device) for values in inputs)) / len(micro_batches)
-            loss.backward()
+            with self.part("forward"):
+                outputs = self.model(*(values.to(self.device) for values in inputs))
+                loss = outputs / len(micro_batches)
+            with self.part("backward"):
+                loss.backward()
             total += loss.detach()
             mark_step()
         return total

@@ -36,6 +36,9 @@ class Hook:
     def after_evaluation(self, found: Evaluation) -> None:
         """Called after each evaluation, on every worker that has the hook."""
 
+    def before_step(self, step: int) -> None:
+        """Called before each optimizer step with its number, on every worker that has the hook."""
+
     def after_step(self, end: StepEnd) -> None:
         """Called after each optimizer step, on every worker that has the hook."""
 

@@ -1,0 +1,101 @@
+"""torch.profiler's traces of the steps of `profile.steps`, on the workers of `profile.ranks`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from slurmllm.errors import StorageError
+from slurmllm.profile.trace import PREFIX, STEP, summarize
+from slurmllm.train.hooks import Hook
+from slurmllm.train.job import Job
+
+log = logging.getLogger(__name__)
+
+_MEMORY_EVENTS = 200_000  # allocations and frees of a CUDA snapshot, the newest
+
+
+class ProfilingHook(Hook):
+    """Starts the profiler before the first profiled step, and writes its files after the last.
+
+    On every worker, because all of them begin the first profiled step together: otherwise those
+    that do not start a profiler would seem to wait for those that do.
+    """
+
+    def __init__(self, job: Job) -> None:
+        config = job.config.recipe.profile
+        assert config.steps is not None
+        self._job, self._memory = job, config.memory
+        self._first, self._last = config.steps
+        self._own = job.worker.rank in config.ranks
+        self._cuda = job.config.cluster.device == "cuda"
+        self._begun = False
+        self._profiler: profile | None = None
+        self._step: Any = None
+
+    def before_step(self, step: int) -> None:
+        """Start or stop the profiler, and annotate the step (collective before the first)."""
+        self._end_step()
+        inside = self._first <= step <= self._last
+        if inside and not self._begun:
+            self._begun = True
+            if self._own:
+                self._start()
+            self._job.control.barrier()
+        if self._profiler is None:
+            return
+        if not inside:
+            self._finish()
+            return
+        self._step = record_function(f"{STEP}{step}")
+        self._step.__enter__()
+
+    def close(self) -> None:
+        self._end_step()
+        if self._profiler is not None:
+            self._finish()
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._cuda:
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize()  # the device's work of earlier steps is not in the trace
+            if self._memory:
+                torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+        memory = self._memory and not self._cuda
+        self._profiler = profile(activities=activities, profile_memory=memory)
+        self._profiler.start()
+        self._job.backend.part = lambda name: record_function(PREFIX + name)
+
+    def _end_step(self) -> None:
+        if self._step is None:
+            return
+        if self._cuda:
+            torch.cuda.synchronize()  # ends with the device's work; the host runs ahead of it
+        self._step.__exit__(None, None, None)
+        self._step = None
+
+    def _finish(self) -> None:
+        """Write trace, summary and snapshot; what cannot be written does not end the training."""
+        job, profiler, self._profiler = self._job, self._profiler, None
+        assert profiler is not None
+        del job.backend.part  # the class's, which annotates nothing
+        job.phases.begin("saving", job.step)  # peers wait meanwhile
+        began, rank = time.monotonic(), job.worker.rank
+        files = job.run.profile(job.attempt, rank)
+        try:
+            profiler.stop()
+            files.trace.parent.mkdir(parents=True, exist_ok=True)
+            if self._cuda and self._memory:
+                torch.cuda.memory._dump_snapshot(str(files.snapshot))  # type: ignore[no-untyped-call]
+                torch.cuda.memory._record_memory_history(enabled=None)
+            profiler.export_chrome_trace(str(files.trace))
+            summarize(files.trace, rank, job.worker.node).save(files.summary)
+        except (OSError, RuntimeError, StorageError) as error:
+            log.error("the profile of rank %d cannot be written: %s", rank, error)
+            return
+        log.info("profile written in %.1f s: %s", time.monotonic() - began, files.trace)

@@ -1,0 +1,100 @@
+"""A profiled run: the same numbers, traces of the named ranks, and parts that add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from train.gang import Gang, make_data, make_run
+
+from slurmllm.cli.main import cli
+from slurmllm.profile.trace import PARTS, RankProfile, summarize
+from slurmllm.records import MetricsRow
+from slurmllm.rundir import RunDir
+
+TWO = ("cluster.devices_per_node=2", "train.steps=6", "checkpoint.every_steps=3")
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    folder = tmp_path_factory.mktemp("profiled")
+    data = make_data(folder)
+    plain = Gang(make_run(folder / "plain", data, *TWO), world=2)
+    profile = ("profile.steps=[3, 4]", "profile.ranks=[0, 1]", "profile.memory=true")
+    run = Gang(make_run(folder / "run", data, *TWO, *profile), world=2)
+    plain.finish()
+    return run.finish()
+
+
+def losses(run: RunDir) -> list[tuple[float, float, float]]:
+    lines = run.metrics(0).read_text().splitlines()
+    rows = [MetricsRow.model_validate_json(line) for line in lines]
+    return [(row.loss, row.grad_norm, row.param_norm) for row in rows]
+
+
+def test_training_is_bit_identical(profiled: RunDir) -> None:
+    plain = RunDir(profiled.path.parent / "plain")
+    assert losses(profiled) == losses(plain)
+    assert len(losses(plain)) == 6
+    assert not plain.profiles.exists()
+
+
+def test_every_instant_is_of_one_part(profiled: RunDir) -> None:
+    assert list(profiled.profiled()) == [0]
+    files = profiled.profiled()[0]
+    assert [one.rank for one in files] == [0, 1]
+    for one in files:
+        found = RankProfile.load(one.summary)
+        assert (found.rank, found.first_step, found.last_step) == (one.rank, 3, 4)
+        assert set(found.parts) == set(PARTS)
+        assert all(seconds >= 0 for seconds in found.parts.values())
+        for part in ("data", "forward", "backward", "communication", "optimizer"):
+            assert found.parts[part] > 0, part
+        # The parts divide the window of both steps.
+        start, end = found.window
+        assert sum(found.parts.values()) == pytest.approx((end - start) / 2e6, abs=1e-5)
+        assert sum(operation.self_s for operation in found.operations) <= found.step_s
+        assert any(operation.name == "aten::mm" for operation in found.operations)
+        assert found.peak_bytes is not None
+        assert found.peak_bytes > 1e5
+        assert not found.device
+        assert found == summarize(one.trace, one.rank, found.node)
+
+
+def test_the_verb(profiled: RunDir) -> None:
+    result = CliRunner().invoke(cli, ["profile", str(profiled.path), "--json"])
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert [one["rank"] for one in values["ranks"]] == [0, 1]
+    for one in values["ranks"]:
+        assert sum(one["parts"].values()) == pytest.approx(one["step_s"])
+        assert len(one["operations"]) == 10
+        assert Path(one["trace"]).is_file()
+    result = CliRunner().invoke(cli, ["profile", str(profiled.path), "--rank", "1"])
+    assert result.exit_code == 0, result.output
+    assert "rank 1:" in result.output
+    assert "ui.perfetto.dev" in result.output
+    assert "allocated at most" in result.output
+    for option, value in (("--rank", "7"), ("--attempt", "3")):
+        result = CliRunner().invoke(cli, ["profile", str(profiled.path), option, value])
+        assert result.exit_code == 2
+        assert "has no profile" in result.output + result.stderr
+    plain = profiled.path.parent / "plain"
+    result = CliRunner().invoke(cli, ["profile", str(plain)])
+    assert result.exit_code == 2
+    assert "slurmllm resume plain --set 'profile.steps=[FIRST, LAST]'" in result.stderr
+
+
+def test_a_damaged_summary_is_read_from_the_trace(profiled: RunDir) -> None:
+    own = profiled.profiled()[0][1]
+    kept = own.summary.read_text()
+    own.summary.write_text("{")
+    try:
+        result = CliRunner().invoke(cli, ["profile", str(profiled.path), "--json"])
+    finally:
+        own.summary.write_text(kept)
+    assert result.exit_code == 0, result.output
+    expected = json.loads(kept)["step_s"]
+    assert json.loads(result.stdout)["ranks"][1]["step_s"] == pytest.approx(expected)

@@ -1,0 +1,136 @@
+"""The division of traces into parts, on traces written by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmllm.errors import StorageError
+from slurmllm.profile.profile import _result
+from slurmllm.profile.trace import RankProfile, summarize
+from slurmllm.rundir import ProfileFiles
+
+
+def event(name: str, start: float, end: float, kind: str = "cpu_op", **args: Any) -> dict[str, Any]:
+    thread = 2 if name.startswith("gloo:") else 1
+    return {
+        "ph": "X", "cat": kind, "name": name, "pid": 1, "tid": thread, "ts": start,
+        "dur": end - start, "args": args,
+    }  # fmt: skip
+
+
+def ours(name: str, start: float, end: float) -> dict[str, Any]:
+    return event(f"slurmllm.{name}", start, end, "user_annotation")
+
+
+def write(path: Path, events: list[dict[str, Any]], base_ns: int = 0) -> Path:
+    value = {"baseTimeNanoseconds": base_ns, "traceEvents": events, "traceName": "x"}
+    path.write_bytes(gzip.compress(json.dumps(value, indent=1).encode()))
+    return path
+
+
+STEP = [
+    ours("step 5", 0, 1000), ours("data", 0, 100), ours("forward", 100, 400),
+    ours("backward", 400, 800), ours("optimizer", 800, 900), ours("waiting", 900, 950),
+]  # fmt: skip
+
+
+def microseconds(found: RankProfile) -> dict[str, int]:
+    return {part: round(s * 1e6) for part, s in found.parts.items()}
+
+
+def test_host(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.json.gz", [
+        {"ph": "M", "name": "thread_name"},
+        *STEP,
+        event("aten::linear", 100, 200), event("aten::addmm", 120, 180),
+        event("c10d::allreduce_", 200, 250),  # the host waits in the call
+        event("autograd::engine::evaluate_function: X", 400, 800),
+        event("aten::mm", 500, 600),
+        # In another thread: hidden by the product until 600, then the host waits for it.
+        event("gloo:all_reduce", 550, 700, "user_annotation"),
+        {"ph": "i", "name": "[memory]", "args": {"Total Allocated": 4096}},
+        {"ph": "i", "name": "[memory]", "args": {"Total Allocated": 1024}},
+    ], base_ns=10**15)  # fmt: skip
+    found = summarize(trace, 3, "n1")
+    assert (found.rank, found.node, found.first_step, found.last_step) == (3, "n1", 5, 5)
+    assert microseconds(found) == {
+        "data": 100, "forward": 250, "backward": 300, "communication": 150, "optimizer": 100,
+        "waiting": 50, "other": 50,
+    }  # fmt: skip
+    times = {one.name: (round(one.self_s * 1e6), one.calls) for one in found.operations}
+    assert times["aten::linear"] == (40, 1)
+    assert times["aten::addmm"] == (60, 1)
+    assert times["autograd::engine::evaluate_function: X"] == (300, 1)
+    base = 10**12
+    assert found.window == (base, base + 1000)
+    assert found.exposed == ((base + 200, base + 250), (base + 600, base + 700))
+    assert found.collectives == ((base + 200, base + 250), (base + 550, base + 700))
+    assert found.peak_bytes == 4096
+    assert not found.device
+
+
+def test_device(tmp_path: Path) -> None:
+    """A kernel belongs to the part that launched it, whenever it runs."""
+    launches = [
+        event("cudaLaunchKernel", start, start + 5, "cuda_runtime", correlation=number)
+        for number, start in enumerate((110, 390, 410, 820))
+    ]
+    kernels = [
+        event("gemm", 150, 450, "kernel", correlation=0),
+        event("gemm", 450, 500, "kernel", correlation=1),
+        event("gemm_backward", 500, 700, "kernel", correlation=2),
+        event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 650, 850, "kernel", correlation=9),
+        event("adam", 850, 990, "kernel", correlation=3),
+    ]
+    found = summarize(write(tmp_path / "t.json.gz", [*STEP, *launches, *kernels]), 0)
+    assert microseconds(found) == {
+        "data": 100, "forward": 350, "backward": 200, "communication": 150, "optimizer": 140,
+        "waiting": 60, "other": 0,
+    }  # fmt: skip
+    assert found.device
+    assert (found.operations[0].name, found.operations[0].calls) == ("gemm", 2)
+    assert found.collectives == ((650, 850),)
+    assert found.exposed == ((700, 850),)
+
+
+def test_a_worker_waits_for_those_in_no_collective(tmp_path: Path) -> None:
+    profiles = [
+        summarize(
+            write(tmp_path / f"{rank}.json.gz", [*STEP, event("c10d::allreduce_", begin, 400)]),
+            rank,
+        )
+        for rank, begin in enumerate((100, 350, 300))
+    ]
+    files = ProfileFiles(tmp_path, 0)
+    first, last, _ = (_result(one, files, profiles) for one in profiles)
+    assert {rank: round(s * 1e6) for rank, s in first.waits_for.items()} == {1: 250, 2: 200}
+    assert next(iter(first.waits_for)) == 1
+    assert round(first.parts["communication"] * 1e6) == 50, "the transfer"
+    assert round(first.parts["waiting"] * 1e6) == 50 + 250
+    assert sum(first.parts.values()) == pytest.approx(first.profile.step_s)
+    assert last.waits_for == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\x1f\x8b\x08", b"no gzip", gzip.compress(b"{}"), gzip.compress(b'{"traceEvents": ['),
+        gzip.compress(b'{"traceEvents": [1]}'), gzip.compress(b"\xff" * 100),
+        gzip.compress(b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "x"}]}'),
+        gzip.compress(b'{"traceEvents": [{"ph": "X", "name": "x", "ts": 1, "dur": 1}]}'),
+        gzip.compress(b'{"traceEvents": [' + b"[" * 10**5),
+    ],
+)  # fmt: skip
+def test_damaged_traces(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match="profile again"):
+        summarize(path, 0)
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": STEP}).encode())[:-20])
+    with pytest.raises(StorageError, match="is damaged"):
+        summarize(path, 0)
