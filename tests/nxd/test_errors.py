@@ -72,7 +72,7 @@ def count_every_copy() -> None:
 
 
 def keep_own_gradients() -> None:
-    """the copies of a key and value each trained by their own queries alone."""
+    """copies of a key and value, and norms of queries, trained by the worker's own heads alone."""
     from slurmllm.backends.nxd import runtime
 
     runtime.sum_ = lambda parts, group: None
@@ -85,6 +85,14 @@ def test_repeated_keys_and_values(pool: MeshPool, native: Reference, without: An
     assert max(deviation(pool.run(Case(config, last=5)), expected)) < TOLERANCE
     wrong = pool.run(Case(config, last=5, prepare=without))
     assert deviation(wrong, expected)[1] > 1e-3
+
+
+def test_norms_of_queries_and_keys(pool: MeshPool, native: Reference) -> None:
+    config = small_run("qwen3", 2, 1, 1, "backend=nxd")
+    expected = _first(native("qwen3"), 5)
+    assert max(deviation(pool.run(Case(config, last=5)), expected)) < TOLERANCE
+    wrong = pool.run(Case(config, last=5, prepare=keep_own_gradients))
+    assert deviation(wrong, expected)[1] > 1e-4
 
 
 def clip_as_zero1_does() -> None:

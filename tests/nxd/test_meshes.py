@@ -49,7 +49,7 @@ MESHES = [
     ("qwen3", 1, 1, 1, WHOLE),
     ("qwen3", 2, 1, 2, SELECTIVE),
     ("qwen3", 4, 1, 1, SEQUENCE, WHOLE),
-    ("qwen3", 4, 1, 1, KV1),
+    ("qwen3", 4, 1, 1, KV2),
     ("qwen3", 2, 2, 1, SEQUENCE, KV1),
     ("qwen3", 1, 2, 2, FULL, INTERLEAVED),
     ("gpt3", 2, 1, 1, SEQUENCE),

@@ -1,0 +1,87 @@
+"""docs/add_a_model.md, followed: its family against transformers' model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmllm.checkpoint.formats.exporting import plan_export, run_export
+from slurmllm.checkpoint.formats.importing import plan_import, run_import
+from slurmllm.checkpoint.formats.tokenizer_files import TokenizerFiles
+from slurmllm.checkpoint.formats.weights import weight_reader
+from slurmllm.checkpoint.state import read_origin
+from slurmllm.config.families import FAMILIES, register
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import ConfigError
+from slurmllm.model.decoder import build_model
+from slurmllm.model.init import fill
+from slurmllm.plan.parameters import parameters
+
+transformers = pytest.importorskip("transformers")
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "add_a_model.md"
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(source, str(PAGE), "exec", dont_inherit=True), names)
+    register(names["MISTRAL"])
+    yield
+    del FAMILIES["mistral"]
+
+
+def test_in_and_out(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=24,
+        sliding_window=None, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    original = transformers.MistralForCausalLM(config).eval()
+    original.save_pretrained(tmp_path / "hub")
+    run_import(plan_import(tmp_path / "hub"), tmp_path / "ours", 10**9)
+    model = read_origin(tmp_path / "ours").model
+    assert model.family == "mistral"
+    assert parameters(model) == sum(parameter.numel() for parameter in original.parameters())
+    ours = build_model(model)
+    fill(ours, weight_reader(tmp_path / "ours", model))
+    tokens = torch.randint(0, 67, (2, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), original(tokens).logits, rtol=1e-5, atol=1e-5)
+    run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 10**9)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back) is type(original)
+    assert back.config.sliding_window is None
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[name]), name
+
+
+def test_what_it_refuses(tmp_path: Path) -> None:
+    transformers.MistralConfig(sliding_window=4096).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="sliding_window: 4096 is not supported; it must be None"):
+        plan_import(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.attention_bias: true does not go with"):
+        resolve("tiny_llama", overrides=["model.family=mistral", "model.attention_bias=true"])
+    with pytest.raises(ConfigError, match="must be 'neox', 'llama', 'gpt3', 'qwen3' or 'mistral'"):
+        resolve("tiny_llama", overrides=["model.family=mistrale"])
+
+
+def test_recipes_take_it() -> None:
+    config = resolve("tiny_llama", overrides=["model.family=mistral", "model.num_kv_heads=3"])
+    assert config.origins["model.qk_norm"] == "family mistral"
+
+
+@pytest.mark.parametrize(("name", "missing"), [("llama", None), ("new", "qk_norm")])
+def test_what_is_not_registered(name: str, missing: str | None) -> None:
+    family = FAMILIES["mistral"]
+    defaults = {key: value for key, value in family.defaults.items() if key != missing}
+    with pytest.raises(ValueError, match=f"model family '{name}': .*{missing or 'already'}"):
+        register(replace(family, name=name, defaults=defaults))
