@@ -265,7 +265,8 @@ def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
     rows: list[tuple[str, ...]] = []
     # The others have no tolerance: they do not decide the verdict.
-    for name in (*comparison.metrics, "param_norm", "lr", "val_loss"):
+    validation = [name for name in comparison.statistics if name.startswith("val_loss")]
+    for name in (*comparison.metrics, "param_norm", "lr", *validation):
         one, metric = comparison.statistics.get(name), comparison.metrics.get(name)
         if one is None:
             continue

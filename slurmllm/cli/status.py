@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slurmllm.cli.status_tables import View
+    from slurmllm.records import Event
     from slurmllm.status.runs import RunState
     from slurmllm.status.sweeps import SweepState
 
@@ -220,10 +221,20 @@ def _state_json(state: RunState) -> dict[str, Any]:
         "unequal_versions": details.unequal_versions,
         "excluded": [node.model_dump(mode="json") for node in details.excluded],
         "workers": asdict(details.workers) if details.workers is not None else None,
+        "evaluation": _evaluation_json(details.evaluation),
         "skips": [skip.model_dump(mode="json") for skip in details.skips],
         "warnings": [details.unequal_versions] if details.unequal_versions else [],
     }
     return {name: _finite(value) for name, value in found.items()}
+
+
+def _evaluation_json(found: Event | None) -> dict[str, Any] | None:
+    from slurmllm.metrics.evaluations import perplexity
+
+    if found is None:
+        return None
+    texts = {n: {"loss": v, "perplexity": perplexity(v)} for n, v in found.values.items()}
+    return {"step": found.step, "attempt": found.attempt, "seconds": found.seconds, "texts": texts}
 
 
 def _finite(value: Any) -> Any:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slurmllm.format import format_age, format_duration, format_hours, format_time, printable
+from slurmllm.metrics.evaluations import perplexity
 from slurmllm.metrics.step_time import finite_number
 from slurmllm.tables import PROSE, Column, fitted
 
@@ -131,6 +132,12 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     if state.metrics:
         norm = finite_number(state.metrics, "grad_norm")
         yield "loss", f"{_number(state.loss, '.4f')}, gradient norm {_number(norm, '.3f')}"
+        if more is not None and more.evaluation is not None:
+            texts = "; ".join(
+                f"{name} {value:.4f}, perplexity {perplexity(value):.2f}"
+                for name, value in more.evaluation.values.items()
+            )
+            yield "validation", f"{texts} (step {more.evaluation.step})"
         # Tokens/s at the median throughput, with the tokens per sequence of the last row.
         sequences, tokens = (finite_number(state.metrics, k) for k in ("seq_per_s", "tokens_per_s"))
         if state.seq_per_s is not None and sequences and tokens is not None:

@@ -175,7 +175,9 @@ def points_of_metrics(
     a, b = alignment.curves
     if not len(alignment.steps):
         raise RunError(no_common_step(a, b, from_step, to_step))
-    points = {name: alignment.of(name) for name in (*METRICS, *OTHERS)}
+    # The losses on further texts are those of one name.
+    names = dict.fromkeys((*METRICS, *OTHERS, *a.validation))
+    points = {name: alignment.of(name) for name in names}
     if not len(points["loss"]):
         raise RunError(
             f"{a.name} and {b.name} have a loss at different steps only; log it at the same steps"

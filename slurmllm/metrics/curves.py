@@ -6,7 +6,6 @@ spikes and report work on them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +26,11 @@ SourceKind = Literal["run", "tensorboard", "jsonl", "csv", "text"]
 StepUnit = Literal["steps", "micro-iterations", "samples"]
 Setting = str | int | float | bool | None
 
-# Only logs of other frameworks have `samples` and `val_loss`.
+VAL_LOSS = "val_loss"
+# Only logs of other frameworks have `samples`, and rows with `val_loss`.
 COLUMNS = (
     *(name for name in MetricsRow.model_fields if name not in ("step", "attempt")),
-    *("samples", "val_loss"),
+    *("samples", VAL_LOSS),
 )
 # Metric → tag in TensorBoard and in trackers, which group charts by the part before the slash.
 TAGS = {
@@ -47,20 +47,6 @@ TAGS = {
     "optimizer_s": "time/optimizer_s",
     "attempt": "run/attempt",
 }
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
-
-
-def evaluation_values(losses: Mapping[str, float]) -> dict[str, float]:
-    """The values of an evaluation by tag, from the losses of its texts."""
-    found: dict[str, float] = {}
-    for name, loss in losses.items():
-        found |= {f"eval/{name}/loss": loss, f"eval/{name}/perplexity": perplexity(loss)}
-    return found
-
-
 # What an exact resume reproduces bit by bit; the other metrics are times and rates.
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")
 
@@ -98,6 +84,9 @@ class Curve:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     nodes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # by attempt, if recorded
     convention: Convention | None = None  # how it counts steps; None: format not recognized
+    texts: tuple[
+        str, ...
+    ] = ()  # names of the texts that the run evaluates; the first is `val_loss`
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
         """Returns the steps that have a metric, and its values; both empty if no row has it."""
@@ -107,6 +96,12 @@ class Curve:
             return self.steps, self.columns[metric]
         present = ~self.absent[metric]
         return self.steps[present], self.columns[metric][present]
+
+    @property
+    def validation(self) -> dict[str, str]:
+        """The metrics that are validation losses, with the name of the text, if known."""
+        found = [name for name in self.columns if name.partition("/")[0] == VAL_LOSS]
+        return dict(zip(found, self.texts or ("",), strict=False))
 
     def positions(self, axis: Axis) -> Floats:
         """Returns the position of each row on an axis. [rows]

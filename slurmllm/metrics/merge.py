@@ -9,7 +9,7 @@ bit-identical. Logs of other frameworks, which name no attempts, are merged by t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from slurmllm.metrics.curves import (
     COLUMNS,
     REPRODUCED,
+    VAL_LOSS,
     Curve,
     Flags,
     Floats,
@@ -26,7 +27,7 @@ from slurmllm.metrics.curves import (
     bit_identical,
     relative_difference,
 )
-from slurmllm.records import SkippedBatches
+from slurmllm.records import Event, SkippedBatches
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,27 @@ def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tupl
             finite = difference[np.isfinite(difference)]
             largest = max(largest, float(np.max(finite, initial=0.0)))
     return identical, largest
+
+
+def with_evaluations(curve: Curve, evaluations: Mapping[int, Event]) -> Curve:
+    """Add the losses on the texts of `eval` to a curve; those of steps without a row are left out.
+
+    The first text is the metric `val_loss`, as in logs of other frameworks; others are
+    `val_loss/NAME`.
+    """
+    names = dict.fromkeys(name for event in evaluations.values() for name in event.values)
+    columns, absent = dict(curve.columns), dict(curve.absent)
+    for name in names:
+        metric = f"{VAL_LOSS}/{name}" if VAL_LOSS in columns else VAL_LOSS
+        by_step = {step: e.values[name] for step, e in evaluations.items() if name in e.values}
+        steps = np.array(sorted(by_step), dtype=np.int64)
+        rows = np.searchsorted(curve.steps, steps)
+        there = rows < len(curve.steps)
+        there[there] = curve.steps[rows[there]] == steps[there]
+        values: Floats = np.full(len(curve.steps), np.nan)
+        values[rows[there]] = [by_step[step] for step in steps[there].tolist()]
+        columns[metric], absent[metric] = values, np.isnan(values)
+    return replace(curve, columns=columns, absent=absent, texts=tuple(names))
 
 
 def _find_gaps(steps: Ints) -> tuple[Range, ...]:

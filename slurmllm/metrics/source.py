@@ -14,8 +14,9 @@ from slurmllm.artifact_records import DataRecord
 from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics import row_logs
 from slurmllm.metrics.curves import Convention, Curve, Setting
+from slurmllm.metrics.evaluations import read_evaluations
 from slurmllm.metrics.log_series import Log, curve_of_log, log_suffix
-from slurmllm.metrics.merge import FileRows, merge_rows
+from slurmllm.metrics.merge import FileRows, merge_rows, with_evaluations
 from slurmllm.metrics.row_reader import parse_row, read_error
 from slurmllm.metrics.tags import choose_tags, parse_tags
 from slurmllm.metrics.tensorboard_logs import (
@@ -247,6 +248,10 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
     curve = merge_rows(
         blocks, name=name, path=source, kind="run", warnings=warnings, skips=skips.skips
     )
+    try:
+        curve = with_evaluations(curve, read_evaluations(run, files))
+    except RunError as error:
+        curve = replace(curve, warnings=(*curve.warnings, str(error)))
     return replace(
         curve,
         data=data,

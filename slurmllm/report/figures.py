@@ -22,7 +22,7 @@ import yaml
 
 from slurmllm.evaluate.scores import HELD_OUT
 from slurmllm.format import format_elapsed, format_names, format_number
-from slurmllm.metrics.curves import Curve, Floats, Ints, piece_means, thin_rows
+from slurmllm.metrics.curves import VAL_LOSS, Curve, Floats, Ints, piece_means, thin_rows
 from slurmllm.records import TIME_PARTS, TimePart
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import per_s, scaling_rows
@@ -40,6 +40,7 @@ _MOST_PIECES = 600  # of a stacked figure
 _MOST_STACKS = 4
 _MOST_MARKS = 300  # per kind and run, the latest
 _ALL = slice(None)
+_DASHES = ("solid", "dash", "dot", "dashdot")  # of the training loss, of each text's
 
 
 @dataclass(frozen=True)
@@ -161,24 +162,12 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
             if facts.curve is None:
                 continue
             markers += _marks(number, facts, facts.curve, where, everything=metric == "loss")
+            lines += _lines(number, facts.curve, where, metric, most)
             values = series(facts.curve, metric)
             if values is None:
                 continue
-            # Rows in which the metric was not logged, such as the validation loss of most steps.
-            absent = facts.curve.absent.get(metric)
-            there = np.arange(len(values)) if absent is None else np.flatnonzero(~absent)
+            there = _logged(facts.curve, metric)
             values = values[there]
-            rows = thin_rows(values, most)
-            line: Json = {
-                "run": number,
-                "x": where.at(there[rows]),
-                "y": _packed(values[rows], "f4"),
-            }
-            if len(rows) < len(values):
-                pieces = max(1, most // 3)
-                means = _packed(piece_means(values, pieces), "f4")
-                line["mean"] = {"x": where.pieces(pieces, there), "y": means}
-            lines.append(line)
             if top is not None and len(far := there[values > top][-_MOST_MARKS:]):
                 texts = [
                     f"{escape(facts.name)}: {format_number(value)} {unit} at step {step}"
@@ -192,6 +181,39 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
             "top": top,
         }  # fmt: skip
         yield PlotData(metric, title, "curves", content)
+
+
+def _lines(number: int, curve: Curve, where: _Positions, metric: str, most: int) -> Iterator[Json]:
+    """The lines of a run in the plot of a metric: in that of the loss, validation losses too."""
+    names = {metric: ""}
+    if metric in ("loss", VAL_LOSS):
+        names |= {name: f"validation {text}".strip() for name, text in curve.validation.items()}
+    for name, label in names.items():
+        values = series(curve, name)
+        if values is None:
+            continue
+        there = _logged(curve, name)
+        values = values[there]
+        rows = thin_rows(values, most)
+        line: Json = {
+            "run": number,
+            "x": where.at(there[rows]),
+            "y": _packed(values[rows], "f4"),
+        }
+        if label:
+            line |= {"name": escape(label), "dash": _DASHES[list(names).index(name) % len(_DASHES)]}
+        if len(rows) < len(values):
+            pieces = max(1, most // 3)
+            means = _packed(piece_means(values, pieces), "f4")
+            line["mean"] = {"x": where.pieces(pieces, there), "y": means}
+        yield line
+
+
+def _logged(curve: Curve, metric: str) -> Ints:
+    """The rows in which a metric was logged: the validation loss is not in those of most steps."""
+    absent = curve.absent.get(metric)
+    rows: Ints = np.arange(len(curve.steps)) if absent is None else np.flatnonzero(~absent)
+    return rows
 
 
 def _marks(

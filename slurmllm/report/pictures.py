@@ -10,7 +10,7 @@ import numpy as np
 
 from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.format import format_number
-from slurmllm.metrics.curves import piece_means, thin_rows
+from slurmllm.metrics.curves import VAL_LOSS, piece_means, thin_rows
 from slurmllm.pictures import PICTURE_STYLE, Axes, Figure, LogFormatter, rc_context, write_picture
 from slurmllm.records import TIME_PARTS
 from slurmllm.report.document import CURVES, SCALING, UTILIZATION, scores_name
@@ -145,6 +145,11 @@ def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
         rows = np.flatnonzero(np.isfinite(values))
         rows = rows[thin_rows(values[rows], _ROWS)]
         axes.plot(curve.steps[rows], values[rows], color=color, linewidth=0.9, label=label)
+        if metric in ("loss", VAL_LOSS):
+            others = [name for name in curve.validation if name != metric]
+            for style, name in zip(("--", ":", "-."), others, strict=False):
+                axes.plot(*curve.series(name), color=color, linewidth=1.2, linestyle=style,
+                          marker=".", label=f"_{name}")  # fmt: skip
         if top is not None and (far := np.flatnonzero(values > top)).size:
             # The axis is cut, with a mark at each step above it.
             axes.set_ylim(0.0, top)

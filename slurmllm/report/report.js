@@ -64,23 +64,25 @@ function faded(color) {
 function line(series, unit) {
   if (!(state.x in series.x)) return [];
   const run = DATA.runs[series.run], few = series.points || unpack(series.y).length <= FEW_POINTS;
+  const named = (name) => series.name ? (DATA.runs.length > 1 ? `${name}, ${series.name}` : series.name) : name;
   const base = {
-    type: "scatter", mode: few ? "lines+markers" : "lines", name: run.name,
+    type: "scatter", mode: few ? "lines+markers" : "lines", name: named(run.name),
     marker: {size: 5, color: run.color},
-    legendgroup: `run ${series.run}`, showlegend: DATA.runs.length > 1, connectgaps: false,
+    legendgroup: `run ${series.run}`, showlegend: DATA.runs.length > 1 || "name" in series,
+    connectgaps: false,
   };
   const told = (x) => ({
     x: unpack(x[state.x]), customdata: unpack(x.step),
-    hovertemplate: `%{y:.6g} ${unit} at step %{customdata:,.0f}<extra>${run.name}</extra>`,
+    hovertemplate: `%{y:.6g} ${unit} at step %{customdata:,.0f}<extra>${named(run.name)}</extra>`,
   });
-  const shown = {...base, ...told(series.x), y: unpack(series.y), line: {color: run.color, width: 1.3}};
+  const shown = {...base, ...told(series.x), y: unpack(series.y), line: {color: run.color, width: 1.3, dash: series.dash}};
   if (!state.smoothing || series.points) return [shown];
   const from = series.mean || series;
   return [
     {...shown, line: {color: faded(run.color), width: 1}, hoverinfo: "skip", hovertemplate: null,
       showlegend: false},
     {...base, ...told(from.x), y: smooth(unpack(from.y), state.smoothing),
-      line: {color: run.color, width: 2}},
+      line: {color: run.color, width: 2, dash: series.dash}},
   ];
 }
 

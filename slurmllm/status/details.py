@@ -11,9 +11,11 @@ from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import faults
+from slurmllm.metrics.evaluations import last_evaluation
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.records import (
     AttemptRecord,
+    Event,
     ExcludedNode,
     Phase,
     SkippedBatches,
@@ -61,6 +63,7 @@ class Details:
     unequal_versions: str  # nodes with other versions; empty if all are equal
     excluded: tuple[ExcludedNode, ...]
     workers: WorkerProgress | None  # what the workers are doing; None if none are running
+    evaluation: Event | None  # the newest one; None without one
     skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
 
 
@@ -108,6 +111,7 @@ def read_details(
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
         workers=read_worker_progress(run, attempts[-1], config) if running else None,
+        evaluation=last_evaluation(run),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
     )
 

@@ -22,7 +22,8 @@ from pydantic import Field
 from slurmllm.config.recipe import TrackerName
 from slurmllm.config.resolve import RunConfig, flatten
 from slurmllm.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
-from slurmllm.metrics.curves import TAGS, Curve, Ints
+from slurmllm.metrics.curves import TAGS, VAL_LOSS, Curve, Ints
+from slurmllm.metrics.evaluations import evaluation_values
 from slurmllm.metrics.source import read_run
 from slurmllm.records import CONTINUES, AttemptRecord, JobsRecord, Record
 from slurmllm.rundir import RunDir
@@ -77,8 +78,12 @@ class Session:
         self.record = TrackerRecord.find(self._path) or TrackerRecord(run_id=secrets.token_hex(8))
         self._tracker: Tracker | None = None
 
-    def send(self, curve: Curve) -> int:
+    def send(self, curve: Curve, last: bool = True) -> int:
         """Send what the tracker does not have; returns the number of steps.
+
+        Args:
+            last: Whether nothing is added to the metrics any more. Before that, a last step that
+                is being evaluated is not sent: a tracker takes each step once.
 
         Raises:
             InfrastructureError: The tracker's package failed; what was sent is recorded.
@@ -86,6 +91,8 @@ class Session:
         with self._failing():
             tracker = self._tracker or self._open()
         rows = unsent(curve, self.record.sent, tracker.repeats)
+        if not last and len(rows) and self._evaluating(curve, int(rows[-1])):
+            rows = rows[:-1]
         for begin in range(0, len(rows), _BATCH):
             part = rows[begin : begin + _BATCH]
             with self._failing():
@@ -95,6 +102,14 @@ class Session:
                 sent[int(curve.attempts[row])] = int(curve.steps[row])
             self._save(sent=sent)
         return len(rows)
+
+    def _evaluating(self, curve: Curve, row: int) -> bool:
+        recipe, step = self._config.recipe, int(curve.steps[row])
+        every = recipe.eval.every_steps
+        if every is None or row + 1 < len(curve.steps):
+            return False
+        due = step % every == 0 or step == recipe.train.steps
+        return due and (VAL_LOSS not in curve.absent or bool(curve.absent[VAL_LOSS][row]))
 
     def close(self, state: State) -> None:
         """Wait until the tracker has everything; raises as `send`."""
@@ -140,6 +155,9 @@ def _values(curve: Curve, row: int) -> StepValues:
         for name, tag in TAGS.items()
         if name in curve.columns and not (name in curve.absent and curve.absent[name][row])
     }
+    for metric, text in curve.validation.items():
+        if not curve.absent[metric][row]:
+            values |= evaluation_values({text: float(curve.columns[metric][row])})
     values[TAGS["attempt"]] = float(curve.attempts[row])
     at = float(curve.columns["time"][row]) if "time" in curve.columns else time.time()
     return StepValues(int(curve.steps[row]), at, values)
@@ -224,7 +242,7 @@ def sync(
             for session in sessions:
                 try:
                     if curve is not None:
-                        counts[session.name] += session.send(curve)
+                        counts[session.name] += session.send(curve, last)
                     if last:
                         session.close(state_of(run))
                 except SlurmllmError as error:

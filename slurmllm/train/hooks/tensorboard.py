@@ -20,7 +20,8 @@ from tensorboard.summary.writer.event_file_writer import (  # type: ignore[impor
 
 from slurmllm.config.resolve import flatten
 from slurmllm.errors import StorageError
-from slurmllm.metrics.curves import TAGS, evaluation_values
+from slurmllm.metrics.curves import TAGS
+from slurmllm.metrics.evaluations import evaluation_values
 from slurmllm.records import AttemptRecord
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
 from slurmllm.train.job import Job

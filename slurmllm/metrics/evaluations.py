@@ -1,0 +1,51 @@
+"""The evaluations of a run, from its events: losses on the texts of `eval`; without numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from slurmllm.errors import RunError
+from slurmllm.metrics.row_reader import read_events
+from slurmllm.records import Event
+from slurmllm.rundir import RunDir
+
+
+def read_evaluations(run: RunDir, files: Iterable[Path]) -> dict[int, Event]:
+    """The evaluation of each step, of the latest attempt that made one.
+
+    Args:
+        files: The metrics files of the attempts, oldest first.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    found = {}
+    for path in files:
+        for event in read_events(run, int(path.stem.removeprefix("attempt_"))):
+            if event.kind == "evaluation":
+                found[event.step] = event
+    return found
+
+
+def last_evaluation(run: RunDir) -> Event | None:
+    """The newest evaluation; None without one, or if its file cannot be read."""
+    for path in reversed(run.metrics_files()):
+        with suppress(RunError):
+            if found := read_evaluations(run, [path]):
+                return list(found.values())[-1]
+    return None
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
+
+
+def evaluation_values(losses: Mapping[str, float]) -> dict[str, float]:
+    """The values of an evaluation by tag, from the losses of its texts."""
+    found: dict[str, float] = {}
+    for name, loss in losses.items():
+        found |= {f"eval/{name}/loss": loss, f"eval/{name}/perplexity": perplexity(loss)}
+    return found
