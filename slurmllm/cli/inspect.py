@@ -129,18 +129,8 @@ def _recipe_stream(
             overrides = (*overrides, f"data.{field}={json.dumps(value)}")
     config = resolve(recipe, overrides=overrides)
     config = resolve_inputs(config, runs_dir, build=True)
-    found, data = config.recipe, config.recipe.data
-    spec = StreamSpec(
-        [(Path(share.path), share.weight) for share in data.corpora],
-        None if data.tokenizer is None else Path(data.tokenizer),
-        found.model.seq_len,
-        found.train.global_batch,
-        found.train.seed,
-        found.model.vocab_size,
-        data.mask,
-        data.validation,
-    )
-    return spec, found.name, found.train.steps
+    found = config.recipe
+    return StreamSpec.of(found), found.name, found.train.steps
 
 
 def _print_report(report: CorpusReport) -> None:

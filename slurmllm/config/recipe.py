@@ -172,7 +172,16 @@ class DataConfig(Section):
         return self.corpus or ()
 
 
-EvalName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+def _not_held_out(name: str) -> str:
+    if name == "held_out":
+        raise ValueError("is the text of data.validation; choose another name")
+    return name
+
+
+# Part of tags, and of dotted paths.
+_TextName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"), AfterValidator(_not_held_out)
+]
 
 
 class EvalConfig(Section):
@@ -184,7 +193,7 @@ class EvalConfig(Section):
     sequences: PositiveInt = 256
     # Further corpora by name, as `data.corpus`; documents held out by `data.validation` are one
     # more, `held_out`.
-    corpora: dict[EvalName, str] = Field(default_factory=dict)
+    corpora: dict[_TextName, str] = Field(default_factory=dict)
 
 
 class TrainConfig(Section):

@@ -124,6 +124,11 @@ class RunConfig:
         data = self.recipe.data.model_copy(update={"corpus": corpus, "tokenizer": tokenizer})
         return replace(self, recipe=self.recipe.model_copy(update={"data": data}))
 
+    def with_evaluated(self, corpora: Mapping[str, str]) -> RunConfig:
+        """Returns a copy with the resolved corpora of `eval`; origins are kept."""
+        section = self.recipe.eval.model_copy(update={"corpora": dict(corpora)})
+        return replace(self, recipe=self.recipe.model_copy(update={"eval": section}))
+
     def with_init_from(self, folder: str) -> RunConfig:
         """Returns a copy with the resolved folder of initial weights; the origin is kept."""
         train = self.recipe.train.model_copy(update={"init_from": folder})

@@ -434,3 +434,16 @@ def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
             fault = rule.check(*(values[path] for path in rule.paths))
             if fault is not None:
                 yield fault
+
+
+@_rule("eval.every_steps", "eval.corpora", "data.validation")
+def evaluations_have_text(
+    every: int | None, corpora: Mapping[str, str], validation: float
+) -> str | None:
+    # Skipped if corpora are named: this path has a value only if it is empty.
+    if every is None or corpora or validation:
+        return None
+    return (
+        f"eval.every_steps: {every}, but no text is held out; set data.validation=0.01, or name a "
+        "corpus: eval.corpora={NAME: FILE}"
+    )

@@ -19,13 +19,13 @@ from slurmllm.data.stream import Batch, PackedStream
 HELD_OUT = "held_out"  # the name of the documents that `data.validation` holds out
 
 
-def evaluation_texts(training: StreamSpec, corpora: Mapping[str, Path]) -> dict[str, StreamSpec]:
+def evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> dict[str, StreamSpec]:
     """The texts of a run's evaluations by name, held-out documents first, one sequence a batch."""
     texts = {}
     if training.validation:
         texts[HELD_OUT] = replace(training, global_batch=1, split="validation")
     for name, path in corpora.items():
-        texts[name] = replace(training, corpora=[(path, 1.0)], global_batch=1, validation=0.0)
+        texts[name] = replace(training, corpora=[(Path(path), 1.0)], global_batch=1, validation=0.0)
     return texts
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from slurmllm.data.evaluation import HELD_OUT, evaluation_texts
 from slurmllm.data.order import Integers, Permutation
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import BEGINS, UNTRAINED, Request, Source
 from slurmllm.data.spec import Split, SplitName, StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.errors import DataError
+from slurmllm.errors import DataError, SlurmllmError
 from slurmllm.progress import OnProgress
 from slurmllm.records import Record
 
@@ -35,6 +36,10 @@ _AT_ONCE = 256
 _MOST_BYTES_PER_TOKEN = 16
 # Documents at the beginning of each corpus that are always read.
 _FIRST_DOCUMENTS = 16
+# Documents of a text of `eval`, and bytes or tokens of each training corpus, whose hashes are
+# compared: seconds.
+_COMPARED_DOCUMENTS = 10_000
+_COMPARED_SIZE = 256 << 20
 # Half the width of an interval that holds 95 % of a normal distribution, in standard deviations.
 _Z95 = 1.96
 
@@ -297,11 +302,67 @@ def check_corpora(
     return counts
 
 
+def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> list[str]:
+    """Check that the texts of `eval` can be evaluated.
+
+    Reads the first documents of each; of the training text too, to find those that are in both.
+
+    Returns:
+        A warning for each text that is part of the training text.
+
+    Raises:
+        SlurmllmError: a corpus is missing, unreadable, does not fit, or is shorter than a sequence.
+    """
+    warnings = []
+    for name, spec in evaluation_texts(training, corpora).items():
+        setting = "data.validation" if name == HELD_OUT else f"eval.corpora.{name}"
+        try:
+            sources, _ = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
+            for source in sources:
+                source.read(
+                    [(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))]
+                )
+        except SlurmllmError as error:
+            raise type(error)(f"{setting}: {error}") from error
+        split, needed = Split(spec.split, spec.validation), spec.seq_len + 1
+        for source in sources:
+            tokens = _count_enough_tokens(source, split, needed)
+            if tokens is not None and tokens < needed:
+                held_out = " on the held-out side" if name == HELD_OUT else ""
+                remedy = "raise data.validation" if name == HELD_OUT else "name a longer corpus"
+                raise DataError(
+                    f"{setting}: {source.path} has {tokens} tokens{held_out}, fewer than one "
+                    f"sequence takes: model.seq_len {spec.seq_len} and the token after it; "
+                    f"{remedy}, or lower model.seq_len"
+                )
+        if name != HELD_OUT and (count := _count_trained_documents(sources[0], training)):
+            warnings.append(
+                f"{setting}: {count} of the first {min(len(sources[0]), _COMPARED_DOCUMENTS)} "
+                f"documents of {sources[0].path} are in the training text, so its loss is not one "
+                "of unseen text; remove them from data.corpus, or hold documents out with "
+                "data.validation"
+            )
+    return warnings
+
+
+def _count_trained_documents(source: Source, training: StreamSpec) -> int:
+    """How many of the first documents of a corpus are among the first ones of the training text."""
+    own = source.document_hashes(np.arange(min(len(source), _COMPARED_DOCUMENTS)))
+    split, found = Split("train", training.validation), np.zeros(len(own), dtype=bool)
+    sources, _ = open_all(training.corpora, training.tokenizer, training.vocab_size, training.mask)
+    for trained in sources:
+        share = min(1.0, _COMPARED_SIZE / max(trained.total_size, 1))
+        hashes = trained.document_hashes(np.arange(math.ceil(len(trained) * share)))
+        found |= np.isin(own, hashes[split.holds(hashes)] if training.validation else hashes)
+    return int(found.sum())
+
+
 def _count_enough_tokens(source: Source, split: Split, enough: int) -> int | None:
     """Tokens on one side of a corpus; None if there are enough without counting all of them."""
     rate = _MOST_BYTES_PER_TOKEN if source.size_unit == "bytes" else 1
     # Twice: the hash holds out only about this fraction of the documents.
-    if source.total_size * (1 - split.validation) >= 2 * enough * rate:
+    many = source.total_size * (1 - split.validation) >= 2 * enough * rate
+    if many and split.name == "train":
         return None
     total = 0
     for document in split.documents(source):

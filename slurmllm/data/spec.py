@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.config.recipe import Recipe
 from slurmllm.data.order import splitmix64
 from slurmllm.data.sources.base import Source
 from slurmllm.errors import DataError
@@ -48,6 +49,21 @@ class StreamSpec:
     mask: Literal["none", "document"] = "none"
     validation: float = 0.0
     split: SplitName = "train"
+
+    @classmethod
+    def of(cls, recipe: Recipe, global_batch: int | None = None) -> Self:
+        """The stream that a recipe trains on; `global_batch` replaces the recipe's."""
+        data = recipe.data
+        return cls(
+            corpora=[(Path(share.path), share.weight) for share in data.corpora],
+            tokenizer=None if data.tokenizer is None else Path(data.tokenizer),
+            seq_len=recipe.model.seq_len,
+            global_batch=global_batch or recipe.train.global_batch,
+            seed=recipe.train.seed,
+            vocab_size=recipe.model.vocab_size,
+            mask=data.mask,
+            validation=data.validation,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """JSON for another process, with absolute paths."""

@@ -72,8 +72,8 @@ def _small_inputs(config: RunConfig) -> Iterator[tuple[Path, int]]:
         tokenizer = Path(data.tokenizer)
         for name in (tokenizer.name, "tokenizer_config.json", "chat_template.jinja"):
             yield tokenizer.with_name(name), MAX_FILE_BYTES
-    for share in data.corpora:
-        path = Path(share.path)
+    for text in (*(share.path for share in data.corpora), *config.recipe.eval.corpora.values()):
+        path = Path(text)
         stem = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
         yield stem.with_name(f"{stem.name}.idx"), MAX_FILE_BYTES
         yield stem.with_name(f"{stem.name}.bin"), MAX_CORPUS_BYTES

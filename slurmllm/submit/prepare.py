@@ -385,18 +385,22 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         share.model_copy(update={"path": absolute(share.path, 0)}) for share in data.corpora
     )
     tokenizer = None if data.tokenizer is None else absolute(data.tokenizer, 1)
-    from slurmllm.data.inspection import check_corpora
+    from slurmllm.data.inspection import check_corpora, check_evaluation_texts
+    from slurmllm.data.spec import StreamSpec
 
+    evaluated = {name: str(Path(p).absolute()) for name, p in config.recipe.eval.corpora.items()}
+    config = config.with_data(
+        corpora[0].path if isinstance(data.corpus, str) else corpora, tokenizer
+    ).with_evaluated(evaluated)
+    spec = StreamSpec.of(config.recipe)
     check_corpora(
-        [(Path(share.path), share.weight) for share in corpora],
-        None if tokenizer is None else Path(tokenizer),
-        config.recipe.model.vocab_size,
-        config.recipe.model.seq_len,
-        config.recipe.train.global_batch,
-        data.validation,
-        data.mask,
-    )
-    return config.with_data(corpora[0].path if isinstance(data.corpus, str) else corpora, tokenizer)
+        spec.corpora, spec.tokenizer, config.recipe.model.vocab_size, spec.seq_len,
+        spec.global_batch, spec.validation, spec.mask,
+    )  # fmt: skip
+    if config.recipe.eval.every_steps is not None:
+        for warning in check_evaluation_texts(spec, evaluated):
+            log.warning("%s", warning)
+    return config
 
 
 def new_run(root: Path, name: str | None, recipe: str) -> RunDir:

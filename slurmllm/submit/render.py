@@ -106,7 +106,8 @@ def _checked(name: str, value: str) -> str:
 def shared_folders(config: RunConfig, run: RunDir) -> list[Path]:
     """The folders outside the container that a run's tasks read and write."""
     recipe = config.recipe
-    files = [*(share.path for share in recipe.data.corpora), recipe.data.tokenizer]
+    texts = (*(share.path for share in recipe.data.corpora), *recipe.eval.corpora.values())
+    files = [*texts, recipe.data.tokenizer]
     folders = [Path(file).parent for file in files if file is not None and file.startswith("/")]
     places = (recipe.train.init_from, recipe.checkpoint.replica)
     folders += [Path(place) for place in places if place is not None and place.startswith("/")]

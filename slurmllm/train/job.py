@@ -332,27 +332,12 @@ def change_micro_batch(job: Job, measured: int) -> None:
 
 
 def open_stream(job: Job) -> PackedStream:
-    rank = job.mesh.data_rank(job.worker.rank)
-    workers = job.config.recipe.data.num_workers
-    return PackedStream(stream_spec(job), rank, job.mesh.data, workers)
-
-
-def stream_spec(job: Job) -> StreamSpec:
-    """Return what the run trains on; ConfigError if nothing is set."""
-    data, recipe = job.config.recipe.data, job.config.recipe
-    if data.corpus is None:
+    recipe = job.config.recipe
+    if recipe.data.corpus is None:
         fault = "data.corpus: not set; --set data.corpus=… when submitting"
         raise ConfigError(f"{recipe.name} has nothing to read", [fault])
-    return StreamSpec(
-        corpora=[(Path(share.path), share.weight) for share in data.corpora],
-        tokenizer=None if data.tokenizer is None else Path(data.tokenizer),
-        seq_len=recipe.model.seq_len,
-        global_batch=job.mesh.global_batch,
-        seed=recipe.train.seed,
-        vocab_size=recipe.model.vocab_size,
-        mask=data.mask,
-        validation=data.validation,
-    )
+    spec, rank = StreamSpec.of(recipe, job.mesh.global_batch), job.mesh.data_rank(job.worker.rank)
+    return PackedStream(spec, rank, job.mesh.data, recipe.data.num_workers)
 
 
 def _find_resumable(

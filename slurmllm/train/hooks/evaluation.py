@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from slurmllm.metrics.evaluations import perplexity
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
-from slurmllm.train.job import Job, stream_spec
+from slurmllm.train.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +95,9 @@ class EvaluationHook(Hook):
 
 
 def _read_texts(job: Job) -> dict[str, list[Pass]]:
-    settings, rank = job.config.recipe.eval, job.mesh.data_rank(job.worker.rank)
-    corpora = {name: Path(path) for name, path in settings.corpora.items()}
-    found = {}
-    for name, spec in evaluation_texts(stream_spec(job), corpora).items():
+    recipe, rank = job.config.recipe, job.mesh.data_rank(job.worker.rank)
+    settings, found = recipe.eval, dict[str, list[Pass]]()
+    for name, spec in evaluation_texts(StreamSpec.of(recipe), settings.corpora).items():
         passes = make_passes(spec, settings.sequences, job.mesh, rank)
         found[name] = list(itertools.islice(passes, 1) if job.stage == "precompile" else passes)
         if not any(part.num_targets for part in found[name]):

@@ -1,0 +1,73 @@
+"""What a submit finds out about the texts of `eval`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurmllm.corpus.build import build_corpus
+from slurmllm.corpus.inputs import find_inputs
+from slurmllm.corpus.readers import ReadOptions
+from slurmllm.data.inspection import check_evaluation_texts
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.errors import DataError
+
+TEXTS = [f"document {i} is about the number {i * 7919 % 1000} " * 9 for i in range(200)]
+
+
+def corpus(folder: Path, name: str, texts: list[str]) -> str:
+    source = folder / f"{name}.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    build_corpus(find_inputs([str(source)]), folder / f"{name}.arrow", ReadOptions())
+    return str(folder / f"{name}.arrow")
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> StreamSpec:
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, 320))
+    own = Path(corpus(tmp_path, "training", TEXTS))
+    return StreamSpec([(own, 1.0)], tmp_path / "tokenizer.json", 32, 8, 1, 320, validation=0.1)
+
+
+def test_other_text_is_fine(tmp_path: Path, training: StreamSpec) -> None:
+    other = corpus(tmp_path, "other", [f"{text} too" for text in TEXTS])
+    assert check_evaluation_texts(training, {"other": other}) == []
+
+
+def test_text_that_is_trained_on(tmp_path: Path, training: StreamSpec) -> None:
+    some = corpus(tmp_path, "some", [*TEXTS[:50], "not in it " * 50])
+    (warning,) = check_evaluation_texts(training, {"some": some})
+    # Of the 50, about 5 are held out.
+    count = int(warning.removeprefix("eval.corpora.some: ").partition(" ")[0])
+    assert 40 <= count < 50
+    assert "of the first 51 documents" in warning
+    assert "remove them from data.corpus" in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "message"),
+    [
+        ("short", np.arange(32) % 300, r"eval.corpora.short: .* has 32 tokens, fewer than one"),
+        ("vocabulary", np.full(99, 320), r"eval.corpora.vocabulary: .* model.vocab_size is 320"),
+        ("empty", np.zeros(0, dtype=np.uint16), r"eval.corpora.empty: "),
+        ("absent", None, r"eval.corpora.absent: .*absent.npy"),
+    ],
+)
+def test_text_that_cannot_be_evaluated(
+    tmp_path: Path, training: StreamSpec, name: str, ids: np.ndarray | None, message: str
+) -> None:
+    path = tmp_path / f"{name}.npy"
+    if ids is not None:
+        np.save(path, ids.astype(np.uint16))
+    with pytest.raises(DataError, match=message):
+        check_evaluation_texts(training, {name: str(path)})
+
+
+def test_held_out_documents_shorter_than_a_sequence(training: StreamSpec) -> None:
+    long = StreamSpec(training.corpora, training.tokenizer, 5000, 8, 1, 320, validation=0.1)
+    with pytest.raises(DataError, match=r"data.validation: .* on the held-out side.* raise"):
+        check_evaluation_texts(long, {})
