@@ -46,6 +46,7 @@ TimePart = Literal[
     "productive",  # steps that the run kept, each counted once
     "recomputation",  # steps that were lost and computed again, or would have to be
     "saving",  # training waited for a checkpoint
+    "evaluation",  # training waited for an evaluation
     "first_step",  # extra time of first steps: compiling, loading graphs
     "start_up",  # from the allocation to the first step, less preflight and cache
     "preflight",  # checks of the nodes
@@ -340,6 +341,10 @@ class Event(Record):
     bytes: int | None = None  # save, copied: of all workers
     # What else was measured; evaluation: the loss of each text by name, nats.
     values: dict[str, float] = Field(default_factory=dict)
+
+
+# Kinds of events for which training waits, `waited_s`.
+WAITS = ("save", "evaluation")
 
 
 class NodeRecord(Record):

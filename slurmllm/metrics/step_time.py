@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.row_reader import last_rows, line_error, read_events, read_rows
-from slurmllm.records import AttemptRecord, MetricsRow, Submission, first_problem
+from slurmllm.records import WAITS, AttemptRecord, MetricsRow, Submission, first_problem
 from slurmllm.rundir import RunDir
 
 FIRST_STEPS = 6  # not steady, in each attempt; memory is read after the fifth
@@ -62,11 +62,11 @@ class Pace:
 
     step_s: float  # median
     seq_per_s: float | None  # median; None if no row has it
-    saves_s: float  # per step, that training waited for saves, over the attempt
+    waits_s: float  # per step, that training waited for saves and evaluations, over the attempt
 
     def seconds(self, steps: int) -> float:
         """Estimates the duration of some steps, saves included and restarts not."""
-        return steps * (self.step_s + self.saves_s)
+        return steps * (self.step_s + self.waits_s)
 
 
 def read_steady_steps(
@@ -150,12 +150,12 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
         waited_s = 0.0
         with suppress(RunError):
             waited_s = math.fsum(
-                event.waited_s or 0.0 for event in read_events(run, number) if event.kind == "save"
+                event.waited_s or 0.0 for event in read_events(run, number) if event.kind in WAITS
             )
         return Pace(
             step_s=median(row["step_time_s"] for row in rows),
             seq_per_s=median(rates) if rates else None,
-            saves_s=waited_s / max(rows[-1]["step"] - begin, 1),
+            waits_s=waited_s / max(rows[-1]["step"] - begin, 1),
         )
     return None
 

@@ -19,7 +19,7 @@ from slurmllm.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.metrics.attempt_metrics import read_attempts
 from slurmllm.metrics.merge import FileRows
 from slurmllm.metrics.row_reader import read_events
-from slurmllm.records import AttemptRecord, Event, JobsRecord, Submission
+from slurmllm.records import WAITS, AttemptRecord, Event, JobsRecord, Submission
 from slurmllm.rundir import STAGES, RunDir, Stage, read_all
 from slurmllm.slurm.client import AccountingRow, SlurmClient, to_unix
 
@@ -69,6 +69,8 @@ class RunHistory:
     incarnations: Sequence[Incarnation] = ()
     submissions: Sequence[float] = ()  # Unix times of submit and of every resume
     warnings: tuple[str, ...] = ()  # what could not be read
+    # train attempt → seconds of its evaluations, if it made any
+    evaluated_s: Mapping[int, float] = field(default_factory=dict)
 
 
 def read_history(
@@ -94,15 +96,17 @@ def read_history(
         if len(found):
             steps[int(path.stem.removeprefix("attempt_"))] = found
     waited_s: dict[int, float] = {}
+    evaluated_s: dict[int, float] = {}
     saves: list[tuple[float, float]] = []
 
-    def read_saves(number: int) -> list[Event]:
-        return [event for event in read_events(run, number) if event.kind == "save"]
+    def read_waits(number: int) -> list[Event]:
+        return [event for event in read_events(run, number) if event.kind in WAITS]
 
-    for number, events in zip(steps, read_all(read_saves, steps), strict=True):
-        if events:
-            waited_s[number] = math.fsum(event.waited_s or 0.0 for event in events)
-            saves += [(event.waited_s or 0.0, event.seconds or 0.0) for event in events]
+    for number, events in zip(steps, read_all(read_waits, steps), strict=True):
+        for kind, seconds in (("save", waited_s), ("evaluation", evaluated_s)):
+            if waits := [event.waited_s or 0.0 for event in events if event.kind == kind]:
+                seconds[number] = math.fsum(waits)
+        saves += [(e.waited_s or 0.0, e.seconds or 0.0) for e in events if e.kind == "save"]
     if steps and not waited_s:
         warnings.append("no save in events/: waits for saves are counted as idle")
     unknown = sorted(set(steps) - {a.attempt for a in attempts if a.stage == "train"})
@@ -111,8 +115,9 @@ def read_history(
         warnings.append(f"ignoring metrics: no attempt record of attempt {numbers}")
     submitted = tuple(sent.submitted_at for sent in read_submissions(run, warnings))
     return RunHistory(
-        run.name, attempts, steps, waited_s, saves, incarnations, submitted, tuple(warnings)
-    )
+        run.name, attempts, steps, waited_s, saves, incarnations, submitted, tuple(warnings),
+        evaluated_s,
+    )  # fmt: skip
 
 
 def _read_attempt(record: Path) -> tuple[AttemptRecord | None, list[str]]:

@@ -87,6 +87,7 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
             last_kept = kept.get(attempt.attempt, 0)
             waited_s = history.waited_s.get(attempt.attempt, attempt.phases_s.get("saving", 0.0))
             measured = _measured(attempt, start, end, made, last_kept, waited_s, typical_s)
+            measured["evaluation"] = history.evaluated_s.get(attempt.attempt, 0.0)
             parts_s, overlap_s = _fill(measured, end - start)
             if made is not None:
                 steps = int(np.count_nonzero(made.numbers <= last_kept))
@@ -217,7 +218,7 @@ class Utilization(BaseModel):
     wall_hours: float  # with an allocation or waiting for one
     queue_hours: float  # part of wall_hours: waiting for an allocation
     productive_hours: float  # part of wall_hours: steps that the run kept
-    training_hours: float  # part of wall_hours: steps and saves, lost steps included
+    training_hours: float  # part of wall_hours: steps, saves, evaluations; lost steps included
     attempts: int  # attempts of the train stage
     steps: int  # steps that the run kept
     steps_lost: int  # steps that were, or must be, recomputed
@@ -281,7 +282,7 @@ def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = No
         until = max(until, one.end)
     queue_s = math.fsum(waits)
     wall_s = math.fsum(covered) + queue_s
-    training: tuple[TimePart, ...] = ("productive", "recomputation", "saving")
+    training: tuple[TimePart, ...] = ("productive", "recomputation", "saving", "evaluation")
     return Utilization(
         node_hours=math.fsum(one.node_seconds for one in found) / HOUR_S,
         parts=parts,

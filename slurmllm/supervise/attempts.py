@@ -26,6 +26,7 @@ from slurmllm.control.rendezvous import free_ports
 from slurmllm.errors import RunError, SlurmError, StorageError
 from slurmllm.metrics.row_reader import last_row_of, read_events, read_rows
 from slurmllm.records import (
+    WAITS,
     AttemptRecord,
     FailureRecord,
     Heartbeat,
@@ -308,10 +309,13 @@ def timeline(
     first_began = first["time"] - first["step_time_s"]
     # Unix time of the end of each save, and the seconds for which training waited.
     saves: list[tuple[float, float]] = []
+    evaluated_s, waited_at = 0.0, 0.0
     with suppress(RunError):
-        events = read_events(run, record.attempt)
-        saves = [(event.time, event.waited_s or 0.0) for event in events if event.kind == "save"]
-    worked_until = max(last["time"], *(time for time, _ in saves), 0.0)
+        waits = [e for e in read_events(run, record.attempt) if e.kind in WAITS]
+        saves = [(event.time, event.waited_s or 0.0) for event in waits if event.kind == "save"]
+        evaluated_s = sum(e.waited_s or 0.0 for e in waits if e.kind == "evaluation")
+        waited_at = max((event.time for event in waits), default=0.0)
+    worked_until = max(last["time"], waited_at)
     # A step in progress at the first sign counts as training.
     work_end = min(max(worked_until, sign_at or 0.0), ended_at)
     launched = record.started_at + sum(
@@ -322,10 +326,12 @@ def timeline(
     phases = {
         "start_up": first_began - launched,
         "first_step": first["step_time_s"],
-        "training": work_end - first["time"] - (saving - late),
+        "training": work_end - first["time"] - (saving - late) - evaluated_s,
         "saving": saving,
         "stopping": ended_at - work_end - late,
     }
+    if evaluated_s:
+        phases["evaluation"] = evaluated_s
     return Timeline(
         phases_s={name: max(seconds, 0.0) for name, seconds in phases.items()},
         first_step=first_step,

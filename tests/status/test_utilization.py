@@ -90,6 +90,15 @@ def test_each_second_has_its_part() -> None:
     assert (twice.steps, twice.usd) == (12, None)
 
 
+def test_evaluations_are_a_part_of_their_own() -> None:
+    history = lost_and_resumed()
+    used = account_node_hours(replace(history, evaluated_s={0: 5.0, 1: 2.0}))
+    without = account_node_hours(history)
+    assert used.parts["evaluation"] * HOUR_S / 4 == pytest.approx(7)
+    assert used.parts["idle"] == pytest.approx(without.parts["idle"] - 7 * 4 / HOUR_S)
+    assert used.productive_hours == without.productive_hours
+
+
 def test_a_recovery_has_its_phases() -> None:
     (lost,) = find_recoveries(lost_and_resumed())
     assert lost.seconds == pytest.approx(239 - 143)

@@ -306,6 +306,12 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     assert (found.first_step, found.last_step) == (7, 10)
     assert (found.steps_gained, found.steps_lost) == (0, 4)
     assert timeline(run, record, 171.0, None).phases_s["stopping"] == 6.0
+    run.events(0).write_text(run.events(0).read_text() + "\n")  # ends the cut line
+    EventLog(run.events(0), 0).add("evaluation", 9, waited_s=4.0)
+    text = run.events(0).read_text()
+    run.events(0).write_text(re.sub(r'"time":1[0-9.]{9,}', '"time":160.0', text))
+    phases = timeline(run, record, 171.0, sign_at=168.0).phases_s
+    assert (phases["training"], phases["evaluation"]) == (29.0, 4.0)
 
 
 def test_what_an_attempt_waited_for_slurm(run: RunDir) -> None:
