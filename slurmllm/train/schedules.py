@@ -80,7 +80,7 @@ def require_trained_rates(before: Recipe, after: Recipe, trained: int) -> None:
         f"move the checkpoints after step {min(old, new):.0f} out of the run's directory to resume "
         "from an earlier one, or start again with --from-scratch"
     )
-    if new < old:
+    if old >= trained:
         fault = (
             f"optim.decay_start: {new:.0f} is before step {trained}, up to which the run has "
             f"trained without decay; choose {trained} or more, or {fix}"

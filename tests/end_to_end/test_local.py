@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 from end_to_end.bench import SMALL, Bench, processes_with
+
+from slurmllm.checkpoint.formats.weights import open_training
+from slurmllm.checkpoint.state import MOMENTS, read_origin
+from slurmllm.plan.parameters import parameter_shapes
 
 TRAIN = ("submit", "tiny_neox", "--nodes=2", "--local", "--set=train.compile=false", *SMALL)
 
@@ -81,6 +87,34 @@ def test_ctrl_c_saves_and_resume_continues(
     assert "precompile attempt" not in text
     assert bench.compare_exactly(unbroken, "stopped")["overlaps"]["b"]["rows"] == 0
     assert "is done: it has trained all its" in bench.call("resume", "stopped", code=2)
+
+
+def test_a_decay_that_is_set_at_a_resume_has_the_bits_of_a_planned_one(
+    bench: Bench, inputs: tuple[str, ...]
+) -> None:
+    train = (*TRAIN, *inputs, "--nodes=1", "--set=train.z_loss=1e-4")
+    decay = ("--set=optim.decay=1-sqrt", "--set=optim.decay_start=25")
+    bench.call(*train, *decay, "--set=optim.warmup_steps=4", "--name=planned")
+    warmup = ("--set=optim.warmup_steps=0", "--set=optim.warmup_ratio=0.2")
+    still = ("--set=train.steps=20", "--set=optim.decay=constant")
+    bench.call(*train, *warmup, *still, "--name=open")
+    resume = ("resume", "open", "--set=train.steps=40", *decay)
+    text = bench.call(*resume, "--set=optim.decay_start=15", code=2)
+    assert "optim.decay_start: 15 is before step 20, up to which the run has trained" in text
+    assert "resumed from step 20" in bench.call(*resume)
+    bench.compare_exactly("planned", "open")
+    rows = (bench.runs / "open/metrics/attempt_001.jsonl").read_text().splitlines()
+    rates = {row["step"]: row["lr"] for row in map(json.loads, rows)}
+    assert rates[21] == rates[25] > rates[26] > rates[40]
+    model = read_origin(bench.runs / "open/checkpoints/step_00000040").model
+    planned, opened = (
+        open_training(bench.runs / name / "checkpoints/step_00000040", model)
+        for name in ("planned", "open")
+    )
+    for name in parameter_shapes(model):
+        assert torch.equal(planned.read(name), opened.read(name)), name
+        for kind in MOMENTS:
+            assert torch.equal(planned.read_moment(kind, name), opened.read_moment(kind, name))
 
 
 def test_a_supervisor_killed_outright_leaves_nothing_running(

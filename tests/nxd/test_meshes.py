@@ -6,6 +6,8 @@ figures are fp32 scalars, and a norm summed in fp32 is off by up to 2e-6.)
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from mesh_pool import FAMILIES, Case, MeshPool, deviation, small_run
 
@@ -71,6 +73,52 @@ def test_same_training(pool: MeshPool, native: Reference, mesh: tuple[str, int, 
     found = pool.run(Case(small_run(family, tensor, pipeline, data, "backend=nxd", *overrides)))
     assert max(deviation(found, expected)) < TOLERANCE
     assert all(outcome.rows == found[0].rows for outcome in found), "all workers see the same"
+
+
+def z_loss_and_autograd(backend: Any) -> tuple[float, float]:
+    """Deviation of the loss from the cross entropy, and of the gradient from autograd's."""
+    import torch
+    from torch.nn import functional as F
+
+    from slurmllm.backends.nxd.model import IGNORED, ParallelLoss
+
+    torch.manual_seed(0)
+    vocabulary, share = 500, 512 // backend.mesh.tensor
+    whole = torch.randn(2, 8, 512, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (2, 8))
+    labels[:, :3] = IGNORED
+    targets = labels != IGNORED
+    logits = whole[..., :vocabulary]
+    cross_entropy = F.cross_entropy(logits[targets], labels[targets])
+    log_z = torch.logsumexp(logits, -1)[targets]
+    (expected,) = torch.autograd.grad(cross_entropy + 0.5 * log_z.square().mean(), whole)
+    first = backend.worker.rank % backend.mesh.tensor * share
+    mine = whole[..., first : first + share].detach().requires_grad_()
+    loss_function = ParallelLoss(vocabulary, 512)
+    loss_function.z_loss, loss_function.weight = 0.5, torch.tensor([8 / 5])
+    loss = loss_function(mine, labels)
+    loss.backward()
+    assert mine.grad is not None
+    off = (mine.grad - expected[..., first : first + share]).abs().max() / expected.abs().max()
+    return (loss - cross_entropy).abs().item(), float(off)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_z_loss_gradients_are_autograds(pool: MeshPool, tensor: int) -> None:
+    config = small_run("neox", tensor, 1, 1, "backend=nxd")
+    for outcome in pool.run(Case(config, last=0, before=z_loss_and_autograd)):
+        assert max(outcome.before) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "mesh", [(2, 1, 2, SEQUENCE), (2, 2, 1, DOCUMENTS)], ids=["sequence", "pipeline"]
+)
+def test_z_loss(pool: MeshPool, native: Reference, mesh: tuple[int, int, int, str]) -> None:
+    more = ("train.z_loss=0.01", *(part for part in mesh if part == DOCUMENTS))
+    expected, plain = native("llama", *more), native("llama", *more[1:])
+    assert expected[0].rows[0][1] != plain[0].rows[0][1]
+    found = pool.run(Case(small_run("llama", *mesh, "backend=nxd", "train.z_loss=0.01")))
+    assert max(deviation(found, expected)) < TOLERANCE
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.05, 1e6])
