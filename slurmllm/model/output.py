@@ -99,8 +99,8 @@ def statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def softmax_(logits: Tensor, log_sum: Tensor, scale: Tensor | None = None) -> Tensor:
     """Overwrite logits [rows, entries] by exp(logit - log_sum [rows]), times scale [rows]."""
-    values = (logits.float() - log_sum.unsqueeze(-1)).exp()
-    return logits.copy_(values if scale is None else values * scale.unsqueeze(-1))
+    exp = (logits.float() - log_sum.unsqueeze(-1)).exp()
+    return logits.copy_(exp if scale is None else exp * scale.unsqueeze(-1))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
