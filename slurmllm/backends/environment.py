@@ -50,8 +50,11 @@ class BackendEnvironment(Protocol):
     """The functions of a backend's `environment.py`."""
 
     @staticmethod
-    def variables(config: RunConfig) -> dict[str, Variable]:
-        """Return the workers' environment variables, each with its source."""
+    def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
+        """Return the workers' environment variables, each with its source.
+
+        `profiles` is the folder for profiles of the device's own runtime (`profile.steps`).
+        """
 
     @staticmethod
     def cache_variables(cache: str) -> dict[str, Variable]:
@@ -189,7 +192,7 @@ def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
     environment = load_environment(config.backend)
     cluster, recipe = config.cluster, config.recipe
     layers = (
-        environment.variables(config),
+        environment.variables(config, run.neuron_profiles),
         environment.cache_variables(node_local_cache(config, run)),
         given("cluster.env", cluster.env, f"cluster {cluster.name}"),
         given("env", recipe.env, f"recipe {recipe.name}"),

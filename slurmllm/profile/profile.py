@@ -91,18 +91,17 @@ def _read(files: ProfileFiles) -> RankProfile:
 
 
 def _result(own: RankProfile, files: ProfileFiles, profiles: list[RankProfile]) -> RankResult:
-    steps = own.last_step - own.first_step + 1
     waits: dict[int, float] = {}
     waiting: list[Interval] = []
     for other in profiles:
         common = _intervals([other.window])
         exposed, _ = take(common, _intervals(own.exposed))
         _, before = take(exposed, _intervals(other.collectives))
-        if other is not own and (seconds := _seconds(before) / steps) > 0:
+        if other is not own and (seconds := _seconds(before) / own.num_steps) > 0:
             waits[other.rank] = seconds
             waiting += before
     # Rounding, and the window's ends, could make the difference negative.
-    total = min(_seconds(disjoint(waiting)) / steps, own.parts["communication"])
+    total = min(_seconds(disjoint(waiting)) / own.num_steps, own.parts["communication"])
     parts = dict(own.parts)
     parts["communication"] -= total
     parts["waiting"] += total

@@ -24,7 +24,9 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
+
+from pydantic import model_validator
 
 from slurmllm.errors import StorageError
 from slurmllm.records import Record
@@ -81,10 +83,26 @@ class RankProfile(Record):
     exposed: tuple[tuple[int, int], ...]
     peak_bytes: int | None = None  # allocated in the profiled steps; with profile.memory, on CPUs
 
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if set(self.parts) != set(PARTS) or not 0 < self.step_s < 1e9 or self.num_steps < 1:
+            raise ValueError("not the parts of a profiled step")
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        return self.last_step - self.first_step + 1
+
 
 def summarize(path: Path, rank: int, node: str = "") -> RankProfile:
     """Summarize a worker's trace; StorageError if it cannot be read or has no profiled step."""
-    events = _collect(path)
+    try:
+        return _divide(_collect(path), path, rank, node)
+    except (ValueError, OverflowError) as error:  # numbers that no profiler writes
+        raise _damaged(path, str(error).partition("\n")[0]) from error
+
+
+def _divide(events: _Events, path: Path, rank: int, node: str) -> RankProfile:
     steps = sorted(one for one in events.annotations if one.name.startswith(STEP))
     if not steps:
         raise StorageError(f"{path} has no profiled step; profile again")
@@ -141,10 +159,10 @@ class _Events:
 
 
 def _collect(path: Path) -> _Events:
-    found, threads = _Events(), defaultdict[Any, list[Interval]](list)
-    main: Any = None
-    correlations: dict[Interval, Any] = {}
-    launched: dict[Any, float] = {}
+    found, threads = _Events(), defaultdict[str, list[Interval]](list)
+    main = ""
+    correlations: dict[Interval, str] = {}
+    launched: dict[str, float] = {}
     for event in _read(path, found):
         try:
             arguments = event.get("args") or {}
@@ -156,12 +174,12 @@ def _collect(path: Path) -> _Events:
                 continue
             start, kind, name = float(event["ts"]), event.get("cat"), str(event["name"])
             interval = Interval(start, start + float(event["dur"]), name)
-            thread = (event.get("pid"), event.get("tid"))
+            thread = f"{event.get('pid')} {event.get('tid')}"
             if kind in _DEVICE:
                 found.kernels.append(interval)
-                correlations[interval] = arguments.get("correlation")
+                correlations[interval] = str(arguments.get("correlation"))
             elif kind in _LAUNCH:
-                launched[arguments.get("correlation")] = start
+                launched[str(arguments.get("correlation"))] = start
                 continue
             elif kind not in ("cpu_op", "user_annotation"):
                 continue
@@ -175,7 +193,7 @@ def _collect(path: Path) -> _Events:
             else:
                 threads[thread].append(interval)
             found.calls[name] += 1
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise _damaged(path, f"event {event!r:.100}") from error
     found.main_thread = threads[main]
     found.launches = {

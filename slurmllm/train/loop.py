@@ -56,7 +56,8 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
                 evaluating=evaluating and newest, batch=step.batch,
             )  # fmt: skip
             for hook in hooks:
-                hook.after_step(end)
+                with job.backend.part(f"hook {type(hook).__name__}"):
+                    hook.after_step(end)
         if (saving or evaluating) and job.guard.diverged:
             job.decide()  # the others decide in the guard's hook
         job.post_flags()

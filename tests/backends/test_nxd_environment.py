@@ -7,11 +7,13 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from slurmllm.backends.nxd.environment import INSTANCES, unsupported, variables
+from slurmllm.backends.nxd.environment import INSTANCES, graph_inputs, unsupported, variables
 from slurmllm.config.resolve import RunConfig, available, recipes_dir, resolve
+from slurmllm.plan.mesh import make_mesh
 
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 ALL_REDUCE = "ALLREDUCE_BUCKET_CAP_MB"
@@ -76,6 +78,23 @@ def test_every_recipe_has_sources_and_nothing_that_is_no_longer_read(profile: st
         assert not dead & found.keys(), recipe
         assert all(variable.source for variable in found.values()), recipe
         assert (ALL_REDUCE in found) != (ZERO in found), recipe
+
+
+def test_neurons_profiler() -> None:
+    assert not any(name.startswith("NEURON_RT_INSPECT") for name in values("neox_20b"))
+    config = resolve("neox_20b", "trn1", ["profile.steps=[10, 12]"])
+    found = variables(config, Path("/runs/r/profiles/neuron"))
+    inspect = {n: v.value for n, v in found.items() if n.startswith("NEURON_RT_INSPECT")}
+    assert inspect == {
+        "NEURON_RT_INSPECT_ENABLE": "1",
+        "NEURON_RT_INSPECT_DEVICE_PROFILE": "1",
+        "NEURON_RT_INSPECT_OUTPUT_DIR": "/runs/r/profiles/neuron",
+    }
+    mesh = make_mesh(config, 4)
+    plain = graph_inputs(resolve("neox_20b", "trn1"), mesh, None)
+    assert graph_inputs(config, mesh, None) == plain, "the graphs stay valid"
+    on_cpu = values("tiny_neox", "backend=nxd", "profile.steps=[1, 1]", cluster="local")
+    assert "NEURON_RT_INSPECT_ENABLE" not in on_cpu
 
 
 def test_by_node_type() -> None:

@@ -246,3 +246,26 @@ def test_one_fault_with_value_rule_and_remedy(recipe: str, overrides: str, fault
 )
 def test_what_is_allowed(recipe: str, overrides: str) -> None:
     assert faults(recipe, *overrides.split()) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "fault"),
+    [
+        ("[12, 10]", "profile.steps: the first step 12 is after the last, 10; swap them"),
+        (
+            "[10, 5000]",
+            "profile.steps: [10, 5000]: step 5000 is after the last of train.steps 200; choose "
+            "steps up to 200",
+        ),
+        (
+            "[10, 110]",
+            "profile.steps: [10, 110] are 101 steps, and traces grow with each; choose 100 or "
+            "fewer, such as [10, 12]",
+        ),
+    ],
+)
+def test_profiled_steps(steps: str, fault: str) -> None:
+    assert faults("tiny_neox", "train.steps=200", f"profile.steps={steps}") == [fault]
+    assert faults("tiny_neox", "train.steps=200", "profile.steps=[101, 200]") == []
+    assert faults("tiny_neox", "profile.steps=[3, 4]", "profile.ranks=[]") != []
+    assert faults("tiny_neox", "profile.steps=[0, 4]") != []

@@ -7,6 +7,7 @@ may raise a SlurmllmError; anything else is a fault, and so are a hang and a gre
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import os
 import shutil
@@ -19,7 +20,7 @@ from unittest import mock
 
 import click
 
-from slurmllm.errors import RunError
+from slurmllm.errors import RunError, StorageError
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT / "tests/fuzz/corpus"
@@ -281,6 +282,17 @@ def plan(path: Path) -> None:
     load_mesh(path)
 
 
+def trace(path: Path) -> None:
+    from slurmllm.profile.trace import summarize
+
+    packed = path.with_suffix(".gz")
+    with gzip.open(packed, "wb") as stream:
+        stream.write(path.read_bytes())
+    for file in (path, packed):
+        with contextlib.suppress(StorageError):
+            summarize(file, 0)
+
+
 def scores(path: Path) -> None:
     from slurmllm.evaluate.scores import score_tables
     from slurmllm.rundir import RunDir
@@ -325,7 +337,7 @@ TARGETS: dict[str, Target] = {
     "corpus": corpus, "tokenizer": tokenizer, "chat": chat, "safetensors": safetensors,
     "safetensors_header": safetensors_header, "dcp": dcp, "huggingface": huggingface,
     "slurm": slurm, "lines": lines, "probe": probe, "phase": probe, "plan": plan, "scores": scores,
-    "run": run,
+    "run": run, "trace": trace,
 }  # fmt: skip
 
 

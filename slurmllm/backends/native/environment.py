@@ -16,7 +16,7 @@ from slurmllm.plan.mesh import Mesh, replica_nodes
 _FX_GRAPHS = "inductor/fxgraph"  # two levels: first letters of the key, then the key
 
 
-def variables(config: RunConfig) -> dict[str, Variable]:
+def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
     found = {"MALLOC_ARENA_MAX": Variable("64", "glibc: fewer arenas, less memory held by threads")}
     if config.cluster.device == "cpu":
         # A step frees and allocates the same large tensors. From the system, each one is new pages

@@ -56,6 +56,7 @@ _GPT3 = _Published("train_setup.sh", 5, 128)
 _LLAMA = _Published("HLAT 7B", 3, 64)
 _LLAMA_PIPELINE = _Published("run_llama2_70B_tp_pp.sh", 7, 128)
 
+_PROFILER = "Neuron Explorer: environment variables"
 _CPU_MODE = {
     "NXD_CPU_MODE": Variable("1", "NxD: cluster.device cpu, for tests"),
     "PJRT_DEVICE": Variable("CPU", "torch-xla: cluster.device cpu"),
@@ -67,7 +68,7 @@ _EFA = {
 }
 
 
-def variables(config: RunConfig) -> dict[str, Variable]:
+def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
     recipe = config.recipe
     precision, family = recipe.train.precision, recipe.model.family
     if FAMILIES[family].norm == "rms":
@@ -101,7 +102,29 @@ def variables(config: RunConfig) -> dict[str, Variable]:
         **_bucket_size(config),
         "MALLOC_ARENA_MAX": Variable(str(published.arenas), published.script),
         "XLA_THREAD_POOL_SIZE": Variable("4", "neox_20b.sh"),
+        **_profiling(config, profiles),
     }
+
+
+INSPECT = "NEURON_RT_INSPECT_ENABLE"
+
+
+def _profiling(config: RunConfig, profiles: Path | None) -> dict[str, Variable]:
+    """Return the variables of Neuron's profiler, which the runtime reads when a worker starts.
+
+    It knows no training steps: the system profile is of the whole attempt, the device profile of
+    each graph's first execution.
+    """
+    if config.recipe.profile.steps is None or config.cluster.device != "neuron":
+        return {}
+    found = {
+        INSPECT: Variable("1", f"profile.steps ({_PROFILER})"),
+        "NEURON_RT_INSPECT_DEVICE_PROFILE": Variable("1", f"{_PROFILER}: a graph's first run"),
+    }
+    if profiles is not None:
+        folder = Variable(str(profiles), f"{_PROFILER}: a folder a worker, named by its process")
+        found["NEURON_RT_INSPECT_OUTPUT_DIR"] = folder
+    return found
 
 
 def compiler_flags(config: RunConfig) -> dict[str, str]:

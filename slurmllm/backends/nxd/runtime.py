@@ -38,7 +38,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.backends.nxd import model as parallel_model
 from slurmllm.backends.nxd import saving
 from slurmllm.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
-from slurmllm.backends.nxd.environment import unsupported_settings
+from slurmllm.backends.nxd.environment import INSPECT, unsupported_settings
 from slurmllm.backends.nxd.saving import NxdSaving
 from slurmllm.backends.nxd.shards import Norm, ParameterShards, clip_, sum_
 from slurmllm.backends.process_group import init_process_group
@@ -75,6 +75,8 @@ class NxdBackend(Backend):
         faults = unsupported_settings(self.config)
         if faults:
             raise ConfigError("the NxD backend cannot run this recipe", faults)
+        if self.worker.rank not in self.config.recipe.profile.ranks:
+            os.environ.pop(INSPECT, None)  # before the runtime starts, which reads it
         if not cpu_mode():
             import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 

@@ -12,7 +12,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh, replica_nodes
 
 
-def variables(config: RunConfig) -> dict[str, Variable]:
+def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
     return {
         "MALLOC_ARENA_MAX": Variable("1", "glibc: fewer arenas, less memory held by threads"),
         "OMP_NUM_THREADS": Variable("1", "rehearsal: no computation to parallelize"),
