@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from slurmllm.artifact_records import ImportedModel
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig, Recipe
-from slurmllm.config.resolve import flatten
+from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import RunError, StorageError
 from slurmllm.records import Record, first_problem
 

@@ -82,7 +82,7 @@ def _show(
 
         click.echo(yaml.safe_dump(tree, sort_keys=False), nl=False)
         return
-    from slurmllm.config.resolve import flatten
+    from slurmllm.config.yaml_source import flatten
     from slurmllm.tables import print_table
 
     rows = ((path, str(value), sources[path]) for path, value in flatten(tree).items())

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.recipe import Recipe
-from slurmllm.config.resolve import RENAMED, RunConfig, flatten, validate
+from slurmllm.config.resolve import RENAMED, RunConfig, validate
 from slurmllm.config.variables import MASK
-from slurmllm.config.yaml_source import LARGEST_YAML, parse_yaml, read_yaml
+from slurmllm.config.yaml_source import LARGEST_YAML, flatten, parse_yaml, read_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, write_atomic
 from slurmllm.safe_files import LARGEST_RECORD, open_trusted, read_limited

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.directives import may_be_in_file
+from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
-from slurmllm.config.yaml_source import parse_scalar, read_yaml, write_yaml
+from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
@@ -146,18 +147,6 @@ def _is_set(path: str, origins: Mapping[str, str]) -> bool:
     return source != "default" and not source.startswith(PLANNER)
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings → dotted path → leaf. An empty mapping is a leaf."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{dotted}."))
-        else:
-            flat[dotted] = value
-    return flat
-
-
 def resolve(
     recipe: str,
     cluster: str | None = None,
@@ -192,6 +181,9 @@ def resolve(
     tree: dict[str, Any] = {**values, "cluster": cluster_values}
     origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
     faults: list[str] = []
+    if isinstance(values.get("model"), str):
+        file = recipe_path.parent / values["model"]
+        _assign(tree, "model", _model_of(file), str(file), origins, faults)
     if "cluster" in values:
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
     of_files = dict(origins)
@@ -301,12 +293,23 @@ def _override(
         dotted = dotted.strip()
         # An environment variable is text even if it looks like YAML: 1, true, 007, empty.
         value = text if dotted.startswith(("env.", "cluster.env.")) else parse_scalar(text)
+        if dotted == "model" and isinstance(value, str):
+            value = _model_of(Path(value))
         secret = any(is_secret_at(path, leaf) for path, leaf in flatten({dotted: value}).items())
         given.append((dotted, value, f"--set {dotted}={MASK if secret else text}"))
     # `parallel=auto` clears the section, so it comes before any degree that is set with it.
     for dotted, value, source in sorted(given, key=lambda one: one[:2] != ("parallel", "auto")):
         whole = (dotted, value) == ("parallel", "auto")
         _assign(tree, dotted, dict(_AUTO) if whole else value, source, origins, faults)
+
+
+def _model_of(path: Path) -> dict[str, Any]:
+    """The model section of a Hugging Face config.json, given by its path or its folder."""
+    folder, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
+    found, faults = read_config(folder, name)
+    if found is None:
+        raise ConfigError(f"model: {path} cannot be read: {len(faults)} fault(s)", faults)
+    return found.model.model_dump(mode="json")
 
 
 def _assign_options(

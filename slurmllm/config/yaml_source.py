@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ _MOST_BRACKETS = 1000  # libyaml's stack overflows from 20,000 levels on
 LARGEST_YAML = 1 << 17
 _DEEPEST = 100
 _MOST_NODES = 100_000  # with every alias written out: nine levels of nine aliases have 10^9
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings → dotted path → leaf. An empty mapping is a leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{dotted}."))
+        else:
+            flat[dotted] = value
+    return flat
 
 
 class _Loader(yaml.SafeLoader):

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slurmllm.config.resolve import RunConfig, flatten, resolve, runs_code
+from slurmllm.config.resolve import RunConfig, resolve, runs_code
 from slurmllm.config.variables import is_secret_at
-from slurmllm.config.yaml_source import read_yaml
+from slurmllm.config.yaml_source import flatten, read_yaml
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, SlurmError, UserError
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.records import SweepCase, SweepRecord

@@ -20,7 +20,8 @@ import numpy as np
 from pydantic import Field
 
 from slurmllm.config.recipe import TrackerName
-from slurmllm.config.resolve import RunConfig, flatten
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
 from slurmllm.metrics.curves import TAGS, VAL_LOSS, Curve, Ints
 from slurmllm.metrics.evaluations import evaluation_values

@@ -16,7 +16,7 @@ from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import MANIFEST, describe
 from slurmllm.checkpoint.state import TrainState
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import flatten
+from slurmllm.config.yaml_source import flatten
 from slurmllm.plan.parameters import parameter_shapes
 
 MODELS: dict[str, dict[str, Any]] = {

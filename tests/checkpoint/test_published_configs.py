@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.checkpoint.formats.huggingface_config import read_config, write_config
+from slurmllm.config.huggingface import read_config, write_config
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import resolve
+from slurmllm.config.resolve import recipes_dir, resolve
+from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import predict
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
@@ -79,3 +82,35 @@ def test_written_back(name: str, tmp_path: Path) -> None:
     changed["rope_parameters"].pop("partial_rotary_factor", None)
     for key in values.keys() - own - {"pretraining_tp", "max_window_layers"}:
         assert changed[key] == values[key], key
+
+
+@pytest.mark.parametrize("file", ["", "config.json"], ids=["folder", "file"])
+def test_a_recipe_s_model_is_a_config_json(file: str, tmp_path: Path) -> None:
+    path = FOLDER / "qwen3_0.6b" / file
+    given = resolve("tiny_llama", "p5", [f"model={path}", "model.seq_len=4096"])
+    expected = published("qwen3_0.6b").model_copy(update={"seq_len": 4096})
+    assert given.recipe.model == expected
+    assert given.origins["model.qk_norm"] == f"--set model={path}"
+    recipe = (recipes_dir() / "qwen3_8b.yaml").read_text()
+    section = re.compile(r"^model:\n(?:  .*\n)+", re.M)
+    (tmp_path / "own.yaml").write_text(section.sub("model: theirs\n", recipe))
+    (tmp_path / "theirs").mkdir()
+    shutil.copy(FOLDER / "qwen3_0.6b" / "config.json", tmp_path / "theirs")
+    own = resolve(str(tmp_path / "own.yaml"), None, ["model.seq_len=4096"])
+    assert own.recipe.model == expected
+    assert own.origins["model.family"] == str(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (None, "config.json: is missing"),
+        ("{", "config.json: is not JSON"),
+        ('{"model_type": "mamba"}', "model_type: 'mamba' is not known"),
+    ],
+)
+def test_a_config_json_that_is_no_model(text: str | None, fault: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=fault):
+        resolve("tiny_llama", None, [f"model={tmp_path}"])

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import flatten
 from slurmllm.config.rules import broken_rules
+from slurmllm.config.yaml_source import flatten
 from slurmllm.model import IGNORED, output
 from slurmllm.model.attention import document_mask, slice_order
 from slurmllm.model.decoder import build_model

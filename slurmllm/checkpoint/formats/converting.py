@@ -40,8 +40,8 @@ from slurmllm.checkpoint.state import (
 )
 from slurmllm.config.load import load
 from slurmllm.config.recipe import OptimConfig
-from slurmllm.config.resolve import flatten
 from slurmllm.config.rules import broken_rules
+from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.host_memory import free_memory
 from slurmllm.plan.mesh import load_mesh

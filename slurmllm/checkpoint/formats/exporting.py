@@ -21,7 +21,6 @@ from slurmllm.checkpoint.formats.huggingface import (
     unpadded,
     with_their_biases,
 )
-from slurmllm.checkpoint.formats.huggingface_config import CONFIG, config_faults, write_config
 from slurmllm.checkpoint.formats.safetensors_files import (
     TensorFiles,
     own_storage,
@@ -38,6 +37,7 @@ from slurmllm.checkpoint.formats.tokenizer_files import (
 )
 from slurmllm.checkpoint.formats.weights import VOCABULARY, open_weights
 from slurmllm.checkpoint.state import Origin, read_origin
+from slurmllm.config.huggingface import CONFIG, config_faults, write_config
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
 

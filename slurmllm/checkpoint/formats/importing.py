@@ -32,7 +32,6 @@ from slurmllm.checkpoint.formats.huggingface import (
     TensorMapping,
     tensor_mappings,
 )
-from slurmllm.checkpoint.formats.huggingface_config import SourceConfig, read_config
 from slurmllm.checkpoint.formats.safetensors_files import (
     SafetensorsFiles,
     StoredTensor,
@@ -51,6 +50,7 @@ from slurmllm.checkpoint.formats.tokenizer_files import (
 )
 from slurmllm.checkpoint.state import INDEX, MODEL, fingerprint_digest
 from slurmllm.config.families import FAMILIES
+from slurmllm.config.huggingface import SourceConfig, read_config
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
 from slurmllm.safe_files import read_limited

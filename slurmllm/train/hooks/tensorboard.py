@@ -18,7 +18,7 @@ from tensorboard.summary.writer.event_file_writer import (  # type: ignore[impor
     EventFileWriter,
 )
 
-from slurmllm.config.resolve import flatten
+from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import StorageError
 from slurmllm.metrics.curves import TAGS
 from slurmllm.metrics.evaluations import evaluation_values

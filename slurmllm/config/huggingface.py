@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.families.family import REQUIRED, HuggingFaceModel
 from slurmllm.config.recipe import ModelConfig, RopeScaling
-from slurmllm.config.resolve import flatten
 from slurmllm.config.rules import broken_rules
+from slurmllm.config.yaml_source import flatten
 from slurmllm.safe_files import read_limited
 
 CONFIG = "config.json"
@@ -47,18 +47,18 @@ class SourceConfig:
     eos_token_id: int | list[int] | None  # token at its end; some models have several
 
 
-def read_config(directory: Path) -> tuple[SourceConfig | None, list[str]]:
+def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | None, list[str]]:
     """Returns a model's config.json, None if it has faults, and one line per fault."""
     try:
-        values = json.loads(read_limited(directory / CONFIG))
+        values = json.loads(read_limited(directory / name))
     except FileNotFoundError:
-        return None, [f"{CONFIG}: is missing; is this the folder of a Hugging Face model?"]
+        return None, [f"{name}: is missing; is this the folder of a Hugging Face model?"]
     except OSError as error:
-        return None, [f"{CONFIG}: cannot be read: {error.strerror or error}"]
+        return None, [f"{name}: cannot be read: {error.strerror or error}"]
     except (ValueError, RecursionError) as error:  # untrusted: nested too deeply, not UTF-8
-        return None, [f"{CONFIG}: is not JSON: {error}; fetch it again"]
+        return None, [f"{name}: is not JSON: {error}; fetch it again"]
     if not isinstance(values, dict):
-        return None, [f"{CONFIG}: holds no mapping of settings; fetch it again"]
+        return None, [f"{name}: holds no mapping of settings; fetch it again"]
     family, faults = _find_family(values)
     if family is None:
         return None, faults
