@@ -90,7 +90,7 @@ def require_trained_rates(before: Recipe, after: Recipe, trained: int) -> None:
             f"optim.decay_start: cannot move to {after.optim.decay_start}: the decay began after "
             f"step {old:.0f}, and the run resumes from step {trained}; {fix}"
         )
-    raise ConfigError(f"{after.name}: the schedule differs in steps that are already trained", [fault])
+    raise ConfigError(f"{after.name}: the schedule differs in trained steps", [fault])
 
 
 class SaveSchedule:
