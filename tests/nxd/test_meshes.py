@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from mesh_pool import FAMILIES, Case, MeshPool, deviation, small_run
+from mesh_pool import FAMILIES, Case, MeshPool, counted, deviation, micro_batches, small_run
 
 from nxd.conftest import Reference
 
@@ -22,7 +23,7 @@ SELECTIVE = "train.activation_checkpointing=selective"
 INTERLEAVED = "parallel.virtual_pipeline=2"
 # Masks, positions that begin anew, labels that are not learnt.
 DOCUMENTS = "data.mask=document"
-KV1, KV2 = "model.num_kv_heads=1", "model.num_kv_heads=2"
+KV1, KV2, KV4 = (f"model.num_kv_heads={count}" for count in (1, 2, 4))
 
 MESHES = [
     ("neox", 1, 1, 1, WHOLE),
@@ -119,6 +120,38 @@ def test_z_loss(pool: MeshPool, native: Reference, mesh: tuple[int, int, int, st
     assert expected[0].rows[0][1] != plain[0].rows[0][1]
     found = pool.run(Case(small_run("llama", *mesh, "backend=nxd", "train.z_loss=0.01")))
     assert max(deviation(found, expected)) < TOLERANCE
+
+
+def whole_gradients(backend: Any) -> dict[str, np.ndarray]:
+    """The gradients of one step of one process of the native backend."""
+    backend.forward_backward(micro_batches(backend, 1), counted(backend.config, 1))
+    return {name: p.grad.full_tensor().numpy() for name, p in backend.model.named_parameters()}
+
+
+def own_gradients(backend: Any) -> dict[str, tuple[Any, np.ndarray]]:
+    """A tensor-parallel worker's, each with its share of the parameter."""
+    backend.forward_backward(micro_batches(backend, 1), counted(backend.config, 1))
+    backend._sum_over_heads()
+    return {
+        name: (backend._shards.share(name), p.grad.numpy())
+        for name, p in backend.parameters.items()
+    }
+
+
+@pytest.mark.parametrize("kv", [KV4, KV1], ids=["kv4", "kv1"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_every_gradient(pool: MeshPool, family: str, kv: str) -> None:
+    one = small_run(family, 1, 1, 1, "backend=native", kv)
+    (whole,) = pool.run(Case(one, last=0, after=whole_gradients))
+    several = small_run(family, 4, 1, 1, "backend=nxd", kv, WHOLE)
+    for outcome in pool.run(Case(several, last=0, after=own_gradients)):
+        assert outcome.after.keys() == whole.after.keys()
+        for name, (share, found) in outcome.after.items():
+            expected = whole.after[name]
+            if share.dim is not None:
+                pieces = [expected.take(range(p.start, p.stop), share.dim) for p in share.pieces]
+                expected = np.concatenate(pieces, share.dim)
+            assert np.abs(found - expected).max() < 1e-5 * np.abs(whole.after[name]).max(), name
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.05, 1e6])
