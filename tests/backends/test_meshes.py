@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ SELECTIVE, INTERLEAVED = (
 # Masks, positions that begin anew, and labels not learnt: other counts in each micro batch.
 DOCUMENTS = "data.mask=document"
 
-MESHES = [
+MESHES: list[Any] = [
     ("neox", 4, 1, 1, FEW, SEQUENCE),
     ("neox", 1, 2, 1),
     ("neox", 1, 4, 1),
@@ -51,18 +52,10 @@ MESHES = [
     ("llama", 4, 1, 1, FEW),
     ("llama", 2, 2, 1, FEW, INTERLEAVED, SELECTIVE),
     ("llama", 1, 2, 2, FULL, "parallel.zero=3"),
-    ("llama3", 2, 1, 1, FEW),
     ("llama3", 2, 2, 1, FEW, SEQUENCE),
-    ("llama3", 1, 2, 1),
-    ("llama3", 1, 1, 2, FULL),
     ("llama3", 1, 2, 2, INTERLEAVED, "parallel.zero=2"),
-    ("llama3", 2, 1, 2, FEW, SELECTIVE, "parallel.zero=3"),
-    ("qwen3", 2, 1, 1, FEW),
-    ("qwen3", 4, 1, 1, FEW, SEQUENCE),
     ("qwen3", 2, 2, 1, FEW, INTERLEAVED, SELECTIVE),
     ("qwen3", 2, 1, 2, FEW, SEQUENCE, FULL, "parallel.zero=0"),
-    ("qwen3", 1, 2, 2, "parallel.zero=3"),
-    ("qwen3", 1, 1, 4),
     ("gpt3", 1, 4, 1),
     ("gpt3", 2, 1, 2, FEW),
     ("gpt3", 2, 2, 1, FEW, SEQUENCE),
@@ -73,6 +66,18 @@ MESHES = [
     ("neox", 1, 2, 2, DOCUMENTS, INTERLEAVED, FULL),
     ("gpt3", 1, 4, 1, DOCUMENTS),
 ]
+
+LONG = [
+    ("llama3", 2, 1, 1, FEW),
+    ("llama3", 1, 2, 1),
+    ("llama3", 1, 1, 2, FULL),
+    ("llama3", 2, 1, 2, FEW, SELECTIVE, "parallel.zero=3"),
+    ("qwen3", 2, 1, 1, FEW, DOCUMENTS),
+    ("qwen3", 4, 1, 1, FEW, SEQUENCE),
+    ("qwen3", 1, 2, 2, "parallel.zero=3"),
+    ("qwen3", 1, 1, 4),
+]
+MESHES += [pytest.param(mesh, marks=pytest.mark.long) for mesh in LONG]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(str(part) for part in mesh))
