@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from slurmllm.config.families import FAMILIES, Activation, FamilyName, gate_block
 from slurmllm.config.operation import (
@@ -196,6 +196,31 @@ class EvalConfig(Section):
     corpora: dict[_TextName, str] = Field(default_factory=dict)
 
 
+PARTS = ("core", "mlp", "norm")  # of a block: attention without weights, feed-forward, norms
+_CHECKPOINTING = ("none", "selective", "full")
+
+
+def _checkpointing(value: Any) -> Any:
+    """Parts in one order, and [core] as its other name, so that equal runs have equal graphs."""
+    if isinstance(value, str) and value in _CHECKPOINTING:
+        return value
+    remedy = "must be none, selective or full, or a list of core, mlp and norm"
+    if not isinstance(value, list | tuple):
+        raise ValueError(remedy)
+    if not value:
+        raise ValueError("must name a part of core, mlp and norm; to recompute nothing, write none")
+    unknown = [part for part in value if part not in PARTS]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no part of a block; {remedy}")
+    if len(set(value)) < len(value):
+        raise ValueError("must name each part once")
+    parts = tuple(part for part in PARTS if part in value)
+    return "selective" if parts == ("core",) else parts
+
+
+Checkpointing = Literal["none", "selective", "full"] | tuple[Literal["core", "mlp", "norm"], ...]
+
+
 class TrainConfig(Section):
     """How long and in which batches the model trains."""
 
@@ -213,16 +238,32 @@ class TrainConfig(Section):
     # fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; bf16_sr: bf16
     # throughout with stochastic rounding; bf16: bf16 throughout.
     precision: Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"] = "fp32"
-    # What the backward pass recomputes instead of keeping.
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     # Coefficient of the z-loss, z_loss · log²Z per target token (PaLM: 1e-4), Z the softmax's
     # denominator. Its gradient is added to the cross entropy's, which alone is the loss reported.
     z_loss: NonNegativeFloat = 0.0
+    # What the backward pass recomputes instead of keeping: none; selective, the core of
+    # attention; full, whole blocks; or a list of parts of a block: core, mlp (the feed-forward
+    # layer), norm.
+    activation_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] = "none"
     compile: bool = True  # torch.compile on the native backend.
     # What the train stage does if precompile left a graph uncompiled: refuse to start, or
     # compile it while training.
     incomplete_graphs: Literal["refuse", "compile"] = "refuse"
     log_every: PositiveInt = 10  # Steps between lines in the log.
+
+    @property
+    def checkpointing_text(self) -> str:
+        """`selective`, or a list's parts as `core+mlp`."""
+        setting = self.activation_checkpointing
+        return setting if isinstance(setting, str) else "+".join(setting)
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """What the backward pass recomputes: some of `PARTS`, or `block`, a whole one."""
+        setting = self.activation_checkpointing
+        if isinstance(setting, tuple):
+            return setting
+        return {"none": (), "selective": ("core",), "full": ("block",)}[setting]
 
 
 class OptimConfig(Section):

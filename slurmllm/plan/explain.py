@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmllm.config.cluster import Hardware
+from slurmllm.config.recipe import TrainConfig
 from slurmllm.format import format_bytes, format_gib, format_seconds
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
 from slurmllm.plan.search import CHECKPOINTING
@@ -34,7 +35,7 @@ def describe(candidate: LayoutEstimate) -> str:
     """`TP 32 × PP 8 × DP 4, micro batch 1, selective checkpointing, ZeRO 1, sequence parallel`."""
     recipe = candidate.config.recipe
     texts = [degrees(candidate), f"micro batch {candidate.mesh.micro_batch}"]
-    texts.append(_checkpointing(recipe.train.activation_checkpointing))
+    texts.append(_checkpointing(recipe.train))
     texts.append(f"ZeRO {recipe.parallel.zero}")
     if recipe.parallel.sequence:
         texts.append("sequence parallel")
@@ -166,14 +167,15 @@ def _memory_lines(
     if larger:
         next_larger = min(larger, key=lambda c: c.mesh.micro_batch)
         yield f"micro batch {next_larger.mesh.micro_batch} {_compare(next_larger, best)}"
-    level = CHECKPOINTING.index(best.config.recipe.train.activation_checkpointing)
+    how = best.config.recipe.train.activation_checkpointing
+    level = CHECKPOINTING.index(how) if how in CHECKPOINTING else 0
     for less in reversed(CHECKPOINTING[:level]):
         for other in layouts:
-            checkpointing = other.config.recipe.train.activation_checkpointing
-            if checkpointing == less and (
+            train = other.config.recipe.train
+            if train.activation_checkpointing == less and (
                 differing_settings(other, best) == {"activation_checkpointing"}
             ):
-                yield f"{_checkpointing(less)} {_compare(other, best)}"
+                yield f"{_checkpointing(train)} {_compare(other, best)}"
                 return
 
 
@@ -210,7 +212,7 @@ def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
         "data": mesh.data,
         "micro_batch": mesh.micro_batch,
         "sequence": recipe.parallel.sequence,
-        "activation_checkpointing": recipe.train.activation_checkpointing,
+        "activation_checkpointing": recipe.train.checkpointing_text,
         "zero": recipe.parallel.zero,
     }
 
@@ -256,8 +258,8 @@ def _time_and_share(candidate: LayoutEstimate, seconds: float) -> str:
     return f"{format_seconds(seconds)}, {100 * seconds / candidate.step.total:.1f} % of the step"
 
 
-def _checkpointing(level: str) -> str:
-    return f"{'no' if level == 'none' else level} checkpointing"
+def _checkpointing(train: TrainConfig) -> str:
+    return f"{train.checkpointing_text if train.recomputed else 'no'} checkpointing"
 
 
 @dataclass(frozen=True)

@@ -228,10 +228,14 @@ def changes(config: RunConfig, candidate: LayoutEstimate) -> list[str]:
     if measures_micro_batch(config):
         others.append(_MICRO_BATCH)
     return [
-        f"{path}={str(_setting(candidate.config, path)).lower()}"
+        f"{path}={_yaml_text(_setting(candidate.config, path))}"
         for path in VARIED
         if path not in others and _setting(config, path) != _setting(candidate.config, path)
     ]
+
+
+def _yaml_text(value: object) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
 
 
 def _setting(config: RunConfig, path: str) -> object:

@@ -114,7 +114,7 @@ class _StepMemory:
     def activations(self) -> int:
         """Kept by all blocks of this worker, and by the final norm."""
         chunk = self.model.num_layers // self.mesh.chunks
-        kept = self._stream() if self.train.activation_checkpointing == "full" else self._block()
+        kept = self._stream() if "block" in self.train.recomputed else self._block()
         total = self.in_flight() * chunk * kept
         return total + (self._norm() if self.stage == self.mesh.pipeline - 1 else 0)
 
@@ -149,7 +149,11 @@ class _StepMemory:
         width = up_width(self.model) // self.mesh.tensor
         passing = 2 * self.tokens * (self.hidden + width) * self.bytes
         matrix = self.hidden * width * self.bytes
-        again = self._block() if self.train.activation_checkpointing == "full" else 0
+        again = 0
+        if "block" in self.train.recomputed:
+            again = self._block()
+        elif "mlp" in self.train.recomputed:  # and its gathered input
+            again = self._feed_forward() + self.tokens * self.hidden * self.bytes
         return passing + matrix + again
 
     def receive_buffers(self) -> int:
@@ -169,22 +173,33 @@ class _StepMemory:
         return 2 * self.own_tokens * self.hidden * _FP32
 
     def _block(self) -> int:
-        """What one block keeps of one micro batch."""
-        model, tensor = self.model, self.mesh.tensor
+        """What one block keeps of one micro batch; of a whole one that is recomputed, anew."""
+        model, tensor, recomputed = self.model, self.mesh.tensor, self.train.recomputed
         queries = model.num_heads * model.head_width
         keys = model.kv_heads * model.head_width
-        # Both norms' results, gathered, are inputs of matrices.
-        norms = (1 if model.parallel_residual else 2) * self._norm()
-        norms += 2 * self.tokens * self.hidden * self.bytes
+        again = "norm" in recomputed
+        norms = (1 if model.parallel_residual else 2) * (self._stream() if again else self._norm())
+        # Both norms' results are inputs of matrices, which gather them; a recomputed feed-forward
+        # layer keeps its own input.
+        gathered = self.tokens * self.hidden * self.bytes
+        norms += gathered + (self._stream() if "mlp" in recomputed else gathered)
         shared = queries + 2 * keys + queries  # of qkv, and what attention gives
-        if model.rotary_pct > 0 and self.train.activation_checkpointing == "none":
+        if model.rotary_pct > 0 and not {"core", "block"} & {*recomputed}:
             shared += queries + keys
-        # Input of the activation and of the last matrix; the gated one keeps the activated gate
-        # too, which a compiled block computes again.
-        shared += up_width(model) + model.ffn_hidden_size
-        if model.gated and not self.train.compile:
-            shared += model.ffn_hidden_size
+        elif "core" in recomputed and keys < queries and not self.train.compile:
+            shared += queries  # the core's input, a copy if queries share keys
         log_sums = self.tokens * model.num_heads // tensor * _FP32
-        if model.qk_norm and not self.train.compile:  # as `_norm`
+        if model.qk_norm and not self.train.compile and not again:  # as `_norm`
             norms += 2 * self.tokens * (queries + keys) // tensor * _FP32
-        return norms + self.tokens * shared // tensor * self.bytes + log_sums
+        kept = norms + self.tokens * shared // tensor * self.bytes + log_sums
+        return kept + (0 if "mlp" in recomputed else self._feed_forward())
+
+    def _feed_forward(self) -> int:
+        """Input of the activation and of the last matrix.
+
+        The gated layer keeps the activated gate too, which a compiled block computes again.
+        """
+        width = up_width(self.model) + self.model.ffn_hidden_size
+        if self.model.gated and not self.train.compile:
+            width += self.model.ffn_hidden_size
+        return self.tokens * width // self.mesh.tensor * self.bytes

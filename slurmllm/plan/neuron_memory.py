@@ -19,6 +19,7 @@ the masks of attention, what is received ahead of a stage's step.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -91,20 +92,20 @@ def _backward(
 ) -> dict[str, int]:
     """What the backward pass adds: at the loss, or in the first block."""
     recipe = config.recipe
-    model, mode = recipe.model, recipe.train.activation_checkpointing
+    model, recomputed = recipe.model, recipe.train.recomputed
     size = formats(config).computed
     apart = mesh.pipeline > 1
     block = _block(model, mesh.tensor, mesh.micro_batch, recipe.parallel.sequence, size, apart)
     layers = model.num_layers // mesh.chunks
     copies = _COPIES if apart else 1
-    activations = copies * _in_flight(mesh, stage) * layers * block.kept(mode)
+    activations = copies * _in_flight(mesh, stage) * layers * block.kept(recomputed)
     output = 0
     if stage == mesh.pipeline - 1:
         # Final norm, logits and their gradient in both formats, the head's gradient, gathered.
         tokens, rows = mesh.micro_batch * model.seq_len, model.padded_vocab_size // mesh.tensor
         hidden = (2 * tokens + rows) * model.hidden_size * size
         output = block.norm + hidden + 2 * tokens * rows * (size + _FP32)
-    buffers = block.passing(mode) + block_gradients
+    buffers = block.passing(recomputed) + block_gradients
     largest = {"output": output} if output > buffers else {"buffers": buffers}
     return {"gradients": gradients, "activations": activations, **largest}
 
@@ -126,22 +127,23 @@ class _BlockMemory(NamedTuple):
 
     stream: int  # its input
     norm: int  # what one norm keeps
-    outside: int  # what the backward pass needs, attention's core aside
-    core: int  # what it needs of the core, which selective checkpointing computes again
+    outside: int  # what the backward pass needs whichever parts are recomputed
+    parts: Mapping[str, int]  # what it needs of each part that can be recomputed
     scores: int  # gradients in the core
     widest: int  # gradients in the feed-forward layer, with inputs and outputs gathered
 
-    def kept(self, mode: str) -> int:
+    def kept(self, recomputed: Collection[str]) -> int:
         """From the forward to the backward pass."""
-        whole = self.outside + self.core
-        return {"none": whole, "selective": self.outside, "full": self.stream}[mode]
+        if "block" in recomputed:
+            return self.stream
+        return self.outside + sum(n for part, n in self.parts.items() if part not in recomputed)
 
-    def passing(self, mode: str) -> int:
-        """Within the backward pass: what is computed again, and gradients."""
-        if mode == "full":
-            return self.outside + self.core + max(self.scores, self.widest)
-        again = self.core if mode == "selective" else 0
-        return max(again + self.scores, self.widest)
+    def passing(self, recomputed: Collection[str]) -> int:
+        """Within the backward pass: what is recomputed, and gradients."""
+        if "block" in recomputed:
+            return self.kept(()) + max(self.scores, self.widest)
+        core, mlp = (self.parts[part] * (part in recomputed) for part in ("core", "mlp"))
+        return max(core + self.scores, mlp + self.widest)
 
 
 @lru_cache(maxsize=4096)
@@ -166,12 +168,15 @@ def _block(
     keys = max(1, model.kv_heads // tensor) * model.head_width
     ffn = model.ffn_hidden_size // tensor
     # Inputs of both column-parallel matrices, a share of them under sequence parallelism.
-    outside = (1 if model.parallel_residual else 2) * norm + 2 * stream
+    outside = (1 if model.parallel_residual else 2) * stream + 2 * stream
     # q, k, v, what attention gives; the activation's input and result, and with a gate the other
-    # factor and the product.
-    outside += tokens * (2 * queries + 2 * keys + (4 if model.gated else 2) * ffn) * size
+    # factor and the product. A recomputed norm keeps its input.
+    outside += tokens * (2 * queries + 2 * keys) * size
+    mlp = tokens * (4 if model.gated else 2) * ffn * size
+    norms = (1 if model.parallel_residual else 2) * (norm - stream)
     if model.qk_norm:  # results, which are turned, or the two copies in fp32
-        outside += tokens * (queries + keys) * (2 * _FP32 if apart else size)
+        outside += tokens * (queries + keys) * size
+        norms += tokens * (queries + keys) * (2 * _FP32 - size) * apart
     # Turned queries and keys; where several queries share a key, keys and values for each of them.
     turned = model.rotary_pct > 0
     core = queries * turned + (2 * queries if keys < queries else keys * turned)
@@ -182,7 +187,7 @@ def _block(
         stream=stream,
         norm=norm,
         outside=outside,
-        core=tokens * core * size + scores,
+        parts={"core": tokens * core * size + scores, "mlp": mlp, "norm": norms},
         scores=scores,
         widest=2 * tokens * (width + up) * size,
     )

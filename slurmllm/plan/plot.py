@@ -195,5 +195,5 @@ def _bars(answers: Sequence[RecipePlan]) -> dict[str, MemoryUse]:
 
 
 def _label(one: LayoutEstimate) -> str:
-    how = one.config.recipe.train.activation_checkpointing
+    how = one.config.recipe.train.checkpointing_text
     return f"{degrees(one)}, micro batch {one.mesh.micro_batch}, {how}"

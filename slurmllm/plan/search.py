@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from slurmllm.config.recipe import Checkpointing
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import RULES, divisors
 from slurmllm.errors import ConfigError
@@ -28,7 +29,8 @@ _LARGEST_MICRO_BATCH = 64
 # Tensor-parallel degrees of AWS's training examples on trn1, and none. For others (2 is valid too)
 # no published run exists to validate a prediction; they are predicted if fixed.
 _NEURON_TENSOR = (1, 8, 32)
-CHECKPOINTING = ("none", "selective", "full")  # from the fastest to the smallest
+# From the fastest to the smallest; the list is of AWS's 70B runs.
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", ("core", "mlp"), "full")
 _PARALLEL_RULES = [
     rule for rule in RULES if any(path.startswith("parallel.") for path in rule.paths)
 ]
@@ -155,7 +157,7 @@ def _layouts(
             zeros = [1] if data == 1 or pipeline > 1 else [1, 2, 3]
             if config.backend == "nxd":
                 zeros = [0, 1]
-            modes: Sequence[str] = CHECKPOINTING
+            modes: Sequence[Checkpointing] = CHECKPOINTING
             if smallest:
                 chunks, sequences, zeros, modes = [1], sequences[:1], zeros[-1:], modes[-1:]
             options = (
@@ -228,7 +230,7 @@ def _mesh(layout: RunConfig, nodes: int, micro_batch: int) -> Mesh:
     )  # fmt: skip
 
 
-def _with_train(config: RunConfig, name: str, value: int | str) -> RunConfig:
+def _with_train(config: RunConfig, name: str, value: int | Checkpointing) -> RunConfig:
     """A copy with another setting of `train`."""
     train = config.recipe.train.model_copy(update={name: value})
     return replace(config, recipe=config.recipe.model_copy(update={"train": train}))

@@ -29,6 +29,7 @@ from slurmllm.plan.flops import (
     block_elements,
     block_products,
     head_product,
+    up_width,
 )
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import block_parameters, rest_parameters
@@ -198,16 +199,18 @@ class _Step:
         """All parts, of the slowest pipeline stage: the last one, which has the head."""
         mesh, hardware, recipe = self.mesh, self.hardware, self.recipe
         micro_batches = mesh.accumulation
-        how, zero = recipe.train.activation_checkpointing, recipe.parallel.zero
+        recomputed, zero = recipe.train.recomputed, recipe.parallel.zero
         forward = self._forward_s()
-        again = {"none": 0.0, "selective": self._attention_s(), "full": forward}[how]
+        again = forward if "block" in recomputed else sum(self._part_s(p) for p in recomputed)
         block = 3 * forward + self._added_s(block_parameters(self.model) / mesh.tensor)
         logits = head_product(self.model, self.tokens, mesh.tensor)
         passes = _LOGITS * self.tokens * logits.n * _FP32 / self.bandwidth
         head = 3 * self._product_s(logits) + passes + self._added_s(logits.n * logits.k)
         collective = self._block_collectives_s()
         edge = 2 * self._sum_s()  # of embedding and head, forward and backward
-        launches = (3 + (how == "full")) * hardware.operator_us * 1e-6  # of a block's operators
+        launches = (
+            (3 + ("block" in recomputed)) * hardware.operator_us * 1e-6
+        )  # of a block's operators
         compute, recompute = (
             micro_batches * (self.layers * block + head),
             micro_batches * self.layers * again,
@@ -241,6 +244,22 @@ class _Step:
         work = sum(self._product_s(product) for product in products) + self._attention_s()
         return work + elements * self.formats.computed / self.bandwidth
 
+    def _part_s(self, part: str) -> float:
+        """Forward pass of a part of a block (`config.recipe.PARTS`), as far as backward needs it.
+
+        That is not the feed-forward layer's last matrix, whose product is no input of another.
+        """
+        model, tokens, tensor = self.model, self.tokens, self.mesh.tensor
+        if part == "core":
+            return self._attention_s()
+        width = self.formats.computed
+        if part == "mlp":
+            up = block_products(model, tokens, tensor)[2]
+            moved = tokens * (up_width(model) + model.ffn_hidden_size) // tensor * width
+            return self._product_s(up) + moved / self.bandwidth
+        shared = tensor if self.recipe.parallel.sequence else 1
+        return 4 * tokens * model.hidden_size // shared * width / self.bandwidth
+
     def _product_s(self, product: Product) -> float:
         return product_s(product, self.peak, self.formats.computed, self.hardware)
 
@@ -259,12 +278,14 @@ class _Step:
 
         Forward, attention and feed-forward each sum up their output, and backward the gradient of
         their input; under sequence parallelism they gather the one and scatter the other's sum, the
-        same bytes. Full checkpointing repeats the forward ones. NxD gathers the inputs of both anew
+        same bytes. Full checkpointing repeats the forward ones, a recomputed feed-forward layer
+        the gathering of its input. NxD gathers the inputs of both anew
         for the weights' gradients, instead of keeping them
         (neuronx_distributed/parallel_layers/layers.py).
         """
-        passes = 3 if self.recipe.train.activation_checkpointing == "full" else 2
-        again = 2 if self.recipe.parallel.sequence and self.nxd else 0
+        recomputed, sequence = self.recipe.train.recomputed, self.recipe.parallel.sequence
+        passes = 3 if "block" in recomputed else 2
+        again = (2 * self.nxd + ("mlp" in recomputed)) * sequence
         return 2 * passes * self._sum_s() + again * self._gathered_s()
 
     def _sum_s(self) -> float:

@@ -1,9 +1,10 @@
-"""The memory between steps is as `plan/memory.py` computes it, to the byte."""
+"""Memory as `plan/memory.py` computes it: between steps, and kept for the backward pass."""
 
 from __future__ import annotations
 
 import pytest
-from mesh_pool import Case, MeshPool
+import torch
+from mesh_pool import Case, MeshPool, micro_batches
 from mesh_pool import small_run as small
 from torch import Tensor
 
@@ -42,3 +43,55 @@ def test_at_rest(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
     for rank, outcome in enumerate(pool.run(case)):
         predicted = worker_memory(case.config, case.mesh, rank)
         assert outcome.after == {"weights": predicted.weights, "optimizer": predicted.optimizer}
+
+
+def kept(backend: NativeBackend) -> int:
+    """Bytes of all tensors that a forward pass keeps, parameters included."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = local_part(tensor).untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    (model,) = backend.chunks
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(*backend._to_device(micro_batches(backend, 1)[:1]))
+    loss.backward()
+    return sum(sizes.values())
+
+
+def predicted_drop(case: Case, without: Case) -> int:
+    most, least = (worker_memory(each.config, each.mesh).activations for each in (without, case))
+    return most - least
+
+
+@pytest.mark.parametrize("family", ["neox", "llama"])
+def test_each_part_recomputed_saves_what_is_predicted(pool: MeshPool, family: str) -> None:
+    def case(setting: str) -> Case:
+        wide = ("model.seq_len=128", "train.micro_batch=8", "train.global_batch=8")
+        recompute = f"train.activation_checkpointing={setting}"
+        return Case(small(family, 1, 1, 1, *wide, recompute), last=0, after=kept)
+
+    whole = case("none")
+    (before,) = pool.run(whole)
+    for setting in ("selective", "[mlp]", "[norm]", "[core, mlp]", "[core, mlp, norm]", "full"):
+        (found,) = pool.run(case(setting))
+        predicted = predicted_drop(case(setting), whole)
+        tolerance = 0.05 * worker_memory(whole.config, whole.mesh).activations
+        assert before.after - found.after == pytest.approx(predicted, abs=tolerance), setting
+
+
+def test_compiled_tensor_parallel_parts(pool: MeshPool) -> None:
+    """The same bits with less memory, sequence parallelism included."""
+
+    def case(setting: str) -> Case:
+        more = ("parallel.sequence=true", "train.micro_batch=4", "train.compile=true")
+        recompute = f"train.activation_checkpointing={setting}"
+        return Case(small("llama", 2, 1, 1, *more, recompute), last=3, after=kept)
+
+    whole, parts = case("none"), case("[core, mlp]")
+    before, found = pool.run(whole), pool.run(parts)
+    assert [outcome.rows for outcome in found] == [outcome.rows for outcome in before]
+    for more, less in zip(before, found, strict=True):
+        assert more.after - less.after >= predicted_drop(parts, whole) > 0

@@ -35,6 +35,7 @@ SELECTIVE, INTERLEAVED = (
     "train.activation_checkpointing=selective",
     "parallel.virtual_pipeline=2",
 )
+PARTS = "train.activation_checkpointing=[core, mlp, norm]"
 # Masks, positions that begin anew, and labels not learnt: other counts in each micro batch.
 DOCUMENTS = "data.mask=document"
 
@@ -43,13 +44,13 @@ MESHES: list[Any] = [
     ("neox", 1, 2, 1),
     ("neox", 1, 4, 1),
     ("neox", 1, 2, 1, "train.micro_batch=8"),  # fewer micro batches than stages
-    ("neox", 1, 1, 4, "parallel.zero=0"),
+    ("neox", 1, 1, 4, "parallel.zero=0", PARTS),
     ("neox", 1, 1, 2, "parallel.zero=2", SELECTIVE),
     ("neox", 2, 1, 2, FEW, "parallel.zero=3"),
     ("neox", 1, 2, 2, INTERLEAVED),
     ("llama", 1, 1, 2),
     ("llama", 2, 1, 2, FEW, SEQUENCE, FULL),
-    ("llama", 4, 1, 1, FEW),
+    ("llama", 4, 1, 1, FEW, PARTS),
     ("llama", 2, 2, 1, FEW, INTERLEAVED, SELECTIVE),
     ("llama", 1, 2, 2, FULL, "parallel.zero=3"),
     ("llama3", 2, 2, 1, FEW, SEQUENCE),
@@ -58,7 +59,7 @@ MESHES: list[Any] = [
     ("qwen3", 2, 1, 2, FEW, SEQUENCE, FULL, "parallel.zero=0"),
     ("gpt3", 1, 4, 1),
     ("gpt3", 2, 1, 2, FEW),
-    ("gpt3", 2, 2, 1, FEW, SEQUENCE),
+    ("gpt3", 2, 2, 1, FEW, SEQUENCE, PARTS),
     ("gpt3", 1, 2, 2, INTERLEAVED, "parallel.zero=2"),
     ("neox", 2, 1, 2, DOCUMENTS, FEW, SEQUENCE, "parallel.zero=3"),
     ("llama", 2, 1, 1, DOCUMENTS, FEW, SEQUENCE, SELECTIVE),

@@ -29,23 +29,17 @@ def test_every_reason_has_value_and_remedy() -> None:
 
 
 def test_supported_settings() -> None:
-    settings = ("train.precision=bf16_sr", "train.activation_checkpointing=selective")
+    settings = ("train.precision=bf16_sr", "train.activation_checkpointing=[core, mlp, norm]")
     assert unsupported(small_config(*settings, "parallel.tensor=2", "parallel.pipeline=2")) == []
 
 
-def test_tensor_parallelism_of_padding_and_of_compiled_selective_checkpointing() -> None:
+def test_tensor_parallelism_of_padding() -> None:
     vocabulary = ("model.vocab_size=300", "model.vocab_pad_multiple=256")
-    selective = ("train.activation_checkpointing=selective", "train.compile=true")
-    faults = unsupported(small_config("parallel.tensor=4", *vocabulary, *selective))
-    assert [fault.split(":")[0] for fault in faults] == [
-        "train.activation_checkpointing",
-        "model.vocab_pad_multiple",
-    ]
-    assert "--set train.activation_checkpointing=full or none" in faults[0]
-    assert "300 entries to 512" in faults[1]
-    assert "set a smaller multiple of 4" in faults[1]
+    (fault,) = unsupported(small_config("parallel.tensor=4", *vocabulary))
+    assert fault.startswith("model.vocab_pad_multiple")
+    assert "300 entries to 512" in fault
+    assert "set a smaller multiple of 4" in fault
     assert unsupported(small_config("parallel.tensor=2", *vocabulary)) == []
-    assert unsupported(small_config(*selective)) == []
 
 
 def test_worker_refuses_too() -> None:

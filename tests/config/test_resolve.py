@@ -181,6 +181,15 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("cluster.node_local=relative", "cluster.node_local"),
         ("cluster.directives=['--gres=gpu:8 --uid=0']", "cluster.directives"),
         ("nonsense", "expected path=value"),
+        ("train.activation_checkpointing=most", "must be none, selective or full, or a list of"),
+        ("train.activation_checkpointing=core", "or a list of core, mlp and norm"),
+        ("train.activation_checkpointing=[]", "to recompute nothing, write none"),
+        ("train.activation_checkpointing=[core, core]", "each part once"),
+        ("train.activation_checkpointing=[attention]", "'attention' is no part of a block"),
+        (
+            "train.activation_checkpointing=[full, mlp]",
+            "'full' is no part of a block; must be none",
+        ),
         ("train.steps.more=1", "is not a section"),
         ("trian.steps=1", "unknown field"),
         ("checkpoint.second_tier=/x", "write checkpoint.replica"),
@@ -261,6 +270,26 @@ def test_config_yaml_reads_back_equal(tmp_path: Path) -> None:
     assert again.recipe == config.recipe
     assert again.cluster == config.cluster
     assert again.rows() == config.rows()
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected", "recomputed", "text"),
+    [
+        ("none", "none", (), "none"),
+        ("[core]", "selective", ("core",), "selective"),
+        ("full", "full", ("block",), "full"),
+        ("[norm, mlp]", ("mlp", "norm"), ("mlp", "norm"), "mlp+norm"),
+    ],
+)
+def test_one_form_of_equal_lists_of_recomputed_parts(
+    setting: str, expected: object, recomputed: tuple[str, ...], text: str, tmp_path: Path
+) -> None:
+    config = resolve("neox_20b", overrides=[f"train.activation_checkpointing={setting}"])
+    train = config.recipe.train
+    assert train.activation_checkpointing == expected
+    assert (train.recomputed, train.checkpointing_text) == (recomputed, text)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert load(tmp_path / "config.yaml").recipe == config.recipe
 
 
 def test_a_run_of_an_earlier_version_is_read_by_its_new_names(tmp_path: Path) -> None:

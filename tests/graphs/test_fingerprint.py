@@ -38,8 +38,8 @@ def fingerprint(
     [
         "model.hidden_size=384", "model.seq_len=256", "model.vocab_size=5000",
         "train.micro_batch=1", "train.precision=bf16_mixed", "train.compile=false",
-        "train.activation_checkpointing=full", "parallel.tensor=2", "parallel.pipeline=2",
-        "train.z_loss=1e-4",
+        "train.activation_checkpointing=full", "train.activation_checkpointing=[core, mlp]",
+        "parallel.tensor=2", "parallel.pipeline=2", "train.z_loss=1e-4",
         "cluster.cpus_per_node=7", "slurm.partition=other", "env.TORCHINDUCTOR_MAX_AUTOTUNE=1",
     ],
 )  # fmt: skip

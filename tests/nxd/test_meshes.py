@@ -20,6 +20,7 @@ TOLERANCE = 1e-5
 SEQUENCE, WHOLE = "parallel.sequence=true", "parallel.zero=0"
 FULL = "train.activation_checkpointing=full"
 SELECTIVE = "train.activation_checkpointing=selective"
+PARTS = "train.activation_checkpointing=[core, mlp, norm]"
 INTERLEAVED = "parallel.virtual_pipeline=2"
 # Masks, positions that begin anew, labels that are not learnt.
 DOCUMENTS = "data.mask=document"
@@ -28,7 +29,7 @@ KV1, KV2, KV4 = (f"model.num_kv_heads={count}" for count in (1, 2, 4))
 MESHES = [
     ("neox", 1, 1, 1, WHOLE),
     ("neox", 2, 1, 1, WHOLE),
-    ("neox", 4, 1, 1, SEQUENCE),
+    ("neox", 4, 1, 1, SEQUENCE, "train.activation_checkpointing=[core, mlp]"),
     ("neox", 1, 2, 1, WHOLE, FULL),
     ("neox", 1, 1, 2, WHOLE),
     ("neox", 1, 1, 4),
@@ -42,7 +43,6 @@ MESHES = [
     ("llama", 2, 2, 1, KV1, SEQUENCE),
     ("llama", 2, 1, 2, KV1, SELECTIVE),
     ("llama", 4, 1, 1, KV1, "model.attention_bias=true", "model.mlp_bias=true"),
-    ("llama", 1, 2, 2, WHOLE),
     ("llama3", 1, 1, 1),
     ("llama3", 2, 1, 1, WHOLE),
     ("llama3", 4, 1, 1, KV2, SEQUENCE),
@@ -55,10 +55,11 @@ MESHES = [
     ("qwen3", 4, 1, 1, KV2),
     ("qwen3", 2, 2, 1, SEQUENCE, KV1),
     ("qwen3", 1, 2, 2, FULL, INTERLEAVED),
+    ("llama", 1, 2, 2, WHOLE, PARTS),
     ("gpt3", 2, 1, 1, SEQUENCE),
     ("gpt3", 1, 2, 1, WHOLE),
     ("gpt3", 2, 1, 2, FULL),
-    ("gpt3", 2, 2, 1, SEQUENCE),
+    ("gpt3", 2, 2, 1, SEQUENCE, PARTS),
     ("gpt3", 1, 2, 2, SELECTIVE),
     ("neox", 2, 1, 1, DOCUMENTS, SEQUENCE, SELECTIVE),
     ("neox", 1, 2, 2, DOCUMENTS, INTERLEAVED),

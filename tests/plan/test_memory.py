@@ -38,7 +38,11 @@ def test_llama_70b_as_published_runs_shard_it() -> None:
 @pytest.mark.parametrize(
     ("smaller", "larger"),
     [
-        (("train.activation_checkpointing=full",), ("train.activation_checkpointing=selective",)),
+        (("train.activation_checkpointing=full",), ("train.activation_checkpointing=[core, mlp]",)),
+        (
+            ("train.activation_checkpointing=[core, mlp]",),
+            ("train.activation_checkpointing=selective",),
+        ),
         (("train.activation_checkpointing=selective",), ()),
         (("train.precision=bf16",), ("train.precision=bf16_mixed",)),
         (("train.precision=bf16_mixed",), ()),

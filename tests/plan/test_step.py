@@ -39,15 +39,18 @@ def test_the_bubble_is_stages_less_one_over_micro_batches() -> None:
 
 
 def test_checkpointing_computes_again() -> None:
-    none, selective, full = (
+    none, selective, parts, all_parts, full = (
         step("neox_20b", 4, f"train.activation_checkpointing={mode}")
-        for mode in ("none", "selective", "full")
+        for mode in ("none", "selective", "[core, mlp]", "[core, mlp, norm]", "full")
     )
-    assert none.recompute == 0 < selective.recompute < full.recompute
+    assert none.recompute == 0 < selective.recompute < parts.recompute < all_parts.recompute
+    assert all_parts.recompute < full.recompute
+    assert selective.tensor == none.tensor < parts.tensor < full.tensor, (
+        "the layer's input, gathered"
+    )
     # One more forward pass beside one forward and two backward ones, but not of the head, nor of
     # the sums of gradients.
     assert 0.25 * full.compute < full.recompute < full.compute / 3
-    assert full.tensor > none.tensor
 
 
 def test_sequence_parallelism_shares_the_elementwise_work() -> None:

@@ -12,14 +12,15 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from slurmllm.model.decoder import Block
@@ -31,7 +32,6 @@ else:
     GroupName = str  # exists for type checkers only; torch 2.9 does not have it
 
 Forward = Callable[..., Tensor]
-Recompute = Literal["none", "selective", "full"]
 
 
 def missing_compiler() -> list[str]:
@@ -65,28 +65,39 @@ def slow_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return not ("amx_bf16" in flags or amd_bf16)
 
 
-def wrap_blocks(blocks: Sequence[Block], *, compiled: bool, recompute: Recompute) -> None:
+def wrap_blocks(blocks: Sequence[Block], *, compiled: bool, recompute: Collection[str]) -> None:
     """Compile the forward function of equal blocks, this worker's decoder layers.
 
-    Backward recomputes nothing, attention's core (selective) or the whole block (full). Only
-    `forward` is replaced: modules keep their names, and hooks stay outside.
+    Backward recomputes what `TrainConfig.recomputed` names. Only `forward` is replaced: modules
+    keep their names, and hooks stay outside.
     """
-    if recompute == "selective":
-        for block in blocks:
-            core = block.attention.core
-            core.forward = functools.partial(_checkpointed, core.forward)  # type: ignore[method-assign]
+    for block in blocks:
+        for part in _parts(block, recompute):
+            part.forward = functools.partial(_checkpointed, part.forward)
     forward: Forward = type(blocks[0]).forward
     if compiled:
-        from slurmllm.backends.native.graph_passes import GraphPass  # imports Inductor: 0.7 s
+        # Imports Inductor: 0.7 s.
+        from slurmllm.backends.native.graph_passes import GraphPass, Partitioner
 
         changes: Any = GraphPass(wide=slow_bf16())
-        options = {"post_grad_custom_post_pass": changes}
+        options: dict[str, Any] = {"post_grad_custom_post_pass": changes}
+        if isinstance(next(blocks[0].parameters()), DTensor) and "core" in recompute:
+            options["custom_partitioner_fn"] = Partitioner()
         forward = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
     for block in blocks:
         bound: Forward = functools.partial(forward, block)
         block.forward = (  # type: ignore[method-assign]
-            functools.partial(_checkpointed, bound) if recompute == "full" else bound
+            functools.partial(_checkpointed, bound) if "block" in recompute else bound
         )
+
+
+def _parts(block: Block, recompute: Collection[str]) -> Iterator[nn.Module]:
+    if "core" in recompute:
+        yield block.attention.core
+    if "mlp" in recompute:
+        yield block.mlp
+    if "norm" in recompute:
+        yield from (m for m in block.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm))
 
 
 def wrap_output(output: Output) -> None:

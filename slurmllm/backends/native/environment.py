@@ -133,12 +133,6 @@ def unsupported(config: RunConfig) -> list[str]:
             "which the native backend does not replicate; "
             f"{choose(divisors(model.kv_heads))} with --set parallel.tensor"
         )
-    if tensor > 1 and recipe.train.compile and recipe.train.activation_checkpointing == "selective":
-        # torch 2.13 puts the DeviceMesh among the tensors that the compiled forward saves.
-        faults.append(
-            "train.activation_checkpointing: selective cannot be compiled under parallel.tensor "
-            f"{tensor}; --set train.activation_checkpointing=full or none, or train.compile=false"
-        )
     share = model.padded_vocab_size // tensor
     if share * (tensor - 1) >= model.vocab_size:
         faults.append(

@@ -6,11 +6,13 @@ Imported only for compilation: Inductor takes 0.7 s to import.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 _aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -39,6 +41,41 @@ class GraphPass(CustomGraphPass):
     def uuid(self) -> str:
         """Return this pass's part of the cache key; change it with the passes."""
         return f"slurmllm passes 2, wide {self.wide}"
+
+
+class Partitioner(CustomPartitionerFn):
+    """The default partitioner, for blocks without random numbers.
+
+    CAUTION: torch 2.13 saves a random state for each recomputed operator that is tagged as random,
+    as fused attention is even without dropout, and puts it after the DeviceMesh that a
+    tensor-parallel block saves, which is then taken for a tensor (`functionalize_rng_ops`).
+    """
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        operators: dict[Any, Any] = {}  # by the untagged function in the operator's place
+        for node in gm.graph.nodes:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                untagged = _untagged(node.target)
+                operators[untagged] = node.target
+                node.target = untagged
+        halves = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        for half in halves:
+            for node in half.graph.nodes:
+                node.target = operators.get(node.target, node.target)
+            half.recompile()
+        return halves
+
+    def uuid(self) -> str:
+        return "slurmllm partitioner 1"
+
+
+def _untagged(operator: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return operator(*args, **kwargs)
+
+    return call
 
 
 def merge_equal_sums(graph: fx.Graph) -> None:

@@ -112,7 +112,7 @@ class NativeBackend(Backend):
         compiling.wrap_blocks(
             [block for chunk in self.chunks for block in chunk.blocks()],
             compiled=recipe.train.compile,
-            recompute=recipe.train.activation_checkpointing,
+            recompute=recipe.train.recomputed,
         )
         self.chunks[-1].output.z_loss = recipe.train.z_loss
         if recipe.train.compile:

@@ -19,7 +19,12 @@ LEAVES = ("LayerNorm", "RMSNorm", "VocabularyEmbedding", "Positions", "ParallelL
 # The sequence dimension of activations in `slurmllm.model`: [batch, seq, hidden].
 SEQUENCE_DIMENSION = 1
 
-_RECOMPUTED_CLASSES = {"none": None, "selective": [CORE], "full": [BLOCK]}
+_RECOMPUTED_CLASSES = {
+    "core": [CORE],
+    "mlp": ["FeedForward", "GatedFeedForward"],
+    "norm": ["LayerNorm", "RMSNorm"],
+    "block": [BLOCK],
+}
 
 
 def dtype(precision: str) -> str:
@@ -42,6 +47,7 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """Return the arguments of each NxD function, by the function's name."""
     recipe = config.recipe
     optim, parallel, train = recipe.optim, recipe.parallel, recipe.train
+    recomputed = [name for part in train.recomputed for name in _RECOMPUTED_CLASSES[part]]
     zero, master = parallel.zero > 0, train.precision == "bf16_mixed"
     optimizer: dict[str, Any] = {
         "optimizer_class": "torch.optim.AdamW",
@@ -81,7 +87,7 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
             # `shards.py` computes the gradient norm and clips: NxD does both wrong if key and value
             # heads are replicated, and its ZeRO-1 always clips at 1.
             "optimizer_config": {"zero_one_enabled": zero, "grad_clipping": False},
-            "activation_checkpoint_config": _RECOMPUTED_CLASSES[train.activation_checkpointing],
+            "activation_checkpoint_config": recomputed or None,
             "model_init_config": {"meta_device_init": True, "param_init_fn": "initialize"},
             # With master weights in the checkpoint, a resume restores the fp32 weights.
             "mixed_precision_config": {

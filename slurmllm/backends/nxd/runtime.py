@@ -48,6 +48,7 @@ from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.errors import CodeError, ConfigError
 from slurmllm.host_memory import Memory, host_memory
+from slurmllm.model import decoder
 from slurmllm.model.decoder import Decoder
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies, sharding
@@ -113,7 +114,8 @@ class NxdBackend(Backend):
         recomputed = found["activation_checkpoint_config"]
         if recomputed:
             found["activation_checkpoint_config"] = [
-                getattr(parallel_model, name) for name in recomputed
+                next(vars(m)[name] for m in (parallel_model, decoder, nn) if name in vars(m))
+                for name in recomputed
             ]
         if found["pipeline_config"]:
             layer = found["pipeline_config"]["transformer_layer_cls"]
