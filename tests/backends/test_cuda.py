@@ -23,6 +23,7 @@ from slurmllm.model.decoder import CausalCore
 from slurmllm.model.init import local_part
 from slurmllm.model.output import Output
 from slurmllm.plan.memory import worker_memory
+from slurmllm.profile.trace import RankProfile
 from slurmllm.supervise.allocation import LocalAllocation
 
 pytestmark = pytest.mark.gpu
@@ -241,3 +242,19 @@ def test_a_run_reads_its_metrics_late(tmp_path: Path) -> None:
     assert "optimizer_s" not in rows(run, 0)[-1], "the host's clock cannot tell the parts apart"
     for number, found in curve(run).items():
         assert found == pytest.approx(curve(on_cpu)[number], rel=1e-2)
+
+
+def test_a_profile_is_of_the_device(tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    options = (GPU, "train.steps=6", "checkpoint.every_steps=100")
+    plain = Gang(make_run(tmp_path / "plain", data, *options)).finish()
+    profile = ("profile.steps=[3, 4]", "profile.memory=true")
+    run = Gang(make_run(tmp_path / "run", data, *options, *profile)).finish()
+    assert curve(run) == curve(plain)
+    (files,) = run.profiled()[0]
+    found = RankProfile.load(files.summary)
+    assert found.device
+    for part in ("forward", "backward", "optimizer"):
+        assert found.parts[part] > 0, part
+    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+    assert files.snapshot.stat().st_size > 0

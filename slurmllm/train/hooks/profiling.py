@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import Any
 
@@ -39,8 +40,8 @@ class ProfilingHook(Hook):
 
     def before_step(self, step: int) -> None:
         """Start or stop the profiler, and annotate the step (collective before the first)."""
-        self._end_step()
         inside = self._first <= step <= self._last
+        self._end_step(last=not inside)
         if inside and not self._begun:
             self._begun = True
             if self._own:
@@ -55,8 +56,9 @@ class ProfilingHook(Hook):
         self._step.__enter__()
 
     def close(self) -> None:
-        self._end_step()
-        if self._profiler is not None:
+        """Write the profile of fewer steps; not after an error, as peers may be lost."""
+        if self._profiler is not None and sys.exc_info()[0] is None:
+            self._end_step(last=True)
             self._finish()
 
     def _start(self) -> None:
@@ -71,10 +73,10 @@ class ProfilingHook(Hook):
         self._profiler.start()
         self._job.backend.part = lambda name: record_function(PREFIX + name)
 
-    def _end_step(self) -> None:
+    def _end_step(self, *, last: bool) -> None:
         if self._step is None:
             return
-        if self._cuda:
+        if last and self._cuda:
             torch.cuda.synchronize()  # ends with the device's work; the host runs ahead of it
         self._step.__exit__(None, None, None)
         self._step = None
