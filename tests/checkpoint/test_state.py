@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from train.gang import small_config
 
-from slurmllm.checkpoint.state import fingerprint, fingerprint_differences
+from slurmllm.checkpoint.state import (
+    fingerprint,
+    fingerprint_differences,
+    model_differences,
+    model_fields,
+)
 
 RECIPE = small_config().recipe
 FIELDS = fingerprint(RECIPE, "corpus", "tokenizer")
@@ -29,3 +34,27 @@ def test_a_model_that_this_version_does_not_know() -> None:
     assert fingerprint_differences(strange, FIELDS) == [
         "model.family: the checkpoint has 'mamba', the run 'neox'"
     ]
+
+
+def test_the_model_is_nested_again() -> None:
+    scaling = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    values = {**scaling, "original_max_position_embeddings": 8192}
+    options = [f"model.rope_scaling.{name}={value}" for name, value in values.items()]
+    llama = small_config("model.family=llama", "model.rotary_pct=1", *options).recipe
+    fields = fingerprint(llama, "corpus", "tokenizer")
+    assert fields["model.rope_scaling.factor"] == 8
+    assert model_fields(fields)["rope_scaling"] == values
+    assert fingerprint_differences(fields, fields) == []
+    unscaled = small_config("model.family=llama", "model.rotary_pct=1").recipe
+    (kind, *others) = fingerprint_differences(fields, fingerprint(unscaled, "corpus", "tokenizer"))
+    assert kind == "model.rope_scaling.kind: the checkpoint has 'llama3', the run None"
+    assert len(others) == 4
+
+
+def test_a_head_width_is_compared_as_a_number() -> None:
+    llama = small_config("model.family=llama", "model.rotary_pct=1").recipe.model
+    same = llama.model_copy(update={"head_dim": llama.hidden_size // llama.num_heads})
+    assert model_differences(llama, same) == []
+    wider = llama.model_copy(update={"head_dim": 2 * llama.head_width})
+    (line,) = model_differences(llama, wider)
+    assert line.startswith("model.head_dim: the checkpoint has")
