@@ -172,6 +172,8 @@ def precision(words: str) -> str:
 
 def checkpointing(words: str) -> str:
     """As our recipes name it."""
+    if "MLP)" in words:  # CoreAttention and the feed-forward layer
+        return "[core, mlp]"
     return next((mode for mode in ("full", "selective") if mode in words.lower()), "none")
 
 
