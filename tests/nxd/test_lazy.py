@@ -45,7 +45,8 @@ backend = load_backend("nxd")(config, mesh, Worker(0, 1, 0, "node"))
 backend.start()
 backend.build(lambda: build_model(config.recipe.model))
 backend.build_optimizer()
-seen = {"device": backend.device.type, "late": backend.deferred_metrics, "compiled": {}, "read": 0}
+seen = {"device": backend.device.type, "late": backend.deferred_metrics, "compiled": {}, "read": 0,
+        "evaluated": {}}
 
 def step(number):
     compiled, read = count("CompileTime"), count("TransferFromDeviceTime")
@@ -64,6 +65,10 @@ for number in range(1, int(steps) + 1):
     if unread is not None:
         rows.append([float(figure) for figure in unread])
     unread = figures
+    if number >= 3 and config.recipe.eval.every_steps is not None:
+        before = count("CompileTime")
+        loss = float(backend.evaluate(micro_batches(backend, 1000)[: number % 4 + 1], 7 * number))
+        seen["evaluated"][number] = count("CompileTime") - before
     if number == 3:
         backend.precompile_resume()
 folder = Path(tempfile.mkdtemp())
@@ -124,3 +129,15 @@ def test_the_graphs_of_three_steps_are_all(family: str, overrides: tuple[str, ..
     assert seen["compiled by a resume"] == 0
     assert set(seen["on the host"]) <= {"aten::_local_scalar_dense"}
     assert all(5 < loss < 8 for loss in seen["loss"])
+
+
+def test_an_evaluation_has_graphs_of_its_own() -> None:
+    own = ("train.precision=bf16_mixed", "eval.every_steps=1", "data.validation=0.1")
+    seen = lazily("llama", 12, *own, "train.activation_checkpointing=full", *LONG)
+    first, *others = seen["evaluated"].values()
+    assert 1 <= first <= 2
+    assert others == [0] * len(others), "another number of sequences has other graphs"
+    assert max(int(number) for number in seen["compiled"]) <= 3, (
+        "training has other graphs after it"
+    )
+    assert seen["compiled by a resume"] == 0
