@@ -1,4 +1,4 @@
-"""The cost of validation while training: an evaluation of as many sequences as a step, and the step.
+"""The cost of validation while training: a step, and an evaluation of as many sequences.
 
     python tools/benchmarks/evaluation.py [--set NAME=VALUE …] [--mesh 1,1,1] [--json]
 
@@ -21,11 +21,11 @@ from slurmllm.backends.base import Backend
 
 WARM_UP = 2  # rounds that compile and allocate
 SHAPE = (
-    "model.num_layers=6", "model.hidden_size=512", "model.ffn_hidden_size=2048",
-    "model.vocab_size=50304", "model.seq_len=512", "train.global_batch=8", "train.micro_batch=2",
+    "model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=1024",
+    "model.vocab_size=8192", "model.seq_len=256", "train.global_batch=8", "train.micro_batch=2",
     "train.compile=true",
 )  # fmt: skip
-ROUNDS = 12
+ROUNDS = 8
 
 
 def rounds(backend: Backend) -> list[tuple[float, float]]:
