@@ -297,6 +297,10 @@ class RunDir:
                 found.setdefault(attempt, []).append(ProfileFiles(trace.parent, rank))
         return found
 
+    def hook_rows(self, hook: str, attempt: int) -> Path:
+        """What a hook of one's own writes in an attempt, JSON lines (`HookContext.write`)."""
+        return self.path / "hooks" / hook / f"attempt_{attempt:03d}.jsonl"
+
     def metrics_files(self) -> list[Path]:
         """The metrics of all attempts, oldest attempt first."""
         folder = self.path / "metrics"

@@ -186,6 +186,13 @@ class Backend(ABC):
     def wait_for_imports(self) -> None:  # noqa: B027  whoever has a backend has imported it
         """Return at once."""
 
+    def model_of_hooks(self) -> nn.Module:
+        """Return this worker's part of the model, for hooks; ConfigError if it has no such form."""
+        raise ConfigError(
+            f"backend {self.config.backend} gives hooks no access to the model; --set "
+            "backend=native, or leave the hook out"
+        )
+
     def change_batch(self, mesh: Mesh) -> None:
         """Continue with another micro batch or accumulation, on the same degrees (collective)."""
         self.mesh = mesh

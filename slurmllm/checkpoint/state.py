@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from slurmllm.artifact_records import ImportedModel
 from slurmllm.config.families import FAMILIES
-from slurmllm.config.recipe import ModelConfig, Recipe
+from slurmllm.config.recipe import ADAMW, ModelConfig, Recipe
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import RunError, StorageError
 from slurmllm.records import Record, first_problem
@@ -22,7 +22,7 @@ TRAIN_STATE = "train_state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL = "model.json"
 INDEX = "weights.safetensors.index.json"
-_MODEL_PREFIX = "model."
+_MODEL_PREFIX, _OPTIMIZER = "model.", "optim.name"
 # Fields that change neither the parameters nor what they compute, or that are compared separately.
 _IGNORED_FIELDS = {
     "init_std",
@@ -49,11 +49,13 @@ class TrainState(Record):
 def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
     """Returns what must be equal for training to continue a checkpoint: dotted path → value.
 
-    Model and data order, with the content hashes of corpus and tokenizer. Learning rate, mesh and
-    number of steps may change.
+    Model, optimizer and data order, with the content hashes of corpus and tokenizer. Learning rate,
+    mesh and number of steps may change.
     """
+    own = {} if recipe.optim.name == ADAMW else {_OPTIMIZER: recipe.optim.name}
     return {
         **flatten(recipe.model.model_dump(mode="json"), _MODEL_PREFIX),
+        **own,
         "data.corpus": corpus,
         "data.tokenizer": tokenizer,
         "data.mask": recipe.data.mask,
@@ -86,6 +88,8 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
         saved = {**saved, **flatten(model, _MODEL_PREFIX)}
     except ValidationError:  # of another version, whose fields then show as differences
         pass
+    # Older checkpoints have no name of the optimizer.
+    saved, current = {_OPTIMIZER: ADAMW, **saved}, {_OPTIMIZER: ADAMW, **current}
     return [
         f"{path}: the checkpoint has {saved.get(path)!r}, the run {current.get(path)!r}"
         for path in [*saved, *(path for path in current if path not in saved)]

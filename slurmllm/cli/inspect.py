@@ -59,7 +59,9 @@ def inspect(
         raise UserError("--set changes a recipe: add --recipe NAME")
     else:
         spec = _corpus_stream(corpus, tokenizer, runs_dir, max(sequences, 1))
-    sources, encoder = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
+    sources, encoder = open_all(
+        spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask, spec.plugins
+    )
     total_weight = sum(weight for _, weight in spec.corpora)
     reports: list[CorpusReport] = []
     epochs: list[RecipeEpochs] = []

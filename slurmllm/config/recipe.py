@@ -10,7 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from slurmllm.config.families import FAMILIES, Activation, FamilyName, gate_block
+from slurmllm.config.families import (
+    BUILT_IN,
+    FAMILIES,
+    Activation,
+    FamilyName,
+    gate_block,
+)
 from slurmllm.config.operation import (
     CheckpointConfig,
     EnvName,
@@ -24,6 +30,7 @@ from slurmllm.config.operation import (
     SlurmConfig,
     WatchdogConfig,
 )
+from slurmllm.plugins import Part, split_prefix
 
 
 def _known_scaling(kind: str) -> str:
@@ -123,8 +130,8 @@ class ModelConfig(Section):
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a model section, those left out filled in with the family's values."""
     family = values.get("family")
-    defaults = FAMILIES[family].defaults if isinstance(family, str) and family in FAMILIES else {}
-    return {**defaults, **values}
+    found = FAMILIES.get(family) if isinstance(family, str) else None
+    return {**(found.defaults if found else {}), **values}
 
 
 class CorpusShare(Section):
@@ -266,10 +273,16 @@ class TrainConfig(Section):
         return {"none": (), "selective": ("core",), "full": ("block",)}[setting]
 
 
+ADAMW = "adamw"  # the optimizer that every backend has
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+
+
 class OptimConfig(Section):
     """The optimizer and the learning rate's schedule."""
 
-    name: Literal["adamw"] = "adamw"  # The optimizer.
+    # The optimizer: adamw, or the name of one of your own (native backend).
+    name: PartName = ADAMW
     lr: PositiveFloat  # Learning rate after the warm-up.
     min_lr: NonNegativeFloat = 0.0  # Learning rate at the decay's end.
     warmup_steps: Annotated[int, Field(ge=0)] = 0  # Steps of linear rise from 0.
@@ -289,6 +302,7 @@ class OptimConfig(Section):
     decay_norms_and_biases: bool = False
     # Largest gradient 2-norm over all parameters; 0 clips nothing.
     grad_clip: NonNegativeFloat = 1.0
+    settings: dict[str, Any] = Field(default_factory=dict)  # Those of an optimizer of your own.
 
     def warmup(self, total_steps: int) -> int:
         """Steps of the warm-up in a run of `total_steps`."""
@@ -353,3 +367,20 @@ class Recipe(Section):
     # Environment variables for this recipe's workers; they replace those of the same name
     # from the cluster profile and the backend.
     env: dict[EnvName, str] = Field(default_factory=dict)
+    # Hooks of your own, each with its settings: `{layer_norms: {every: 10}}`.
+    hooks: dict[PartName, dict[str, Any]] = Field(default_factory=dict)
+    # Modules that register parts of your own: `[my_package.my_module]`.
+    plugins: Annotated[tuple[ModuleName, ...], Field(strict=False)] = ()
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of other packages that the recipe names."""
+        found = [Part("hooks", name, f"hooks.{name}") for name in self.hooks]
+        if self.optim.name != ADAMW:
+            found.append(Part("optimizers", self.optim.name, "optim.name"))
+        if self.model.family not in BUILT_IN:
+            found.append(Part("models", self.model.family, "model.family"))
+        texts = (*(share.path for share in self.data.corpora), *self.eval.corpora.values())
+        prefixes = (split_prefix(text)[0] for text in texts)
+        found += [Part("data_sources", name, "data.corpus") for name in prefixes if name]
+        return found

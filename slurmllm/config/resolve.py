@@ -13,12 +13,14 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.directives import may_be_in_file
+from slurmllm.config.families import find_family
 from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
 from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
+from slurmllm.plugins import is_known
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -356,6 +358,7 @@ def validate(
     _open_auto_degrees(recipe_tree, origins)
     model = recipe_tree.get("model")
     if isinstance(model, Mapping):
+        faults += _import_family(model.get("family"), recipe_tree.get("plugins"))
         recipe_tree["model"] = with_family(model)
         added = recipe_tree["model"].keys() - model.keys()
         origins |= {f"model.{name}": f"family {model['family']}" for name in added}
@@ -375,6 +378,18 @@ def validate(
     if recipe is None or cluster is None or faults:
         raise ConfigError(f"{title}: {len(faults)} fault(s)", faults)
     return RunConfig(recipe, cluster, origins)
+
+
+def _import_family(family: Any, modules: Any) -> list[str]:
+    """Import a family of another package; returns the fault if that fails."""
+    named = isinstance(modules, list | tuple) and all(isinstance(one, str) for one in modules)
+    if not named or not isinstance(family, str) or is_known("models", family):
+        return []  # the field's own validation reports an unknown family
+    try:
+        find_family(family, modules)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _open_auto_degrees(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:

@@ -260,6 +260,7 @@ def check_corpora(
     global_batch: int,
     validation: float = 0.0,
     mask: Literal["none", "document"] = "none",
+    modules: Sequence[str] = (),
 ) -> list[int | None]:
     """Check that a model can be trained on corpora with a tokenizer; arguments as `StreamSpec`.
 
@@ -273,7 +274,7 @@ def check_corpora(
     Raises:
         SlurmllmError: corpus or tokenizer are missing, unreadable, damaged or do not fit.
     """
-    sources, encoder = open_all(corpora, tokenizer, vocab_size, mask)
+    sources, encoder = open_all(corpora, tokenizer, vocab_size, mask, modules)
     if encoder is not None and encoder.num_ids > vocab_size:
         raise DataError(
             f"tokenizer {tokenizer} has {encoder.num_ids} token ids, more than model.vocab_size "
@@ -317,7 +318,9 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
     for name, spec in evaluation_texts(training, corpora).items():
         setting = "data.validation" if name == HELD_OUT else f"eval.corpora.{name}"
         try:
-            sources, _ = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
+            sources, _ = open_all(
+                spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask, spec.plugins
+            )
             for source in sources:
                 source.read(
                     [(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))]
@@ -349,7 +352,9 @@ def _count_trained_documents(source: Source, training: StreamSpec) -> int:
     """How many of the first documents of a corpus are among the first ones of the training text."""
     own = source.document_hashes(np.arange(min(len(source), _COMPARED_DOCUMENTS)))
     split, found = Split("train", training.validation), np.zeros(len(own), dtype=bool)
-    sources, _ = open_all(training.corpora, training.tokenizer, training.vocab_size, training.mask)
+    sources, _ = open_all(
+        training.corpora, training.tokenizer, training.vocab_size, training.mask, training.plugins
+    )
     for trained in sources:
         share = min(1.0, _COMPARED_SIZE / max(trained.total_size, 1))
         hashes = trained.document_hashes(np.arange(math.ceil(len(trained) * share)))

@@ -208,7 +208,9 @@ def main() -> NoReturn:
     threading.Thread(target=_write_frames, args=(frames, outgoing), daemon=True).start()
     try:
         spec = StreamSpec.from_json(stream["spec"])
-        sources, _ = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
+        sources, _ = open_all(
+            spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask, spec.plugins
+        )
         start = json.loads(sys.stdin.readline() or "null")
         threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
         if start is None:

@@ -15,6 +15,7 @@ from slurmllm.config.recipe import Recipe
 from slurmllm.data.order import splitmix64
 from slurmllm.data.sources.base import Source
 from slurmllm.errors import DataError
+from slurmllm.plugins import absolute
 
 SplitName = Literal["train", "validation"]
 
@@ -38,6 +39,7 @@ class StreamSpec:
         mask: `document` if batches mark where documents begin.
         validation: Fraction of the documents held out.
         split: Side of the split to read.
+        plugins: Modules that may register data sources.
     """
 
     corpora: Sequence[tuple[Path, float]]
@@ -49,6 +51,7 @@ class StreamSpec:
     mask: Literal["none", "document"] = "none"
     validation: float = 0.0
     split: SplitName = "train"
+    plugins: Sequence[str] = ()
 
     @classmethod
     def of(cls, recipe: Recipe, global_batch: int | None = None) -> Self:
@@ -63,13 +66,14 @@ class StreamSpec:
             vocab_size=recipe.model.vocab_size,
             mask=data.mask,
             validation=data.validation,
+            plugins=recipe.plugins,
         )
 
     def to_json(self) -> dict[str, Any]:
         """JSON for another process, with absolute paths."""
         return {
             **asdict(self),
-            "corpora": [(str(path.absolute()), weight) for path, weight in self.corpora],
+            "corpora": [(absolute(path), weight) for path, weight in self.corpora],
             "tokenizer": None if self.tokenizer is None else str(self.tokenizer.absolute()),
         }
 

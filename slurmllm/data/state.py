@@ -16,6 +16,7 @@ from slurmllm.data.slots import WHOLE_DOCUMENT
 from slurmllm.data.sources.base import Source
 from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import DataError
+from slurmllm.plugins import absolute
 
 State = dict[str, Any]
 
@@ -41,7 +42,7 @@ def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None)
     """
     corpora = [
         {
-            "path": str(path.absolute()),
+            "path": absolute(path),
             "fingerprint": source.fingerprint,
             "weight": weight,
             "documents": len(source),

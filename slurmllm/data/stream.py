@@ -120,7 +120,7 @@ class PackedStream:
         self._workers = self._start_workers()
         try:
             self._sources, encoder = open_all(
-                spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask
+                spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask, spec.plugins
             )
         except BaseException:
             self.close()

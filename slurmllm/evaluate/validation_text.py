@@ -82,13 +82,14 @@ def stream_spec(
     own = directory / TOKENIZER_FOLDER / TOKENIZER
     named = tokenizer or (own if own.is_file() else None)
     seed, mask, share, corpora = 0, "none", 0.0, []
+    modules: tuple[str, ...] = ()
     if text.run is not None:
         recipe = load(RunDir(text.run).config).recipe
         seed, mask = recipe.train.seed, recipe.data.mask
         if named is None and recipe.data.tokenizer is not None:
             named = Path(recipe.data.tokenizer)
         corpora = [(Path(one.path), one.weight) for one in recipe.data.corpora]
-        share = recipe.data.validation
+        share, modules = recipe.data.validation, recipe.plugins
     with contextlib.ExitStack() as stack:
         if text.corpus is not None:
             corpora = [(stack.enter_context(_as_corpus(text.corpus)), 1.0)]
@@ -103,6 +104,7 @@ def stream_spec(
             mask="document" if mask == "document" else "none",
             validation=share,
             split="train" if text.corpus is not None else "validation",
+            plugins=modules,
         )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from slurmllm import plugins
 from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.container import paths_of
@@ -40,6 +41,7 @@ from slurmllm.safe_files import (
     why_untrusted,
 )
 from slurmllm.slurm.setup import setup_faults, setup_warnings
+from slurmllm.submit.plugins import plugin_faults, warn_if_changed
 from slurmllm.submit.render import render
 from slurmllm.supervise.allocation import forget_site
 
@@ -138,6 +140,10 @@ def prepare(request: RunRequest) -> PreparedRun:
             f"profile.ranks: {max(profile.ranks)} is no rank of {workers} workers; choose ranks "
             f"from 0 to {workers - 1}"
         )
+    if not reasons:
+        reasons += plugin_faults(config)
+    if request.run is not None:
+        warn_if_changed(config, request.run)
     if reasons and not dry_run:
         raise ConfigError(
             f"backend {config.backend} cannot train {config.recipe.name} like this", reasons
@@ -367,8 +373,10 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             paths = [("data.corpus", share.path) for share in data.corpora]
             for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
                 # A tokenized corpus may be named by the common prefix of its two files.
-                files = (Path(path), Path(f"{path}.idx"))
-                if path != STDLIB and not any(file.is_file() for file in files):
+                prefix, rest = plugins.split_prefix(path)
+                files = (Path(rest), Path(f"{rest}.idx"))
+                found = prefix is not None or any(file.is_file() for file in files)
+                if path != STDLIB and not found:
                     raise DataError(f"{option}: {path!r} is not a file; name one that exists")
             return config
         from slurmllm.corpus.builtin import ensure_stdlib
@@ -378,8 +386,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         builtin = ensure_stdlib(folder)
 
     def absolute(path: str, index: int) -> str:
-        found = builtin[index] if builtin is not None and path == STDLIB else Path(path)
-        return str(found.absolute())
+        return plugins.absolute(builtin[index] if builtin and path == STDLIB else path)
 
     corpora = tuple(
         share.model_copy(update={"path": absolute(share.path, 0)}) for share in data.corpora
@@ -388,14 +395,14 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     from slurmllm.data.inspection import check_corpora, check_evaluation_texts
     from slurmllm.data.spec import StreamSpec
 
-    evaluated = {name: str(Path(p).absolute()) for name, p in config.recipe.eval.corpora.items()}
+    evaluated = {name: plugins.absolute(p) for name, p in config.recipe.eval.corpora.items()}
     config = config.with_data(
         corpora[0].path if isinstance(data.corpus, str) else corpora, tokenizer
     ).with_evaluated(evaluated)
     spec = StreamSpec.of(config.recipe)
     check_corpora(
         spec.corpora, spec.tokenizer, config.recipe.model.vocab_size, spec.seq_len,
-        spec.global_batch, spec.validation, spec.mask,
+        spec.global_batch, spec.validation, spec.mask, spec.plugins,
     )  # fmt: skip
     if config.recipe.eval.every_steps is not None:
         for warning in check_evaluation_texts(spec, evaluated):

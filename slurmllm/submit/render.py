@@ -17,6 +17,7 @@ from slurmllm.config.directives import as_arguments, quoted
 from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError
+from slurmllm.plugins import split_prefix
 from slurmllm.rundir import RunDir, Stage, root_of
 from slurmllm.slurm.client import SRUN_OPTIONS
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON
@@ -107,7 +108,7 @@ def shared_folders(config: RunConfig, run: RunDir) -> list[Path]:
     """The folders outside the container that a run's tasks read and write."""
     recipe = config.recipe
     texts = (*(share.path for share in recipe.data.corpora), *recipe.eval.corpora.values())
-    files = [*texts, recipe.data.tokenizer]
+    files = [*(split_prefix(text)[1] for text in texts), recipe.data.tokenizer]
     folders = [Path(file).parent for file in files if file is not None and file.startswith("/")]
     places = (recipe.train.init_from, recipe.checkpoint.replica)
     folders += [Path(place) for place in places if place is not None and place.startswith("/")]

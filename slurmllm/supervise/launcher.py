@@ -33,6 +33,7 @@ from slurmllm.graphs import merge
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.graphs.reuse import measured_micro_batch
 from slurmllm.plan.mesh import load_mesh
+from slurmllm.plugins import versions
 from slurmllm.records import NodeRecord, WorkerRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.staging.install import worker_python
@@ -68,7 +69,9 @@ class Launcher:
         """
         self.workers.watch_signals()
         try:
-            self.workers.save(versions=self.environment.node_versions())
+            recipe = self.config.recipe
+            own = versions(recipe.parts, recipe.plugins)
+            self.workers.save(versions={**self.environment.node_versions(), **own})
             planned, self.cache = self.cache, make_cache_folder(self.config, self.run)
             self._reset_environment()
             self.workers.save(**self.staging.prepare(self.cache.parent))

@@ -44,7 +44,8 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         evaluating = job.evaluates(job.step) and (last or not leaving)
         # Before a save the metrics of all steps are read, so that a state that is not finite is
         # found and not saved; and before an evaluation, which needs the weights of this step.
-        deferred = job.backend.deferred_metrics and not saving and not evaluating
+        read_now = saving or evaluating or any(hook.reads_model(job.step) for hook in hooks)
+        deferred = job.backend.deferred_metrics and not read_now
         while len(unread) > deferred:
             step = unread.pop(0)
             row = read_metrics(job, step)

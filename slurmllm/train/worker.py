@@ -8,14 +8,19 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from slurmllm.backends.base import Worker
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, SlurmllmError
 from slurmllm.log import setup_logging
+from slurmllm.plugins import build
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.train.exits import StopRequest, dump_on_signal, failure_record, format_failure
-from slurmllm.train.hooks import Hook
+from slurmllm.train.hooks import Hook, HookContext
 from slurmllm.train.job import Job, make_job, open_job
+
+if TYPE_CHECKING:
+    from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
 log = logging.getLogger(__name__)
 
@@ -106,20 +111,22 @@ def make_hooks(job: Job) -> list[Hook]:
         ProgressHook,
         StartUpHook,
     )
+    from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
     hooks: list[Hook] = []
     evaluates = job.config.recipe.eval.every_steps is not None
+    tensorboard: TensorBoardHook | None = None
     if job.worker.local_rank == 0:
         hooks.append(StartUpHook(job))
     if job.stage == "precompile":
         return [*hooks, EvaluationHook(job)] if evaluates else hooks
     if job.worker.rank == 0:
-        from slurmllm.train.hooks.tensorboard import TensorBoardHook
-
-        hooks += [MetricsHook(job), TensorBoardHook(job), ProgressHook(job)]
+        tensorboard = TensorBoardHook(job)
+        hooks += [MetricsHook(job), tensorboard, ProgressHook(job)]
     hooks.append(GuardHook(job))
     if not job.backend.deferred_metrics:  # no Neuron runtime is known to report memory so
         hooks.append(MemoryHook(job))
+    hooks += [make_own_hook(job, name, tensorboard) for name in job.config.recipe.hooks]
     if evaluates:
         hooks.append(EvaluationHook(job, tuple(hooks)))
     if job.config.recipe.profile.steps is not None:
@@ -127,6 +134,16 @@ def make_hooks(job: Job) -> list[Hook]:
 
         hooks.append(ProfilingHook(job))
     return [*hooks, CheckpointHook(job)]
+
+
+def make_own_hook(job: Job, name: str, tensorboard: TensorBoardHook | None) -> Hook:
+    """Make a hook of another package; ConfigError if it fails."""
+    context = HookContext(
+        name, job.config, job.mesh, job.worker.rank, job.attempt, job.step, job.last_step,
+        job.control, job.backend.model_of_hooks, job.run.hook_rows(name, job.attempt),
+        tensorboard.add_scalars if tensorboard is not None else lambda step, values: None,
+    )  # fmt: skip
+    return build("hooks", name, f"hooks.{name}", Hook, job.config.recipe.hooks[name], context)
 
 
 def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | None) -> int:

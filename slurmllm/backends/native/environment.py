@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.backends.environment import Graph, Variable
+from slurmllm.config.recipe import ADAMW
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
 from slurmllm.plan.mesh import Mesh, replica_nodes
@@ -139,6 +140,11 @@ def unsupported(config: RunConfig) -> list[str]:
             f"model.vocab_pad_multiple: {model.vocab_pad_multiple} pads {model.vocab_size} entries "
             f"to {model.padded_vocab_size}, and the last of {tensor} tensor-parallel workers has "
             f"nothing but padding; set a smaller multiple of {tensor}"
+        )
+    if recipe.optim.name != ADAMW and recipe.train.precision == "bf16_sr":
+        faults.append(
+            f"train.precision: bf16_sr rounds stochastically inside AdamW, and optim.name is "
+            f"{recipe.optim.name}; --set train.precision=bf16_mixed, fp32 or bf16"
         )
     if config.cluster.device == "neuron":
         faults.append(

@@ -33,8 +33,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from slurmllm.backends.native.device import send
-from slurmllm.config.recipe import OptimConfig, TrainConfig
+from slurmllm.config.recipe import ADAMW, OptimConfig, Recipe, TrainConfig
+from slurmllm.errors import ConfigError
 from slurmllm.model.init import local_part, local_region
+from slurmllm.plugins import build
 
 _PURE = ("bf16_sr", "bf16")
 # Elements updated at a time without compilation: temporaries (about 30 bytes an element) stay in a
@@ -66,9 +68,37 @@ def sharding_policy(precision: str) -> MixedPrecisionPolicy:
 
 
 def make_optimizer(
+    named_parameters: Iterable[tuple[str, Tensor]], recipe: Recipe
+) -> torch.optim.Optimizer:
+    """Make the recipe's optimizer over this worker's shards, under their names in the whole model.
+
+    Raises:
+        ConfigError: It is another package's, and it, its settings or what it makes are wrong.
+    """
+    optim = recipe.optim
+    if optim.name == ADAMW:
+        return make_adamw(named_parameters, optim, recipe.train)
+    given, path = list(named_parameters), "optim.name"
+    made = build(
+        "optimizers", optim.name, path, torch.optim.Optimizer, optim.settings, given, recipe
+    )
+    held = [id(tensor) for group in made.param_groups for tensor in group["params"]]
+    # One that is left out would silently stay as it was initialized.
+    if faults := [name for name, tensor in given if held.count(id(tensor)) != 1]:
+        raise ConfigError(
+            f"{path}: {optim.name!r} has {len(faults)} of {len(given)} parameters not exactly once "
+            f"in its groups, such as {faults[0]}; correct the plugin"
+        )
+    return made
+
+
+def make_adamw(
     named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, train: TrainConfig
 ) -> torch.optim.Optimizer:
-    """Make AdamW over this worker's shards, under their names in the whole model."""
+    """Make AdamW over this worker's shards, under their names in the whole model.
+
+    An optimizer of another package that updates some parameters by AdamW calls it too.
+    """
     # Matrices and embeddings have two dimensions; norms and biases have one. The fused kernel needs
     # all tensors of a group on one mesh.
     groups: dict[tuple[bool, Any], list[Tensor]] = {}

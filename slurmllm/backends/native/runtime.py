@@ -145,9 +145,7 @@ class NativeBackend(Backend):
 
     def build_optimizer(self) -> None:
         recipe = self.config.recipe
-        self.optimizer = precision.make_optimizer(
-            self.model.named_parameters(), recipe.optim, recipe.train
-        )
+        self.optimizer = precision.make_optimizer(self.model.named_parameters(), recipe)
         place = MeshPlace(self.mesh, self.worker.rank, tied=recipe.model.tied_embeddings)
         self.shards = DcpSaver(self.control, self.device, place)
 
@@ -243,7 +241,7 @@ class NativeBackend(Backend):
         if (limit := self.config.recipe.optim.grad_clip) > 0:
             clip_(gradients, norm, limit)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         # A save in the background may still copy the weights that this step overwrites.
         self.shards.wait_for_copy()
         self.optimizer.step()
@@ -269,6 +267,9 @@ class NativeBackend(Backend):
     def load_shards(self, directory: Path) -> None:
         model = self.config.recipe.model
         dcp.load(self.model, self.optimizer, directory, self.control, config=model)
+
+    def model_of_hooks(self) -> nn.Module:
+        return self.model
 
     def graph_cache_counts(self) -> tuple[int, int]:
         return compiling.cache_counts()

@@ -39,6 +39,7 @@ from slurmllm.backends.environment import Graph, Variable
 from slurmllm.backends.nxd.arguments import arguments as arguments
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.families import FAMILIES
+from slurmllm.config.recipe import ADAMW
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
 
@@ -294,6 +295,12 @@ def unsupported_settings(config: RunConfig) -> list[str]:
         faults.append(
             "backend: nxd: neuronx-distributed computes on neuron devices (for tests, on cpu), not "
             "on cuda; --set backend=native, or choose another --cluster"
+        )
+    if recipe.optim.name != ADAMW:
+        faults.append(
+            f"optim.name: {recipe.optim.name}: an optimizer of your own works with backend native "
+            f"only, neuronx-distributed has its own ZeRO-1 AdamW; --set optim.name={ADAMW}, or "
+            "backend=native"
         )
     if parallel.zero > 1:
         faults.append(

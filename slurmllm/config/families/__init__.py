@@ -7,19 +7,22 @@ conversion of checkpoints read both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator
 
+from slurmllm import plugins
 from slurmllm.config.families.family import CHOSEN, Activation, Family, Sharding, gate_block
 from slurmllm.config.families.gpt3 import GPT3
 from slurmllm.config.families.llama import LLAMA
 from slurmllm.config.families.neox import NEOX
 from slurmllm.config.families.qwen3 import QWEN3
+from slurmllm.errors import ConfigError
 
 __all__ = [
+    "BUILT_IN",
     "CHOSEN",
     "FAMILIES",
     "Activation",
@@ -27,6 +30,7 @@ __all__ = [
     "FamilyName",
     "Sharding",
     "ShardingPlan",
+    "find_family",
     "gate_block",
     "register",
     "sharding_plan",
@@ -47,10 +51,42 @@ def register(family: Family) -> None:
 
 for _family in (NEOX, LLAMA, GPT3, QWEN3):
     register(_family)
+BUILT_IN = frozenset(FAMILIES)
+
+
+def find_family(name: str, modules: Sequence[str] = ()) -> Family | None:
+    """Returns a family, one of another package too, which is imported at first; None if unknown.
+
+    Args:
+        modules: The recipe's `plugins`.
+
+    Raises:
+        ConfigError: The family's module cannot be imported, or what it holds is no family.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if not plugins.is_known("models", name):
+        if not modules:
+            return None
+        plugins.import_modules(modules)
+        if not plugins.is_known("models", name):
+            return None
+    found = plugins.find("models", name, "model.family")
+    if not isinstance(found, Family) or found.name != name:
+        raise ConfigError(f"model.family: {name!r} is {found!r}, and must be a Family of this name")
+    try:
+        register(found)
+    except ValueError as error:
+        raise ConfigError(f"model.family: {error}") from error
+    return found
 
 
 def _known(name: str) -> str:
-    if name not in FAMILIES:
+    try:
+        found = find_family(name)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if found is None:
         known = [repr(one) for one in FAMILIES]
         raise ValueError(f"must be {', '.join(known[:-1])} or {known[-1]}")
     return name

@@ -1,4 +1,4 @@
-"""Corpora of all kinds as documents of token ids; recognized by content and ending."""
+"""Corpora of all kinds as documents of token ids; recognized by content, ending or prefix."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slurmllm import plugins
 from slurmllm.errors import DataError
 from slurmllm.safe_files import open_regular
 from slurmllm.staged_files import local_copy
@@ -16,21 +17,37 @@ if TYPE_CHECKING:
     from slurmllm.data.tokenizer import TokenEncoder
 
 
-def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None) -> Source:
+def open_source(
+    path: Path,
+    encoder: TokenEncoder | None,
+    vocab_size: int | None,
+    modules: Sequence[str] = (),
+) -> Source:
     """Open a corpus.
 
     Args:
         path: An Arrow corpus, of texts, of prompts and completions or of conversations; a Megatron
-            `.idx`, its `.bin` or the name of both without the ending; a `.npy`.
+            `.idx`, its `.bin` or the name of both without the ending; a `.npy`; `name:path` for the
+            data source of this name, another package's.
         encoder: Tokenizes texts; not needed for token ids.
         vocab_size: Upper bound of the ids of tokenized corpora.
+        modules: The recipe's `plugins`, which may register data sources.
 
     Raises:
+        ConfigError: the data source that the prefix names cannot be used.
         DataError: missing, unreadable, of an unknown kind, or text without a tokenizer.
     """
     # Imports here: `sources.base`, which recipes need too, must not load tokenizers and pyarrow.
     from slurmllm.data.sources.tokenized import NPY_MAGIC, MegatronSource, NumpySource, is_megatron
 
+    prefix, rest = plugins.split_prefix(str(path))
+    if prefix is not None:
+        from slurmllm.data.sources.base import Source
+
+        plugins.find("data_sources", prefix, "data.corpus", modules)
+        arguments = (Path(rest), encoder, vocab_size)
+        expected: type[Source] = Source  # type: ignore[type-abstract]
+        return plugins.build("data_sources", prefix, "data.corpus", expected, {}, *arguments)
     if is_megatron(path):
         return MegatronSource(path, encoder, vocab_size)
     magic = b""
@@ -61,7 +78,11 @@ def open_source(path: Path, encoder: TokenEncoder | None, vocab_size: int | None
 
 
 def open_all(
-    corpora: Sequence[tuple[Path, float]], tokenizer: Path | None, vocab_size: int | None, mask: str
+    corpora: Sequence[tuple[Path, float]],
+    tokenizer: Path | None,
+    vocab_size: int | None,
+    mask: str,
+    modules: Sequence[str] = (),
 ) -> tuple[list[Source], TokenEncoder | None]:
     """Open the corpora of a blend, and their tokenizer.
 
@@ -74,7 +95,7 @@ def open_all(
         from slurmllm.data.tokenizer import TokenEncoder
 
         encoder = TokenEncoder(tokenizer)
-    sources = [open_source(path, encoder, vocab_size) for path, _ in corpora]
+    sources = [open_source(path, encoder, vocab_size, modules) for path, _ in corpora]
     for source in sources:
         if mask == "document" and not source.knows_documents:
             raise DataError(

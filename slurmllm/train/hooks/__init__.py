@@ -1,11 +1,25 @@
-"""Hooks: the work of a step other than training; a file for each kind."""
+"""Hooks: the work of a step other than training; a file for each kind.
+
+A hook of one's own (docs/plugins.md) gets a `HookContext` when training begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from slurmllm.config.resolve import RunConfig
+from slurmllm.control.plane import ControlPlane
+from slurmllm.plan.mesh import Mesh
 from slurmllm.records import MetricsRow
+from slurmllm.safe_files import open_append
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class StepEnd(NamedTuple):
@@ -28,7 +42,20 @@ class Evaluation(NamedTuple):
 
 
 class Hook:
-    """Base class of the hooks."""
+    """Base class of the hooks.
+
+    Attributes:
+        backends: Names of the backends that the hook works with; all by default.
+    """
+
+    backends: ClassVar[tuple[str, ...]] = ()
+
+    def reads_model(self, step: int) -> bool:
+        """Return whether `after_step` reads the weights after a step; the same on all workers.
+
+        On CUDA the next step is then enqueued only after the hooks of this one have returned.
+        """
+        return False
 
     def before_steps(self) -> None:
         """Called once before the first step, on every worker that has the hook."""
@@ -44,3 +71,44 @@ class Hook:
 
     def close(self) -> None:
         """Called when training ends, also by an error; raises nothing, which would hide it."""
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """What a hook of one's own gets: the first argument of its class.
+
+    Attributes:
+        name: The hook's name in the recipe.
+        rank: This worker's; the hook is made on every worker.
+        attempt: Number of the attempt, from 0.
+        step: Steps trained before this attempt.
+        last_step: The step at which training is complete.
+        control: Exchanges small values between the workers. All workers must make the same calls in
+            the same order.
+        model: Returns this worker's part of the model, with the names of the whole model. The
+            parameters are DTensors, which a hook may read and must not change. Raises a ConfigError
+            on other backends than native.
+        file: JSON lines of `write`: `hooks/<name>/attempt_NNN.jsonl` in the run directory.
+        add_scalars: Adds (step, tag → value) to the run's TensorBoard curves; on rank 0, elsewhere
+            it does nothing.
+    """
+
+    name: str
+    config: RunConfig
+    mesh: Mesh
+    rank: int
+    attempt: int
+    step: int
+    last_step: int
+    control: ControlPlane
+    model: Callable[[], nn.Module]
+    file: Path
+    add_scalars: Callable[[int, Mapping[str, float]], None]
+
+    def write(self, row: Mapping[str, object]) -> None:
+        """Append a row to `file`; does nothing on other workers than rank 0."""
+        if self.rank != 0:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_append(self.file), "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")

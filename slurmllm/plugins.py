@@ -1,0 +1,266 @@
+"""Parts from other packages: hooks, optimizers, model families and data sources (docs/plugins.md).
+
+A part has a name within its kind. It is an entry point of an installed package, or a module that
+the recipe lists in `plugins` registers it. A module is imported only when a recipe names the part
+or the module: never everything that is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic import ConfigDict, ValidationError, create_model
+
+from slurmllm.errors import ConfigError, SlurmllmError
+
+Kind = Literal["hooks", "optimizers", "models", "data_sources"]
+T = TypeVar("T")
+
+# Kinds whose parts commands on the login node use themselves, which must not load torch.
+_WITHOUT_TORCH = ("models", "data_sources")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_registered: dict[tuple[Kind, str], object] = {}
+
+
+class Part(NamedTuple):
+    """A part that a recipe names."""
+
+    kind: Kind
+    name: str
+    path: str  # dotted path of the setting that names it
+
+
+def register(kind: Kind, name: str) -> Callable[[T], T]:
+    """Decorate a part, to make it known by its name when its module is imported.
+
+    Raises:
+        ConfigError: another part of this kind has the name.
+    """
+
+    def keep(part: T) -> T:
+        if _registered.setdefault((kind, name), part) is not part:
+            raise ConfigError(f"two {kind} are called {name!r}; rename one of them")
+        return part
+
+    return keep
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import the modules of `plugins`, which register their parts.
+
+    Raises:
+        ConfigError: a module cannot be imported.
+    """
+    for name in names:
+        _load(lambda name=name: importlib.import_module(name), f"plugins: {name}")  # type: ignore[misc]
+
+
+def find(kind: Kind, name: str, path: str, modules: Sequence[str] = ()) -> object:
+    """Return a part, which is imported now if it was not before.
+
+    Args:
+        path: The setting that names it, for messages.
+        modules: The recipe's `plugins`, imported if no other part has the name.
+
+    Raises:
+        ConfigError: there is no such part, or it cannot be imported.
+    """
+    key = (kind, name)
+    torch_loaded = "torch" in sys.modules
+    what = f"{path}: {name!r}"
+    if key not in _registered and (entry := entry_point(kind, name)) is not None:
+        _registered[key] = _load(entry.load, f"{what} of {_distribution(entry)}")
+    elif key not in _registered:
+        import_modules(modules)
+    if key not in _registered:
+        known = sorted({n for k, n in _registered if k == kind} | set(installed(kind)))
+        raise ConfigError(
+            f"{what} is unknown: no installed package has it in entry-point group {group(kind)} "
+            f"(there: {', '.join(known) or 'nothing'}), and no module in plugins registers it; "
+            "install its package where slurmllm is installed, or add its module to plugins"
+        )
+    if kind in _WITHOUT_TORCH and not torch_loaded and "torch" in sys.modules:
+        raise ConfigError(
+            f"{what}: its module imports torch, and commands on the login node use {group(kind)} "
+            "without; import torch inside functions, or move the part to a module of its own"
+        )
+    return _registered[key]
+
+
+def build(
+    kind: Kind,
+    name: str,
+    path: str,
+    expected: type[T],
+    settings: Mapping[str, Any],
+    *arguments: Any,
+) -> T:
+    """Call a part with arguments and the recipe's settings; returns what it makes.
+
+    The settings are the part's keyword-only parameters, validated by their annotations.
+
+    Raises:
+        ConfigError: there is no such part, its settings are wrong, it fails, or it makes something
+            that is no `expected`.
+    """
+    part = find(kind, name, path)
+    known = check_settings(part, f"{path}: {name!r}", settings, len(arguments))
+    try:
+        made = part(*arguments, **known)  # type: ignore[operator]
+    except SlurmllmError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: {name!r} fails with these settings: {_reason(error)}; correct them, or the "
+            "plugin"
+        ) from error
+    if not isinstance(made, expected):
+        raise ConfigError(
+            f"{path}: {name!r} makes a {type(made).__module__}.{type(made).__qualname__}, and must "
+            f"make a {expected.__module__}.{expected.__qualname__}"
+        )
+    return made
+
+
+def check_settings(
+    part: object, what: str, settings: Mapping[str, Any], arguments: int
+) -> dict[str, Any]:
+    """Return the settings, validated.
+
+    Args:
+        what: The part, for messages.
+        arguments: Number of positional arguments that the part is called with.
+
+    Raises:
+        ConfigError: with all faults, or the part cannot be called so.
+    """
+    if not callable(part):
+        raise ConfigError(f"{what} is {part!r}, and must be a class or a function")
+    try:
+        signature = inspect.signature(part)
+        signature.bind(*[None] * arguments, **dict.fromkeys(_keywords(signature)))
+        annotated = part.__init__ if inspect.isclass(part) else part
+        hints = typing.get_type_hints(annotated, include_extras=True)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(
+            f"{what} cannot be called with {arguments} positional arguments and its settings "
+            f"as keywords: {error}; see docs/plugins.md for its interface"
+        ) from error
+    fields: dict[str, Any] = {
+        name: (hints.get(name, Any), ... if one.default is one.empty else one.default)
+        for name, one in _keywords(signature).items()
+    }
+    model = create_model("Settings", __config__=ConfigDict(extra="forbid"), **fields)
+    try:
+        checked = model.model_validate(dict(settings))
+    except ValidationError as error:
+        faults = []
+        for one in error.errors():
+            name = ".".join(map(str, one["loc"]))
+            if one["type"] == "extra_forbidden":
+                faults.append(f"{name}: unknown setting; known: {', '.join(fields) or 'none'}")
+            elif one["type"] == "missing":
+                faults.append(f"{name}: missing; it has no default")
+            else:
+                faults.append(f"{name}: {one['input']!r}: {one['msg']}")
+        raise ConfigError(f"{what}: {len(faults)} wrong setting(s)", faults) from error
+    return {name: getattr(checked, name) for name in fields}
+
+
+def _keywords(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    return {n: p for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def is_known(kind: Kind, name: str) -> bool:
+    """Return whether a part is registered or installed; imports nothing."""
+    return (kind, name) in _registered or entry_point(kind, name) is not None
+
+
+def split_prefix(corpus: str) -> tuple[str | None, str]:
+    """Split `name:path` into the name of a data source, None without one, and the path."""
+    name, colon, path = corpus.partition(":")
+    if colon and path and _NAME.fullmatch(name) and not Path(corpus).exists():
+        return name, path
+    return None, corpus
+
+
+def absolute(corpus: str | Path) -> str:
+    """Return a corpus with an absolute path, its prefix kept."""
+    name, path = split_prefix(str(corpus))
+    found = str(Path(path).absolute())
+    return found if name is None else f"{name}:{found}"
+
+
+def group(kind: Kind) -> str:
+    return f"slurmllm.{kind}"
+
+
+def installed(kind: Kind) -> list[str]:
+    """Return the names of the entry points; imports none of them."""
+    return [entry.name for entry in entry_points(group=group(kind))]
+
+
+def entry_point(kind: Kind, name: str) -> EntryPoint | None:
+    found = list(entry_points(group=group(kind), name=name))
+    return found[0] if found else None
+
+
+def versions(parts: Iterable[Part], modules: Sequence[str]) -> dict[str, str]:
+    """Return the versions of the packages that have the parts, and digests of the modules' files.
+
+    Nothing is imported; what is not installed here is left out.
+    """
+    found = {}
+    for part in parts:
+        entry = entry_point(part.kind, part.name)
+        if entry is not None and entry.dist is not None:
+            found[entry.dist.name] = entry.dist.version
+    for name in modules:
+        if (file := module_file(name)) is not None:
+            with suppress(OSError):
+                found[name] = f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+    return found
+
+
+def module_file(name: str) -> Path | None:
+    """Return a module's file; unlike importlib.util.find_spec, this imports no parent package."""
+    folders: Sequence[str] | None = None
+    spec = None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:count]), folders)
+        if spec is None:
+            return None
+        folders = list(spec.submodule_search_locations or ())
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def _load(load: Callable[[], T], what: str) -> T:
+    try:
+        return load()
+    except SlurmllmError:
+        raise
+    except Exception as error:  # a module may raise anything
+        raise ConfigError(
+            f"{what} cannot be imported: {_reason(error)}; install what is missing in this Python "
+            "environment (a module: on PYTHONPATH), or correct the name"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return "a package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"

@@ -1,0 +1,90 @@
+"""The check of a recipe's parts of other packages, at submit and on the workers.
+
+`python -m slurmllm.train.plugins` reads a configuration as JSON and prints the faults as JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+
+from slurmllm.config.recipe import ADAMW
+from slurmllm.config.resolve import RunConfig, validate
+from slurmllm.errors import ConfigError, SlurmllmError
+from slurmllm.plugins import check_settings, find, import_modules
+from slurmllm.train.hooks import Hook
+
+_SIZE = 4  # of each dimension of the parameters that an optimizer is tried with
+
+
+def import_parts(config: RunConfig) -> None:
+    """Import modules and hooks, so that a fault of one ends the attempt before its first step.
+
+    Raises:
+        ConfigError: one cannot be imported, or its interface or settings are wrong.
+    """
+    import_modules(config.recipe.plugins)
+    for name, settings in config.recipe.hooks.items():
+        path = f"hooks.{name}"
+        part = find("hooks", name, path)
+        if not inspect.isclass(part) or not issubclass(part, Hook):
+            raise ConfigError(
+                f"{path}: {name!r} is {part!r}, and must be a subclass of slurmllm.train.hooks.Hook"
+            )
+        check_settings(part, f"{path}: {name!r}", settings, 1)
+        if part.backends and config.backend not in part.backends:
+            raise ConfigError(
+                f"{path}: works with backend {' and '.join(part.backends)}, and this run has "
+                f"{config.backend}; --set backend={part.backends[0]}, or leave the hook out"
+            )
+
+
+def try_optimizer(config: RunConfig) -> None:
+    """Make an optimizer of another package from small parameters with the names of the model's.
+
+    Raises:
+        ConfigError: it cannot be imported, or its settings or what it makes are wrong.
+    """
+    if config.recipe.optim.name == ADAMW or config.backend != "native":
+        return
+    import torch
+
+    from slurmllm.backends.native.precision import make_optimizer
+    from slurmllm.model.decoder import build_model
+
+    with torch.device("meta"):
+        model = build_model(config.recipe.model)
+    named = [
+        (name, torch.nn.Parameter(torch.zeros([min(size, _SIZE) for size in whole.shape])))
+        for name, whole in model.named_parameters()
+    ]
+    make_optimizer(named, config.recipe)
+
+
+def faults(config: RunConfig) -> list[str]:
+    """Return what is wrong with the parts of other packages that a recipe names."""
+    checks: tuple[Callable[[RunConfig], None], ...] = (import_parts, try_optimizer)
+    found = []
+    for check in checks:
+        try:
+            check(config)
+        except SlurmllmError as error:
+            found.append(str(error))
+    return list(dict.fromkeys(found))
+
+
+def main() -> None:
+    """Check the configuration on standard input."""
+    tree = json.load(sys.stdin)
+    output, sys.stdout = sys.stdout, sys.stderr  # a module may print when it is imported
+    try:
+        found = faults(validate(tree, {}, [], "the run"))
+    except SlurmllmError as error:
+        found = [str(error)]
+    json.dump(found, output)
+
+
+if __name__ == "__main__":
+    main()
