@@ -64,6 +64,13 @@ def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
     }
 
 
+def optimizer_name(directory: Path) -> str:
+    """Returns the optimizer of a run's checkpoint; StorageError if the folder is damaged."""
+    state = directory / TRAIN_STATE
+    saved = TrainState.load(state).fingerprint if state.is_file() else {}
+    return str(saved.get(_OPTIMIZER, ADAMW))
+
+
 def fingerprint_digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 

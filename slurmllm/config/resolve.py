@@ -383,12 +383,12 @@ def validate(
 def _import_family(family: Any, modules: Any) -> list[str]:
     """Import a family of another package; returns the fault if that fails."""
     named = isinstance(modules, list | tuple) and all(isinstance(one, str) for one in modules)
-    if not named or not isinstance(family, str) or is_known("models", family):
-        return []  # the field's own validation reports an unknown family
     try:
-        find_family(family, modules)
+        if isinstance(family, str):
+            find_family(family, modules if named else ())
     except ConfigError as error:
-        return [str(error)]
+        # The validation of the field itself reports a package's.
+        return [] if is_known("models", family) else [str(error)]
     return []
 
 

@@ -36,10 +36,11 @@ from slurmllm.checkpoint.state import (
     Origin,
     TrainState,
     fingerprint_digest,
+    optimizer_name,
     read_origin,
 )
 from slurmllm.config.load import load
-from slurmllm.config.recipe import OptimConfig
+from slurmllm.config.recipe import ADAMW, OptimConfig
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError, StorageError
@@ -119,6 +120,12 @@ def plan_conversion(
     weights = open_weights(origin)
     files = backend_files(origin) if is_backend_format(directory) else None
     training = files if files is not None and files.moments else None
+    if training is not None and (name := optimizer_name(directory)) != ADAMW:
+        raise RunError(
+            f"{directory} has the state of optimizer {name}, and only AdamW's can be converted; "
+            "`slurmllm checkpoint export` writes its weights, or resume the run itself, which "
+            "reads the checkpoint on any mesh"
+        )
     faults = _shape_faults(origin, weights, training)
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)

@@ -1,0 +1,297 @@
+"""Parts of other packages: found by name, imported only when named, with checked settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pytest
+from pydantic import Field
+from train.gang import small_config
+
+from slurmllm import plugins
+from slurmllm.backends.environment import load_environment
+from slurmllm.cli.main import cli
+from slurmllm.config.families import FAMILIES
+from slurmllm.config.resolve import resolve
+from slurmllm.data.spec import StreamSpec
+from slurmllm.data.stream import PackedStream
+from slurmllm.errors import ConfigError
+from slurmllm.plugins import Part
+from slurmllm.train.plugins import faults
+
+Install = Callable[..., Path]
+
+FAMILY = """
+from dataclasses import replace
+from slurmllm.config.families import FAMILIES
+MINE = replace(FAMILIES["llama"], name="mine", norm="layer")
+"""
+SOURCE = """
+import numpy as np
+from slurmllm.data.sources.base import BEGINS, Pieces, Source, fingerprint, joined
+class Lines(Source):
+    size_unit = "tokens"
+    def __init__(self, path, encoder, vocab_size):
+        self.path, self.fingerprint = path, fingerprint([path], "lines")
+        self.lines = [[int(n) for n in line.split()] for line in path.read_text().splitlines()]
+    def __len__(self): return len(self.lines)
+    @property
+    def total_size(self): return sum(map(len, self.lines))
+    def document_size(self, document): return len(self.lines[document])
+    def num_pieces(self, document): return 1
+    def content_hash(self, document): return hash(tuple(self.lines[document]))
+    def read(self, requests):
+        parts = []
+        for document, _ in requests:
+            marks = np.zeros(len(self.lines[document]), np.uint8)
+            marks[0] = BEGINS
+            parts.append((np.array(self.lines[document], np.int32), marks))
+        return joined(parts)
+"""
+HOOKS = """
+from typing import Annotated
+from pydantic import Field
+from slurmllm.plugins import register
+from slurmllm.train.hooks import Hook
+@register("hooks", "counted")
+class Counted(Hook):
+    backends = ("native",)
+    def __init__(self, context, *, every: Annotated[int, Field(gt=0)] = 10): ...
+@register("hooks", "no_hook")
+class NoHook: ...
+"""
+OPTIMIZERS = """
+import torch
+from slurmllm.plugins import register
+@register("optimizers", "sgd")
+def sgd(parameters, recipe, *, momentum: float = 0.0):
+    return torch.optim.SGD([p for _, p in parameters], lr=recipe.optim.lr, momentum=momentum)
+@register("optimizers", "forgets")
+def forgets(parameters, recipe):
+    return torch.optim.SGD([parameters[0][1]], lr=1.0)
+@register("optimizers", "nothing")
+def nothing(parameters, recipe):
+    return None
+@register("optimizers", "no_arguments")
+def no_arguments():
+    return None
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """(module, its text, **kind=entry points) → its folder, which is on sys.path of this test."""
+    monkeypatch.setattr(plugins, "_registered", {})
+    before, known = set(sys.modules), dict(FAMILIES)
+
+    def write(module: str, text: str, **groups: str) -> Path:
+        folder = tmp_path / f"site-{module}"
+        folder.mkdir()
+        (folder / f"{module}.py").write_text(text)
+        if groups:
+            info = folder / f"{module}-1.5.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.5\n")
+            lines = [f"[slurmllm.{kind}]\n{entry}\n" for kind, entry in groups.items()]
+            (info / "entry_points.txt").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(str(folder))
+        return folder
+
+    yield write
+    for name in set(sys.modules) - before:
+        if name.startswith("plug_"):
+            del sys.modules[name]
+    FAMILIES.clear()
+    FAMILIES.update(known)
+
+
+def test_a_prefix_names_a_data_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plugins.split_prefix("lines:data/a.txt") == ("lines", "data/a.txt")
+    assert plugins.absolute("lines:a.txt") == f"lines:{tmp_path}/a.txt"
+    for path in ("/data/a:b.arrow", "a.arrow", "./x:y", "lines:"):
+        assert plugins.split_prefix(path) == (None, path)
+    (tmp_path / "lines:a.txt").touch()  # a file of this name was a corpus before there were sources
+    assert plugins.split_prefix("lines:a.txt") == (None, "lines:a.txt")
+
+
+def test_an_installed_part_is_imported_only_when_it_is_named(install: Install) -> None:
+    folder = install("plug_lazy", "raise RuntimeError('imported')", hooks="lazy = plug_lazy:Hook")
+    assert plugins.is_known("hooks", "lazy")
+    part = Part("hooks", "lazy", "hooks.lazy")
+    assert plugins.versions([part], ["plug_lazy"]) == {
+        "plug_lazy": plugins.versions([], ["plug_lazy"])["plug_lazy"]
+    }
+    assert plugins.versions([part], []) == {"plug_lazy": "1.5"}
+    assert plugins.module_file("plug_lazy") == folder / "plug_lazy.py"
+    assert plugins.module_file("plug_lazy.no.such") is None
+    with pytest.raises(
+        ConfigError, match=r"hooks.lazy: 'lazy' of plug_lazy 1.5 cannot be imported"
+    ):
+        plugins.find("hooks", "lazy", "hooks.lazy")
+
+
+def test_what_is_unknown_or_of_one_name_is_refused(install: Install) -> None:
+    install("plug_known", "x = 1", hooks="known = plug_known:x")
+    with pytest.raises(ConfigError, match=r"optim.name: 'x' is unknown: .* \(there: nothing\)"):
+        plugins.find("optimizers", "x", "optim.name")
+    with pytest.raises(ConfigError, match=r"\(there: known\).*add its module to plugins"):
+        plugins.find("hooks", "other", "hooks.other")
+    with pytest.raises(ConfigError, match=r"plugins: no.such cannot be imported: ModuleNotFound"):
+        plugins.import_modules(["no.such"])
+    plugins.register("hooks", "one")(int)
+    with pytest.raises(ConfigError, match="two hooks are called 'one'"):
+        plugins.register("hooks", "one")(str)
+
+
+def test_settings_are_the_keyword_only_parameters() -> None:
+    def part(
+        context: object, *, every: Annotated[int, Field(gt=0)], share: float = 0.5
+    ) -> None: ...
+
+    assert plugins.check_settings(part, "p", {"every": 3}, 1) == {"every": 3, "share": 0.5}
+    with pytest.raises(ConfigError) as caught:
+        plugins.check_settings(part, "p", {"every": 0, "shre": 1}, 1)
+    assert caught.value.faults == (
+        "every: 0: Input should be greater than 0",
+        "shre: unknown setting; known: every, share",
+    )
+    with pytest.raises(ConfigError, match="every: missing; it has no default"):
+        plugins.check_settings(part, "p", {}, 1)
+    with pytest.raises(ConfigError, match="cannot be called with 2 positional arguments"):
+        plugins.check_settings(part, "p", {"every": 1}, 2)
+    with pytest.raises(ConfigError, match="is 3, and must be a class or a function"):
+        plugins.check_settings(3, "p", {}, 1)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_family_of_another_package(install: Install, registered: bool) -> None:
+    if registered:
+        text = f"{FAMILY}\nfrom slurmllm.plugins import register\nregister('models', 'mine')(MINE)"
+        install("plug_family", text)
+    else:
+        install("plug_family", FAMILY, models="mine = plug_family:MINE")
+    more = ("plugins=[plug_family]",) if registered else ()
+    config = resolve("tiny_llama", "local", ["model.family=mine", *more])
+    assert (config.recipe.model.activation, config.recipe.model.gated) == ("silu", True)
+    assert config.recipe.parts == [Part("models", "mine", "model.family")]
+    assert config.origins["model.activation"] == "family mine"
+
+
+def test_a_family_that_cannot_be_used(install: Install) -> None:
+    install("plug_torch", "import torch_of_plug\nMINE = 1", models="heavy = plug_torch:MINE")
+    with pytest.raises(ConfigError, match=r"model.family: 'heavy' of plug_torch 1.5 cannot be"):
+        resolve("tiny_llama", "local", ["model.family=heavy"])
+    install("plug_number", "MINE = 1", models="number = plug_number:MINE")
+    with pytest.raises(ConfigError, match="'number' is 1, and must be a Family of this name"):
+        resolve("tiny_llama", "local", ["model.family=number"])
+    with pytest.raises(ConfigError, match="must be 'neox', 'llama'"):
+        resolve("tiny_llama", "local", ["model.family=unheard"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_source_is_read_in_every_process(
+    install: Install, tmp_path: Path, workers: int
+) -> None:
+    text = (
+        f"{SOURCE}\nfrom slurmllm.plugins import register\nregister('data_sources', 'lines')(Lines)"
+    )
+    install("plug_lines", text)
+    corpus = tmp_path / "numbers.txt"
+    corpus.write_text("\n".join(" ".join(str(i * 8 + n) for n in range(8)) for i in range(20)))
+    spec = StreamSpec(
+        [(Path(f"lines:{corpus}"), 1.0)], None, 8, 4, 1, 200, "document", plugins=["plug_lines"]
+    )
+    with PackedStream(spec, 0, 1, workers) as stream:
+        batch = stream.next_batch()
+        assert stream.identity["corpora"][0]["path"] == f"lines:{corpus}"
+    assert batch.tokens.shape == (4, 9)
+    starts = batch.tokens[np.arange(4), 0]
+    assert (starts % 8 == 0).all()
+    assert len(set(starts.tolist())) == 4
+
+
+def test_faults_of_hooks_and_optimizers(install: Install) -> None:
+    install("plug_hooks", HOOKS)
+    install("plug_optimizers", OPTIMIZERS)
+    both = "plugins=[plug_hooks, plug_optimizers]"
+
+    def found(*settings: str) -> str:
+        return "\n".join(faults(small_config(both, *settings)))
+
+    assert not found("hooks.counted.every=3", "optim.name=sgd", "optim.settings.momentum=0.9")
+    assert "every: 0: Input should be greater than 0" in found("hooks.counted.every=0")
+    assert "works with backend native, and this run has rehearsal" in found(
+        "hooks.counted={}", "backend=rehearsal"
+    )
+    assert "must be a subclass of slurmllm.train.hooks.Hook" in found("hooks.no_hook={}")
+    assert "hooks.unheard: 'unheard' is unknown" in found("hooks.unheard={}")
+    assert "momentum: 'much': Input should be a valid number" in found(
+        "optim.name=sgd", "optim.settings.momentum=much"
+    )
+    assert "fails with these settings: ValueError: Invalid momentum" in found(
+        "optim.name=sgd", "optim.settings.momentum=-1"
+    )
+    assert re.search(
+        r"'forgets' has \d+ of \d+ parameters not exactly once", found("optim.name=forgets")
+    )
+    assert "makes a builtins.NoneType, and must make a torch.optim" in found("optim.name=nothing")
+    assert "cannot be called with 2 positional" in found("optim.name=no_arguments")
+
+
+def test_backends_refuse_what_they_cannot_train() -> None:
+    config = small_config("optim.name=muon", "train.precision=bf16_sr")
+    assert any(
+        "optim.name: muon: an optimizer of your own works with backend native only" in fault
+        for fault in load_environment("nxd").unsupported(config)
+    )
+    assert "bf16_sr rounds stochastically inside AdamW" in "".join(
+        load_environment("native").unsupported(config)
+    )
+    assert load_environment("native").unsupported(small_config("optim.name=muon")) == []
+
+
+def test_a_data_source_that_loads_torch_is_refused(install: Install) -> None:
+    install("plug_heavy", "import sys, types\nsys.modules.setdefault('torch', types)\nX = 1",
+            models="heavy = plug_heavy:X")  # fmt: skip
+    kept = sys.modules.pop("torch", None)
+    try:
+        with pytest.raises(ConfigError, match="its module imports torch"):
+            plugins.find("models", "heavy", "model.family")
+    finally:
+        sys.modules.pop("torch", None)
+        if kept is not None:
+            sys.modules["torch"] = kept
+
+
+def test_submit_checks_in_another_process(
+    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from click.testing import CliRunner
+
+    folder = install("plug_optimizers", OPTIMIZERS + "\nprint('hello')")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    arguments = (
+        "submit",
+        "tiny_neox",
+        "--local",
+        "--dry-run",
+        "--json",
+        "--runs-dir",
+        str(tmp_path),
+    )
+    more = ("--set", "plugins=[plug_optimizers]", "--set", "optim.name=sgd")
+    wrong = ("--set", "optim.settings.momentun=1", "--set", "hooks.unheard={}")
+    result = CliRunner().invoke(cli, [*arguments, *more, *wrong])
+    assert result.exit_code == 0, result.output
+    refusals = json.loads(result.stdout)["refusals"]
+    assert len(refusals) == 2
+    assert "'unheard' is unknown" in refusals[0]
+    assert "momentun: unknown setting; known: momentum" in refusals[1]
+    assert "plug_optimizers" not in sys.modules
