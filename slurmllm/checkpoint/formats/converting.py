@@ -43,7 +43,7 @@ from slurmllm.config.load import load
 from slurmllm.config.recipe import ADAMW, OptimConfig
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import flatten
-from slurmllm.errors import ConfigError, StorageError
+from slurmllm.errors import ConfigError, RunError, StorageError
 from slurmllm.host_memory import free_memory
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plan.parameters import parameter_shapes
