@@ -32,8 +32,9 @@ def records(path: Path) -> None:
     from slurmllm.checkpoint.formats.nxd_files import NxdLayout
     from slurmllm.checkpoint.state import TrainState
     from slurmllm.corpus.shard import ShardRecord
+    from slurmllm.profile.trace import RankProfile
 
-    own = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord)}
+    own = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord, RankProfile)}
     named = {**vars(records), **vars(artifact_records), **own}
     kind: Any = named[path.stem]
     with contextlib.suppress(records.StorageError):
