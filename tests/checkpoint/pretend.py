@@ -65,7 +65,7 @@ class PretendBackend(Backend):
         raise NotImplementedError
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> float:
-        return 0.0
+        raise NotImplementedError
 
     def optimizer_step(self, lr: float) -> float:
         raise NotImplementedError

@@ -155,6 +155,23 @@ def test_every_gradient(pool: MeshPool, family: str, kv: str) -> None:
             assert np.abs(found - expected).max() < 1e-5 * np.abs(whole.after[name]).max(), name
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [("llama", 2, 1, 2, SEQUENCE), ("gpt3", 2, 2, 1, SEQUENCE)],
+    ids=lambda mesh: "-".join(str(part) for part in mesh),
+)
+def test_recomputation_computes_the_same(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
+    """A wrapped norm changes the order in which the gradient norm is summed up."""
+    found = [
+        pool.run(Case(small_run(*mesh[:4], "backend=nxd", *mesh[4:], setting), last=3))
+        for setting in (
+            "train.activation_checkpointing=none", SELECTIVE, PARTS, FULL,
+            "train.activation_checkpointing=[mlp]", "train.activation_checkpointing=[norm]",
+        )
+    ]  # fmt: skip
+    assert all(max(deviation(each, found[0])) < 1e-6 for each in found)
+
+
 @pytest.mark.parametrize("limit", [0.0, 0.05, 1e6])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_clipping(pool: MeshPool, native: Reference, limit: float, zero: int) -> None:

@@ -69,7 +69,8 @@ llama2_70b   16 32 8  1 bf16_mixed selective 1
 llama3_8b    4  32 1  1 bf16_mixed selective 1
 llama3_8b    8  32 1  1 bf16_sr    selective 1
 llama3_8b    32 32 1  1 bf16_mixed selective 1
-llama3_70b   16 32 8  1 bf16_mixed full      1
+llama3_70b   16 32 8  1 bf16_mixed core+mlp  1
+llama3_70b   32 32 8  1 bf16_mixed core+mlp  1
 """
 _DID_NOT = """
 llama2_70b   8  32 1  1 bf16_mixed selective 1
@@ -114,8 +115,9 @@ def layout(row: str) -> tuple[RunConfig, Mesh]:
     name, nodes, tensor, pipeline, micro, precision, mode, zero, *rest = row.split()
     n, t, p, m = int(nodes), int(tensor), int(pipeline), int(micro)
     mesh = Mesh(n, _CORES, t, p, n * _CORES // (t * p), 1024 * n, m)
+    how = tuple(mode.split("+")) if "+" in mode else mode
     config = run(
-        sized(name), mesh, precision=precision, activation_checkpointing=mode, zero=int(zero),
+        sized(name), mesh, precision=precision, activation_checkpointing=how, zero=int(zero),
         tensor=t, pipeline=p, sequence=not rest,
     )  # fmt: skip
     return config, mesh
