@@ -77,6 +77,7 @@ def assert_equal(a: Any, b: Any, way: str = "") -> None:
 MESHES = {
     "neox": (Layout(2, 1, 3), NxdMesh(4, 2, 2)),
     "llama": (Layout(4, 2, 1, zero=False), NxdMesh(8, 1, 3)),
+    "qwen3": (Layout(2, 2, 3), NxdMesh(4, 1, 2)),
     "gpt3": (Layout(1, 4, 2), NxdMesh(4, 2, 3, virtual_pipeline=2)),
 }
 
