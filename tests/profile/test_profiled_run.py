@@ -98,3 +98,19 @@ def test_a_damaged_summary_is_read_from_the_trace(profiled: RunDir) -> None:
     assert result.exit_code == 0, result.output
     expected = json.loads(kept)["step_s"]
     assert json.loads(result.stdout)["ranks"][1]["step_s"] == pytest.approx(expected)
+
+
+def test_ranks_that_do_not_exist_are_refused_before_submission(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, [
+        "submit", "tiny_neox", "--nodes", "2", "--dry-run", "--runs-dir", str(tmp_path),
+        "--set", "profile.steps=[3, 4]", "--set", "profile.ranks=[1, 2]",
+    ])  # fmt: skip
+    assert "profile.ranks: 2 is no rank of 2 workers; choose ranks from 0 to 1" in result.output
+
+
+def test_steps_that_are_not_reached_yet(profiled: RunDir, tmp_path: Path) -> None:
+    config = (profiled.path / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(config)
+    result = CliRunner().invoke(cli, ["profile", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "profile.steps is [3, 4] of 6 steps; wait for step 4" in result.output
