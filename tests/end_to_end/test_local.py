@@ -174,3 +174,21 @@ def test_a_setup_line_that_fails_ends_the_run_with_its_number(
     assert not (bench.runs / "unset" / "graphs" / "attempts" / "001").exists()
     bench.call("resume", "unset", '--set=cluster.setup=["export GREETING=hello"]')
     assert bench.endings("unset")[-1] == ("done", "finish")
+
+
+def test_validation_while_training_has_the_numbers_of_evaluate(
+    bench: Bench, inputs: tuple[str, ...]
+) -> None:
+    corpus = next(one for one in inputs if "data.corpus=" in one).partition("data.corpus=")[2]
+    texts = ("--set=data.validation=0.1", f"--set=eval.corpora={{seen: {corpus}}}")
+    often = ("--set=eval.every_steps=20", "--set=eval.sequences=8")
+    done = bench.call(*TRAIN, *inputs, *texts, *often, "--name=validated")
+    assert "eval.corpora.seen: " in done, "a warning: it is the training text"
+    found = bench.status("validated")["evaluation"]
+    assert (found["step"], sorted(found["texts"])) == (40, ["held_out", "seen"])
+    evaluated = bench.call(
+        "evaluate", "validated", "--task=validation", "--limit=8", "--json", "--no-plot"
+    )
+    rows = json.loads(evaluated[evaluated.index("{") :])["suites"][0]["rows"]
+    loss = next(row for row in rows if row["metric"] == "loss")["scores"]["40"]
+    assert found["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=1e-6)

@@ -79,6 +79,9 @@ def test_of_one_step_a_save_comes_before_the_next() -> None:
     assert behind(ONE_LATE) == (1,)
     assert behind(ALIKE) == (0, 1, 2, 3)
     assert limit_s("stopping", CONFIG, 1.0) == limit_s("saving", CONFIG, 1.0) == 50
+    assert limit_s("evaluating", CONFIG, 1.0) == limit_s("first_step", CONFIG, 1.0)
+    assert behind(beats(("saving", 40), ("evaluating", 40), ("stepping", 40))) == (1,)
+    assert behind(beats(("evaluating", 40), ("stepping", 39))) == (1,)
 
 
 def test_what_slow_means_is_learned_from_the_run(tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.dictionaries(
-    st.integers(0, 1), st.tuples(st.sampled_from(["first_step", "saving", "stepping"]),
+    st.integers(0, 1), st.tuples(st.sampled_from(["first_step", "evaluating", "stepping"]),
                                  st.integers(0, 3)))), max_size=12))  # fmt: skip
 def test_new_heartbeats_are_merged_as_all_of_them_would_be(
     tmp_path_factory: pytest.TempPathFactory,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slurmllm.backends.base import IGNORED
 from slurmllm.data.evaluation import HELD_OUT, evaluation_texts, single_sequences
@@ -81,6 +82,13 @@ def test_a_stop_leaves_the_evaluation_to_the_next_attempt(new_run: NewRun) -> No
     assert sorted(evaluations(run, 0)) == [*range(1, stopped_at)]
     Gang(run, world=2, attempt=1).finish()
     assert sorted(evaluations(run, 1)) == [*range(stopped_at, 61)]
+    read = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0}).Reload()
+    losses = {e.step: e.value for e in read.Scalars("eval/held_out/loss")}
+    assert sorted(losses) == [*range(1, 61)]
+    expected = {**evaluations(run, 0), **evaluations(run, 1)}
+    assert losses == pytest.approx({s: e.values[HELD_OUT] for s, e in expected.items()})
+    perplexities = {e.step: e.value for e in read.Scalars("eval/held_out/perplexity")}
+    assert perplexities == pytest.approx({step: np.exp(loss) for step, loss in losses.items()})
 
 
 @pytest.mark.parametrize(("data_parallel", "pipeline"), [(1, 1), (2, 1), (4, 1), (2, 2)])

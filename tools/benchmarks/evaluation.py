@@ -23,7 +23,7 @@ WARM_UP = 2  # rounds that compile and allocate
 SHAPE = (
     "model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=1024",
     "model.vocab_size=8192", "model.seq_len=256", "train.global_batch=8", "train.micro_batch=2",
-    "train.compile=true",
+    "train.compile=false",
 )  # fmt: skip
 ROUNDS = 8
 
