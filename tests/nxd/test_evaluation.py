@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from mesh_pool import Case, MeshPool, evaluated, small_run
+from train.gang import Gang, curve, make_data, make_run
+
+from nxd.conftest import nxd_environment
+from slurmllm.evaluate.validation_loss import held_out_loss
+from slurmllm.evaluate.validation_text import stream_spec, validation_text
+from slurmllm.metrics.evaluations import read_evaluations
 
 pytestmark = pytest.mark.nxd
 
@@ -25,3 +33,23 @@ def test_same_loss_and_same_training(pool: MeshPool, mesh: tuple[str, int, int, 
     assert [one.rows for one in found] == [one.rows for one in plain], "bit-identical"
     for one in found:
         assert one.between == pytest.approx(expected.between, rel=1e-5)
+
+
+def test_a_run_has_the_numbers_of_evaluate(tmp_path: Path) -> None:
+    data = make_data(tmp_path)
+    own = (
+        "backend=nxd", "cluster.devices_per_node=2", "parallel.pipeline=2", "train.steps=8",
+        "checkpoint.every_steps=4", "data.validation=0.1",
+    )  # fmt: skip
+    plain = Gang(make_run(tmp_path / "plain", data, *own), world=2, env=nxd_environment()).finish()
+    evaluates = ("eval.every_steps=4", "eval.sequences=13")
+    run = make_run(tmp_path / "run", data, *own, *evaluates)
+    Gang(run, world=2, env=nxd_environment()).finish()
+    assert curve(run) == curve(plain), "bit-identical"
+    found = read_evaluations(run, run.metrics_files())
+    assert sorted(found) == [4, 8]
+    for step, event in found.items():
+        directory = run.checkpoint(step)
+        with stream_spec(validation_text(run, None), directory, None) as spec:
+            expected = held_out_loss(directory, spec, 13, None, "cpu")
+        assert event.values["held_out"] == pytest.approx(expected.loss, rel=1e-6)
