@@ -23,6 +23,9 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.errors import ConfigError
 from slurmllm.plugins import Part
+from slurmllm.records import AttemptRecord, NodeRecord
+from slurmllm.rundir import RunDir
+from slurmllm.submit.plugins import warn_if_changed
 from slurmllm.train.plugins import faults
 
 Install = Callable[..., Path]
@@ -243,6 +246,31 @@ def test_faults_of_hooks_and_optimizers(install: Install) -> None:
     )
     assert "makes a builtins.NoneType, and must make a torch.optim" in found("optim.name=nothing")
     assert "cannot be called with 2 positional" in found("optim.name=no_arguments")
+
+
+def test_settings_need_an_optimizer_that_has_them() -> None:
+    with pytest.raises(ConfigError, match=r"optim.settings: .*and optim.name is adamw"):
+        small_config("optim.settings.momentum=0.9")
+
+
+def test_a_resume_warns_of_another_version(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("plug_old", "", hooks="one = plug_old:x")
+    run = RunDir(tmp_path / "run")
+    config = small_config("hooks.one={}")
+    attempt = run.attempt("train", 0)
+    warn_if_changed(config, run)
+    record = AttemptRecord(
+        stage="train", attempt=0, job_id=None, nodes=("n1",), world_size=1, master_addr="n1",
+        master_port=1, started_at=1.0,
+    )  # fmt: skip
+    record.save(attempt.record)
+    for version in ("1.5", "1.4"):
+        NodeRecord(node="n1", versions={"plug_old": version}).save(attempt.node("n1"))
+        warn_if_changed(config, run)
+    (message,) = caplog.messages
+    assert message.startswith("plugin plug_old: 1.5 now, 1.4 in attempt 0;")
 
 
 def test_backends_refuse_what_they_cannot_train() -> None:

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from slurmllm.config.families import (
     BUILT_IN,
@@ -303,6 +312,18 @@ class OptimConfig(Section):
     # Largest gradient 2-norm over all parameters; 0 clips nothing.
     grad_clip: NonNegativeFloat = 1.0
     settings: dict[str, Any] = Field(default_factory=dict)  # Those of an optimizer of your own.
+
+    @field_validator("settings")
+    @classmethod
+    def _belong_to_another_optimizer(
+        cls, settings: dict[str, Any], info: ValidationInfo
+    ) -> dict[str, Any]:
+        if settings and info.data.get("name") == ADAMW:
+            raise ValueError(
+                "settings of an optimizer of your own, and optim.name is adamw, whose settings are "
+                "fields of optim; set optim.name, or leave them out"
+            )
+        return settings
 
     def warmup(self, total_steps: int) -> int:
         """Steps of the warm-up in a run of `total_steps`."""
