@@ -18,6 +18,7 @@ from slurmllm import plugins
 from slurmllm.backends.environment import load_environment
 from slurmllm.cli.main import cli
 from slurmllm.config.families import FAMILIES
+from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
@@ -185,6 +186,23 @@ def test_a_family_of_another_package(install: Install, registered: bool) -> None
     assert (config.recipe.model.activation, config.recipe.model.gated) == ("silu", True)
     assert config.recipe.parts == [Part("models", "mine", "model.family")]
     assert config.origins["model.activation"] == "family mine"
+
+
+def test_no_module_is_imported_for_a_configuration_of_others(
+    install: Install, tmp_path: Path
+) -> None:
+    install(
+        "plug_family", f"{FAMILY}\nimport slurmllm.plugins as p\np.register('models', 'mine')(MINE)"
+    )
+    config = resolve("tiny_llama", "local", ["model.family=mine", "plugins=[plug_family]"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    assert load(path, trusted=True).recipe == config.recipe
+    plugins._registered.clear()
+    del FAMILIES["mine"], sys.modules["plug_family"]
+    with pytest.raises(ConfigError, match="must be 'neox'"):
+        load(path)
+    assert "plug_family" not in sys.modules
 
 
 def test_a_family_that_cannot_be_used(install: Install) -> None:

@@ -37,7 +37,7 @@ def load(path: Path, *, trusted: bool = False) -> RunConfig:
     """
     tree, origins = _read(path, trusted)
     _insert_secrets(tree, RunDir(path.parent).secrets)
-    return validate(tree, origins, [], str(path))
+    return validate(tree, origins, [], str(path), trusted=trusted)
 
 
 def save(config: RunConfig, run: RunDir) -> None:

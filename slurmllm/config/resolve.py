@@ -346,9 +346,17 @@ def _assign(
 
 
 def validate(
-    tree: dict[str, Any], origins: Mapping[str, str], faults: Sequence[str], title: str
+    tree: dict[str, Any],
+    origins: Mapping[str, str],
+    faults: Sequence[str],
+    title: str,
+    *,
+    trusted: bool = True,
 ) -> RunConfig:
     """Validate the sections of a recipe, with the cluster profile under `cluster`.
+
+    Args:
+        trusted: Whether the modules of `plugins` may be imported, for a family that they register.
 
     Raises:
         ConfigError: with `faults` and all faults of the tree.
@@ -358,7 +366,8 @@ def validate(
     _open_auto_degrees(recipe_tree, origins)
     model = recipe_tree.get("model")
     if isinstance(model, Mapping):
-        faults += _import_family(model.get("family"), recipe_tree.get("plugins"))
+        modules = recipe_tree.get("plugins") if trusted else None
+        faults += _import_family(model.get("family"), modules)
         recipe_tree["model"] = with_family(model)
         added = recipe_tree["model"].keys() - model.keys()
         origins |= {f"model.{name}": f"family {model['family']}" for name in added}

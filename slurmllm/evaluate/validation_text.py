@@ -89,7 +89,9 @@ def stream_spec(
         if named is None and recipe.data.tokenizer is not None:
             named = Path(recipe.data.tokenizer)
         corpora = [(Path(one.path), one.weight) for one in recipe.data.corpora]
-        share, modules = recipe.data.validation, recipe.plugins
+        share = recipe.data.validation
+        if recipe.plugins:  # imported, so that no other user may have named them
+            modules = load(RunDir(text.run).config, trusted=True).recipe.plugins
     with contextlib.ExitStack() as stack:
         if text.corpus is not None:
             corpora = [(stack.enter_context(_as_corpus(text.corpus)), 1.0)]
