@@ -125,6 +125,7 @@ def test_a_worker_waits_for_those_in_no_collective(tmp_path: Path) -> None:
         gzip.compress(b'{"traceEvents": [{"ph": "X", "name": "x", "ts": 1, "dur": 1}]}'),
         gzip.compress(b'{"traceEvents": [' + b"[" * 10**5),
     ],
+    ids=map(str, range(10)),
 )  # fmt: skip
 def test_damaged_traces(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "t.json.gz"
