@@ -154,10 +154,16 @@ def _draw_curves(
                 axes, places[there], values, color=color, linewidth=width, solid_capstyle="round",
                 marker="o" if len(values) < 3 else "", markersize=width + 4,
             )  # fmt: skip
+        for name in curve.validation if metric == "loss" else ():
+            there = ~curve.absent.get(name, np.isnan(curve.columns[name]))
+            axes.plot(curve.positions(axis)[there], curve.columns[name][there], color=color,
+                      linewidth=0.8, linestyle="--", marker="D", markersize=4)  # fmt: skip
         handles.append(Line2D([], [], color=color, linewidth=width, label=f"{label}: {curve.name}"))
         handles += _mark_restarts(axes, curve, label, color, axis, span)
     if band is not None:
         handles += _draw_band(axes, drawn[0], metric, band)
+    if metric == "loss" and any(curve.validation for _, curve, *_ in lines):
+        handles.append(Line2D([], [], color="0.4", linestyle="--", marker="D", label="validation"))
     if metric == "loss":
         axes.legend(handles=handles, loc="upper right")
     finite = np.concatenate([*late, np.empty(0)])

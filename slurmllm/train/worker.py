@@ -99,8 +99,8 @@ def make_hooks(job: Job) -> list[Hook]:
 
     Metrics come before the checkpoint, so that the rows of all its steps are on disk. The guard is
     between them, so that a diverged step is recorded but not saved; so is the evaluation, so that a
-    step that is saved has its losses. Memory is read before a save
-    uses some, and after the guard: a worker that found a divergence has no more hooks.
+    step that is saved has its losses. Memory is read before a save uses some, and after the guard:
+    a worker that found a divergence has no more hooks.
     """
     from slurmllm.train.hooks.checkpoint import CheckpointHook
     from slurmllm.train.hooks.evaluation import EvaluationHook

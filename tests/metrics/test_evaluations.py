@@ -93,7 +93,9 @@ def test_compare_and_status(run: RunDir, tmp_path: Path) -> None:
     found = json.loads(done.stdout)["statistics"]
     assert (found["val_loss"]["points"], found["val_loss"]["max_rel_diff"]) == (1, 0)
     assert found["val_loss/wiki"]["max_rel_diff"] == pytest.approx(0.5 / 5.5)
-    shown = CliRunner().invoke(cli, ["compare", "demo", "other", "--no-plot", *root]).output
+    picture = str(tmp_path / "compared.png")
+    shown = CliRunner().invoke(cli, ["compare", "demo", "other", "--plot", picture, *root]).output
+    assert (tmp_path / "compared.png").stat().st_size > 10_000
     assert re.search(r"val_loss/wiki +1 ", shown)
     status = CliRunner().invoke(cli, ["status", "other", *root])
     text = "held_out 4.0000, perplexity 54.60; wiki 5.0000, perplexity 148.41 (step 20)"
