@@ -27,7 +27,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
     """
     signal_name = job.decide().signal_name
     for hook in hooks:
-        hook.before_steps()
+        hook.before_training()
     job.post_flags()
     unread: list[Step] = []
     while job.step < job.last_step and signal_name is None:

@@ -57,7 +57,7 @@ class Hook:
         """
         return False
 
-    def before_steps(self) -> None:
+    def before_training(self) -> None:
         """Called once before the first step, on every worker that has the hook."""
 
     def after_evaluation(self, found: Evaluation) -> None:

@@ -44,7 +44,7 @@ class EvaluationHook(Hook):
         self._job, self._readers = job, readers
         self._texts: dict[str, list[Pass]] | None = None
 
-    def before_steps(self) -> None:
+    def before_training(self) -> None:
         """Evaluate the step that training resumes from, if its attempt could not (collective)."""
         job = self._job
         if job.resumed_from is None or not job.evaluates(job.step):
