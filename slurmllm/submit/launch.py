@@ -29,7 +29,8 @@ from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.safe_files import open_append
 from slurmllm.slurm.client import ACTIVE_STATES, SlurmClient
-from slurmllm.submit.prepare import PreparedRun, remove_unsubmitted
+from slurmllm.submit.prepare import PreparedRun
+from slurmllm.submit.run_folder import remove_unsubmitted
 from slurmllm.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.supervise.attempts import process_identity
 from slurmllm.supervise.successor import choose_restart

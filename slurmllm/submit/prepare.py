@@ -18,9 +18,9 @@ from slurmllm import plugins
 from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.container import paths_of
-from slurmllm.config.load import load, save
+from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError, DataError, RunError, StorageError
+from slurmllm.errors import ConfigError, DataError, StorageError
 from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import (
@@ -31,22 +31,25 @@ from slurmllm.plan.mesh import (
     replica_nodes,
     save_mesh,
 )
-from slurmllm.rundir import RUN_NAME, STAGES, RunDir, Stage, is_run, write_atomic
+from slurmllm.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.safe_files import (
-    give_to_group,
     own_folder,
     read_limited,
-    user_name,
     why_no_member,
-    why_untrusted,
 )
 from slurmllm.slurm.setup import setup_faults, setup_warnings
 from slurmllm.submit.plugins import plugin_faults, warn_if_changed
 from slurmllm.submit.render import render
+from slurmllm.submit.run_folder import (
+    claim_run,
+    limit_umask,
+    new_run,
+    remove_unsubmitted,
+    require_own,
+)
 from slurmllm.supervise.allocation import forget_site
 
 if TYPE_CHECKING:
-    from slurmllm.config.cluster import Cluster
     from slurmllm.plan.fit_check import FitCheck
 
 Precompile = Literal["auto", "always"]
@@ -113,7 +116,7 @@ def prepare(request: RunRequest) -> PreparedRun:
     """
     config, nodes, root, dry_run = request.config, request.nodes, request.root, request.dry_run
     if request.run is not None:
-        _require_own(request.run, config.cluster.trusted_group)
+        require_own(request.run, config.cluster.trusted_group)
     if not dry_run:
         limit_umask(config.cluster)
         forget_site()
@@ -250,15 +253,6 @@ def _unreachable(config: RunConfig, local: bool) -> list[str]:
     return faults
 
 
-def limit_umask(cluster: Cluster) -> None:
-    """Limit who may read and write what this process makes, and by sbatch its jobs."""
-    trusted, readers = cluster.trusted_group, cluster.runs_group
-    limit = 0o002 if trusted is not None and readers in (None, trusted) else 0o022
-    limit |= 0o005 if readers is not None else 0
-    os.umask(os.umask(limit) | limit)
-    os.environ.pop("SLURM_UMASK", None)  # of a job that this command runs in
-
-
 def _container_faults(config: RunConfig, local: bool) -> list[str]:
     container = config.cluster.container
     if container is None:
@@ -274,23 +268,6 @@ def _container_faults(config: RunConfig, local: bool) -> list[str]:
     if local and container.srun_runs_it:
         faults.append(f"{path}.runtime: pyxis needs srun; leave out --local, or set another one")
     return faults
-
-
-def _require_own(run: RunDir, group: str | None) -> None:
-    """Raise RunError if other users may have put what would run into the directory of a run."""
-    owner = run.path.stat().st_uid
-    if owner != os.geteuid():
-        raise RunError(
-            f"{run.name} belongs to {user_name(owner)}, whose recipe would run as you; "
-            "start a run of your own, from its weights with `slurmllm submit RECIPE --set "
-            "train.init_from=CHECKPOINT`"
-        )
-    for folder in (run.path, run.script("train").parent):
-        if folder.exists() and (why := why_untrusted(folder.stat(), group)):
-            raise RunError(
-                f"{folder}: {why}, and could have it run a program as you; look at what is in it, "
-                f"then `chmod -R go-w {run.path}`, or set cluster.trusted_group"
-            )
 
 
 def render_run(
@@ -408,70 +385,6 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         for warning in check_evaluation_texts(spec, evaluated):
             log.warning("%s", warning)
     return config
-
-
-def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
-    """The directory of a new run: `name`, or the recipe's name with the next free number.
-
-    Raises:
-        RunError: the name is taken or invalid.
-    """
-    if name is None:
-        taken = {entry.name for entry in root.iterdir()} if root.is_dir() else set()
-        number = next(n for n in range(1, 10**6) if f"{recipe}-{n:03d}" not in taken)
-        return RunDir(root / f"{recipe}-{number:03d}")
-    if not RUN_NAME.fullmatch(name):
-        raise RunError(
-            f"run name {name!r}: must be letters, digits, '.', '_' and '-', at most 100, "
-            "beginning with a letter or digit; choose another --name"
-        )
-    run = RunDir(root / name)
-    if is_run(run.path):
-        owner = load(run.config).recipe.name
-        hint = f"`slurmllm resume {name}` continues it" if owner == recipe else "not this one"
-        raise RunError(
-            f"run name {name!r} is taken: {run.path} is a run of recipe {owner!r} ({hint}); "
-            "choose another --name"
-        )
-    if run.path.exists():
-        raise RunError(f"run name {name!r} is taken: {run.path} exists; choose another --name")
-    return run
-
-
-def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> RunDir:
-    """Create the run's directory; of two simultaneous submits only one gets a name.
-
-    With `cluster.runs_group` it belongs to that group, and so does what is made in it.
-
-    Raises:
-        RunError: the name is taken.
-        StorageError: the directory cannot be created.
-    """
-    limit_umask(cluster)
-    while True:
-        run = new_run(root, name, recipe)
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            run.path.mkdir()  # atomic, on NFS too: the name belongs to who created it
-            if cluster.runs_group is not None:
-                give_to_group(run.path, cluster.runs_group)
-        except FileExistsError:
-            if not root.is_dir():
-                raise RunError(f"--runs-dir: {root} is not a folder; name another one") from None
-            continue  # another submit was faster: take the next name
-        except NotADirectoryError:
-            raise RunError(f"--runs-dir: {root} is below a file; name another one") from None
-        except OSError as error:
-            raise StorageError(
-                f"cannot make {run.path}: {error.strerror or error}; choose another --runs-dir"
-            ) from error
-        return run
-
-
-def remove_unsubmitted(run: RunDir) -> None:
-    """Remove the directory of a run without jobs, so that its name is free again."""
-    if not run.jobs.is_file():
-        shutil.rmtree(run.path, ignore_errors=True)
 
 
 def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | None:

@@ -32,7 +32,8 @@ from slurmllm.records import SweepCase, SweepRecord
 from slurmllm.rundir import RUN_NAME, SweepDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.launch import record_local, run_locally, submit_jobs
-from slurmllm.submit.prepare import PreparedRun, RunRequest, claim_run, new_run, prepare
+from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare
+from slurmllm.submit.run_folder import claim_run, new_run
 from slurmllm.supervise.run_lock import locked
 
 LARGEST = 10_000  # cases; Slurm's default MaxJobCount

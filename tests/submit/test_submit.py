@@ -26,7 +26,7 @@ from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.records import JobsRecord
 from slurmllm.rundir import RunDir
-from slurmllm.submit import prepare
+from slurmllm.submit.run_folder import claim_run
 
 
 def test_submit_writes_the_run_and_two_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
@@ -79,9 +79,7 @@ def test_a_job_that_cannot_be_taken_back_is_named(
 def test_two_submits_at_the_same_moment_get_two_names(tmp_path: Path) -> None:
     runs, cluster = tmp_path / "runs", resolve("tiny_neox").cluster
     with ThreadPoolExecutor(8) as pool:
-        claims = [
-            pool.submit(prepare.claim_run, runs, None, "tiny_neox", cluster) for _ in range(8)
-        ]
+        claims = [pool.submit(claim_run, runs, None, "tiny_neox", cluster) for _ in range(8)]
         names = sorted(claim.result().name for claim in claims)
     assert names == [f"tiny_neox-{number:03d}" for number in range(1, 9)]
 

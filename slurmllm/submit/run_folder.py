@@ -1,0 +1,103 @@
+"""The directories of new runs: their names, who may write into them, and their removal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from slurmllm.config.cluster import Cluster
+from slurmllm.config.load import load
+from slurmllm.errors import RunError, StorageError
+from slurmllm.rundir import RUN_NAME, RunDir, is_run
+from slurmllm.safe_files import give_to_group, user_name, why_untrusted
+
+
+def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
+    """The directory of a new run: `name`, or the recipe's name with the next free number.
+
+    Raises:
+        RunError: the name is taken or invalid.
+    """
+    if name is None:
+        taken = {entry.name for entry in root.iterdir()} if root.is_dir() else set()
+        number = next(n for n in range(1, 10**6) if f"{recipe}-{n:03d}" not in taken)
+        return RunDir(root / f"{recipe}-{number:03d}")
+    if not RUN_NAME.fullmatch(name):
+        raise RunError(
+            f"run name {name!r}: must be letters, digits, '.', '_' and '-', at most 100, "
+            "beginning with a letter or digit; choose another --name"
+        )
+    run = RunDir(root / name)
+    if is_run(run.path):
+        owner = load(run.config).recipe.name
+        hint = f"`slurmllm resume {name}` continues it" if owner == recipe else "not this one"
+        raise RunError(
+            f"run name {name!r} is taken: {run.path} is a run of recipe {owner!r} ({hint}); "
+            "choose another --name"
+        )
+    if run.path.exists():
+        raise RunError(f"run name {name!r} is taken: {run.path} exists; choose another --name")
+    return run
+
+
+def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> RunDir:
+    """Create the run's directory; of two simultaneous submits only one gets a name.
+
+    With `cluster.runs_group` it belongs to that group, and so does what is made in it.
+
+    Raises:
+        RunError: the name is taken.
+        StorageError: the directory cannot be created.
+    """
+    limit_umask(cluster)
+    while True:
+        run = new_run(root, name, recipe)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            run.path.mkdir()  # atomic, on NFS too: the name belongs to who created it
+            if cluster.runs_group is not None:
+                give_to_group(run.path, cluster.runs_group)
+        except FileExistsError:
+            if not root.is_dir():
+                raise RunError(f"--runs-dir: {root} is not a folder; name another one") from None
+            continue  # another submit was faster: take the next name
+        except NotADirectoryError:
+            raise RunError(f"--runs-dir: {root} is below a file; name another one") from None
+        except OSError as error:
+            raise StorageError(
+                f"cannot make {run.path}: {error.strerror or error}; choose another --runs-dir"
+            ) from error
+        return run
+
+
+def remove_unsubmitted(run: RunDir) -> None:
+    """Remove the directory of a run without jobs, so that its name is free again."""
+    if not run.jobs.is_file():
+        shutil.rmtree(run.path, ignore_errors=True)
+
+
+def limit_umask(cluster: Cluster) -> None:
+    """Limit who may read and write what this process makes, and by sbatch its jobs."""
+    trusted, readers = cluster.trusted_group, cluster.runs_group
+    limit = 0o002 if trusted is not None and readers in (None, trusted) else 0o022
+    limit |= 0o005 if readers is not None else 0
+    os.umask(os.umask(limit) | limit)
+    os.environ.pop("SLURM_UMASK", None)  # of a job that this command runs in
+
+
+def require_own(run: RunDir, group: str | None) -> None:
+    """Raise RunError if other users may have put what would run into the directory of a run."""
+    owner = run.path.stat().st_uid
+    if owner != os.geteuid():
+        raise RunError(
+            f"{run.name} belongs to {user_name(owner)}, whose recipe would run as you; "
+            "start a run of your own, from its weights with `slurmllm submit RECIPE --set "
+            "train.init_from=CHECKPOINT`"
+        )
+    for folder in (run.path, run.script("train").parent):
+        if folder.exists() and (why := why_untrusted(folder.stat(), group)):
+            raise RunError(
+                f"{folder}: {why}, and could have it run a program as you; look at what is in it, "
+                f"then `chmod -R go-w {run.path}`, or set cluster.trusted_group"
+            )
