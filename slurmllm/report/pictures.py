@@ -146,10 +146,15 @@ def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
         rows = rows[thin_rows(values[rows], _ROWS)]
         axes.plot(curve.steps[rows], values[rows], color=color, linewidth=0.9, label=label)
         if metric in ("loss", VAL_LOSS):
-            others = [name for name in curve.validation if name != metric]
-            for style, name in zip(("--", ":", "-."), others, strict=False):
+            others = {n: text for n, text in curve.validation.items() if n != metric}
+            texts = [
                 axes.plot(*curve.series(name), color=color, linewidth=1.2, linestyle=style,
-                          marker=".", label=f"_{name}")  # fmt: skip
+                          marker=".", label="_")[0]
+                for style, name in zip(("--", ":", "-."), others, strict=False)
+            ]  # fmt: skip
+            if texts and axes.get_legend() is None:  # the same styles for all runs
+                names = [f"validation {text}".strip() for text in others.values()]
+                axes.legend(texts, names[: len(texts)], fontsize=7, loc="upper right")
         if top is not None and (far := np.flatnonzero(values > top)).size:
             # The axis is cut, with a mark at each step above it.
             axes.set_ylim(0.0, top)

@@ -12,6 +12,7 @@ from browser import open_report, require_sound
 from click.testing import CliRunner, Result
 from reported_runs import add_scores, make_reported_run
 from training_rows import make_row, write_rows
+from worker_events import evaluation
 
 import slurmllm.report
 from slurmllm.cli.main import cli
@@ -49,6 +50,8 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
     log = write_rows(tmp_path / "other.jsonl", [make_row(s) for s in range(1, 50)])
     page = tmp_path / "page.html"
     add_scores(runs[0], 30, 60)
+    for step in (20, 40, 60):
+        evaluation(runs[0], step // 50, step, held_out=7.0 - step / 20, wiki=8.0 - step / 20)
     done = call(tmp_path, "small", EVIL, str(log), "--price", "reserved", "--out", str(page))
     assert done.exit_code == 0, done.output
     opened = open_report(page, tmp_path)
@@ -56,7 +59,7 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
     plots = opened.seen["plots"]
     assert set(plots) >= {
         "loss", "grad_norm", "param_norm", "lr", "seq_per_s", "step_time_s", "parts-0", "memory",
-        "utilization", "scaling", "scores-0",
+        "utilization", "scaling", "scores-0", "val_loss",
     }  # fmt: skip
     assert "attempt 0 ended: node_failure" in plots["loss"]["hover"]
     assert plots["lr"]["points"] == 2  # a restart of each run
