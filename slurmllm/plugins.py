@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _registered: dict[tuple[Kind, str], object] = {}
 
 
-class Part(NamedTuple):
+class PluginRef(NamedTuple):
     """A part that a recipe names."""
 
     kind: Kind
@@ -42,11 +42,19 @@ class Part(NamedTuple):
 
 
 def register(kind: Kind, name: str) -> Callable[[T], T]:
-    """Decorate a part, to make it known by its name when its module is imported.
+    """Decorate a part, to register it by a name when its module is imported.
+
+    Args:
+        kind: `hooks`, `optimizers`, `models` or `data_sources`.
+        name: The name by which a recipe chooses it.
 
     Raises:
-        ConfigError: another part of this kind has the name.
+        ConfigError: the kind is unknown, or the name is taken.
     """
+    if kind not in typing.get_args(Kind):
+        raise ConfigError(
+            f"register({kind!r}, {name!r}): unknown kind; choose {', '.join(typing.get_args(Kind))}"
+        )
 
     def keep(part: T) -> T:
         if _registered.setdefault((kind, name), part) is not part:
@@ -87,7 +95,7 @@ def find(kind: Kind, name: str, path: str, modules: Sequence[str] = ()) -> objec
         known = sorted({n for k, n in _registered if k == kind} | set(installed(kind)))
         raise ConfigError(
             f"{what} is unknown: no installed package has it in entry-point group {group(kind)} "
-            f"(there: {', '.join(known) or 'nothing'}), and no module in plugins registers it; "
+            f"(known: {', '.join(known) or 'none'}), and no module in plugins registers it; "
             "install its package where slurmllm is installed, or add its module to plugins"
         )
     if kind in _WITHOUT_TORCH and not torch_loaded and "torch" in sys.modules:
@@ -127,8 +135,8 @@ def build(
         ) from error
     if not isinstance(made, expected):
         raise ConfigError(
-            f"{path}: {name!r} makes a {type(made).__module__}.{type(made).__qualname__}, and must "
-            f"make a {expected.__module__}.{expected.__qualname__}"
+            f"{path}: {name!r} returned a {type(made).__module__}.{type(made).__qualname__}, not a "
+            f"{expected.__module__}.{expected.__qualname__}; correct the plugin"
         )
     return made
 
@@ -146,7 +154,9 @@ def check_settings(
         ConfigError: with all faults, or the part cannot be called so.
     """
     if not callable(part):
-        raise ConfigError(f"{what} is {part!r}, and must be a class or a function")
+        raise ConfigError(
+            f"{what} is {part!r}, not a class or function; correct its entry point or `register`"
+        )
     try:
         signature = inspect.signature(part)
         signature.bind(*[None] * arguments, **dict.fromkeys(_keywords(signature)))
@@ -174,7 +184,7 @@ def check_settings(
                 faults.append(f"{name}: missing; it has no default")
             else:
                 faults.append(f"{name}: {one['input']!r}: {one['msg']}")
-        raise ConfigError(f"{what}: {len(faults)} wrong setting(s)", faults) from error
+        raise ConfigError(f"{what}: {len(faults)} invalid setting(s)", faults) from error
     return {name: getattr(checked, name) for name in fields}
 
 
@@ -216,7 +226,7 @@ def entry_point(kind: Kind, name: str) -> EntryPoint | None:
     return found[0] if found else None
 
 
-def versions(parts: Iterable[Part], modules: Sequence[str]) -> dict[str, str]:
+def versions(parts: Iterable[PluginRef], modules: Sequence[str]) -> dict[str, str]:
     """Return the versions of the packages that have the parts, and digests of the modules' files.
 
     Nothing is imported; what is not installed here is left out.
@@ -251,14 +261,14 @@ def _load(load: Callable[[], T], what: str) -> T:
         return load()
     except SlurmllmError:
         raise
-    except Exception as error:  # a module may raise anything
+    except (Exception, SystemExit) as error:  # a module may raise anything
         raise ConfigError(
             f"{what} cannot be imported: {_reason(error)}; install what is missing in this Python "
             "environment (a module: on PYTHONPATH), or correct the name"
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

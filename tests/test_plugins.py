@@ -23,7 +23,7 @@ from slurmllm.config.resolve import resolve
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.errors import ConfigError
-from slurmllm.plugins import Part
+from slurmllm.plugins import PluginRef
 from slurmllm.records import AttemptRecord, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.submit.plugins import warn_if_changed
@@ -128,7 +128,7 @@ def test_a_prefix_names_a_data_source(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_installed_part_is_imported_only_when_it_is_named(install: Install) -> None:
     folder = install("plug_lazy", "raise RuntimeError('imported')", hooks="lazy = plug_lazy:Hook")
     assert plugins.is_known("hooks", "lazy")
-    part = Part("hooks", "lazy", "hooks.lazy")
+    part = PluginRef("hooks", "lazy", "hooks.lazy")
     assert plugins.versions([part], ["plug_lazy"]) == {
         "plug_lazy": plugins.versions([], ["plug_lazy"])["plug_lazy"]
     }
@@ -143,9 +143,9 @@ def test_an_installed_part_is_imported_only_when_it_is_named(install: Install) -
 
 def test_what_is_unknown_or_of_one_name_is_refused(install: Install) -> None:
     install("plug_known", "x = 1", hooks="known = plug_known:x")
-    with pytest.raises(ConfigError, match=r"optim.name: 'x' is unknown: .* \(there: nothing\)"):
+    with pytest.raises(ConfigError, match=r"optim.name: 'x' is unknown: .* \(known: none\)"):
         plugins.find("optimizers", "x", "optim.name")
-    with pytest.raises(ConfigError, match=r"\(there: known\).*add its module to plugins"):
+    with pytest.raises(ConfigError, match=r"\(known: known\).*add its module to plugins"):
         plugins.find("hooks", "other", "hooks.other")
     with pytest.raises(ConfigError, match=r"plugins: no.such cannot be imported: ModuleNotFound"):
         plugins.import_modules(["no.such"])
@@ -170,7 +170,7 @@ def test_settings_are_the_keyword_only_parameters() -> None:
         plugins.check_settings(part, "p", {}, 1)
     with pytest.raises(ConfigError, match="cannot be called with 2 positional arguments"):
         plugins.check_settings(part, "p", {"every": 1}, 2)
-    with pytest.raises(ConfigError, match="is 3, and must be a class or a function"):
+    with pytest.raises(ConfigError, match="is 3, not a class or function"):
         plugins.check_settings(3, "p", {}, 1)
 
 
@@ -184,7 +184,7 @@ def test_a_family_of_another_package(install: Install, registered: bool) -> None
     more = ("plugins=[plug_family]",) if registered else ()
     config = resolve("tiny_llama", "local", ["model.family=mine", *more])
     assert (config.recipe.model.activation, config.recipe.model.gated) == ("silu", True)
-    assert config.recipe.parts == [Part("models", "mine", "model.family")]
+    assert config.recipe.plugin_refs == [PluginRef("models", "mine", "model.family")]
     assert config.origins["model.activation"] == "family mine"
 
 
@@ -262,12 +262,12 @@ def test_faults_of_hooks_and_optimizers(install: Install) -> None:
     assert re.search(
         r"'forgets' has \d+ of \d+ parameters not exactly once", found("optim.name=forgets")
     )
-    assert "makes a builtins.NoneType, and must make a torch.optim" in found("optim.name=nothing")
+    assert "returned a builtins.NoneType, not a torch.optim" in found("optim.name=nothing")
     assert "cannot be called with 2 positional" in found("optim.name=no_arguments")
 
 
 def test_settings_need_an_optimizer_that_has_them() -> None:
-    with pytest.raises(ConfigError, match=r"optim.settings: .*and optim.name is adamw"):
+    with pytest.raises(ConfigError, match=r"optim.settings: .*but optim.name is adamw"):
         small_config("optim.settings.momentum=0.9")
 
 
@@ -294,7 +294,7 @@ def test_a_resume_warns_of_another_version(
 def test_backends_refuse_what_they_cannot_train() -> None:
     config = small_config("optim.name=muon", "train.precision=bf16_sr")
     assert any(
-        "optim.name: muon: an optimizer of your own works with backend native only" in fault
+        "optim.name: muon: optimizers of plugins need the native backend" in fault
         for fault in load_environment("nxd").unsupported(config)
     )
     assert "bf16_sr rounds stochastically inside AdamW" in "".join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
     from slurmllm.records import Submission
     from slurmllm.submit.prepare import Precompile, PreparedRun
+
+
+log = logging.getLogger(__name__)
 
 
 @click.command()
@@ -315,7 +319,7 @@ def resume(
     from slurmllm.submit.prepare import RunRequest, prepare
     from slurmllm.supervise.exclusion import to_avoid
     from slurmllm.supervise.run_lock import locked
-    from slurmllm.train.schedules import require_trained_rates
+    from slurmllm.train.schedules import check_decay_start
 
     found = find_run(run, runs_dir)
     client = SlurmClient()
@@ -340,7 +344,13 @@ def resume(
             config = change(config, cluster, overrides, given)
         trained, train = before.recipe.train, config.recipe.train
         if not from_scratch and (usable := usable_steps(found)):
-            require_trained_rates(before.recipe, config.recipe, max(usable))
+            check_decay_start(before.recipe, config.recipe, max(usable))
+            earlier, later = before.recipe.eval, config.recipe.eval
+            if later.every_steps is not None and earlier.sequences != later.sequences:
+                log.warning(
+                    "eval.sequences: %d now, %d before: earlier evaluations are means over other "
+                    "sequences", later.sequences, earlier.sequences,
+                )  # fmt: skip
         if run_state(found, client).state == "done" and train.steps <= trained.steps:
             raise RunError(
                 f"{found.name} is done: it has trained all its {trained.steps} steps; --set "

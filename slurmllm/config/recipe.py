@@ -39,7 +39,7 @@ from slurmllm.config.operation import (
     SlurmConfig,
     WatchdogConfig,
 )
-from slurmllm.plugins import Part, split_prefix
+from slurmllm.plugins import PluginRef, split_prefix
 
 
 def _known_scaling(kind: str) -> str:
@@ -190,7 +190,9 @@ class DataConfig(Section):
 
 def _not_held_out(name: str) -> str:
     if name == "held_out":
-        raise ValueError("is the text of data.validation; choose another name")
+        raise ValueError(
+            "is reserved for the documents held out by data.validation; choose another name"
+        )
     return name
 
 
@@ -203,21 +205,22 @@ _TextName = Annotated[
 class EvalConfig(Section):
     """Validation while training: the loss on text that training does not read."""
 
-    # Steps between evaluations, of which the last step always is one; null evaluates never.
+    # Steps between evaluations; the last step is always evaluated. Null turns evaluation off.
     every_steps: PositiveInt | None = None
     # Sequences of each text, at most; the same ones at every evaluation.
     sequences: PositiveInt = 256
-    # Further corpora by name, as `data.corpus`; documents held out by `data.validation` are one
-    # more, `held_out`.
+    # Further corpora by name, in the forms of `data.corpus`. With `data.validation`, the
+    # held-out documents are another one, `held_out`.
     corpora: dict[_TextName, str] = Field(default_factory=dict)
 
 
-PARTS = ("core", "mlp", "norm")  # of a block: attention without weights, feed-forward, norms
+# Parts of a block: attention without its matrices, the feed-forward layer, the norms.
+BLOCK_PARTS = ("core", "mlp", "norm")
 _CHECKPOINTING = ("none", "selective", "full")
 
 
 def _checkpointing(value: Any) -> Any:
-    """Parts in one order, and [core] as its other name, so that equal runs have equal graphs."""
+    """Sort the parts and write [core] as selective, so that equal settings have equal graphs."""
     if isinstance(value, str) and value in _CHECKPOINTING:
         return value
     remedy = "must be none, selective or full, or a list of core, mlp and norm"
@@ -225,12 +228,12 @@ def _checkpointing(value: Any) -> Any:
         raise ValueError(remedy)
     if not value:
         raise ValueError("must name a part of core, mlp and norm; to recompute nothing, write none")
-    unknown = [part for part in value if part not in PARTS]
+    unknown = [part for part in value if part not in BLOCK_PARTS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no part of a block; {remedy}")
+        raise ValueError(f"{unknown[0]!r} is not a part of a block; {remedy}")
     if len(set(value)) < len(value):
         raise ValueError("must name each part once")
-    parts = tuple(part for part in PARTS if part in value)
+    parts = tuple(part for part in BLOCK_PARTS if part in value)
     return "selective" if parts == ("core",) else parts
 
 
@@ -311,7 +314,7 @@ class OptimConfig(Section):
     decay_norms_and_biases: bool = False
     # Largest gradient 2-norm over all parameters; 0 clips nothing.
     grad_clip: NonNegativeFloat = 1.0
-    settings: dict[str, Any] = Field(default_factory=dict)  # Those of an optimizer of your own.
+    settings: dict[str, Any] = Field(default_factory=dict)  # Settings of an optimizer of a plugin.
 
     @field_validator("settings")
     @classmethod
@@ -320,8 +323,9 @@ class OptimConfig(Section):
     ) -> dict[str, Any]:
         if settings and info.data.get("name") == ADAMW:
             raise ValueError(
-                "settings of an optimizer of your own, and optim.name is adamw, whose settings are "
-                "fields of optim; set optim.name, or leave them out"
+                "belong to an optimizer of a plugin, but optim.name is adamw, whose settings are "
+                "optim.betas, optim.eps and optim.weight_decay; set optim.name, or leave "
+                "optim.settings out"
             )
         return settings
 
@@ -388,20 +392,22 @@ class Recipe(Section):
     # Environment variables for this recipe's workers; they replace those of the same name
     # from the cluster profile and the backend.
     env: dict[EnvName, str] = Field(default_factory=dict)
-    # Hooks of your own, each with its settings: `{layer_norms: {every: 10}}`.
+    # Hooks of plugins, each with its settings: `{layer_norms: {every: 10}}`.
     hooks: dict[PartName, dict[str, Any]] = Field(default_factory=dict)
-    # Modules that register parts of your own: `[my_package.my_module]`.
+    # Modules that register hooks, optimizers, model families or data sources:
+    # `[my_package.my_module]`.
     plugins: Annotated[tuple[ModuleName, ...], Field(strict=False)] = ()
 
     @property
-    def parts(self) -> list[Part]:
+    def plugin_refs(self) -> list[PluginRef]:
         """The parts of other packages that the recipe names."""
-        found = [Part("hooks", name, f"hooks.{name}") for name in self.hooks]
+        found = [PluginRef("hooks", name, f"hooks.{name}") for name in self.hooks]
         if self.optim.name != ADAMW:
-            found.append(Part("optimizers", self.optim.name, "optim.name"))
+            found.append(PluginRef("optimizers", self.optim.name, "optim.name"))
         if self.model.family not in BUILT_IN:
-            found.append(Part("models", self.model.family, "model.family"))
-        texts = (*(share.path for share in self.data.corpora), *self.eval.corpora.values())
-        prefixes = (split_prefix(text)[0] for text in texts)
-        found += [Part("data_sources", name, "data.corpus") for name in prefixes if name]
+            found.append(PluginRef("models", self.model.family, "model.family"))
+        texts = [("data.corpus", share.path) for share in self.data.corpora]
+        texts += [(f"eval.corpora.{name}", path) for name, path in self.eval.corpora.items()]
+        prefixes = ((path, split_prefix(text)[0]) for path, text in texts)
+        found += [PluginRef("data_sources", name, path) for path, name in prefixes if name]
         return found

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.directives import may_be_in_file
-from slurmllm.config.families import find_family
+from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
@@ -308,9 +308,13 @@ def _override(
 def _model_of(path: Path) -> dict[str, Any]:
     """The model section of a Hugging Face config.json, given by its path or its folder."""
     folder, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
+    if not path.exists():
+        raise ConfigError(
+            f"model: {path} does not exist; give a Hugging Face config.json, or its folder"
+        )
     found, faults = read_config(folder, name)
     if found is None:
-        raise ConfigError(f"model: {path} cannot be read: {len(faults)} fault(s)", faults)
+        raise ConfigError(f"model: {path} cannot be used: {len(faults)} fault(s)", faults)
     return found.model.model_dump(mode="json")
 
 
@@ -372,8 +376,14 @@ def validate(
         added = recipe_tree["model"].keys() - model.keys()
         origins |= {f"model.{name}": f"family {model['family']}" for name in added}
     recipe, bad = _build(Recipe, recipe_tree, "", faults, origins)
+    if "model.family" in bad:  # which would have had the values of these
+        left_out = tuple(f"model.{name}: missing" for name in CHOSEN)
+        faults = [fault for fault in faults if not fault.startswith(left_out)]
     cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
-    values = {**_defaults(Recipe), **flatten(recipe_tree)}
+    given = flatten(recipe_tree)
+    filled = {path.rpartition(".")[0] for path in given}  # mappings that are not empty
+    defaults = {path: value for path, value in _defaults(Recipe).items() if path not in filled}
+    values = {**defaults, **given}
     if values.get("parallel.auto") is True and not _is_set("parallel.pipeline", origins):
         # The planner will choose it: the rules on layers must not judge the default.
         values.pop("parallel.pipeline", None)

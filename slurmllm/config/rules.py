@@ -108,7 +108,7 @@ def rotary_dim_is_even(heads: int, hidden: int, head_dim: int | None, pct: float
         return None
     return (
         f"model.rotary_pct: {pct} of a head of {width} rotates {rotary} dimensions, "
-        f"an odd number; choose {(rotary + 1) / width:g}"
+        f"an odd number; choose {math.ceil((rotary + 1) / width * 1e4) / 1e4:g}"
     )
 
 
@@ -153,7 +153,7 @@ def rope_scaling_has_a_range(low: float, high: float) -> str | None:
         return None
     return (
         f"model.rope_scaling.low_freq_factor: {low:g} is not less than high_freq_factor {high:g}; "
-        "Llama 3.1 has 1 and 4"
+        "choose a smaller low_freq_factor, such as 1 and 4 (Llama 3.1)"
     )
 
 
@@ -316,10 +316,12 @@ def warmup_before_decay_ends(
     end, warmup = decay_steps or steps, num_warmup_steps(warmup, ratio, steps)
     if warmup < end:
         return None
-    given = "steps:" if ratio is None else f"ratio: {ratio:g} of train.steps {steps}, which is"
+    rule = f"not less than {end}, the step at which the schedule ends; choose less than"
+    if ratio is None:
+        return f"optim.warmup_steps: {warmup} is {rule} {end}"
     return (
-        f"optim.warmup_{given} {warmup} leaves nothing of the {end} steps of warm-up and decay; "
-        f"choose less than {end}"
+        f"optim.warmup_ratio: {ratio:g} of train.steps {steps} is {warmup} steps, {rule} "
+        f"{end / steps:g}"
     )
 
 
@@ -440,7 +442,7 @@ def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
 def evaluations_have_text(
     every: int | None, corpora: Mapping[str, str], validation: float
 ) -> str | None:
-    # Skipped if corpora are named: this path has a value only if it is empty.
+    # Skipped if corpora are named: a mapping has a value of its own only if it is empty.
     if every is None or corpora or validation:
         return None
     return (

@@ -71,7 +71,9 @@ class Batch(NamedTuple):
 
     def labels(self, ignored: int) -> npt.NDArray[np.int64]:
         """The model's targets, int64 [rows, seq_len]; `ignored` at untrained tokens."""
-        labels = np.ascontiguousarray(self.tokens[:, 1:])
+        # Always a copy: of one row, `ascontiguousarray` returns a view, and `ignored` would be
+        # written into the inputs.
+        labels = self.tokens[:, 1:].copy()
         if self.untrained is not None:
             labels[self.untrained[:, 1:]] = ignored
         return labels

@@ -248,10 +248,12 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
     curve = merge_rows(
         blocks, name=name, path=source, kind="run", warnings=warnings, skips=skips.skips
     )
-    try:
-        curve = with_evaluations(curve, read_evaluations(run, files))
-    except RunError as error:
-        curve = replace(curve, warnings=(*curve.warnings, str(error)))
+    # Without evaluations, a file less is opened for each attempt. A copy may have no config.yaml.
+    if not settings or settings.get("eval.every_steps") is not None:
+        try:
+            curve = with_evaluations(curve, read_evaluations(run, files))
+        except RunError as error:
+            curve = replace(curve, warnings=(*curve.warnings, str(error)))
     return replace(
         curve,
         data=data,

@@ -50,7 +50,7 @@ _LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 class Interval(NamedTuple):
-    """A time in which something runs."""
+    """A named interval of time in a trace."""
 
     start: float  # µs
     end: float
@@ -105,7 +105,10 @@ def summarize(path: Path, rank: int, node: str = "") -> RankProfile:
 def _divide(events: _Events, path: Path, rank: int, node: str) -> RankProfile:
     steps = sorted(one for one in events.annotations if one.name.startswith(STEP))
     if not steps:
-        raise StorageError(f"{path} has no profiled step; profile again")
+        raise StorageError(
+            f"{path} has no profiled step; profile again: `slurmllm resume RUN --set "
+            "'profile.steps=[FIRST, LAST]'`"
+        )
     numbers = [int(one.name.removeprefix(STEP)) for one in steps]
     window = [Interval(steps[0].start, max(one.end for one in steps), "other")]
     parts = _innermost(
@@ -235,7 +238,7 @@ def _read(path: Path, found: _Events) -> Iterator[dict[str, Any]]:
                 if place >= 0:
                     text, place = text[place:], 0
                 if len(text) > _CHUNK + _LONGEST_EVENT or size > _LARGEST_TRACE:
-                    raise _damaged(path, "it is no trace of torch.profiler")
+                    raise _damaged(path, "it is not a trace of torch.profiler")
     except (OSError, EOFError, zlib.error, RecursionError) as error:
         raise _damaged(path, str(error) or type(error).__name__) from error
 

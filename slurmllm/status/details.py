@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.config.operation import WatchdogConfig
+from slurmllm.config.recipe import Recipe
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import faults
 from slurmllm.metrics.evaluations import last_evaluation
@@ -68,7 +69,7 @@ class Details:
 
 
 def read_details(
-    run: RunDir, attempts: Sequence[AttemptRecord], training: bool, config: WatchdogConfig
+    run: RunDir, attempts: Sequence[AttemptRecord], training: bool, recipe: Recipe
 ) -> Details:
     """Read the details of a run; `attempts` are those of the train stage, oldest first.
 
@@ -110,8 +111,8 @@ def read_details(
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
-        workers=read_worker_progress(run, attempts[-1], config) if running else None,
-        evaluation=last_evaluation(run),
+        workers=read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None,
+        evaluation=None if recipe.eval.every_steps is None else last_evaluation(run),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
     )
 

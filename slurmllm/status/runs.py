@@ -128,8 +128,8 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         if found.state in ("queued", "requeued"):
             found = replace(found, reason="; ".join([found.reason, *_drained(client)]).strip("; "))
         training = found.state == "training"
-        watchdog = config.recipe.watchdog
-        return replace(found, details=read_details(run, found.attempts, training, watchdog))
+        details = read_details(run, found.attempts, training, config.recipe)
+        return replace(found, details=details)
     except OSError as error:
         raise StorageError(_unreadable(run, error)) from error
 

@@ -24,11 +24,11 @@ LIMIT_S = 180.0  # torch from a busy network file system takes a minute
 def plugin_faults(config: RunConfig) -> list[str]:
     """Return what is wrong with the recipe's parts of other packages; torch is not loaded here.
 
-    On a site whose nodes have another environment (a container, `cluster.setup`) only the workers
-    can check them: faults found here are logged.
+    With `cluster.container` nothing is checked here; with `cluster.setup` faults are logged as
+    warnings. The workers check in both cases.
     """
     recipe, cluster = config.recipe, config.cluster
-    if not recipe.plugins and not recipe.parts:
+    if not recipe.plugins and not recipe.plugin_refs:
         return []
     if cluster.container is not None:
         log.warning("hooks and optimizers are checked by the workers: the image has their packages")
@@ -49,7 +49,10 @@ def plugin_faults(config: RunConfig) -> list[str]:
             "of their modules, or submit again if the file system was slow"
         ]
     except (OSError, ValueError) as error:
-        found = [f"plugins: the check of the recipe's own parts failed: {error}"]
+        found = [
+            f"plugins: cannot run their check: {error}; set cluster.python to a Python that can "
+            "import slurmllm"
+        ]
     if cluster.setup:
         for fault in found:
             log.warning("%s (on this machine, without cluster.setup)", fault)
@@ -65,7 +68,7 @@ def _last_line(stderr: str) -> str:
 def warn_if_changed(config: RunConfig, run: RunDir) -> None:
     """Log a warning if other versions of the parts trained the run before."""
     attempts = run.attempts("train")
-    if not attempts or not (now := versions(config.recipe.parts, config.recipe.plugins)):
+    if not attempts or not (now := versions(config.recipe.plugin_refs, config.recipe.plugins)):
         return
     try:
         nodes = node_records(run, AttemptRecord.load(attempts[-1].record)).values()
@@ -75,6 +78,6 @@ def warn_if_changed(config: RunConfig, run: RunDir) -> None:
         before = sorted({known[name] for node in nodes if name in (known := node.versions)})
         if before and before != [version]:
             log.warning(
-                "plugin %s: %s now, %s in attempt %d; the run may continue differently",
+                "plugin %s: %s now, %s in attempt %d; results may differ from the earlier ones",
                 name, version, " and ".join(before), attempts[-1].number,
             )  # fmt: skip

@@ -139,10 +139,14 @@ def prepare(request: RunRequest) -> PreparedRun:
         )
     profile, workers = config.recipe.profile, prepared.mesh.world_size
     if profile.steps is not None and max(profile.ranks) >= workers:
-        reasons.append(
-            f"profile.ranks: {max(profile.ranks)} is no rank of {workers} workers; choose ranks "
+        fault = (
+            f"profile.ranks: {max(profile.ranks)}: the run has {workers} workers; choose ranks "
             f"from 0 to {workers - 1}"
         )
+        if request.run is None:
+            reasons.append(fault)
+        else:  # the profile may be over
+            log.warning("%s, or profile.steps=null", fault)
     if not reasons:
         reasons += plugin_faults(config)
     if request.run is not None:
@@ -345,9 +349,11 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             ],
         )
     builtin: tuple[Path, Path] | None = None
-    if STDLIB in [*(share.path for share in data.corpora), data.tokenizer]:
+    texts = config.recipe.eval.corpora
+    if STDLIB in [*(share.path for share in data.corpora), *texts.values(), data.tokenizer]:
         if not build:
             paths = [("data.corpus", share.path) for share in data.corpora]
+            paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
             for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
                 # A tokenized corpus may be named by the common prefix of its two files.
                 prefix, rest = plugins.split_prefix(path)
@@ -372,7 +378,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     from slurmllm.data.inspection import check_corpora, check_evaluation_texts
     from slurmllm.data.spec import StreamSpec
 
-    evaluated = {name: plugins.absolute(p) for name, p in config.recipe.eval.corpora.items()}
+    evaluated = {name: absolute(path, 0) for name, path in texts.items()}
     config = config.with_data(
         corpora[0].path if isinstance(data.corpus, str) else corpora, tokenizer
     ).with_evaluated(evaluated)

@@ -70,7 +70,7 @@ class Launcher:
         self.workers.watch_signals()
         try:
             recipe = self.config.recipe
-            own = versions(recipe.parts, recipe.plugins)
+            own = versions(recipe.plugin_refs, recipe.plugins)
             self.workers.save(versions={**self.environment.node_versions(), **own})
             planned, self.cache = self.cache, make_cache_folder(self.config, self.run)
             self._reset_environment()

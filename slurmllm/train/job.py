@@ -32,7 +32,7 @@ from slurmllm.rundir import RunDir, Stage
 from slurmllm.train.agreement import Agreement, Flags
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
-from slurmllm.train.plugins import import_parts
+from slurmllm.train.plugins import import_plugins
 from slurmllm.train.schedules import SaveSchedule
 from slurmllm.worker_files import EventLog, PhaseWriter, run_copy, wait_for_graphs
 
@@ -301,7 +301,7 @@ def _build(job: Job, context: StartContext) -> None:
     gc.disable()
     try:
         backend_class = load_backend(job.config.backend)
-        import_parts(job.config)
+        import_plugins(job.config)
     finally:
         gc.freeze()  # later collections ignore what exists now
         gc.enable()

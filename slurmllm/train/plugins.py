@@ -19,7 +19,7 @@ from slurmllm.train.hooks import Hook
 _SIZE = 4  # of each dimension of the parameters that an optimizer is tried with
 
 
-def import_parts(config: RunConfig) -> None:
+def import_plugins(config: RunConfig) -> None:
     """Import modules and hooks, so that a fault of one ends the attempt before its first step.
 
     Raises:
@@ -65,7 +65,7 @@ def try_optimizer(config: RunConfig) -> None:
 
 def faults(config: RunConfig) -> list[str]:
     """Return what is wrong with the parts of other packages that a recipe names."""
-    checks: tuple[Callable[[RunConfig], None], ...] = (import_parts, try_optimizer)
+    checks: tuple[Callable[[RunConfig], None], ...] = (import_plugins, try_optimizer)
     found = []
     for check in checks:
         try:

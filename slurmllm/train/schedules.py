@@ -60,7 +60,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {  # progress of the decay → sh
 }
 
 
-def require_trained_rates(before: Recipe, after: Recipe, trained: int) -> None:
+def check_decay_start(before: Recipe, after: Recipe, trained: int) -> None:
     """Check that a resume moves the decay's start only among steps that are still to train.
 
     Args:
@@ -71,7 +71,8 @@ def require_trained_rates(before: Recipe, after: Recipe, trained: int) -> None:
     Raises:
         ConfigError: The decay begins, or has begun, before that step.
     """
-    if after.optim.decay_start == before.optim.decay_start:
+    starts = [(r.optim.decay_start, r.optim.decay == "constant") for r in (before, after)]
+    if starts[0] == starts[1]:
         return
     old, new = (decay_start(recipe.optim, recipe.train.steps) for recipe in (before, after))
     if min(old, new) >= trained:
@@ -83,12 +84,13 @@ def require_trained_rates(before: Recipe, after: Recipe, trained: int) -> None:
     if old >= trained:
         fault = (
             f"optim.decay_start: {new:.0f} is before step {trained}, up to which the run has "
-            f"trained without decay; choose {trained} or more, or {fix}"
+            f"trained without decay; set {trained} or more, or {fix}"
         )
     else:
         fault = (
-            f"optim.decay_start: cannot move to {after.optim.decay_start}: the decay began after "
-            f"step {old:.0f}, and the run resumes from step {trained}; {fix}"
+            f"optim.decay_start: the decay began after step {old:.0f} and the run resumes from "
+            f"step {trained}, so {'it cannot end' if math.isinf(new) else f'{new:.0f} is too late'}"
+            f"; keep optim.decay={before.optim.decay} and optim.decay_start={old:.0f}, or {fix}"
         )
     raise ConfigError(f"{after.name}: the schedule differs in trained steps", [fault])
 

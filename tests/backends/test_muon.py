@@ -128,7 +128,8 @@ def test_a_run_trains_with_both_parts(installed: Path, tmp_path: Path) -> None:
     assert "has the state of optimizer muon, and only AdamW's can be converted" in refused.output
 
     # A resume with another optimizer starts from no checkpoint of this one.
-    run.config.write_text(small_config(*settings, "optim.name=adamw", data=data).to_yaml())
+    adamw = ("optim.name=adamw", "optim.settings={}")
+    run.config.write_text(small_config(*settings, *adamw, data=data).to_yaml())
     gang = Gang(run, 2, attempt=2, env=path)
     assert gang.wait() == [2, 2]
     assert "optim.name: the checkpoint has 'muon', the run 'adamw'" in gang.output()

@@ -93,8 +93,8 @@ SCALING = (
             "tiny_llama",
             "model.rope_scaling.kind=llama3 model.rope_scaling.factor=8 "
             + SCALING.replace("low_freq_factor=1", "low_freq_factor=4"),
-            "model.rope_scaling.low_freq_factor: 4 is not less than high_freq_factor 4; Llama 3.1 "
-            "has 1 and 4",
+            "model.rope_scaling.low_freq_factor: 4 is not less than high_freq_factor 4; "
+            "choose a smaller low_freq_factor, such as 1 and 4 (Llama 3.1)",
         ),
         (
             "tiny_gpt3",
@@ -269,3 +269,18 @@ def test_profiled_steps(steps: str, fault: str) -> None:
     assert faults("tiny_neox", "train.steps=200", "profile.steps=[101, 200]") == []
     assert faults("tiny_neox", "profile.steps=[3, 4]", "profile.ranks=[]") != []
     assert faults("tiny_neox", "profile.steps=[0, 4]") != []
+
+
+def test_evaluations_need_a_text() -> None:
+    (fault,) = faults("tiny_neox", "eval.every_steps=5")
+    assert fault.startswith("eval.every_steps: 5, but no text is held out; set data.validation")
+    assert faults("tiny_neox", "eval.every_steps=5", "eval.corpora={x: a.arrow}") == []
+    assert faults("tiny_neox", "eval.every_steps=5", "eval.corpora.x=a.arrow") == []
+    assert faults("tiny_neox", "eval.every_steps=5", "data.validation=0.1") == []
+
+
+def test_the_share_of_rotary_dimensions_that_is_proposed_is_valid() -> None:
+    heads = ("model.num_heads=4", "model.hidden_size=48")
+    (fault,) = faults("tiny_neox", *heads)
+    proposed = fault.rpartition(" ")[2]
+    assert faults("tiny_neox", *heads, f"model.rotary_pct={proposed}") == []

@@ -228,7 +228,7 @@ def test_tools_and_their_calls(tmp_path: Path) -> None:
             chat("a", "b") + chat("c") * 2,
             "fails: Conversation roles",
         ),
-        ("{{ 'x' }}", chat("a", "b"), "none of its tokens is the assistant's"),
+        ("{{ 'x' }}", chat("a", "b"), "no token belongs to a turn of the assistant"),
         ("{{ messages[-1].content }}", chat("a", "b"), "does not show where message 2, the assist"),
         # Something at the end of the whole text.
         (

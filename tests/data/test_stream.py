@@ -15,7 +15,7 @@ from slurmllm.data.sources import text
 from slurmllm.data.sources.arrow import ArrowFile
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.state import State, merge_states
-from slurmllm.data.stream import PackedStream
+from slurmllm.data.stream import Batch, PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 
@@ -271,3 +271,10 @@ def test_batches_are_counted_and_passed_over(corpus: Path, tokenizer: Path, work
         assert np.array_equal(take(resumed, 5), expected[7:])
     finally:
         close(ranks)
+
+
+def test_labels_do_not_change_the_inputs_of_one_row() -> None:
+    tokens = np.arange(6)[None].copy()
+    batch = Batch(tokens, None, np.array([[True, True, True, False, False, False]]))
+    assert batch.labels(-100).tolist() == [[-100, -100, 3, 4, 5]]
+    assert batch.inputs.tolist() == [[0, 1, 2, 3, 4]]

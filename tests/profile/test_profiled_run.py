@@ -105,7 +105,7 @@ def test_ranks_that_do_not_exist_are_refused_before_submission(tmp_path: Path) -
         "submit", "tiny_neox", "--nodes", "2", "--dry-run", "--runs-dir", str(tmp_path),
         "--set", "profile.steps=[3, 4]", "--set", "profile.ranks=[1, 2]",
     ])  # fmt: skip
-    assert "profile.ranks: 2 is no rank of 2 workers; choose ranks from 0 to 1" in result.output
+    assert "profile.ranks: 2: the run has 2 workers; choose ranks from 0 to 1" in result.output
 
 
 def test_steps_that_are_not_reached_yet(profiled: RunDir, tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def make_reported_run(
         seq_per_s: Of every step.
         **changed: Fields of the second attempt's record.
     """
-    config = resolve("neox_20b", "trn1", [f"train.steps={steps}", "optim.warmup_steps=2"])
+    changes = ["optim.warmup_steps=2", "data.validation=0.01", "eval.every_steps=20"]
+    config = resolve("neox_20b", "trn1", [f"train.steps={steps}", *changes])
     run.path.mkdir(parents=True, exist_ok=True)
     run.config.write_text(config.to_yaml())
     run.plan.write_text(json.dumps(make_mesh(config, nodes).to_json()))

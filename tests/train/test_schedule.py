@@ -8,7 +8,7 @@ import pytest
 
 from slurmllm.config.recipe import OptimConfig
 from slurmllm.errors import ConfigError
-from slurmllm.train.schedules import learning_rate, require_trained_rates
+from slurmllm.train.schedules import check_decay_start, learning_rate
 from train.gang import small_config
 
 
@@ -110,9 +110,9 @@ def test_the_decay_starts_among_the_steps_that_are_left(
 ) -> None:
     old, new = (small_config(STEPS, *overrides).recipe for overrides in (before, after))
     if message is None:
-        require_trained_rates(old, new, trained)
+        check_decay_start(old, new, trained)
         return
     with pytest.raises(ConfigError) as caught:
-        require_trained_rates(old, new, trained)
+        check_decay_start(old, new, trained)
     assert message in str(caught.value)
     assert "--from-scratch" in str(caught.value)

@@ -248,7 +248,7 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
         "nodes": mesh.nodes,
         "devices_per_node": mesh.devices_per_node,
         "device": config.cluster.device,
-        # The learning rate of a step is an input of the graphs.
+        # The learning rate is an input of the graphs, so its schedule is not part of them.
         "optim": recipe.optim.model_dump(mode="json", exclude=_SCHEDULE),
         **({} if recipe.eval.every_steps is None else {"evaluates": True}),
         "variables": {
@@ -298,8 +298,8 @@ def unsupported_settings(config: RunConfig) -> list[str]:
         )
     if recipe.optim.name != ADAMW:
         faults.append(
-            f"optim.name: {recipe.optim.name}: an optimizer of your own works with backend native "
-            f"only, neuronx-distributed has its own ZeRO-1 AdamW; --set optim.name={ADAMW}, or "
+            f"optim.name: {recipe.optim.name}: optimizers of plugins need the native backend, as "
+            f"neuronx-distributed has its own ZeRO-1 AdamW; --set optim.name={ADAMW}, or "
             "backend=native"
         )
     if parallel.zero > 1:

@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {}
 def register(family: Family) -> None:
     """Makes a family known by its name; ValueError if its name or defaults are wrong."""
     if FAMILIES.get(family.name, family) is not family:
-        raise ValueError(f"model family {family.name!r}: there is one of this name already")
+        raise ValueError(f"model family {family.name!r}: already registered; rename one of them")
     missing = [name for name in CHOSEN if name not in family.defaults]
     if missing:
         raise ValueError(f"model family {family.name!r}: no default of {', '.join(missing)}")
@@ -61,7 +61,7 @@ def find_family(name: str, modules: Sequence[str] = ()) -> Family | None:
         modules: The recipe's `plugins`.
 
     Raises:
-        ConfigError: The family's module cannot be imported, or what it holds is no family.
+        ConfigError: The family's module cannot be imported, or what it holds is not a family.
     """
     if name in FAMILIES:
         return FAMILIES[name]
@@ -88,7 +88,10 @@ def _known(name: str) -> str:
         raise ValueError(str(error)) from error
     if found is None:
         known = [repr(one) for one in FAMILIES]
-        raise ValueError(f"must be {', '.join(known[:-1])} or {known[-1]}")
+        raise ValueError(
+            f"must be {', '.join(known[:-1])} or {known[-1]}, or a family of an installed package "
+            "or of a module in plugins"
+        )
     return name
 
 

@@ -44,10 +44,10 @@ def open_source(
     if prefix is not None:
         from slurmllm.data.sources.base import Source
 
-        plugins.find("data_sources", prefix, "data.corpus", modules)
+        plugins.find("data_sources", prefix, "data source", modules)
         arguments = (Path(rest), encoder, vocab_size)
         expected: type[Source] = Source  # type: ignore[type-abstract]
-        return plugins.build("data_sources", prefix, "data.corpus", expected, {}, *arguments)
+        return plugins.build("data_sources", prefix, "data source", expected, {}, *arguments)
     if is_megatron(path):
         return MegatronSource(path, encoder, vocab_size)
     magic = b""

@@ -276,7 +276,11 @@ class ConversationSource(_ArrowSource):
             for begin, end in spans:
                 trained |= (begins < end) & (ends > begin)
             if not trained.any():
-                raise self._error(document, "none of its tokens is the assistant's")
+                reason = (
+                    "no token belongs to a turn of the assistant, so nothing would be trained; "
+                )
+                reason += "remove it, or check the {% generation %} marks of the chat template"
+                raise self._error(document, reason)
             marks = np.where(trained, 0, UNTRAINED).astype(np.uint8)
             marks[:1] |= BEGINS
             parts.append((np.array(ids, dtype=np.int32), marks))

@@ -101,7 +101,10 @@ def _read_texts(job: Job) -> dict[str, list[Pass]]:
         passes = make_passes(spec, settings.sequences, job.mesh, rank)
         found[name] = list(itertools.islice(passes, 1) if job.stage == "precompile" else passes)
         if not any(part.num_targets for part in found[name]):
-            raise DataError(f"eval: the text {name} has no target token; choose another corpus")
+            raise DataError(
+                f"eval: the first {settings.sequences} sequences of {name} have no target tokens; "
+                "raise eval.sequences, or choose another corpus"
+            )
     return found
 
 

@@ -98,6 +98,9 @@ class ProfilingHook(Hook):
             profiler.export_chrome_trace(str(files.trace))
             summarize(files.trace, rank, job.worker.node).save(files.summary)
         except (OSError, RuntimeError, StorageError) as error:
-            log.error("the profile of rank %d cannot be written: %s", rank, error)
+            log.error(
+                "the profile of rank %d cannot be written: %s; training continues without it",
+                rank, error,
+            )  # fmt: skip
             return
         log.info("profile written in %.1f s: %s", time.monotonic() - began, files.trace)
