@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from slurmllm.artifact_records import ImportedModel
+from slurmllm.artifact_records import DataRecord, ImportedModel
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ADAMW, ModelConfig, Recipe
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import RunError, StorageError
 from slurmllm.records import Record, first_problem
+from slurmllm.rundir import RunDir
 
 TRAIN_STATE = "train_state.json"
 # AdamW's state per parameter next to `step`, by torch's names.
@@ -102,6 +104,35 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
         for path in [*saved, *(path for path in current if path not in saved)]
         if saved.get(path) != current.get(path)
     ]
+
+
+def require_same_settings(run: RunDir, recipe: Recipe, directory: Path | None) -> None:
+    """Check before a resume what the workers check again, hours in the queue later.
+
+    Args:
+        run: Its data.json, if there is one, has the settings of the data's order.
+        recipe: The recipe of the resume.
+        directory: The newest checkpoint; None without one.
+
+    Raises:
+        RunError: The recipe's settings cannot continue the run.
+    """
+    lines: list[str] = []
+    with suppress(StorageError):  # the workers report damaged files
+        if directory is not None:
+            saved = TrainState.load(directory / TRAIN_STATE).fingerprint
+            corpus, tokenizer = saved.get("data.corpus", ""), saved.get("data.tokenizer", "")
+            lines += fingerprint_differences(saved, fingerprint(recipe, corpus, tokenizer))
+    with suppress(StorageError):
+        began_with, now = DataRecord.find(run.data), recipe.data.validation
+        if began_with is not None and began_with.validation != now:
+            lines.append(f"data.validation: the run began with {began_with.validation}, not {now}")
+    if lines:
+        raise RunError(
+            f"{run.name} cannot be continued with other settings:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nset them back with --set, or start a new run with another --name"
+        )
 
 
 class Origin(NamedTuple):

@@ -308,6 +308,7 @@ def resume(
     from dataclasses import replace
 
     from slurmllm.checkpoint.catalogue import require_recorded, usable_steps
+    from slurmllm.checkpoint.state import require_same_settings
     from slurmllm.config.load import load
     from slurmllm.config.resolve import change
     from slurmllm.errors import RunError
@@ -343,7 +344,11 @@ def resume(
         if cluster is not None or overrides or any(value for _, value in given.values()):
             config = change(config, cluster, overrides, given)
         trained, train = before.recipe.train, config.recipe.train
-        if not from_scratch and (usable := usable_steps(found)):
+        usable = set() if from_scratch else usable_steps(found)
+        if not from_scratch:
+            newest = found.checkpoint(max(usable)) if usable else None
+            require_same_settings(found, config.recipe, newest)
+        if usable:
             check_decay_start(before.recipe, config.recipe, max(usable))
             earlier, later = before.recipe.eval, config.recipe.eval
             if later.every_steps is not None and earlier.sequences != later.sequences:

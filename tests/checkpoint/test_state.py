@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from train.gang import small_config
 
+from slurmllm.artifact_records import DataRecord
 from slurmllm.checkpoint.state import (
+    TRAIN_STATE,
+    TrainState,
     fingerprint,
     fingerprint_differences,
     model_differences,
     model_fields,
+    require_same_settings,
 )
+from slurmllm.errors import RunError
+from slurmllm.rundir import RunDir
 
 RECIPE = small_config().recipe
 FIELDS = fingerprint(RECIPE, "corpus", "tokenizer")
@@ -58,3 +67,24 @@ def test_a_head_width_is_compared_as_a_number() -> None:
     wider = llama.model_copy(update={"head_dim": 2 * llama.head_width})
     (line,) = model_differences(llama, wider)
     assert line.startswith("model.head_dim: the checkpoint has")
+
+
+def test_settings_are_compared_before_a_resume(tmp_path: Path) -> None:
+    run, newest = RunDir(tmp_path / "a"), tmp_path / "a" / "checkpoints" / "step_00000010"
+    newest.mkdir(parents=True)
+    TrainState(step=10, tokens=1, data={}, fingerprint=FIELDS).save(newest / TRAIN_STATE)
+    DataRecord(
+        corpora=(), tokenizer=None, seed=1, seq_len=32, global_batch=8, mask="none", validation=0.02
+    ).save(run.data)
+
+    def resume(*changes: str) -> None:
+        require_same_settings(run, small_config("data.validation=0.02", *changes).recipe, newest)
+
+    resume()
+    resume("optim.lr=1", "train.steps=99", "parallel.tensor=2")
+    with pytest.raises(RunError, match=r"model.num_layers: the checkpoint has 2, the run 4"):
+        resume("model.num_layers=4")
+    with pytest.raises(RunError, match=r"data.validation: the run began with 0.02, not 0.1"):
+        resume("data.validation=0.1")
+    (newest / TRAIN_STATE).write_text("{")
+    resume("model.num_layers=4")  # the workers report the damaged file
