@@ -33,14 +33,18 @@ class LayerNorms(Hook):
         if not self.reads_model(step):
             return
         squares: dict[str, float] = defaultdict(float)
+        model, mesh = self._context.config.recipe.model, self._context.mesh
+        # The first and the last stage of a pipeline both have a tied embedding.
+        shared = "embed.weight" if model.tied_embeddings and mesh.pipeline > 1 else None
         for name, parameter in self._context.model().named_parameters():
             section, _, rest = name.partition(".")
             layer = rest.partition(".")[0] if section == "layers" else "rest"
             tensor = parameter.detach()
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            # A tensor that several workers of a stage have is counted once.
-            squares[layer] += local.double().square().sum().item() / _copies(tensor, self._context)
-        labels = [*map(str, range(self._context.config.recipe.model.num_layers)), "rest"]
+            # Divided by the number of workers that have a copy, so that each element counts once.
+            copies = _copies(tensor, self._context) * (2 if name == shared else 1)
+            squares[layer] += local.double().square().sum().item() / copies
+        labels = [*map(str, range(model.num_layers)), "rest"]
         sums = self._context.control.all_reduce([squares[label] for label in labels], "sum")
         norms = {f"layer_norm/{n}": s**0.5 for n, s in zip(labels, sums, strict=True)}
         self._context.write({"step": step, **norms})
@@ -48,6 +52,7 @@ class LayerNorms(Hook):
 
 
 def _copies(tensor: object, context: HookContext) -> int:
+    """Return how many workers of a pipeline stage have the same elements of a tensor."""
     workers = context.mesh.data * context.mesh.tensor
     if not isinstance(tensor, DTensor):
         return workers
