@@ -28,18 +28,18 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(words: str, monkeypatch: pytest.MonkeyPatch, python: str = sys.executable) -> None:
-    monkeypatch.setenv(CONTAINER, words)
+def start(command: str, monkeypatch: pytest.MonkeyPatch, python: str = sys.executable) -> None:
+    monkeypatch.setenv(CONTAINER, command)
     monkeypatch.setenv(CONTAINER_PYTHON, python)
 
 
 def test_folders_are_shown_once_and_at_the_same_paths() -> None:
     made = Container(runtime="apptainer", image="/a.sif", mounts=("/x:/y:ro",))
-    words = container_arguments(
+    command = container_arguments(
         made, "cuda", ["/fsx/runs/r1", "/fsx/runs", Path("/fsx/runs2"), "/local"]
     )
     binds = "--bind /fsx/runs:/fsx/runs --bind /fsx/runs2:/fsx/runs2 --bind /local:/local"
-    assert shlex.join(words) == f"apptainer exec --nv {binds} --bind /x:/y:ro /a.sif"
+    assert shlex.join(command) == f"apptainer exec --nv {binds} --bind /x:/y:ro /a.sif"
 
 
 def test_docker_gets_variables_by_name_only(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:

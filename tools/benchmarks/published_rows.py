@@ -160,25 +160,25 @@ def _cluster(hardware: str) -> tuple[str, list[str]]:
     return "p4d", faster
 
 
-def precision(words: str) -> str:
+def precision(cell: str) -> str:
     """As our recipes name it."""
-    words = words.lower()
-    if "bf16sr" in words or "stochastic" in words or "pure bf16" in words:
+    cell = cell.lower()
+    if "bf16sr" in cell or "stochastic" in cell or "pure bf16" in cell:
         return "bf16_sr"
-    if "use_fp32_optimizer 0" in words or words == "bf16":
+    if "use_fp32_optimizer 0" in cell or cell == "bf16":
         return "bf16"
     return "bf16_mixed"
 
 
-def checkpointing(words: str) -> str:
+def checkpointing(cell: str) -> str:
     """As our recipes name it."""
-    if "MLP)" in words:  # CoreAttention and the feed-forward layer
+    if "MLP)" in cell:  # CoreAttention and the feed-forward layer
         return "[core, mlp]"
-    return next((mode for mode in ("full", "selective") if mode in words.lower()), "none")
+    return next((mode for mode in ("full", "selective") if mode in cell.lower()), "none")
 
 
-def _zero(words: str) -> int:
-    return 3 if "FULL_SHARD" in words else int(words or 0)
+def _zero(cell: str) -> int:
+    return 3 if "FULL_SHARD" in cell else int(cell or 0)
 
 
 @lru_cache
