@@ -34,7 +34,7 @@ _registered: dict[tuple[Kind, str], object] = {}
 
 
 class PluginRef(NamedTuple):
-    """A part that a recipe names."""
+    """A hook, optimizer, model family or data source of a plugin, as a recipe names it."""
 
     kind: Kind
     name: str

@@ -107,7 +107,9 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
 
 
 def require_same_settings(run: RunDir, recipe: Recipe, directory: Path | None) -> None:
-    """Check before a resume what the workers check again, hours in the queue later.
+    """Check before a resume is submitted that its settings are those of the run.
+
+    The workers check it again, but a job may be in the queue for hours before.
 
     Args:
         run: Its data.json, if there is one, has the settings of the data's order.
@@ -126,12 +128,12 @@ def require_same_settings(run: RunDir, recipe: Recipe, directory: Path | None) -
     with suppress(StorageError):
         began_with, now = DataRecord.find(run.data), recipe.data.validation
         if began_with is not None and began_with.validation != now:
-            lines.append(f"data.validation: the run began with {began_with.validation}, not {now}")
+            lines.append(f"data.validation: the run began with {began_with.validation}, now {now}")
     if lines:
         raise RunError(
-            f"{run.name} cannot be continued with other settings:\n"
+            f"run {run.name!r} cannot be resumed: settings differ from those it has trained with:\n"
             + "\n".join(f"  {line}" for line in lines)
-            + "\nset them back with --set, or start a new run with another --name"
+            + "\nrestore the original values with --set, or start a new run with another --name"
         )
 
 

@@ -353,8 +353,8 @@ def resume(
             earlier, later = before.recipe.eval, config.recipe.eval
             if later.every_steps is not None and earlier.sequences != later.sequences:
                 log.warning(
-                    "eval.sequences: %d now, %d before: earlier evaluations are means over other "
-                    "sequences", later.sequences, earlier.sequences,
+                    "eval.sequences: changed from %d to %d; losses of evaluations before and after "
+                    "are means over different sequences", earlier.sequences, later.sequences,
                 )  # fmt: skip
         if run_state(found, client).state == "done" and train.steps <= trained.steps:
             raise RunError(

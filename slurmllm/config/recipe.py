@@ -302,7 +302,7 @@ class OptimConfig(Section):
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
     # The way down from lr to min_lr; 1-sqrt: min_lr + (lr - min_lr) · (1 - sqrt(progress)).
     decay: Literal["cosine", "linear", "1-sqrt", "constant"] = "cosine"
-    # Step after which the decay begins, lr until then; the warm-up's last if left out.
+    # Last step at lr before the decay; by default the last step of the warm-up.
     decay_start: Annotated[int, Field(ge=0)] | None = None
     # Step at which min_lr is reached, warm-up included; train.steps if left out.
     decay_steps: PositiveInt | None = None
@@ -323,9 +323,9 @@ class OptimConfig(Section):
     ) -> dict[str, Any]:
         if settings and info.data.get("name") == ADAMW:
             raise ValueError(
-                "belong to an optimizer of a plugin, but optim.name is adamw, whose settings are "
-                "optim.betas, optim.eps and optim.weight_decay; set optim.name, or leave "
-                "optim.settings out"
+                "are only for optimizers of plugins, but optim.name is adamw; set optim.name to "
+                "one, or leave optim.settings out and set optim.betas, optim.eps and "
+                "optim.weight_decay"
             )
         return settings
 

@@ -310,7 +310,8 @@ def _model_of(path: Path) -> dict[str, Any]:
     folder, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
     if not path.exists():
         raise ConfigError(
-            f"model: {path} does not exist; give a Hugging Face config.json, or its folder"
+            f"model: {str(path)!r} does not exist; give the path of a Hugging Face config.json, or "
+            "of its folder"
         )
     found, faults = read_config(folder, name)
     if found is None:

@@ -320,7 +320,8 @@ def warmup_before_decay_ends(
     if ratio is None:
         return f"optim.warmup_steps: {warmup} is {rule} {end}"
     return (
-        f"optim.warmup_ratio: {ratio:g} of train.steps {steps} is {warmup} steps, {rule} "
+        f"optim.warmup_ratio: {ratio:g} of train.steps {steps} is {warmup} steps of warm-up, "
+        f"{rule} "
         f"{end / steps:g}"
     )
 

@@ -87,10 +87,11 @@ def check_decay_start(before: Recipe, after: Recipe, trained: int) -> None:
             f"trained without decay; set {trained} or more, or {fix}"
         )
     else:
+        change = "removed" if math.isinf(new) else f"moved to {new:.0f}"
         fault = (
             f"optim.decay_start: the decay began after step {old:.0f} and the run resumes from "
-            f"step {trained}, so {'it cannot end' if math.isinf(new) else f'{new:.0f} is too late'}"
-            f"; keep optim.decay={before.optim.decay} and optim.decay_start={old:.0f}, or {fix}"
+            f"step {trained}, so the decay cannot be {change}; keep "
+            f"optim.decay={before.optim.decay} and optim.decay_start={old:.0f}, or {fix}"
         )
     raise ConfigError(f"{after.name}: the schedule differs in trained steps", [fault])
 

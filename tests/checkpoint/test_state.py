@@ -84,7 +84,7 @@ def test_settings_are_compared_before_a_resume(tmp_path: Path) -> None:
     resume("optim.lr=1", "train.steps=99", "parallel.tensor=2")
     with pytest.raises(RunError, match=r"model.num_layers: the checkpoint has 2, the run 4"):
         resume("model.num_layers=4")
-    with pytest.raises(RunError, match=r"data.validation: the run began with 0.02, not 0.1"):
+    with pytest.raises(RunError, match=r"data.validation: the run began with 0.02, now 0.1"):
         resume("data.validation=0.1")
     (newest / TRAIN_STATE).write_text("{")
     resume("model.num_layers=4")  # the workers report the damaged file
