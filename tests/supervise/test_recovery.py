@@ -23,6 +23,8 @@ from slurmllm.supervise.next_job import requeue_unrecorded
 
 HANGING = Path(__file__).with_name("hanging")
 STEPS = 40
+# A fault after step 23 comes before the save of step 30, on a busy machine too.
+SLOW_STEPS = "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.3"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,8 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
     return (
         "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05", "--set=watchdog.min_step_s=5",
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05",
+        "--set=watchdog.min_step_s=5", "--set=watchdog.save_s=30",
         f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}",
     )  # fmt: skip
 
@@ -58,7 +61,7 @@ def unbroken(bench: Bench, submit: tuple[str, ...]) -> str:
 def test_a_stopped_worker_is_found_and_the_run_goes_on(
     bench: Bench, submit: tuple[str, ...], unbroken: str
 ) -> None:
-    process = bench.start(*submit, "--name=stopped")
+    process = bench.start(*submit, SLOW_STEPS, "--name=stopped")
     bench.wait_for_step("stopped", 23)
     os.kill(bench.node("stopped", 0, "local1")["pids"]["1"], signal.SIGSTOP)
     output, _ = process.communicate(timeout=400)
@@ -91,7 +94,7 @@ def test_a_launcher_that_is_killed_is_blamed_and_nothing_is_lost(
     bench: Bench, submit: tuple[str, ...], unbroken: str, node: str
 ) -> None:
     name = f"killed-{node}"
-    process = bench.start(*submit, "--nodes=4", f"--name={name}")
+    process = bench.start(*submit, SLOW_STEPS, "--nodes=4", f"--name={name}")
     bench.wait_for_step(name, 23)
     os.kill(launcher(bench, name, node), signal.SIGKILL)
     output, _ = process.communicate(timeout=400)
@@ -106,7 +109,7 @@ def test_a_launcher_that_is_killed_is_blamed_and_nothing_is_lost(
 def test_a_node_that_freezes_is_found_and_the_run_goes_on(
     bench: Bench, submit: tuple[str, ...], unbroken: str
 ) -> None:
-    process = bench.start(*submit, "--nodes=4", "--name=frozen")
+    process = bench.start(*submit, SLOW_STEPS, "--nodes=4", "--name=frozen")
     bench.wait_for_step("frozen", 23)
     frozen = launcher(bench, "frozen", "local2")
     for pid in (frozen, *bench.node("frozen", 0, "local2")["pids"].values()):
