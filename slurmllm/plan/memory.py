@@ -68,6 +68,15 @@ class WorkerMemory:
         return sum(self.parts().values())
 
 
+def single_worker(config: RunConfig, mesh: Mesh) -> bool:
+    """Whether whole weights need no FSDP (`backends/native/single_worker.py`).
+
+    Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
+    """
+    width = formats(config)
+    return mesh.data * mesh.tensor == 1 and width.kept == _FP32
+
+
 def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     """What one worker needs; the first of a pipeline stage has the largest shares of it."""
     zero, width = config.recipe.parallel.zero, formats(config)
@@ -83,11 +92,16 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     carried = whole * width.reduced if until_last else stored * width.kept if several else 0
     steps = _StepMemory(config, mesh, rank)
     transient = 0 if until_last else rest + 2 * largest_block
+    gathered = rest + 2 * largest_block if dropped else whole
+    if single_worker(config, mesh):
+        converted = width.computed != width.kept
+        gathered, transient, rest = (whole, own.largest, 0) if converted else (0, 0, 0)
+        carried = stored * width.kept if several else 0
     return WorkerMemory(
         weights=stored * width.kept,
         optimizer=2 * own.total * width.kept,
         gradients=stored * width.kept,
-        whole_weights=(rest + 2 * largest_block if dropped else whole) * width.computed,
+        whole_weights=gathered * width.computed,
         whole_gradients=carried,
         activations=steps.activations(),
         output=steps.output(),

@@ -55,9 +55,10 @@ def kept(backend: NativeBackend) -> int:
         return tensor
 
     (model,) = backend.chunks
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(*backend._to_device(micro_batches(backend, 1)[:1]))
-    loss.backward()
+    with backend.whole_weights():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(*backend._to_device(micro_batches(backend, 1)[:1]))
+        loss.backward()
     return sum(sizes.values())
 
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from mesh_pool import counted, global_batch
 from mesh_pool import micro_batches as documents
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from backends.conftest import LABELS, NewBackend, batch, micro_batches
 from slurmllm.backends.base import IGNORED, Backend
+from slurmllm.backends.native import runtime
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.errors import StorageError
 from slurmllm.model.decoder import build_model
@@ -60,6 +62,27 @@ def test_one_step_is_a_plain_training_step(new_backend: NewBackend) -> None:
     ):
         assert isinstance(ours, DTensor)
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("micro_batch", [2, 8])
+def test_one_worker_without_fsdp_has_the_same_bits(
+    new_backend: NewBackend, monkeypatch: pytest.MonkeyPatch, precision: str, micro_batch: int
+) -> None:
+    curves, weights = [], []
+    for with_fsdp in (False, True):
+        if with_fsdp:
+            monkeypatch.setattr(runtime, "single_worker", lambda config, mesh: False)
+        backend = new_backend(f"train.precision={precision}", f"train.micro_batch={micro_batch}")
+        assert isinstance(backend, NativeBackend)
+        curve = train(backend, 3, micro_batch=micro_batch)
+        evaluated = backend.evaluate(micro_batches(batch(seed=9), micro_batch), LABELS)
+        curves.append([*curve, float(evaluated)])
+        weights.append({n: p.full_tensor() for n, p in backend.model.named_parameters()})
+        assert isinstance(backend.chunks[0], FSDPModule) == with_fsdp
+    assert curves[0] == curves[1]
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])

@@ -15,6 +15,7 @@ which the training loop reads when it has enqueued the next step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,14 @@ from slurmllm.backends.native.parallel import (
     total_norm,
 )
 from slurmllm.backends.native.save_plan import MeshPlace
+from slurmllm.backends.native.single_worker import SingleWorkerWeights
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
 from slurmllm.host_memory import Memory, host_memory
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize, local_part
+from slurmllm.plan.memory import single_worker
 from slurmllm.plan.mesh import Mesh, pipelines
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or
@@ -67,6 +70,7 @@ class NativeBackend(Backend):
     chunks: list[Decoder]
     model: nn.Module  # all chunks as one module
     pipeline: Pipeline | None
+    weights: SingleWorkerWeights | None = None  # None: FSDP's
     # Another one: torch's stages would be prepared anew at each change between training and this.
     evaluation_pipeline: Pipeline | None = None
     tied_group: dist.ProcessGroup | None = None
@@ -122,13 +126,19 @@ class NativeBackend(Backend):
             "mp_policy": precision.sharding_policy(recipe.train.precision),
             "reshard_after_forward": recipe.parallel.zero == 3,
         }
+        single = single_worker(self.config, mesh)
         for chunk in self.chunks:
-            for block in chunk.blocks():
-                fully_shard(block, **fsdp)
-            fully_shard(chunk, **fsdp)
+            if not single:
+                for block in chunk.blocks():
+                    fully_shard(block, **fsdp)
+                fully_shard(chunk, **fsdp)
             chunk.to_empty(device=self.device)
-            initialize(chunk, recipe.model, recipe.train.seed)
         self.model = combine_chunks(self.chunks)
+        if single:
+            dtype = precision.compute_dtype(recipe.train.precision)
+            self.weights = SingleWorkerWeights(self.model, self.device_mesh["data"], dtype)
+        for chunk in self.chunks:
+            initialize(chunk, recipe.model, recipe.train.seed)
         self.pipeline = self._make_pipeline() if mesh.pipeline > 1 else None
 
     def _make_pipeline(self) -> Pipeline:
@@ -157,15 +167,20 @@ class NativeBackend(Backend):
         self, micro_batches: Sequence[MicroBatch], num_targets: int
     ) -> DeviceNumber:
         weight = loss_weight(micro_batches, num_targets, self.mesh.data)
-        if self.pipeline is not None:
-            mean = self.pipeline.forward_backward(*self._to_device(micro_batches), weight)
-        else:
-            mean = self._accumulate(micro_batches, weight)
+        with self.whole_weights():
+            if self.pipeline is not None:
+                mean = self.pipeline.forward_backward(*self._to_device(micro_batches), weight)
+            else:
+                mean = self._accumulate(micro_batches, weight)
         tied = self._tied_embedding()
         if tied is not None:  # first and last stage each hold a partial gradient
             assert tied.grad is not None
             dist.all_reduce(local_part(tied.grad), group=self.tied_group)
         return self._global_mean(mean)
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Where FSDP does not gather them itself."""
+        return nullcontext() if self.weights is None else self.weights.whole()
 
     def _global_mean(self, mean: Tensor | None) -> DeviceNumber:
         """Reduce the workers' mean losses, None except on the last stage, to the global batch's."""
@@ -180,13 +195,13 @@ class NativeBackend(Backend):
     def _accumulate(self, micro_batches: Sequence[MicroBatch], weight: float) -> Tensor:
         """Run the micro batches without a pipeline; return this worker's mean loss, fp64."""
         (model,) = self.chunks
-        assert isinstance(model, FSDPModule)
         zero = self.config.recipe.parallel.zero
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
-            model.set_requires_gradient_sync(last or zero >= 2)
-            model.set_reshard_after_backward(last or zero == 3)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(last or zero >= 2)
+                model.set_reshard_after_backward(last or zero == 3)
             # All workers have the same number of labels, IGNORED ones included: the mean over micro
             # batches here and FSDP's mean over data-parallel workers give the global batch's mean.
             with self.part("forward"):
@@ -199,7 +214,7 @@ class NativeBackend(Backend):
     def evaluate(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> DeviceNumber:
         weight = loss_weight(micro_batches, num_targets, self.mesh.data)
         mean: Tensor | None = torch.zeros((), dtype=torch.float64, device=self.device)
-        with torch.no_grad():
+        with torch.no_grad(), self.whole_weights():
             if self.pipeline is not None:
                 self.evaluation_pipeline = self.evaluation_pipeline or self._make_pipeline()
                 inputs = self._to_device(micro_batches)
