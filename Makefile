@@ -15,6 +15,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Each of the suite's thousands of processes would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 # More processes than cores: half of the suite waits for Slurm.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt

@@ -27,6 +27,8 @@ _START = {
     **dict.fromkeys(("diagnose", "graphs", "supervise"), 1),
     **dict.fromkeys(("backends", "checkpoint", "corpus", "evaluate", "train"), 2),
 }
+# More threads than that wait for each other on a busy machine; workers and jobs inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _COMMANDS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "sbatch")
 
 

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from amounts import amount
 from mesh_pool import Case, MeshPool, Outcome, small_run
 from train.gang import small_config
 
@@ -18,7 +19,7 @@ Reference = Callable[..., list[Outcome]]
 
 
 # Training steps on each mesh.
-STEPS = 12
+STEPS = amount(6, of=12)
 # Of a global batch of the small recipe.
 LABELS = 8 * 32
 

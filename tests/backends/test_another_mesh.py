@@ -11,6 +11,7 @@ from mesh_pool import small_run as small
 from backends.conftest import STEPS, Reference
 from slurmllm.config.resolve import RunConfig
 
+HALF = STEPS // 2
 FEW, SEQUENCE = "train.micro_batch=4", "parallel.sequence=true"
 INTERLEAVED = "parallel.virtual_pipeline=2"
 
@@ -37,8 +38,8 @@ def test_goes_on(
     pool: MeshPool, reference: Reference, tmp_path: Path, before: RunConfig, after: RunConfig
 ) -> None:
     expected = reference(after.recipe.model.family)
-    pool.run(Case(before, last=6, save=tmp_path))
-    found = pool.run(Case(after, first=6, last=STEPS, load=tmp_path))
+    pool.run(Case(before, last=HALF, save=tmp_path))
+    found = pool.run(Case(after, first=HALF, last=STEPS, load=tmp_path))
     assert max(deviation(found, expected)) < 1e-5
 
 
@@ -46,8 +47,8 @@ def test_goes_on_on_another_number_of_nodes(
     pool: MeshPool, reference: Reference, tmp_path: Path
 ) -> None:
     node_of_one = small("neox")
-    pool.run(Case(node_of_one, nodes=4, last=6, save=tmp_path))
-    found = pool.run(Case(node_of_one, nodes=2, first=6, last=STEPS, load=tmp_path))
+    pool.run(Case(node_of_one, nodes=4, last=HALF, save=tmp_path))
+    found = pool.run(Case(node_of_one, nodes=2, first=HALF, last=STEPS, load=tmp_path))
     assert max(deviation(found, reference("neox"))) < 1e-5
 
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -206,7 +207,7 @@ def documents(seq_len: int, how_many: float, generator: torch.Generator) -> Tens
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=amount(25, of=100), derandomize=True)
 @given(data=st.data())
 def test_logits_loss_and_gradients(family: str, data: st.DataObject) -> None:
     c = data.draw(configs(family))

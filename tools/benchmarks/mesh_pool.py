@@ -131,7 +131,12 @@ class CaseFailed(Exception):
     """A worker raised; its traceback is the message."""
 
 
-_PRELOAD = ["torch", "slurmllm.backends.native.runtime", "slurmllm.model.decoder"]
+# torch imports the last two at the first initialization and the first pipeline: half a second
+# of each process of each case.
+_PRELOAD = [
+    "torch", "slurmllm.backends.native.runtime", "slurmllm.model.decoder",
+    "torch._dynamo", "torch.distributed.pipelining",
+]  # fmt: skip
 
 
 class MeshPool:

@@ -174,7 +174,11 @@ class Ids:
     """Hashes of documents, by row."""
 
     def __init__(self, arrays: list[pa.Array], first: list[int]) -> None:
-        self._arrays = [array.to_numpy() for array in arrays]
+        # Not `to_numpy`: it imports pandas if it is installed, a third of a second of a start.
+        self._arrays = [
+            np.frombuffer(array.buffers()[1] or b"", np.uint64, len(array), 8 * array.offset)
+            for array in arrays
+        ]
         # Indexing a memoryview yields an int without a numpy scalar, which is slower.
         self._views = [memoryview(array) for array in self._arrays]
         self._first = first
