@@ -20,8 +20,16 @@ from slurmllm.rundir import RunDir
 ROOT = Path(__file__).resolve().parent.parent
 DEVCLUSTER = ROOT / "tools" / "devcluster"
 LEFT_OUT = "long: `make test-all` runs it"
-# The order of the test folders: those that mostly wait for Slurm, those that train whole runs,
-# other slow ones, and the rest; long files that start late would leave processes idle at the end.
+# The files that take a minute or more, the longest first, and the order of other folders: those
+# that mostly wait for Slurm, those that train whole runs, other slow ones, and the rest. A long
+# file that starts late would leave processes idle at the end.
+_LONGEST = [
+    "backends/test_meshes.py", "end_to_end/test_slurm.py", "supervise/test_recovery.py",
+    "end_to_end/test_slurm_restart.py", "end_to_end/test_slurm_endings.py",
+    "end_to_end/test_slurm_container.py", "graphs/test_completeness.py",
+    "end_to_end/test_slurm_lost_start.py", "tools/test_devcluster.py", "end_to_end/test_local.py",
+    "end_to_end/test_drill_slurm.py", "end_to_end/test_drill.py",
+]  # fmt: skip
 _START = {
     **dict.fromkeys(("chaos", "end_to_end", "tools", "slurm"), 0),
     **dict.fromkeys(("diagnose", "graphs", "supervise"), 1),
@@ -53,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the longest files, so that the processes end together; skip what cannot run."""
-    items.sort(key=lambda item: _START.get(item.path.parent.name, 3))
+    items.sort(key=_place)
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if on_gpu and (reason := _no_gpu()):
         for item in on_gpu:
@@ -62,6 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("long") is not None:
                 item.add_marker(pytest.mark.skip(reason=LEFT_OUT))
+
+
+def _place(item: pytest.Item) -> int:
+    name = f"{item.path.parent.name}/{item.path.name}"
+    return _LONGEST.index(name) if name in _LONGEST else 100 + _START.get(item.path.parent.name, 3)
 
 
 def _no_gpu() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import SupportsFloat
@@ -342,10 +341,7 @@ def test_copies_stay_equal(
 ) -> None:
     settings = ("cluster.devices_per_node=2", "train.micro_batch=4", "train.precision=bf16_sr")
     run = make_run(tmp_path / "run", make_data(tmp_path), *settings, *overrides)
-    # What pytest's own settings put on the path; this test's folder needs both.
-    tests = Path(__file__).parent.parent
-    path = os.pathsep.join([str(tests), str(tests.parent / "tools" / "benchmarks")])
-    Gang(run, world=2, entry=_ENTRY, env={"PYTHONPATH": path}).finish()
+    Gang(run, world=2, entry=_ENTRY).finish()
     first, second = (json.loads((run.path / f"sums_{rank}.json").read_text()) for rank in (0, 1))
     common = first.keys() & second.keys()
     assert common >= set(copied)

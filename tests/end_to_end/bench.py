@@ -20,6 +20,10 @@ SMALL = (
     "--set=checkpoint.every_steps=10", "--set=train.log_every=5",
 )  # fmt: skip
 
+# Everything but the arithmetic, in steps that wait instead of computing: for tests of what happens
+# around the training, whose faults must come before the next save on a busy machine too.
+REHEARSED = ("--set=backend=rehearsal", "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.25")
+
 # Slower steps for drills: few remain after the fault, which must come before the run ends.
 SLOWER_STEPS = "--set=model.seq_len=512"
 

@@ -6,7 +6,7 @@ import json
 import signal
 
 import pytest
-from end_to_end.bench import SLOWER_STEPS, SMALL, Bench, processes_with
+from end_to_end.bench import REHEARSED, SLOWER_STEPS, SMALL, Bench, processes_with
 
 TRAIN = (
     "submit",
@@ -23,6 +23,13 @@ TRAIN = (
 def drilled(bench: Bench, inputs: tuple[str, ...]) -> str:
     bench.call(*TRAIN, *inputs, "--name=drilled")
     return "drilled"
+
+
+@pytest.fixture(scope="module")
+def rehearsed(bench: Bench, inputs: tuple[str, ...]) -> str:
+    bench.call("submit", "tiny_neox", "--nodes=2", "--local", *SMALL, *REHEARSED, *inputs,
+               "--set=train.steps=20", "--name=rehearsed")  # fmt: skip
+    return "rehearsed"
 
 
 def runs(bench: Bench) -> list[str]:
@@ -48,18 +55,18 @@ def test_broken_copies_go_on_exactly(bench: Bench, drilled: str) -> None:
     assert found["kept"] == runs(bench) == []
 
 
-def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, drilled: str) -> None:
+def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, rehearsed: str) -> None:
     arguments = ("--kinds=worker", "--steps=9", "--set=slurm.failure_budget=0")
-    text = bench.call("drill", drilled, *arguments, code=1)
+    text = bench.call("drill", rehearsed, *arguments, code=1)
     assert "because --set changes values" in text
     assert "worker: did not finish: stopped" in text
-    assert "kept: drilled-drill-1-reference, drilled-drill-1-worker" in text
-    assert runs(bench) == ["drilled-drill-1-reference", "drilled-drill-1-worker"]
+    assert "kept: rehearsed-drill-1-reference, rehearsed-drill-1-worker" in text
+    assert runs(bench) == ["rehearsed-drill-1-reference", "rehearsed-drill-1-worker"]
 
 
-def test_ctrl_c_leaves_nothing_running(bench: Bench, drilled: str) -> None:
-    process = bench.start("drill", drilled, "--kinds=worker")
-    name = "drilled-drill-2-worker"
+def test_ctrl_c_leaves_nothing_running(bench: Bench, rehearsed: str) -> None:
+    process = bench.start("drill", rehearsed, "--kinds=worker")
+    name = "rehearsed-drill-2-worker"
     bench.until(lambda: bool(processes_with(str(bench.runs / name))), "no start")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=400)

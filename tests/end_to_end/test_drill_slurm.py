@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from end_to_end.bench import SLOWER_STEPS, Bench
+from end_to_end.bench import REHEARSED, Bench
 from end_to_end.slurm_runs import Cluster, accounted, submit, wait
 
 pytestmark = pytest.mark.slurm
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 def test_nodes_that_go_and_the_first_of_them(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
-    submit(bench, inputs, "base", "--set=train.compile=false", SLOWER_STEPS)
+    submit(bench, inputs, "base", *REHEARSED)
     wait(bench, "base", "done", "stopped", "interrupted")
     text = bench.call("drill", "base", "--kinds=node,first_node", "--json", "--keep")
     found = json.loads(text[text.index("{") :])

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from end_to_end.bench import SMALL, Bench, processes_with
+from end_to_end.bench import REHEARSED, SMALL, Bench, processes_with
 
 from slurmllm.checkpoint.formats.weights import open_training
 from slurmllm.checkpoint.state import MOMENTS, read_origin
 from slurmllm.plan.parameters import parameter_shapes
 
 TRAIN = ("submit", "tiny_neox", "--nodes=2", "--local", "--set=train.compile=false", *SMALL)
+REHEARSE = ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL, *REHEARSED)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_a_fault_of_the_user_stops_with_one_message(
     manifest = corpus.with_name(f"{corpus.name}.json")
     manifest_copy = tmp_path / "c.arrow.json"
     manifest_copy.write_bytes(manifest.read_bytes())
-    process = bench.start(*TRAIN, inputs[1], f"--set=data.corpus={moved}", "--name=gone")
+    process = bench.start(*REHEARSE, inputs[1], f"--set=data.corpus={moved}", "--name=gone")
     bench.wait_for_step("gone", 12)
     moved.unlink()
     os.kill(bench.node("gone", 0, "local0")["pids"]["0"], signal.SIGKILL)
@@ -164,7 +165,7 @@ def test_a_setup_line_that_fails_ends_the_run_with_its_number(
     bench: Bench, inputs: tuple[str, ...]
 ) -> None:
     lines = '--set=cluster.setup=["cd /", "module load nosuch"]'
-    text = bench.call(*TRAIN, *inputs, "--name=unset", lines, code=2)
+    text = bench.call(*REHEARSE, *inputs, "--name=unset", lines, code=2)
     message = "cluster.setup: line 2 failed with exit code 127: module load nosuch"
     status = bench.status("unset")
     assert (status["state"], "bad_configuration" in str(status)) == ("stopped", True)

@@ -6,7 +6,7 @@ import json
 import subprocess
 
 import pytest
-from end_to_end.bench import Bench
+from end_to_end.bench import REHEARSED, Bench
 from end_to_end.slurm_runs import Cluster, accounted, lose_node, submit, wait
 
 pytestmark = pytest.mark.slurm
@@ -84,9 +84,9 @@ def test_a_node_that_dies(
 
 
 def test_the_first_node_dies_with_the_supervisor(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
-    submit(bench, inputs, "headless", "--set=train.compile=false")
+    submit(bench, inputs, "headless", *REHEARSED)
     bench.wait_for_step("headless", 15)
     lost = bench.attempt("headless", 0)["nodes"][0]
     lose_node(slurm, bench, "headless", lost)
@@ -95,9 +95,10 @@ def test_the_first_node_dies_with_the_supervisor(
 
 
 def test_signals_as_at_the_time_limit(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], unbroken: str
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
-    job = submit(bench, inputs, "signalled")["train"]
+    submit(bench, inputs, "unsignalled", *REHEARSED)
+    job = submit(bench, inputs, "signalled", *REHEARSED)["train"]
     bench.wait_for_step("signalled", 8)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)  # as --signal=B:USR1
     bench.wait_for_step("signalled", 25, attempt=1)
@@ -109,7 +110,8 @@ def test_signals_as_at_the_time_limit(
         attempt = bench.attempt("signalled", number)
         assert attempt["checkpoint_after"] == attempt["last_step"] >= step
         assert bench.attempt("signalled", number + 1)["first_step"] == attempt["last_step"] + 1
-    assert bench.compare_exactly(unbroken, "signalled")["overlaps"]["b"]["rows"] == 0
+    wait(bench, "unsignalled", "done")
+    assert bench.compare_exactly("unsignalled", "signalled")["overlaps"]["b"]["rows"] == 0
 
 
 def test_a_log_is_fetched_from_the_disk_of_its_node(

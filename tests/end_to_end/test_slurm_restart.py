@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import Bench
+from end_to_end.bench import REHEARSED, Bench
 from end_to_end.slurm_runs import Cluster, accounted, lose_node, outside_pid, submit, wait
 
 from slurmllm.records import JobsRecord
@@ -19,7 +19,8 @@ from slurmllm.slurm.client import SlurmClient
 
 pytestmark = pytest.mark.slurm
 
-QUICK = ("--set=train.compile=false", "--set=slurm.backoff_s=0")
+QUICK = (*REHEARSED, "--set=slurm.backoff_s=0")
+TRAINED = ("--set=train.compile=false", "--set=slurm.backoff_s=0")
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_a_chain_over_three_time_limits_and_a_lost_node(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...], no_requeue: None
 ) -> None:
     # Slurm looks at time limits every 30 s: a job trains for 30 to 60 s before it is signalled.
-    many = (*QUICK, "--set=train.steps=1500", "--set=checkpoint.every_steps=50")
+    many = (*TRAINED, "--set=train.steps=1500", "--set=checkpoint.every_steps=50")
     submit(bench, inputs, "limits", *many, "--time=2", "--set=slurm.signal_lead_s=60")
     bench.until(lambda: (bench.runs / "limits/metrics/attempt_001.jsonl").is_file(), "no chain")
     lost = bench.attempt("limits", 1)["nodes"][1]

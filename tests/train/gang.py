@@ -25,6 +25,7 @@ from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.readers import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.rundir import RunDir, Stage
+from train.forked import Forked
 
 _ENTRY = """
 import os, resource, sys
@@ -94,6 +95,19 @@ def control_planes(workers: int) -> Iterator[list[ControlPlane]]:
         relay.path.parent.rmdir()
 
 
+def _start(
+    entry: str, argv: tuple[str, ...], env: dict[str, str], log: Path
+) -> Forked | subprocess.Popen[bytes]:
+    folders = [Path(one) for one in env.get("PYTHONPATH", "").split(os.pathsep) if one]
+    if not any((folder / "sitecustomize.py").is_file() for folder in folders):
+        return Forked(entry, argv, env, folders, log)
+    with log.open("wb") as output:  # for NxD: variables and modules that precede torch
+        return subprocess.Popen(
+            [sys.executable, "-c", entry, *argv],
+            env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
 class Gang:
     """The workers of one attempt."""
 
@@ -114,7 +128,7 @@ class Gang:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.processes = []
+        self.processes: list[Forked | subprocess.Popen[bytes]] = []
         secret = new_secret()
         self._relay = open_relay(world, secret)
         for rank, log in enumerate(self.logs):
@@ -124,14 +138,9 @@ class Gang:
                 SOCKET: str(self._relay.path), "SLURMLLM_NODE": "node-0",
                 "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
-            with log.open("wb") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", entry, str(run.path), stage, str(attempt)],
-                        env={**os.environ, **secret, **variables, **(env or {})},
-                        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    )
-                )  # fmt: skip
+            argv = (str(run.path), stage, str(attempt))
+            process = _start(entry, argv, {**os.environ, **secret, **variables, **(env or {})}, log)
+            self.processes.append(process)
 
     def wait(self, timeout_s: float = 200) -> list[int]:
         """The exit codes by rank; workers that do not end in time are killed and fail the test."""
