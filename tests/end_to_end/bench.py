@@ -21,8 +21,10 @@ SMALL = (
 )  # fmt: skip
 
 # Everything but the arithmetic, in steps that wait instead of computing: for tests of what happens
-# around the training, whose faults must come before the next save on a busy machine too.
+# around the training.
 REHEARSED = ("--set=backend=rehearsal", "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.25")
+# For a fault that a command makes, which takes seconds on a busy machine: before the run ends.
+SLOWLY = (*REHEARSED, "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.5")
 
 # Slower steps for drills: few remain after the fault, which must come before the run ends.
 SLOWER_STEPS = "--set=model.seq_len=512"

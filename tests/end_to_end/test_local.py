@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from end_to_end.bench import REHEARSED, SMALL, Bench, processes_with
+from end_to_end.bench import SLOWLY, SMALL, Bench, processes_with
 
 from slurmllm.checkpoint.formats.weights import open_training
 from slurmllm.checkpoint.state import MOMENTS, read_origin
 from slurmllm.plan.parameters import parameter_shapes
 
 TRAIN = ("submit", "tiny_neox", "--nodes=2", "--local", "--set=train.compile=false", *SMALL)
-REHEARSE = ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL, *REHEARSED)
+REHEARSE = ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL, *SLOWLY)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 import subprocess
 
 import pytest
-from end_to_end.bench import REHEARSED, Bench
+from end_to_end.bench import REHEARSED, SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, accounted, lose_node, submit, wait
 
 pytestmark = pytest.mark.slurm
@@ -86,7 +86,7 @@ def test_a_node_that_dies(
 def test_the_first_node_dies_with_the_supervisor(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
-    submit(bench, inputs, "headless", *REHEARSED)
+    submit(bench, inputs, "headless", *SLOWLY)
     bench.wait_for_step("headless", 15)
     lost = bench.attempt("headless", 0)["nodes"][0]
     lose_node(slurm, bench, "headless", lost)
@@ -98,7 +98,7 @@ def test_signals_as_at_the_time_limit(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
     submit(bench, inputs, "unsignalled", *REHEARSED)
-    job = submit(bench, inputs, "signalled", *REHEARSED)["train"]
+    job = submit(bench, inputs, "signalled", *SLOWLY)["train"]
     bench.wait_for_step("signalled", 8)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)  # as --signal=B:USR1
     bench.wait_for_step("signalled", 25, attempt=1)

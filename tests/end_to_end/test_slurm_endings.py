@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from end_to_end.bench import REHEARSED, Bench
+from end_to_end.bench import SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, accounted, outside_pid, submit, wait
 
 pytestmark = pytest.mark.slurm
@@ -37,7 +37,7 @@ def test_the_time_limit_itself(slurm: Cluster, bench: Bench, inputs: tuple[str, 
 def test_a_code_error_stops_and_is_not_requeued(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
-    job = submit(bench, inputs, "crashed", *REHEARSED)["train"]
+    job = submit(bench, inputs, "crashed", *SLOWLY)["train"]
     bench.wait_for_step("crashed", 5)
     node = bench.attempt("crashed", 0)["nodes"][1]
     os.kill(outside_pid(bench.runs / "crashed", rank=1), signal.SIGSEGV)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import REHEARSED, Bench
+from end_to_end.bench import REHEARSED, SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, accounted, lose_node, outside_pid, submit, wait
 
 from slurmllm.records import JobsRecord
@@ -49,7 +49,7 @@ def undisturbed(slurm: Cluster, bench: Bench, inputs: tuple[str, ...]) -> str:
 def test_a_spare_node_takes_the_place_of_a_lost_one(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...], undisturbed: str
 ) -> None:
-    job = submit(bench, inputs, "spared", *QUICK, "--set=slurm.spare_nodes=1")["train"]
+    job = submit(bench, inputs, "spared", *QUICK, *SLOWLY, "--set=slurm.spare_nodes=1")["train"]
     bench.wait_for_step("spared", 12)
     os.kill(outside_pid(bench.runs / "spared", rank=1), signal.SIGKILL)
     bench.wait_for_step("spared", 22, attempt=1)
@@ -73,7 +73,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
 def test_a_chain_of_jobs(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...], undisturbed: str, no_requeue: None
 ) -> None:
-    jobs = [submit(bench, inputs, "chained", *QUICK)["train"]]
+    jobs = [submit(bench, inputs, "chained", *QUICK, *SLOWLY)["train"]]
     run = RunDir(bench.runs / "chained")
 
     def sent() -> tuple[str | None, str | None]:

@@ -6,7 +6,7 @@ import json
 from itertools import accumulate, pairwise
 
 import pytest
-from end_to_end.bench import REHEARSED, SMALL, Bench
+from end_to_end.bench import SLOWLY, SMALL, Bench
 from end_to_end.slurm_runs import Cluster
 
 from slurmllm.slurm.client import SlurmClient, to_unix
@@ -18,7 +18,7 @@ def test_two_at_a_time_and_one_cancelled(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
     arguments = (
-        "submit", "tiny_neox", "--nodes=2", "--name=grid", *SMALL, *REHEARSED, *inputs,
+        "submit", "tiny_neox", "--nodes=2", "--name=grid", *SMALL, *SLOWLY, *inputs,
         "--exclude=n5", "--set=train.steps=20",
         "--sweep=optim.lr=3e-4,3e-3", "--sweep=train.seed=1,2,3", "--max-running=2",
         "--precompile=always",  # other runs here may have the same graphs
