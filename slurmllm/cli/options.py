@@ -207,8 +207,8 @@ def _node_counts(
         found = (int(least), int(most)) if least and dash else (None, int(value))
     except ValueError:
         found = (0, 0)
-    if found[0] is not None and not 1 <= found[0] <= found[1]:
-        text = f"{value!r} is neither a number of nodes, such as 4, nor a range, such as 2-4"
+    if not 1 <= (found[1] if found[0] is None else found[0]) <= found[1]:
+        text = f"{value!r} is neither a number of nodes, 1 or more, nor a range, such as 2-4"
         raise click.BadParameter(text, ctx, param)
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +78,7 @@ def plan(
     """
     from slurmllm.backends.environment import load_environment
     from slurmllm.config.resolve import resolve
-    from slurmllm.errors import UserError
+    from slurmllm.errors import ConfigError, UserError
     from slurmllm.plan import output
     from slurmllm.plan.cost import parse_tokens
     from slurmllm.plan.recipe_plan import plan_recipe
@@ -147,7 +149,14 @@ def plan(
         if plot is not None:
             click.echo(f"picture: {plot}")
     if not fits:
-        raise plans[0].no_fit_error()
+        error = plans[0].no_fit_error()
+        if near := plans[0].node_plans[-1].nearest:
+            closest = min(near, key=lambda one: abs(math.log(one.ratio)))
+            command = _command("plan", plans[0], recipes[0], cluster, closest.nodes)
+            command += closest.options * ("--set" in closest.options)
+            again = shlex.join(command)
+            error = ConfigError(error.title, [*error.faults, f"for instance: {again}"])
+        raise error
 
 
 def node_counts(text: str) -> list[int]:
@@ -164,19 +173,25 @@ def node_counts(text: str) -> list[int]:
     return sorted(set(counts))
 
 
-def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
-    """The command that submits the best layout, with the options of this one."""
-    import shlex
-
-    from slurmllm.plan.fit_check import changes
-
-    (node_plan,) = plan.node_plans
-    assert node_plan.best is not None, "something fits"
-    command = ["slurmllm", "submit", recipe, "--nodes", str(node_plan.nodes)]
+def _command(
+    verb: str, plan: RecipePlan, recipe: str, cluster: str | None, nodes: int
+) -> list[str]:
+    """A command with the options of this one."""
+    command = ["slurmllm", verb, recipe, "--nodes", str(nodes)]
     command += [] if cluster is None else ["--cluster", cluster]
     given = [how for how in plan.config.origins.values() if how.startswith("--set ")]
     for how in dict.fromkeys(given):
         command += how.split(" ", 1)
+    return command
+
+
+def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
+    """The command that submits the best layout, with the options of this one."""
+    from slurmllm.plan.fit_check import changes
+
+    (node_plan,) = plan.node_plans
+    assert node_plan.best is not None, "something fits"
+    command = _command("submit", plan, recipe, cluster, node_plan.nodes)
     settings = changes(plan.config, node_plan.best)
     if plan.forecaster.tokens is not None:
         settings.append(f"train.steps={plan.forecaster.forecast(node_plan.best).cost.steps}")

@@ -15,7 +15,8 @@ from slurmllm.format import format_gib, format_plural
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import figures, why_too_large
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
-from slurmllm.plan.search import LARGEST, VARIED, Unsupported, search, smallest_nodes
+from slurmllm.plan.nearest import nearest, what_it_takes
+from slurmllm.plan.search import VARIED, Unsupported, search
 
 # A layout below this share of the best one's throughput gets a warning. Two predictions that are
 # 12 % off in opposite directions differ by as much.
@@ -183,23 +184,27 @@ def _suggest_fixes(
     free = [path for path in fixed if not path.startswith("train.")]
     other = _best_layout(config, nodes, unsupported, free)
     found = [_suggest_layout(config, other)] if other is not None else []
-    degrees = "" if config.recipe.parallel.auto else ", with --set parallel=auto"
-    enough = smallest_nodes(config, nodes, unsupported, fixed)
-    if enough is not None:
-        how = "the minimum that fits" if enough > nodes else "would fit"
-        found.append(f"--nodes {enough}: {how}{degrees}")
-    elif other is None:
-        enough = smallest_nodes(config, nodes, unsupported, free)
-        if enough is not None:
-            found.append(
-                f"--nodes {enough}: would fit{degrees or ', with'} "
-                "--set train.activation_checkpointing=full --set train.micro_batch=auto"
-            )
+    degrees = [] if config.recipe.parallel.auto else ["parallel=auto"]
+    near = nearest(config, nodes, unsupported, fixed)
+    if not near and other is None:
+        near = nearest(config, nodes, unsupported, free)
+        degrees += ["train.activation_checkpointing=full", "train.micro_batch=auto"]
+    also = "".join(f" --set {setting}" for setting in degrees)
+    found += [f"{one}{' with' * bool(also)}{also}" for one in near]
     if found:
         return found
     given = [path for path in free if path.startswith("parallel.")]
     leave = f"leave out {', '.join(given)}, or " if given else ""
-    return [f"nothing fits up to {LARGEST} nodes; {leave}choose another --cluster"]
+    return [*what_it_takes(config, nodes, unsupported, free), f"{leave}choose another --cluster"]
+
+
+def mesh_fixes(config: RunConfig, nodes: int, unsupported: Unsupported) -> list[str]:
+    """Suggest other degrees, node counts and global batches for a mesh that does not fit."""
+    fixed = _fixed_training(config)
+    best = _best_layout(config, nodes, unsupported, fixed)
+    found = [] if best is None else [_suggest_layout(config, best)]
+    near = nearest(config, nodes, unsupported, [*_DEGREES, *fixed])
+    return [*found, *map(str, near)] or _suggest_fixes(config, nodes, unsupported, fixed)
 
 
 def _suggest_layout(config: RunConfig, candidate: LayoutEstimate) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -17,7 +18,17 @@ from slurmllm.format import format_plural
 from slurmllm.rundir import write_atomic
 from slurmllm.safe_files import read_limited
 
-_TITLE = "the mesh does not fit"
+
+class MeshError(ConfigError):
+    """A mesh that the workers or the global batch cannot be divided into.
+
+    Attributes:
+        rule: The value and the rule, without the fix.
+    """
+
+    def __init__(self, rule: str, fix: str) -> None:
+        super().__init__("the mesh does not fit", [f"{rule}; {fix}"])
+        self.rule = rule
 
 
 @dataclass(frozen=True)
@@ -128,28 +139,23 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
     recipe, per_node = config.recipe, config.cluster.devices_per_node
     tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
     if nodes < 1:
-        raise ConfigError(_TITLE, [f"--nodes: {nodes} is less than 1"])
+        raise MeshError(f"--nodes: {nodes} is less than 1", "give a whole number, from 1")
     world, model = nodes * per_node, tensor * pipeline
     if world % model:
-        # For the message only: the first six counts up to about four times the requested one.
-        fitting = [n for n in range(1, 4 * nodes + model + 1) if n * per_node % model == 0][:6]
-        raise ConfigError(
-            _TITLE,
-            [
-                f"parallel: tensor {tensor} × pipeline {pipeline} = {model} does not divide the "
-                f"{world} workers of {format_plural(nodes, 'node')} × {per_node}; "
-                f"{_choose_nodes(fitting)}, or change the degrees with --set (parallel=auto leaves "
-                "them to the planner)"
-            ],
+        raise MeshError(
+            f"parallel: tensor {tensor} × pipeline {pipeline} = {model} does not divide the "
+            f"{world} workers of {format_plural(nodes, 'node')} × {per_node}",
+            f"{_choose_nodes(config, nodes)}change the degrees with --set (parallel=auto leaves "
+            "them to the planner)",
         )
     data, virtual = world // model, recipe.parallel.virtual_pipeline
-    _require_shares(config, data)
+    _require_shares(config, nodes, data)
     sequences = recipe.train.global_batch // data
     fitting = micro_batches(sequences, pipeline, virtual)
     wanted = recipe.train.micro_batch
     measured = measured or assumed_micro_batch(config)
     if not fitting or (wanted != "auto" and pipeline > 1 < virtual and wanted not in fitting):
-        raise ConfigError(_TITLE, [_no_whole_rounds(config, data, fitting)])
+        raise _no_whole_rounds(config, data, fitting)
     if wanted == "auto":
         size = max((size for size in fitting if size <= (measured or 0)), default=fitting[0])
     else:
@@ -197,33 +203,71 @@ def load_mesh(plan: Path) -> Mesh:
         ) from error
 
 
-def _require_shares(config: RunConfig, data: int) -> None:
+def _require_shares(config: RunConfig, nodes: int, data: int) -> None:
     """Check that the global batch is whole micro batches for each data-parallel worker."""
-    recipe, per_node = config.recipe, config.cluster.devices_per_node
-    model = recipe.parallel.tensor * recipe.parallel.pipeline
-    batch, wanted = recipe.train.global_batch, recipe.train.micro_batch
+    batch, wanted = config.recipe.train.global_batch, config.recipe.train.micro_batch
     micro = 1 if wanted == "auto" else wanted
     if batch % (data * micro) == 0:
         return
-    shares = [d * model / per_node for d in divisors(batch // micro)]
-    fitting = [int(n) for n in shares if n >= 1 and n == int(n)][-8:]
-    other = "change the batch" if wanted == "auto" else "choose another micro batch"
-    fix = _choose_nodes(fitting) if fitting else other
+    sizes = near_batches(batch, data * micro * _rounds(config))
+    batches = " or ".join(f"{size:,} ({format_change(size, batch)})" for size in sizes)
     by = "" if wanted == "auto" else f" × train.micro_batch {micro}"
-    raise ConfigError(
-        _TITLE,
-        [
-            f"train.global_batch: {batch} sequences are not a multiple of {data} data-parallel "
-            f"workers{by}; {fix}, or change the batch with --set"
-        ],
+    raise MeshError(
+        f"train.global_batch: {batch} sequences are not a multiple of {data} data-parallel "
+        f"workers{by}",
+        f"{_choose_nodes(config, nodes)}set train.global_batch to {batches}",
     )
 
 
-def _choose_nodes(fitting: list[int]) -> str:
-    return f"{choose(fitting)} {'node' if fitting == [1] else 'nodes'}"
+def near_batches(batch: int, unit: int) -> list[int]:
+    """The multiples of `unit` below and above a global batch, which is none itself."""
+    below = batch // unit * unit
+    return [size for size in (below, below + unit) if size]
 
 
-def _no_whole_rounds(config: RunConfig, data: int, fitting: list[int]) -> str:
+def near_nodes(config: RunConfig, meshes: Iterable[tuple[int, int]], micro: int) -> set[int]:
+    """The node counts that divide the global batch among the data-parallel workers of some mesh.
+
+    Args:
+        meshes: Tensor and pipeline degrees.
+        micro: Sequences that each worker takes at once, at least.
+    """
+    per_node = config.cluster.devices_per_node
+    shares = divisors(config.recipe.train.global_batch // micro)
+    counts = (divmod(t * p * data, per_node) for t, p in meshes for data in shares)
+    return {count for count, rest in counts if not rest}
+
+
+def next_to(requested: int, values: Iterable[int]) -> tuple[list[int], list[int]]:
+    """The values below and above what is requested, the nearest first."""
+    ordered = sorted(values)
+    below = [value for value in reversed(ordered) if value < requested]
+    return below, [value for value in ordered if value > requested]
+
+
+def format_change(size: int, requested: int) -> str:
+    """`3.1 % more`, `1.6 % fewer`, `16 times as many`."""
+    if size >= 2 * requested:
+        return f"{size / requested:.3g} times as many"
+    return f"{100 * abs(size / requested - 1):.2g} % {'more' if size > requested else 'fewer'}"
+
+
+def _rounds(config: RunConfig) -> int:
+    """Micro batches come in multiples of this many."""
+    parallel = config.recipe.parallel
+    return parallel.pipeline if parallel.pipeline > 1 < parallel.virtual_pipeline else 1
+
+
+def _choose_nodes(config: RunConfig, nodes: int) -> str:
+    """`choose 8 or 16 nodes, or `: the nearest that the mesh divides; empty if there are none."""
+    parallel, wanted = config.recipe.parallel, config.recipe.train.micro_batch
+    micro = (1 if wanted == "auto" else wanted) * _rounds(config)
+    possible = near_nodes(config, [(parallel.tensor, parallel.pipeline)], micro)
+    near = sorted(count for side in next_to(nodes, possible) for count in side[:1])
+    return f"{choose(near)} {'node' if near == [1] else 'nodes'}, or " if near else ""
+
+
+def _no_whole_rounds(config: RunConfig, data: int, fitting: list[int]) -> MeshError:
     train, parallel = config.recipe.train, config.recipe.parallel
     share = train.global_batch // data
     rule = (
@@ -231,14 +275,15 @@ def _no_whole_rounds(config: RunConfig, data: int, fitting: list[int]) -> str:
         f"batches in rounds of {parallel.pipeline} (parallel.pipeline)"
     )
     if not fitting:
-        return (
+        return MeshError(
             f"{rule}, and train.global_batch {train.global_batch} gives each of {data} "
-            f"data-parallel workers {share} sequences; make it a multiple of "
-            f"{data * parallel.pipeline} with --set, or --set parallel.virtual_pipeline=1"
+            f"data-parallel workers {share} sequences",
+            f"make it a multiple of {data * parallel.pipeline} with --set, or --set "
+            "parallel.virtual_pipeline=1",
         )
     assert train.micro_batch != "auto"
-    return (
+    return MeshError(
         f"{rule}, and train.micro_batch {train.micro_batch} makes {share // train.micro_batch} a "
-        f"step; {choose(fitting)} with --set train.micro_batch, or --set "
-        "parallel.virtual_pipeline=1"
+        "step",
+        f"{choose(fitting)} with --set train.micro_batch, or --set parallel.virtual_pipeline=1",
     )

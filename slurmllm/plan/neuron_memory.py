@@ -110,6 +110,16 @@ def _backward(
     return {"gradients": gradients, "activations": activations, **largest}
 
 
+def score_bytes(config: RunConfig, mesh: Mesh) -> int:
+    """Attention scores and their gradients, which exist at the same time in the backward pass."""
+    recipe = config.recipe
+    size = formats(config).computed
+    block = _block(
+        recipe.model, mesh.tensor, mesh.micro_batch, recipe.parallel.sequence, size, True
+    )
+    return 2 * block.scores
+
+
 def _in_flight(mesh: Mesh, stage: int) -> int:
     """Passes of a chunk whose backward pass is still to come, at most (NxD's schedules)."""
     if mesh.pipeline == 1:

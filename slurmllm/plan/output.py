@@ -192,6 +192,8 @@ def print_points(recipe_plans: Sequence[RecipePlan]) -> None:
             elif reasons := most_refused(node_plan.search.refused, limit=1):
                 why += f": {reasons[0][0]}"
             click.echo(f"{name}{format_plural(node_plan.nodes, 'node')}: {why}")
+            for near in node_plan.nearest:
+                click.echo(f"  {near}")
         for point in plan.points():
             if point.forecast is not None and point.forecast.lost_time is None:
                 click.echo(
@@ -254,6 +256,11 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
         ],
         "recipe_layouts": recipe_layouts,
         "refused": [{**key, "reasons": dict(node_plan.search.refused)} for key, node_plan in keyed],
+        "nearest": [
+            {**key, "would_fit": [one.to_json() for one in node_plan.nearest]}
+            for key, node_plan in keyed
+            if not node_plan.fitting
+        ],
         "warnings": list(dict.fromkeys(warning for plan in plans for warning in plan.warnings)),
     }
     if len(node_plans) > 1:

@@ -14,7 +14,8 @@ from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime
 from slurmllm.plan.lost_time_assumptions import lost_time
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.search import LARGEST, VARIED, SearchResult, Unsupported, search, smallest_nodes
+from slurmllm.plan.nearest import Nearest, nearest, what_it_takes
+from slurmllm.plan.search import VARIED, SearchResult, Unsupported, search
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class NodePlan:
     # All layouts that fit into memory, the recipe's own included, fastest first.
     fitting: tuple[LayoutEstimate, ...]
     too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
+    nearest: tuple[Nearest, ...]  # what would fit; empty if a layout does
 
     @property
     def nodes(self) -> int:
@@ -199,16 +201,12 @@ class RecipePlan:
                     make_mesh(config, plan.nodes)
                 except ConfigError as error:
                     faults = list(error.faults)
-        enough = smallest_nodes(config, counts[-1], self.unsupported, fixed)
-        if enough is None:
+        near = [str(one) for one in self.node_plans[-1].nearest]
+        if not near:
+            near = what_it_takes(config, counts[-1], self.unsupported, fixed)
             fixes = [f"leave {path} to the planner" for path in fixed]
-            fix = "; or ".join([*fixes, "choose another --cluster"])
-            faults.append(f"no number of nodes up to {LARGEST} is enough: {fix}")
-        else:
-            # If memory is too small, fewer nodes cannot help: the larger count is the minimum.
-            how = "is the minimum" if smallest and enough > counts[-1] else "would fit"
-            faults.append(f"--nodes: {enough} {how}")
-        return ConfigError(title, faults)
+            near.append("; or ".join([*fixes, "choose another --cluster"]))
+        return ConfigError(title, [*faults, *near])
 
 
 def plan_recipe(
@@ -237,7 +235,8 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported) -> Node
         (fitting if of_recipe.fits else too_large).append(of_recipe)
         fitting.sort(key=lambda one: (-one.seq_per_s, one.memory.peak))
         too_large.sort(key=lambda one: one.memory.peak)
-    return NodePlan(found, layout, tuple(fitting), tuple(too_large))
+    near = () if fitting else nearest(config, nodes, unsupported, fixed_settings(config))
+    return NodePlan(found, layout, tuple(fitting), tuple(too_large), tuple(near))
 
 
 def _recipe_layout(found: SearchResult, unsupported: Unsupported) -> RecipeLayout:

@@ -105,33 +105,39 @@ def search(
     )
 
 
-def smallest_nodes(
-    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
-) -> int | None:
-    """The smallest number of nodes on which any layout fits; None if above `LARGEST`.
-
-    Tries every count to a little above `nodes`, on which nothing fits, then powers of two.
-    Arguments as for `search`.
-    """
-    closely = min(nodes + 64, LARGEST)
-    counts = {*range(1, closely + 1), *(1 << power for power in range(LARGEST.bit_length()))}
-    fitting = (n for n in sorted(counts) if _some_fits(config, n, unsupported, fixed))
-    return next(fitting, None)
-
-
-def _some_fits(
+def some_fits(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> bool:
+    """Whether any layout fits; arguments as for `search`, of which this is the fast form."""
+    return any(one.fits for one in smallest_layouts(config, nodes, unsupported, fixed))
+
+
+def smallest_layouts(
+    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
+) -> Iterator[LayoutEstimate]:
+    """The layout of each mesh that needs the least memory; arguments as for `search`."""
     for layout in _layouts(config, nodes, fixed, smallest=True):
         if _reason(layout, nodes, unsupported) is None:
             sizes = _micro_batches(layout, nodes, fixed)
             # The largest may fit although smaller ones do not: it accumulates no gradients.
             ends = sizes[:1] if measures_micro_batch(config) else {*sizes[:1], *sizes[-1:]}
             for size in ends:
-                mesh = _mesh(layout, nodes, size)
-                if predict(_with_train(layout, "micro_batch", size), mesh).fits:
-                    return True
-    return False
+                yield predict(_with_train(layout, "micro_batch", size), _mesh(layout, nodes, size))
+
+
+def model_degrees(
+    config: RunConfig, nodes: int, fixed: Collection[str]
+) -> Iterator[tuple[int, int]]:
+    """The tensor and pipeline degrees that the search tries on up to a number of nodes."""
+    parallel, world = config.recipe.parallel, nodes * config.cluster.devices_per_node
+    tensors = [parallel.tensor]
+    if "parallel.tensor" not in fixed:
+        tensors = _tensor_degrees(config, world)
+    for tensor in tensors:
+        stages = [parallel.pipeline]
+        if "parallel.pipeline" not in fixed:
+            stages = [p for p in divisors(config.recipe.model.num_layers) if tensor * p <= world]
+        yield from ((tensor, pipeline) for pipeline in stages)
 
 
 def _layouts(
@@ -147,33 +153,31 @@ def _layouts(
     def values(path: str, written: Any, others: Sequence[Any]) -> list[Any]:
         return [written] if path in fixed else list(dict.fromkeys(others))
 
-    for tensor in values("parallel.tensor", parallel.tensor, _tensor_degrees(config, world)):
-        stages = [p for p in divisors(config.recipe.model.num_layers) if tensor * p <= world]
-        for pipeline in values("parallel.pipeline", parallel.pipeline, stages):
-            chunks = [1, parallel.virtual_pipeline] if pipeline > 1 else [1]
-            data = world // (tensor * pipeline)
-            sequences = [True, False] if tensor > 1 else [False]
-            # Distinct ZeRO stages, from the fastest to the smallest.
-            zeros = [1] if data == 1 or pipeline > 1 else [1, 2, 3]
-            if config.backend == "nxd":
-                zeros = [0, 1]
-            modes: Sequence[Checkpointing] = CHECKPOINTING
-            if smallest:
-                chunks, sequences, zeros, modes = [1], sequences[:1], zeros[-1:], modes[-1:]
-            options = (
-                values("parallel.virtual_pipeline", parallel.virtual_pipeline, chunks),
-                values("parallel.sequence", parallel.sequence, sequences),
-                values("parallel.zero", parallel.zero, zeros),
-                values("train.activation_checkpointing", train.activation_checkpointing, modes),
-            )
-            for virtual, sequence, zero, mode in product(*options):
-                degrees = {
-                    "tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual,
-                    "sequence": sequence, "zero": zero,
-                }  # fmt: skip
-                changed = {"parallel": parallel.model_copy(update=degrees)}
-                layout = replace(config, recipe=config.recipe.model_copy(update=changed))
-                yield _with_train(layout, "activation_checkpointing", mode)
+    for tensor, pipeline in model_degrees(config, nodes, fixed):
+        chunks = [1, parallel.virtual_pipeline] if pipeline > 1 else [1]
+        data = world // (tensor * pipeline)
+        sequences = [True, False] if tensor > 1 else [False]
+        # Distinct ZeRO stages, from the fastest to the smallest.
+        zeros = [1] if data == 1 or pipeline > 1 else [1, 2, 3]
+        if config.backend == "nxd":
+            zeros = [0, 1]
+        modes: Sequence[Checkpointing] = CHECKPOINTING
+        if smallest:
+            chunks, sequences, zeros, modes = [1], sequences[:1], zeros[-1:], modes[-1:]
+        options = (
+            values("parallel.virtual_pipeline", parallel.virtual_pipeline, chunks),
+            values("parallel.sequence", parallel.sequence, sequences),
+            values("parallel.zero", parallel.zero, zeros),
+            values("train.activation_checkpointing", train.activation_checkpointing, modes),
+        )
+        for virtual, sequence, zero, mode in product(*options):
+            degrees = {
+                "tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual,
+                "sequence": sequence, "zero": zero,
+            }  # fmt: skip
+            changed = {"parallel": parallel.model_copy(update=degrees)}
+            layout = replace(config, recipe=config.recipe.model_copy(update=changed))
+            yield _with_train(layout, "activation_checkpointing", mode)
 
 
 def _tensor_degrees(config: RunConfig, world: int) -> list[int]:

@@ -25,6 +25,7 @@ from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import (
     Mesh,
+    MeshError,
     load_mesh,
     make_mesh,
     possible_nodes,
@@ -129,7 +130,15 @@ def prepare(request: RunRequest) -> PreparedRun:
 
         config = choose_parallel(config, nodes, unsupported)
     nodes = _most_nodes(config, nodes)
-    prepared = render_run(config, nodes, run, request.exclude)
+    try:
+        prepared = render_run(config, nodes, run, request.exclude)
+    except MeshError as error:
+        if not request.check_layout or config.cluster.hardware is None:
+            raise
+        from slurmllm.plan.fit_check import mesh_fixes
+
+        fixes = mesh_fixes(config, nodes, unsupported)
+        raise ConfigError(error.title, [error.rule, *fixes]) from None
     reasons = list(unsupported(config))
     if config.recipe.train.finetune and config.recipe.train.init_from is None:
         reasons.append(

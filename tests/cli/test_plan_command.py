@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -170,9 +171,12 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
     assert done.exit_code == 2
     assert not any(one["fits"] for one in json.loads(done.stdout)["candidates"])
     assert "too much" in done.stderr
-    words = done.stderr.split("--nodes: ")[1].split()
-    assert words[1:] == ["is", "the", "minimum"]
-    enough = int(words[0])
+    found = re.search(r"--nodes (\d+): .* nodes, the minimum; [\d.]+ seq/s predicted", done.stderr)
+    assert found
+    enough = int(found[1])
+    assert f"for instance: slurmllm plan llama2_70b --nodes {enough}\n" in done.stderr
+    (row,) = json.loads(done.stdout)["nearest"]
+    assert (row["nodes"], row["would_fit"][0]["nodes"]) == (1, enough)
     assert call("llama2_70b", "--nodes", str(enough)).exit_code == 0
     assert call("llama2_70b", "--nodes", str(enough - 1)).exit_code == 2
     # Among other counts, it is a row of its own.
@@ -199,7 +203,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --nodes 4 --set parallel.tensor=7", "7 does not divide 64 attention heads"),
         ("neox_20b --nodes 4 --set parallel.tensro=8", "did you mean 'tensor'"),
         ("llama2_70b --nodes 3 --set parallel.tensor=32 --set parallel.pipeline=8",
-         "does not divide the 96 workers of 3 nodes × 32; choose 8, 16"),
+         "does not divide the 96 workers of 3 nodes × 32; choose 8 nodes, or"),
         ("llama2_70b --nodes 32 --set parallel.zero=0", "--set parallel.zero=1"),
         ("neox_20b --nodes 4 --tokens many", "--tokens 'many'"),
         ("neox_20b --nodes 4 --tokens -1", "--tokens '-1'"),

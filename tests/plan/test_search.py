@@ -12,15 +12,16 @@ from slurmllm.config.rules import broken_rules
 from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import predict
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.search import CHECKPOINTING, VARIED, SearchResult, search, smallest_nodes
+from slurmllm.plan.nearest import nearest
+from slurmllm.plan.search import CHECKPOINTING, VARIED, SearchResult, search, some_fits
 
 
 def plan(config: RunConfig, nodes: int, fixed: Collection[str] = ()) -> SearchResult:
     return search(config, nodes, load_environment(config.backend).unsupported, fixed)
 
 
-def smallest(config: RunConfig, nodes: int, fixed: Collection[str] = ()) -> int | None:
-    return smallest_nodes(config, nodes, load_environment(config.backend).unsupported, fixed)
+def fits(config: RunConfig, nodes: int, fixed: Collection[str] = ()) -> bool:
+    return some_fits(config, nodes, load_environment(config.backend).unsupported, fixed)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,10 @@ def test_a_micro_batch_that_needs_no_sum_of_gradients_is_not_missed() -> None:
     assert modes == {*CHECKPOINTING}
     assert {one.mesh.micro_batch for one in found.fitting} == {2}
     assert {one.mesh.micro_batch for one in found.too_large} == {1}
-    assert smallest(config, 1, fixed) == 1
+    assert fits(config, 1, fixed)
     auto = change(config, None, ["train.micro_batch=auto"])
     assert not plan(auto, 1, fixed).fitting, "a measurement begins with the smallest"
-    assert smallest(auto, 1, fixed) != 1
+    assert not fits(auto, 1, fixed)
 
 
 def test_what_is_refused_has_a_reason() -> None:
@@ -88,17 +89,18 @@ def test_what_is_refused_has_a_reason() -> None:
     assert any("bf16_mixed" in reason for reason in mixed), "NxD needs ZeRO-1 for master weights"
 
 
-def test_the_smallest_number_of_nodes_is_the_smallest() -> None:
+def test_the_minimum_is_the_fewest_nodes_that_fit() -> None:
     config = resolve("llama2_70b", overrides=["train.activation_checkpointing=selective"])
     fixed = {"train.activation_checkpointing"}
     assert not plan(config, 4, fixed).fitting
-    fewest = smallest(config, 4, fixed)
-    assert fewest is not None
+    (more, *_) = nearest(config, 4, load_environment("nxd").unsupported, fixed)
+    assert more.change.endswith("nodes, the minimum")
+    fewest = more.best.mesh.nodes
     assert fewest > 4
     assert plan(config, fewest, fixed).fitting
     assert not any(plan(config, nodes, fixed).fitting for nodes in range(1, fewest))
     never = resolve("llama2_70b", overrides=["cluster.hardware.memory_gib=0.5"])
-    assert smallest(never, 4) is None
+    assert not nearest(never, 4, load_environment("nxd").unsupported)
 
 
 def test_faults() -> None:

@@ -394,10 +394,10 @@ def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     [
         (("submit", "nosuch"), "unknown recipe 'nosuch'"),
         (("submit", "tiny_neox", "--cluster", "moon"), "unknown cluster profile 'moon'"),
-        (("submit", "tiny_neox", "--nodes", "3"), "choose 1, 2 or 4 nodes"),
+        (("submit", "tiny_neox", "--nodes", "3"), "--nodes 4: 33 % more nodes; "),
         (
             ("submit", "tiny_neox", "--nodes", "3", "--set", "train.micro_batch=auto"),
-            "1, 2, 4 or 8",
+            "--set train.global_batch=9: 12 % more sequences a step, on 3 nodes; ",
         ),
         (("submit", "tiny_neox", "--set", "train.micro_batch=0"), "above 0, or auto"),
         (("submit", "tiny_neox", "--set", "train.micro_batch=Auto"), "above 0, or auto"),

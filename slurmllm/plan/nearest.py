@@ -1,0 +1,194 @@
+"""What works near a request that no layout fits: other node counts and global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.rules import divisors
+from slurmllm.format import format_gib, format_number, format_plural
+from slurmllm.plan.estimate import LayoutEstimate
+from slurmllm.plan.explain import describe, describe_memory
+from slurmllm.plan.mesh import format_change, near_batches, near_nodes, next_to
+from slurmllm.plan.neuron_memory import score_bytes
+from slurmllm.plan.search import (
+    LARGEST,
+    Unsupported,
+    model_degrees,
+    search,
+    smallest_layouts,
+    some_fits,
+)
+
+_SHORTEST = 128  # tokens: shorter sequences are not suggested
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A change of a request with which a layout fits."""
+
+    options: tuple[str, str]  # of the command line: `--nodes 8`, `--set train.global_batch=264`
+    change: str  # what that changes
+    ratio: float  # of the new node count or batch to the old one
+    config: RunConfig  # with the change
+    nodes: int
+    unsupported: Unsupported
+    fixed: Collection[str]
+
+    @cached_property
+    def best(self) -> LayoutEstimate:
+        """The best layout."""
+        return search(self.config, self.nodes, self.unsupported, self.fixed).fitting[0]
+
+    def __str__(self) -> str:
+        speed = format_number(self.best.seq_per_s)
+        return f"{' '.join(self.options)}: {self.change}; {speed} seq/s predicted"
+
+    def to_json(self) -> dict[str, Any]:
+        mesh = self.best.mesh
+        return {
+            "options": self.options,
+            "change": self.change,
+            "nodes": self.nodes,
+            "tensor": mesh.tensor,
+            "global_batch": mesh.global_batch,
+            "seq_per_s": self.best.seq_per_s,
+        }
+
+
+def nearest(
+    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
+) -> list[Nearest]:
+    """The nearest node counts and global batches, below and above, with which a layout fits.
+
+    A side on which there is none is left out. Node counts above `LARGEST` are not tried. A
+    tensor-parallel degree that the search does not try is added if it fits with the same nodes and
+    batch.
+
+    Args:
+        nodes: The number of nodes, on which no layout fits.
+        unsupported: As for `search`, like `fixed`.
+    """
+    found: list[Nearest] = []
+
+    def add(
+        options: tuple[str, str], change: str, ratio: float, config: RunConfig, nodes: int
+    ) -> None:
+        found.append(Nearest(options, change, ratio, config, nodes, unsupported, fixed))
+
+    below, above = next_to(nodes, _possible_nodes(config, fixed))
+    for counts in (below, above):
+        count = next((n for n in counts if some_fits(config, n, unsupported, fixed)), None)
+        if count is not None:
+            change = f"{format_change(count, nodes)} nodes"
+            if counts is above and not found:
+                change += ", the minimum"
+            add(("--nodes", str(count)), change, count / nodes, config, count)
+    batch, where = config.recipe.train.global_batch, f"on {format_plural(nodes, 'node')}"
+    for sizes in next_to(batch, _possible_batches(config, nodes, fixed)):
+        for size in sizes:
+            changed = with_value(config, "train", "global_batch", size)
+            if some_fits(changed, nodes, unsupported, fixed):
+                change = f"{format_change(size, batch)} sequences a step, {where}"
+                options = "--set", f"train.global_batch={size}"
+                add(options, change, size / batch, changed, nodes)
+                break
+    for changed, given in _other_degrees(config, fixed):
+        if some_fits(changed, nodes, unsupported, given):
+            setting = f"parallel.tensor={changed.recipe.parallel.tensor}"
+            change = f"no published run of {config.cluster.name} has that degree, {where}"
+            options = "--set", setting
+            found.append(Nearest(options, change, 1.0, changed, nodes, unsupported, given))
+            break
+    return found
+
+
+def what_it_takes(
+    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
+) -> list[str]:
+    """What a run lacks that fits on no number of nodes.
+
+    Returns:
+        The layout that needs the least memory on any number of nodes, with the bytes that are
+        missing, and the longest sequence that would fit; empty if no layout is possible at all.
+    """
+    configs = [(config, fixed), *_other_degrees(config, fixed)]
+
+    def smallest(length: int) -> Iterator[LayoutEstimate]:
+        changed = [(with_value(one, "model", "seq_len", length), given) for one, given in configs]
+        counts = {count for one, given in changed for count in _possible_nodes(one, given)}
+        for count in sorted({*counts, nodes}, key=lambda count: (abs(count - nodes), count)):
+            for one, given in changed:
+                yield from smallest_layouts(one, count, unsupported, given)
+
+    length = config.recipe.model.seq_len
+    least = min(smallest(length), key=lambda one: (one.memory.peak, one.mesh.nodes), default=None)
+    if least is None:
+        return []
+    missing = format_gib(least.memory.peak - least.memory.limit)
+    lines = [
+        f"no number of nodes up to {LARGEST} is enough: {describe(least)} needs the least, on "
+        f"{format_plural(least.mesh.nodes, 'node')} {describe_memory(least.memory)}; a device "
+        f"with {missing} GiB more would do"
+    ]
+    scores = score_bytes(least.config, least.mesh) if config.backend == "nxd" else 0
+    if 2 * scores > least.memory.peak:
+        lines.append(
+            f"attention scores are {format_gib(scores)} GiB of it: the {config.backend} backend "
+            "computes those of a whole sequence at once, seq_len² for each head"
+        )
+    while (length := length // 2) >= _SHORTEST:
+        if fitting := next((one for one in smallest(length) if one.fits), None):
+            mesh = fitting.mesh
+            options = f"--set model.seq_len={length} --nodes {mesh.nodes}"
+            if "parallel.tensor" not in fixed:
+                options += f" --set parallel.tensor={mesh.tensor}"
+            return [*lines, f"{options}: would fit, with shorter sequences"]
+    return lines
+
+
+def _other_degrees(
+    config: RunConfig, fixed: Collection[str]
+) -> list[tuple[RunConfig, Collection[str]]]:
+    """Configurations with the tensor-parallel degrees that the search does not try, and `fixed`."""
+    if "parallel.tensor" in fixed:
+        return []
+    tried = {tensor for tensor, _ in model_degrees(config, LARGEST, fixed)}
+    return [
+        (with_value(config, "parallel", "tensor", tensor), (*fixed, "parallel.tensor"))
+        for tensor in divisors(config.recipe.model.num_heads)
+        if tensor <= config.cluster.devices_per_node and tensor not in tried
+    ]
+
+
+def _possible_nodes(config: RunConfig, fixed: Collection[str]) -> set[int]:
+    meshes = model_degrees(config, LARGEST, fixed)
+    return {n for n in near_nodes(config, meshes, _at_once(config, fixed)) if n <= LARGEST}
+
+
+def _possible_batches(config: RunConfig, nodes: int, fixed: Collection[str]) -> set[int]:
+    parallel, world = config.recipe.parallel, nodes * config.cluster.devices_per_node
+    found: set[int] = set()
+    for tensor, pipeline in model_degrees(config, nodes, fixed):
+        data, rest = divmod(world, tensor * pipeline)
+        interleaved = "parallel.virtual_pipeline" in fixed and parallel.virtual_pipeline > 1
+        rounds = pipeline if interleaved else 1
+        if not rest:
+            unit = data * _at_once(config, fixed) * rounds
+            found.update(near_batches(config.recipe.train.global_batch, unit))
+    return found
+
+
+def _at_once(config: RunConfig, fixed: Collection[str]) -> int:
+    """Sequences that a data-parallel worker takes at once, at least."""
+    micro = config.recipe.train.micro_batch
+    return 1 if micro == "auto" or "train.micro_batch" not in fixed else micro
+
+
+def with_value(config: RunConfig, section: str, name: str, value: int) -> RunConfig:
+    """A copy with another value of one setting of the recipe."""
+    changed = getattr(config.recipe, section).model_copy(update={name: value})
+    return replace(config, recipe=config.recipe.model_copy(update={section: changed}))

@@ -1,0 +1,101 @@
+"""Requests that no layout fits: what would fit near them, at every node count."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from slurmllm.backends.environment import load_environment
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.plan.fit_check import mesh_fixes
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.nearest import Nearest, nearest, what_it_takes
+from slurmllm.plan.search import search, some_fits
+
+RECIPES = ("neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_6.7b", "llama3_8b")
+
+
+def near(config: RunConfig, nodes: int, *fixed: str) -> list[Nearest]:
+    return nearest(config, nodes, load_environment(config.backend).unsupported, fixed)
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_node_count_has_a_plan_or_the_nearest_that_do(recipe: str, stride: int) -> None:
+    config = resolve(recipe)
+    unsupported = load_environment(config.backend).unsupported
+    fits = {n: some_fits(config, n, unsupported, ()) for n in range(1, 129)}
+    for nodes in [n for n, fit in fits.items() if not fit][::stride]:
+        found = near(config, nodes)
+        assert found, nodes
+        counts = [one.nodes for one in found if one.options[0] == "--nodes"]
+        # No count between the two, of which one may be above 128.
+        low, high = min(counts) if min(counts) < nodes else 0, max(counts)
+        assert not any(fits[n] for n in range(low + 1, min(high, 129)))
+        for one in found[nodes % 8 :: 8]:  # one or none: all would take minutes
+            mesh = one.best.mesh
+            assert one.best.fits
+            assert mesh.nodes * mesh.devices_per_node == mesh.tensor * mesh.pipeline * mesh.data
+            assert mesh.global_batch == mesh.data * mesh.micro_batch * mesh.accumulation
+
+
+@pytest.mark.parametrize("nodes", [3, 6, 12, 20, 48, 100])
+def test_a_batch_on_either_side_of_what_the_nodes_cannot_share(nodes: int) -> None:
+    config = resolve("neox_20b")
+    unsupported = load_environment("nxd").unsupported
+    batches = [one for one in near(config, nodes) if "global_batch" in one.options[1]]
+    below, above = (one.best.mesh.global_batch for one in batches)
+    assert below < 256 < above
+    for batch in range(below, above + 1):
+        changed = resolve("neox_20b", overrides=[f"train.global_batch={batch}"])
+        assert bool(search(changed, nodes, unsupported).fitting) == (batch in (below, above))
+    for one, percent in zip(batches, (256 - below, above - 256), strict=True):
+        assert str(one).startswith(f"--set {one.options[1]}: {100 * percent / 256:.2g} % ")
+
+
+def test_the_issue_s_batch_of_264_on_12_nodes() -> None:
+    lines = list(map(str, near(resolve("neox_20b"), 12)))
+    assert re.match(r"--set train.global_batch=264: 3.1 % more sequences a step, on 12", lines[3])
+    assert re.match(r"--nodes 16: 33 % more nodes; [\d.]+ seq/s predicted$", lines[1])
+
+
+def test_a_fixed_micro_batch_and_chunks_are_kept() -> None:
+    settings = ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.micro_batch=2"]
+    config = resolve("tiny_neox", overrides=[*settings, "cluster.devices_per_node=4"])
+    fixed = ("parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline",
+             "train.micro_batch")  # fmt: skip
+    found = near(config, 3, *fixed)
+    assert [one.options[1] for one in found] == ["1", "train.global_batch=24"]
+    for one in found:
+        mesh = make_mesh(one.config, one.nodes)
+        assert (mesh.micro_batch, mesh.accumulation % mesh.pipeline) == (2, 0)
+
+
+def test_a_recipe_s_own_mesh_gets_the_same_fixes() -> None:
+    config = resolve("neox_20b")
+    unsupported = load_environment("nxd").unsupported
+    fixes = mesh_fixes(config, 12, unsupported)
+    options = [re.findall(r"--(?:nodes|set) (\S+):", fix)[0] for fix in fixes]
+    assert options == ["8", "16", "train.global_batch=252", "train.global_batch=264"]
+    make_mesh(resolve("neox_20b", overrides=[options[3]]), 12)
+    # Another mesh takes the batch as it is.
+    assert mesh_fixes(resolve("neox_20b"), 22, unsupported)[0].startswith("this would fit: --set")
+
+
+def test_sequences_too_long_for_a_core() -> None:
+    longer = ["model.seq_len=32768"]
+    config = resolve("llama2_7b", overrides=longer)
+    assert not near(config, 4)
+    least, scores, shorter = what_it_takes(config, 4, load_environment("nxd").unsupported)
+    assert re.search(r"TP 16 × PP 32 .*; a device with [\d.]+ GiB more would do$", least)
+    assert scores.startswith("attention scores are 24.00 GiB of it: the nxd backend")
+    options = re.findall(r"(?:--set|--nodes) (\S+)", shorter.removesuffix(":"))
+    assert options[0] == "model.seq_len=16384"
+    nodes = int(options.pop(1))
+    changed = resolve("llama2_7b", overrides=[option.strip(":") for option in options])
+    unsupported = load_environment("nxd").unsupported
+    assert search(changed, nodes, unsupported, ["parallel.tensor"]).fitting
+    wider = near(resolve("llama2_7b", overrides=["model.seq_len=16384"]), 4)[-1]
+    assert wider.options == ("--set", "parallel.tensor=16")
+    assert near(resolve("llama3_8b", overrides=longer), 4), "eight nodes do"
