@@ -14,6 +14,10 @@ from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.neuron_memory import neuron_memory
 from slurmllm.plan.step import StepTime, peak_flops, step_time
 
+# A layout that uses more than this share of the memory is tight: the prediction's error, and what
+# the allocator cannot use of fragmented memory, may exceed the rest.
+TIGHT = 0.95
+
 
 @dataclass(frozen=True)
 class MemoryUse:
@@ -29,6 +33,10 @@ class MemoryUse:
     @property
     def fits(self) -> bool:
         return self.peak <= self.limit
+
+    @property
+    def tight(self) -> bool:
+        return TIGHT * self.limit < self.peak <= self.limit
 
 
 @dataclass(frozen=True)

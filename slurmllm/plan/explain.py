@@ -64,7 +64,7 @@ def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
 
 
 def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]) -> list[str]:
-    """Lines on why the first of `fitting`, the fastest, is the best: links, memory, runners-up."""
+    """Lines on why the first of `fitting` is the best: links, memory, runners-up."""
     best = fitting[0]
     lines = [f"best: {describe(best)}: {_speed(best)}"]
     lines += [f"  {line}" for line in _link_lines(best)]
@@ -161,6 +161,13 @@ def _memory_lines(
 ) -> Iterator[str]:
     """Memory of the best layout, and of the next larger micro batch and of less checkpointing."""
     yield f"memory: {describe_memory(best.memory)}"
+    if best.memory.tight:
+        yield f"tight: {_share(best.memory)}; layouts with more left are over 3 % slower"
+    fastest = max(fitting, key=lambda c: c.seq_per_s)
+    if fastest.memory.tight and fastest is not best:
+        percent = 100 * (fastest.seq_per_s / best.seq_per_s - 1)
+        why = f"{describe(fastest)}: {_share(fastest.memory)}"
+        yield f"tight, and {percent:.1f} % faster: {why}"
     layouts = (*fitting, *too_large)
     larger = [c for c in layouts if differing_settings(c, best) == {"micro_batch"}]
     larger = [c for c in larger if c.mesh.micro_batch > best.mesh.micro_batch]
@@ -177,6 +184,10 @@ def _memory_lines(
             ):
                 yield f"{_checkpointing(train)} {_compare(other, best)}"
                 return
+
+
+def _share(memory: MemoryUse) -> str:
+    return f"{100 * memory.peak / memory.limit:.1f} % of the memory"
 
 
 def _compare(other: LayoutEstimate, best: LayoutEstimate) -> str:
@@ -231,6 +242,7 @@ def figures(candidate: LayoutEstimate) -> dict[str, Any]:
         "memory": dict(memory.parts),
         "memory_limit_bytes": memory.limit,
         "fits": candidate.fits,
+        "tight": memory.tight,
     }
 
 

@@ -16,7 +16,7 @@ from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import figures, why_too_large
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
 from slurmllm.plan.nearest import nearest, what_it_takes
-from slurmllm.plan.search import VARIED, Unsupported, search
+from slurmllm.plan.search import VARIED, Unsupported, order, search
 
 # A layout below this share of the best one's throughput gets a warning. Two predictions that are
 # 12 % off in opposite directions differ by as much.
@@ -114,6 +114,7 @@ class FitCheck:
         return (
             f"{layout_text(found)}: {_rate_text(found)}, MFU {100 * found.mfu:.0f} %, "
             f"{format_gib(memory.peak)} of {format_gib(memory.limit)} GiB a worker"
+            f"{' (tight)' * memory.tight}"
             f"{', by rough figures' * self.rough}"
         )
 
@@ -216,7 +217,7 @@ def _best_layout(
 ) -> LayoutEstimate | None:
     """The fastest layout that fits; of several as fast, the one with the fewest changes."""
     fitting = search(config, nodes, unsupported, fixed).fitting
-    tied = [one for one in fitting if one.seq_per_s >= _TIE * fitting[0].seq_per_s]
+    tied = [one for one in fitting if order(one)[0] <= _TIE * order(fitting[0])[0]]
     return min(tied, key=lambda one: len(changes(config, one)), default=None)
 
 

@@ -82,7 +82,7 @@ def _layout_row(
         "yes" if recipe.parallel.sequence else "no",
         recipe.train.checkpointing_text,
         str(recipe.parallel.zero),
-        f"{candidate.memory.peak / GIB:.2f}",
+        f"{candidate.memory.peak / GIB:.2f}{' tight' * candidate.memory.tight}",
         format_number(candidate.step.total),
         format_number(candidate.seq_per_s),
         f"{100 * candidate.mfu:.1f} %",

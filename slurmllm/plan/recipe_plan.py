@@ -15,7 +15,7 @@ from slurmllm.plan.lost_time import LostTime
 from slurmllm.plan.lost_time_assumptions import lost_time
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.nearest import Nearest, nearest, what_it_takes
-from slurmllm.plan.search import VARIED, SearchResult, Unsupported, search
+from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class NodePlan:
     search: SearchResult
     # The recipe's own layout; None if the recipe leaves it to the planner.
     recipe_layout: RecipeLayout | None
-    # All layouts that fit into memory, the recipe's own included, fastest first.
+    # All layouts that fit into memory, the recipe's own included, the best first.
     fitting: tuple[LayoutEstimate, ...]
     too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
     nearest: tuple[Nearest, ...]  # what would fit; empty if a layout does
@@ -54,7 +54,7 @@ class NodePlan:
         return self.fitting[0] if self.fitting else None
 
     def rank(self, candidate: LayoutEstimate) -> int:
-        """Position among the fitting layouts; 1 is the fastest."""
+        """Position among the fitting layouts; 1 is the best."""
         return 1 + next(i for i, one in enumerate(self.fitting) if one is candidate)
 
     def is_recipe_layout(self, candidate: LayoutEstimate) -> bool:
@@ -233,7 +233,7 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported) -> Node
     of_recipe = None if layout is None else layout.candidate
     if of_recipe and not any(one is of_recipe for one in (*fitting, *too_large)):
         (fitting if of_recipe.fits else too_large).append(of_recipe)
-        fitting.sort(key=lambda one: (-one.seq_per_s, one.memory.peak))
+        fitting.sort(key=order)
         too_large.sort(key=lambda one: one.memory.peak)
     near = () if fitting else nearest(config, nodes, unsupported, fixed_settings(config))
     return NodePlan(found, layout, tuple(fitting), tuple(too_large), tuple(near))

@@ -26,6 +26,8 @@ VARIED = (
 )  # fmt: skip
 LARGEST = 4096  # nodes
 _LARGEST_MICRO_BATCH = 64
+# A tight layout is ranked as if it were slower by this: the next one is preferred if it costs less.
+_TIGHT_COST = 0.03
 # Tensor-parallel degrees of AWS's training examples on trn1, and none. For others (2 is valid too)
 # no published run exists to validate a prediction; they are predicted if fixed.
 _NEURON_TENSOR = (1, 8, 32)
@@ -44,7 +46,7 @@ class SearchResult:
 
     config: RunConfig
     nodes: int
-    fitting: tuple[LayoutEstimate, ...]  # layouts that fit into memory, fastest first
+    fitting: tuple[LayoutEstimate, ...]  # layouts that fit into memory, the best first
     too_large: tuple[LayoutEstimate, ...]  # layouts that do not, smallest first
     refused: Mapping[str, int]  # Reason → number of layouts that were not considered
 
@@ -99,10 +101,16 @@ def search(
     return SearchResult(
         config,
         nodes,
-        tuple(sorted(fitting, key=lambda one: (-one.seq_per_s, one.memory.peak))),
+        tuple(sorted(fitting, key=order)),
         tuple(sorted(too_large, key=lambda one: one.memory.peak)),
         dict(refused.most_common()),
     )
+
+
+def order(candidate: LayoutEstimate) -> tuple[float, int]:
+    """Sorts layouts that fit, the best first: by throughput, tight ones as if slower."""
+    cost = _TIGHT_COST if candidate.memory.tight else 0.0
+    return -candidate.seq_per_s * (1 - cost), candidate.memory.peak
 
 
 def some_fits(

@@ -54,7 +54,11 @@ def test_json_is_ranked_and_adds_up() -> None:
     assert (found["recipe"], found["cluster"], found["nodes"]) == ("neox_20b", "trn1", 4)
     fit = [one for one in found["candidates"] if one["fits"]]
     rest = found["candidates"][len(fit) :]
-    assert [one["seq_per_s"] for one in fit] == sorted((c["seq_per_s"] for c in fit), reverse=True)
+    rates = [one["seq_per_s"] * (0.97 if one["tight"] else 1) for one in fit]
+    assert rates == sorted(rates, reverse=True)
+    assert all(
+        one["tight"] == (one["memory_bytes"] > 0.95 * one["memory_limit_bytes"]) for one in fit
+    )
     assert rest
     assert not any(one["fits"] for one in rest)
     for one in found["candidates"]:

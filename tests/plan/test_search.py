@@ -11,6 +11,7 @@ from slurmllm.config.resolve import RunConfig, change, resolve
 from slurmllm.config.rules import broken_rules
 from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import predict
+from slurmllm.plan.explain import explain
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.nearest import nearest
 from slurmllm.plan.search import CHECKPOINTING, VARIED, SearchResult, search, some_fits
@@ -34,7 +35,7 @@ def test_every_candidate_is_a_run_that_could_be_submitted(
     config = resolve(recipe, cluster)
     found = plan(config, nodes)
     assert len(found.fitting) > 3
-    rates = [one.seq_per_s for one in found.fitting]
+    rates = [one.seq_per_s * (0.97 if one.memory.tight else 1) for one in found.fitting]
     assert rates == sorted(rates, reverse=True)
     unsupported = load_environment(config.backend).unsupported
     for one in found.fitting:
@@ -47,6 +48,26 @@ def test_every_candidate_is_a_run_that_could_be_submitted(
     layouts = [(one.mesh, one.config.recipe.parallel, one.config.recipe.train) for one in
                (*found.fitting, *found.too_large)]  # fmt: skip
     assert len(layouts) == len({str(layout) for layout in layouts}), "each once"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "nodes", "preferred"),
+    [("pythia_1b", "p5", 2, False), ("qwen3_8b", "p5", 1, False), ("llama2_7b", "p5", 4, True)],
+)
+def test_a_tight_layout_is_the_best_only_if_the_next_is_3_percent_slower(
+    recipe: str, cluster: str, nodes: int, preferred: bool
+) -> None:
+    found = plan(resolve(recipe, cluster), nodes)
+    fastest = max(found.fitting, key=lambda one: one.seq_per_s)
+    assert fastest.memory.tight
+    assert fastest.memory.peak > 0.95 * fastest.memory.limit
+    best, roomy = found.fitting[0], [one for one in found.fitting if not one.memory.tight]
+    assert max(one.memory.peak for one in roomy) <= 0.95 * best.memory.limit
+    assert (best is fastest) == best.memory.tight == preferred
+    cost = 1 - max(one.seq_per_s for one in roomy) / fastest.seq_per_s
+    assert (cost > 0.03) == preferred
+    lines = "\n".join(explain(found.fitting, found.too_large))
+    assert ("  tight: " in lines, "  tight, and " in lines) == (preferred, not preferred)
 
 
 def test_what_is_fixed_stays() -> None:
