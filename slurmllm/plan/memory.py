@@ -4,9 +4,9 @@ What is held between steps (weights, optimizer state) is exact: shapes, sharding
 decide it. What a step adds is the sum of what its operators keep for the backward pass, after
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4), whose count of 34 · tokens · hidden bytes a
 layer is for another block: no dropout here, no saved attention scores (they are computed again
-from their log-sums), and head and loss in one operator (`model/output.py`). Not counted: the
-interpreter and its libraries, an accelerator's context, communication libraries' buffers, the
-allocator's fragments.
+from their log-sums), and head and loss in one operator (`model/output.py`). A tied embedding
+is on the first and the last stage. Not counted: the interpreter and its libraries, an accelerator's
+context, communication libraries' buffers, the allocator's fragments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameter_counts
 from slurmllm.plan.step import formats
 
-_FP32, _FP64, _BF16 = 4, 8, 2
+_FP32, _FP64, _BF16, _INT64 = 4, 8, 2, 8
 _LOGITS_AT_A_TIME = 2**27  # as in model/output.py
 
 
@@ -34,6 +34,8 @@ class WorkerMemory:
     whole_weights: int  # what FSDP gathers within a step, of this worker's tensor-parallel share
     whole_gradients: int  # what is carried from one micro batch to the next
     activations: int  # what the blocks keep for the backward pass, of all micro batches in flight
+    masks: int  # the masks between documents, one for all blocks, likewise
+    batch: int  # tokens, labels and positions
     output: int  # logits, their gradient and the head's at the loss
     block: int  # the largest passing need of one block's backward pass
     pipeline: int  # receive buffers of pipeline stages, one a micro batch each way
@@ -48,6 +50,7 @@ class WorkerMemory:
             "whole weights": self.whole_weights,
             "gradients": self.whole_gradients,
             "activations": self.activations,
+            "masks": self.masks,
             "output or block": max(self.output, self.block),
         }
         after = {"gradients": self.gradients, "end of the step": max(self.ending, self.passing)}
@@ -55,6 +58,7 @@ class WorkerMemory:
             "weights": self.weights,
             "optimizer": self.optimizer,
             "pipeline buffers": self.pipeline,
+            "batch": self.batch,
         }
         fullest = max(within, after, key=lambda parts: sum(parts.values()))
         return {name: size for name, size in {**resting, **fullest}.items() if size}
@@ -104,6 +108,8 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
         whole_weights=gathered * width.computed,
         whole_gradients=carried,
         activations=steps.activations(),
+        masks=steps.masks(),
+        batch=batch_bytes(config, mesh) * steps.batches(),
         output=steps.output(),
         block=steps.block() + transient * width.reduced,
         pipeline=steps.receive_buffers(),
@@ -113,11 +119,19 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     )
 
 
+def batch_bytes(config: RunConfig, mesh: Mesh) -> int:
+    """Tokens and labels of a micro batch, and positions if documents are separated."""
+    arrays = 3 if config.recipe.data.mask == "document" else 2
+    return arrays * mesh.micro_batch * config.recipe.model.seq_len * _INT64
+
+
 class _StepMemory:
     """What one step of a worker adds, part by part, bytes."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, rank: int) -> None:
         self.model, self.train, self.mesh = config.recipe.model, config.recipe.train, mesh
+        self.masked = config.recipe.data.mask == "document"
+        self.cuda, self.cpu = (config.cluster.device == name for name in ("cuda", "cpu"))
         self.stage = mesh.pipeline_rank(rank)
         self.tokens = mesh.micro_batch * self.model.seq_len
         # Tokens of the stretches that sequence parallelism shares.
@@ -131,6 +145,21 @@ class _StepMemory:
         kept = self._stream() if "block" in self.train.recomputed else self._block()
         total = self.in_flight() * chunk * kept
         return total + (self._norm() if self.stage == self.mesh.pipeline - 1 else 0)
+
+    def masks(self) -> int:
+        """[micro_batch, 1, seq, seq], and rotations by each token's position."""
+        if not self.masked:
+            return 0
+        rotations = self.model.head_width * _FP32 if self.model.rotary_pct > 0 else 0
+        return self.in_flight() * self.tokens * (self.model.seq_len * self.bytes + rotations)
+
+    def batches(self) -> int:
+        """Micro batches whose tokens are in memory: in a pipeline all of the step.
+
+        CPUs have the arrays that the data's stream gave, of the step, as well.
+        """
+        count = self.mesh.accumulation
+        return (count if self.mesh.pipeline > 1 else 1) + count * self.cpu
 
     def in_flight(self) -> int:
         """Passes of a chunk whose backward pass is still to come, at most."""
@@ -202,6 +231,8 @@ class _StepMemory:
             shared += queries + keys
         elif "core" in recomputed and keys < queries and not self.train.compile:
             shared += queries  # the core's input, a copy if queries share keys
+        if self.masked and self.cuda and keys < queries and not {"core", "block"} & {*recomputed}:
+            shared += 2 * (queries - keys)  # copies of keys and values (`model/decoder.py`)
         log_sums = self.tokens * model.num_heads // tensor * _FP32
         if model.qk_norm and not self.train.compile and not again:  # as `_norm`
             norms += 2 * self.tokens * (queries + keys) // tensor * _FP32

@@ -13,8 +13,9 @@ A step is fullest in the backward pass or at the optimizer's step, where reduced
 exist together with those that they are made of.
 
 Nobody has published what neuronx-cc's graphs take in addition: `_PROGRAMS` and `_COPIES` are
-assumed. Not counted: runtime and microcode (`cluster.hardware.reserved_gib`), profiling buffers,
-the masks of attention, what is received ahead of a stage's step.
+assumed. Attention's mask, a byte for each pair of tokens, is made once in a graph for all its
+blocks. Not counted: runtime and microcode (`cluster.hardware.reserved_gib`), profiling buffers,
+what is received ahead of a stage's step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from slurmllm.config.cluster import GIB
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
+from slurmllm.plan.memory import batch_bytes
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameter_counts
 from slurmllm.plan.step import formats
@@ -61,7 +63,7 @@ def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
         Of these what is not 0: weights; master_weights, ZeRO-1's shard of them; optimizer, both
         moments; gradients; activations, what blocks keep for the backward pass; output, the
         logits and their gradient; buffers, what passes within a block or at the optimizer's step;
-        programs.
+        masks; batch, tokens and labels; programs.
     """
     recipe, stage = config.recipe, mesh.pipeline_rank(rank)
     model, zero = recipe.model, recipe.parallel.zero > 0
@@ -98,7 +100,12 @@ def _backward(
     block = _block(model, mesh.tensor, mesh.micro_batch, recipe.parallel.sequence, size, apart)
     layers = model.num_layers // mesh.chunks
     copies = _COPIES if apart else 1
-    activations = copies * _in_flight(mesh, stage) * layers * block.kept(recomputed)
+    in_flight = _in_flight(mesh, stage)
+    activations = copies * in_flight * layers * block.kept(recomputed)
+    documents = recipe.data.mask == "document"
+    mask = (mesh.micro_batch if documents else 1) * model.seq_len**2
+    # A recomputed core makes its mask again.
+    masks = mask * (1 if {"core", "block"} & {*recomputed} else copies * in_flight)
     output = 0
     if stage == mesh.pipeline - 1:
         # Final norm, logits and their gradient in both formats, the head's gradient, gathered.
@@ -107,7 +114,9 @@ def _backward(
         output = block.norm + hidden + 2 * tokens * rows * (size + _FP32)
     buffers = block.passing(recomputed) + block_gradients
     largest = {"output": output} if output > buffers else {"buffers": buffers}
-    return {"gradients": gradients, "activations": activations, **largest}
+    batch = in_flight * batch_bytes(config, mesh)  # the rest of the step's is on the host
+    kept = {"activations": activations, "masks": masks, "batch": batch}
+    return {"gradients": gradients, **kept, **largest}
 
 
 def score_bytes(config: RunConfig, mesh: Mesh) -> int:

@@ -83,6 +83,18 @@ def test_each_part_recomputed_saves_what_is_predicted(pool: MeshPool, family: st
         assert before.after - found.after == pytest.approx(predicted, abs=tolerance), setting
 
 
+@pytest.mark.parametrize("family", ["neox", "llama"])
+def test_the_mask_between_documents_is_kept_once(pool: MeshPool, family: str) -> None:
+    def case(mask: str) -> Case:
+        wide = ("model.seq_len=128", "train.micro_batch=8", "train.global_batch=8")
+        return Case(small(family, 1, 1, 1, *wide, f"data.mask={mask}"), last=0, after=kept)
+
+    masked = case("document")
+    (before,), (found,) = pool.run(case("none")), pool.run(masked)
+    predicted = worker_memory(masked.config, masked.mesh).masks
+    assert found.after - before.after == pytest.approx(predicted, rel=0.1)
+
+
 def test_compiled_tensor_parallel_parts(pool: MeshPool) -> None:
     """The same bits with less memory, sequence parallelism included."""
 

@@ -65,6 +65,28 @@ def test_zero_stages() -> None:
     assert two.whole_weights > three.whole_weights
 
 
+def test_masks_between_documents() -> None:
+    plain, masked = (
+        memory("tiny_neox", 1, "train.micro_batch=4", f"data.mask={mask}")
+        for mask in ("none", "document")
+    )
+    model = resolve("tiny_neox").recipe.model
+    assert plain.masks == 0
+    assert masked.masks == 4 * 4 * model.seq_len * (model.seq_len + model.head_width)
+    assert (plain.batch, masked.batch) == tuple(
+        3 * arrays * 4 * 8 * model.seq_len
+        for arrays in (2, 3)  # two of the stream, one a pass
+    )
+    assert masked.peak - plain.peak == masked.masks + masked.batch - plain.batch
+    # Each micro batch in flight has its own.
+    stages = ("cluster.devices_per_node=4", "parallel.pipeline=4", "data.mask=document")
+    found = [memory("tiny_neox", 1, *stages, rank=rank).masks for rank in range(4)]
+    assert found == [masked.masks // 2 * count for count in (4, 3, 2, 1)]
+    # On GPUs, grouped keys and values are copied for a kernel that takes masks.
+    grouped = [memory("qwen3_8b", 1, f"data.mask={mask}") for mask in ("none", "document")]
+    assert grouped[1].activations > grouped[0].activations
+
+
 def test_earlier_stages_hold_more_in_flight() -> None:
     stages = ("cluster.devices_per_node=4", "parallel.pipeline=4")
     found = [memory("tiny_neox", 1, *stages, rank=rank) for rank in range(4)]

@@ -177,6 +177,23 @@ def test_activations_as_korthikanti_without_dropout() -> None:
     assert full["activations"] == 32 * 2 * tokens * 4096
 
 
+def test_masks() -> None:
+    model, square = sized("llama2_13b"), 4096**2
+
+    def masks(mode: str, mask: str, pipeline: int) -> int:
+        mesh = Mesh(4, _CORES, 8, pipeline, 16 // pipeline, 256, 2)
+        config = run(model, mesh, activation_checkpointing=mode, sequence=True, zero=1)
+        data = config.recipe.data.model_copy(update={"mask": mask})
+        changed = replace(config, recipe=config.recipe.model_copy(update={"data": data}))
+        return neuron_memory(changed, mesh)["masks"]
+
+    assert masks("none", "none", 1) == masks("selective", "none", 4) == square
+    assert masks("none", "document", 1) == 2 * square, "one for each sequence"
+    assert masks("none", "document", 4) == 2 * 2 * 4 * square, (
+        "of four micro batches, in two copies"
+    )
+
+
 @settings(max_examples=60)
 @given(
     name=st.sampled_from(["tiny_neox", "tiny_llama", "tiny_gpt3"]),
