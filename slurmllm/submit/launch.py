@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
-from slurmllm.backends.environment import load_environment
 from slurmllm.config.directives import as_arguments
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError
@@ -30,6 +29,7 @@ from slurmllm.rundir import RunDir, Stage
 from slurmllm.safe_files import open_append
 from slurmllm.slurm.client import ACTIVE_STATES, SlurmClient
 from slurmllm.submit.prepare import PreparedRun
+from slurmllm.submit.render import precompile_nodes
 from slurmllm.submit.run_folder import remove_unsubmitted
 from slurmllm.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.supervise.attempts import process_identity
@@ -186,13 +186,13 @@ def run_locally(
         once: Whether a stage is not started again, whatever its supervisor asks for.
     """
     config, nodes, stages = prepared.config, prepared.mesh.nodes, stages or prepared.stages
-    precompile_nodes = load_environment(config.backend).precompile_nodes(config, nodes)
+    few = precompile_nodes(config, nodes)
     for stage in stages:
         job = LocalJob(
             prepared.run,
             stage,
             prepared.scripts[stage],
-            precompile_nodes if stage == "precompile" else nodes,
+            few if stage == "precompile" else nodes,
             quiet,
             allocation,
             once,

@@ -17,11 +17,38 @@ from slurmllm.config.directives import as_arguments, quoted
 from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError
+from slurmllm.plan.mesh import Mesh
 from slurmllm.plugins import split_prefix
 from slurmllm.rundir import RunDir, Stage, root_of
 from slurmllm.slurm.client import SRUN_OPTIONS
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON
 from slurmllm.slurm.setup import VERSION, setup_script
+
+
+def precompile_nodes(config: RunConfig, nodes: int) -> int:
+    """Nodes of the precompile stage: as few as the backend needs and the model fits into.
+
+    Fewer data-parallel workers than those of the train stage hold larger shards of weights and
+    optimizer state, and the stage makes real steps.
+    """
+    few = load_environment(config.backend).precompile_nodes(config, nodes)
+    parallel, train, hardware = config.recipe.parallel, config.recipe.train, config.cluster.hardware
+    if few == nodes or hardware is None or hardware.rough:
+        return few
+    from slurmllm.plan.estimate import predict
+
+    per_node, model = config.cluster.devices_per_node, parallel.tensor * parallel.pipeline
+    # As the stage computes: a micro batch for each pipeline stage, or two if it measures.
+    micro, passes = (1, 2) if train.micro_batch == "auto" else (train.micro_batch, 1)
+    for count in range(few, nodes, few):
+        data = count * per_node // model
+        mesh = Mesh(
+            count, per_node, parallel.tensor, parallel.pipeline, data,
+            data * micro * passes * parallel.pipeline, micro, parallel.virtual_pipeline,
+        )  # fmt: skip
+        if predict(config, mesh).fits:
+            return count
+    return nodes
 
 
 def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str) -> str:
@@ -34,11 +61,10 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
     Raises:
         ConfigError: a value that Slurm would misread, such as a path with a line break.
     """
-    environment = load_environment(config.backend)
     slurm = config.recipe.slurm
     wanted = str(nodes + slurm.spare_nodes)
     if stage == "precompile":
-        wanted = str(environment.precompile_nodes(config, nodes))
+        wanted = str(precompile_nodes(config, nodes))
     elif slurm.min_nodes is not None and slurm.min_nodes < nodes:
         wanted = f"{slurm.min_nodes + slurm.spare_nodes}-{wanted}"
     lines = ["#!/bin/bash"]

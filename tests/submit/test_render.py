@@ -14,12 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.backends.environment import Variable, node_local_cache, worker_environment
-from slurmllm.config.resolve import resolve
+from slurmllm.backends.environment import (
+    Variable,
+    load_environment,
+    node_local_cache,
+    worker_environment,
+)
+from slurmllm.config.resolve import change, resolve
 from slurmllm.errors import ConfigError
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.submit.prepare import render_run
-from slurmllm.submit.render import render
+from slurmllm.submit.render import precompile_nodes, render
 
 PYTHON = "/fsx/venv/bin/python"
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -191,3 +196,21 @@ def test_spare_nodes_and_sites_without_requeues() -> None:
     assert {"#SBATCH --nodes=6", "#SBATCH --no-requeue"} <= set(lines)
     assert "#SBATCH --requeue" not in lines
     assert "#SBATCH --nodes=1" in text("tiny_neox", "precompile", 4, "slurm.spare_nodes=2")
+
+
+def test_precompile_takes_as_many_nodes_as_the_model_fits_into() -> None:
+    """One replica's workers share no optimizer state with the other nodes."""
+    fsdp = [
+        "parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false", "parallel.zero=3",
+        "train.micro_batch=1", "train.activation_checkpointing=full",
+    ]  # fmt: skip
+    config = resolve("llama2_70b", "p5", fsdp)
+    few = precompile_nodes(config, 16)
+    assert load_environment("native").precompile_nodes(config, 16) == 1 < few < 16
+    # Twelve bytes a parameter of 80 GB: weights and both moments, in fp32.
+    assert config.cluster.hardware is not None
+    assert few * 8 * config.cluster.hardware.usable_bytes > 12 * 69e9
+    large = change(config, None, ["cluster.hardware.memory_gib=4000"])
+    assert precompile_nodes(large, 16) == 1
+    unknown = change(config, None, ["cluster.hardware=null"])
+    assert precompile_nodes(unknown, 16) == 1
