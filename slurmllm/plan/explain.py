@@ -16,6 +16,7 @@ from slurmllm.config.cluster import Hardware
 from slurmllm.config.recipe import TrainConfig
 from slurmllm.format import format_bytes, format_gib, format_seconds
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
+from slurmllm.plan.hybrid import hybrid
 from slurmllm.plan.search import CHECKPOINTING
 from slurmllm.plan.step import (
     Group,
@@ -69,6 +70,7 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
     lines = [f"best: {describe(best)}: {_speed(best)}"]
     lines += [f"  {line}" for line in _link_lines(best)]
     lines += [f"  {line}" for line in _memory_lines(best, fitting, too_large)]
+    lines += [f"  {line}" for line in _hybrid_lines(best)]
     # Runners-up: the best layouts of other tensor and pipeline degrees, then all others by rank.
     meshes = {(best.mesh.tensor, best.mesh.pipeline): best}
     for candidate in fitting[1:]:
@@ -190,6 +192,16 @@ def _share(memory: MemoryUse) -> str:
     return f"{100 * memory.peak / memory.limit:.1f} % of the memory"
 
 
+def _hybrid_lines(best: LayoutEstimate) -> Iterator[str]:
+    found = hybrid(best)
+    if found is not None:
+        nodes, sharing = found.mesh.nodes, found.mesh.devices_per_node // found.mesh.tensor
+        yield (
+            f"hybrid shards over the {sharing} data-parallel workers of a node, the same on {nodes} "
+            f"nodes (for planning only: no backend trains with them) {_compare(found, best)}"
+        )
+
+
 def _compare(other: LayoutEstimate, best: LayoutEstimate) -> str:
     if not other.fits:
         return f"would need {why_too_large(other.memory)}"
@@ -209,7 +221,9 @@ def _slowdown(best: LayoutEstimate, other: LayoutEstimate) -> str:
         f"{name} {'+' if s > 0 else '-'}{format_seconds(abs(s))}" for name, s in shown
     )
     percent = 100 * (1 - other.seq_per_s / best.seq_per_s)
-    speed = f"{percent:.1f} % fewer seq/s" if round(percent, 1) else "as fast"
+    speed = f"{abs(percent):.1f} % {'fewer' if percent > 0 else 'more'} seq/s"
+    if not round(percent, 1):
+        speed = "as fast"
     return f"{speed}: {parts} per step" if parts else speed
 
 
