@@ -197,8 +197,8 @@ def _hybrid_lines(best: LayoutEstimate) -> Iterator[str]:
     if found is not None:
         nodes, sharing = found.mesh.nodes, found.mesh.devices_per_node // found.mesh.tensor
         yield (
-            f"hybrid shards over the {sharing} data-parallel workers of a node, the same on {nodes} "
-            f"nodes (for planning only: no backend trains with them) {_compare(found, best)}"
+            f"hybrid shards over the {sharing} data-parallel workers of a node, the same on "
+            f"{nodes} nodes (for planning only: no backend trains with them) {_compare(found, best)}"
         )
 
 
