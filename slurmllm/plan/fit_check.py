@@ -25,14 +25,18 @@ SLOW = 0.8
 _TIE = 0.99
 _MAX_REASONS = 3  # reasons against layouts that an error names
 _DEGREES = tuple(path for path in VARIED if path.startswith("parallel."))
+_BATCH = ["train.global_batch"]  # what a resumed run cannot change
 _MICRO_BATCH, _CHECKPOINTING = "train.micro_batch", "train.activation_checkpointing"
 
 
-def choose_parallel(config: RunConfig, nodes: int, unsupported: Unsupported) -> RunConfig:
+def choose_parallel(
+    config: RunConfig, nodes: int, unsupported: Unsupported, *, resumes: bool = False
+) -> RunConfig:
     """Choose the degrees that `parallel.auto` leaves open: those of the fastest layout that fits.
 
     Args:
         config: A configuration with `parallel.auto`; degrees that are set are kept.
+        resumes: Whether the run has begun: no other global batch is suggested.
 
     Returns:
         The configuration with all degrees set and without `auto`; the origins name the planner. A
@@ -55,7 +59,7 @@ def choose_parallel(config: RunConfig, nodes: int, unsupported: Unsupported) -> 
             why = [f"{reason} ({count} of {total} layouts)" for reason, count in reasons]
         raise ConfigError(
             f"no layout of {config.recipe.name} fits {where} of {config.cluster.name}",
-            [*why, *_suggest_fixes(config, nodes, unsupported, fixed)],
+            [*why, *_suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)],
         )
     recipe, best = config.recipe, found.fitting[0].config.recipe
     requested = config.origins.get("parallel.auto", "default")
@@ -132,6 +136,7 @@ def check_fit(
     *,
     chosen: bool = False,
     force: bool = False,
+    resumes: bool = False,
 ) -> FitCheck | None:
     """Predict a run whose layout is known, and compare it with other layouts.
 
@@ -139,6 +144,7 @@ def check_fit(
         config: The run's configuration, `parallel.auto` resolved.
         measured: The micro batch that was measured, as for `make_mesh`.
         force: Whether a layout that does not fit is a warning, not a refusal.
+        resumes: As for `choose_parallel`.
 
     Returns:
         None if nothing can be predicted: the profile has no hardware figures, or the backend cannot
@@ -166,7 +172,7 @@ def check_fit(
             return replace(found, warnings=(too_large,))
         if best is not None:
             return replace(found, refusals=(too_large, _suggest_layout(config, best)))
-        fixes = _suggest_fixes(config, nodes, unsupported, fixed)
+        fixes = _suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)
         return replace(found, refusals=(too_large, *fixes))
     if best is not None and candidate.seq_per_s < SLOW * best.seq_per_s:
         share = 100 * candidate.seq_per_s / best.seq_per_s
@@ -182,7 +188,7 @@ def _suggest_fixes(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> list[str]:
     """Suggest other training settings and node counts for a run of which no layout fits."""
-    free = [path for path in fixed if not path.startswith("train.")]
+    free = [path for path in fixed if path not in (_CHECKPOINTING, _MICRO_BATCH)]
     other = _best_layout(config, nodes, unsupported, free)
     found = [_suggest_layout(config, other)] if other is not None else []
     degrees = [] if config.recipe.parallel.auto else ["parallel=auto"]
@@ -199,9 +205,11 @@ def _suggest_fixes(
     return [*what_it_takes(config, nodes, unsupported, free), f"{leave}choose another --cluster"]
 
 
-def mesh_fixes(config: RunConfig, nodes: int, unsupported: Unsupported) -> list[str]:
+def mesh_fixes(
+    config: RunConfig, nodes: int, unsupported: Unsupported, *, resumes: bool = False
+) -> list[str]:
     """Suggest other degrees, node counts and global batches for a mesh that does not fit."""
-    fixed = _fixed_training(config)
+    fixed = _fixed_training(config) + _BATCH * resumes
     best = _best_layout(config, nodes, unsupported, fixed)
     found = [] if best is None else [_suggest_layout(config, best)]
     near = nearest(config, nodes, unsupported, [*_DEGREES, *fixed])

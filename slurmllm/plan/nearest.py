@@ -70,7 +70,8 @@ def nearest(
 
     Args:
         nodes: The number of nodes, on which no layout fits.
-        unsupported: As for `search`, like `fixed`.
+        unsupported: As for `search`.
+        fixed: As for `search`; with `train.global_batch`, no batches are tried.
     """
     found: list[Nearest] = []
 
@@ -172,6 +173,8 @@ def _possible_nodes(config: RunConfig, fixed: Collection[str]) -> set[int]:
 def _possible_batches(config: RunConfig, nodes: int, fixed: Collection[str]) -> set[int]:
     parallel, world = config.recipe.parallel, nodes * config.cluster.devices_per_node
     found: set[int] = set()
+    if "train.global_batch" in fixed:
+        return found
     for tensor, pipeline in model_degrees(config, nodes, fixed):
         data, rest = divmod(world, tensor * pipeline)
         interleaved = "parallel.virtual_pipeline" in fixed and parallel.virtual_pipeline > 1

@@ -309,6 +309,7 @@ def _point_json(point: ScalingPoint) -> dict[str, Any]:
     return {
         **row,
         "fits": True,
+        "tight": point.candidate.memory.tight,
         **settings(point.candidate),
         "seq_per_s": point.candidate.seq_per_s,
         "tokens_per_s": point.candidate.tokens_per_s,

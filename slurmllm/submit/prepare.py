@@ -128,7 +128,7 @@ def prepare(request: RunRequest) -> PreparedRun:
     if chosen:
         from slurmllm.plan.fit_check import choose_parallel
 
-        config = choose_parallel(config, nodes, unsupported)
+        config = choose_parallel(config, nodes, unsupported, resumes=request.run is not None)
     nodes = _most_nodes(config, nodes)
     try:
         prepared = render_run(config, nodes, run, request.exclude)
@@ -137,7 +137,7 @@ def prepare(request: RunRequest) -> PreparedRun:
             raise
         from slurmllm.plan.fit_check import mesh_fixes
 
-        fixes = mesh_fixes(config, nodes, unsupported)
+        fixes = mesh_fixes(config, nodes, unsupported, resumes=request.run is not None)
         raise ConfigError(error.title, [error.rule, *fixes]) from None
     reasons = list(unsupported(config))
     if config.recipe.train.finetune and config.recipe.train.init_from is None:
@@ -175,7 +175,10 @@ def prepare(request: RunRequest) -> PreparedRun:
         measured = reuse.measured_micro_batch(run)
         # The fewest nodes: shards of the model are the largest there.
         fewest = min(nodes, config.recipe.slurm.min_nodes or nodes)
-        fit = check_fit(config, fewest, unsupported, measured, chosen=chosen, force=request.force)
+        fit = check_fit(
+            config, fewest, unsupported, measured,
+            chosen=chosen, force=request.force, resumes=request.run is not None,
+        )  # fmt: skip
     if fit is not None and fit.refusals:
         if not dry_run:
             raise ConfigError(

@@ -79,6 +79,9 @@ def test_a_recipe_s_own_mesh_gets_the_same_fixes() -> None:
     options = [re.findall(r"--(?:nodes|set) (\S+):", fix)[0] for fix in fixes]
     assert options == ["8", "16", "train.global_batch=252", "train.global_batch=264"]
     make_mesh(resolve("neox_20b", overrides=[options[3]]), 12)
+    # The batch of a run that has begun is not changed.
+    of_a_resume = mesh_fixes(config, 12, unsupported, resumes=True)
+    assert [fix.partition(":")[0] for fix in of_a_resume] == ["--nodes 8", "--nodes 16"]
     # Another mesh takes the batch as it is.
     assert mesh_fixes(resolve("neox_20b"), 22, unsupported)[0].startswith("this would fit: --set")
 
