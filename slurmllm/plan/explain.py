@@ -198,7 +198,8 @@ def _hybrid_lines(best: LayoutEstimate) -> Iterator[str]:
         nodes, sharing = found.mesh.nodes, found.mesh.devices_per_node // found.mesh.tensor
         yield (
             f"hybrid shards over the {sharing} data-parallel workers of a node, the same on "
-            f"{nodes} nodes (for planning only: no backend trains with them) {_compare(found, best)}"
+            f"{nodes} nodes (for planning only: no backend trains with them) "
+            f"{_compare(found, best)}"
         )
 
 

@@ -180,7 +180,7 @@ class Ids:
             for array in arrays
         ]
         # Indexing a memoryview yields an int without a numpy scalar, which is slower.
-        self._views = [memoryview(array) for array in self._arrays]
+        self._views = [array.data for array in self._arrays]
         self._first = first
 
     def __getitem__(self, row: int) -> int:
