@@ -171,7 +171,9 @@ def _layouts(
             zeros = [0, 1]
         modes: Sequence[Checkpointing] = CHECKPOINTING
         if smallest:
-            chunks, sequences, zeros, modes = [1], sequences[:1], zeros[-1:], modes[-1:]
+            chunks, sequences, modes = [1], sequences[:1], modes[-1:]
+            # ZeRO-1 gives the only data-parallel worker a copy of the weights, and saves nothing.
+            zeros = zeros if data == 1 else zeros[-1:]
         options = (
             values("parallel.virtual_pipeline", parallel.virtual_pipeline, chunks),
             values("parallel.sequence", parallel.sequence, sequences),

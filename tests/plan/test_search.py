@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig, change, resolve
@@ -130,3 +132,25 @@ def test_faults() -> None:
     bare = resolve("tiny_neox", overrides=["cluster.hardware=null"])
     with pytest.raises(ConfigError, match="plan --calibrate"):
         plan(bare, 1)
+
+
+@settings(max_examples=100)
+@given(
+    recipe=st.sampled_from(["neox_20b", "llama2_7b", "llama2_70b", "gpt3_6.7b", "tiny_neox"]),
+    nodes=st.sampled_from([1, 2, 3, 5, 8, 12, 20]),
+    gib=st.sampled_from([2, 6, 10, 16, 34, 80]),
+    more=st.sets(
+        st.sampled_from(
+            ["train.micro_batch=auto", "train.global_batch=240", "data.mask=document",
+             "model.seq_len=4096"]
+        )
+    ),
+    fixed=st.sampled_from([(), ("parallel.tensor",), ("train.activation_checkpointing",)]),
+)  # fmt: skip
+def test_the_fast_form_answers_as_the_search(
+    recipe: str, nodes: int, gib: int, more: set[str], fixed: tuple[str, ...]
+) -> None:
+    if "train.global_batch=240" in more:
+        more = {*more, "train.micro_batch=1"} - {"train.micro_batch=auto"}
+    config = resolve(recipe, overrides=[*sorted(more), f"cluster.hardware.memory_gib={gib}"])
+    assert fits(config, nodes, fixed) == bool(plan(config, nodes, fixed).fitting)
