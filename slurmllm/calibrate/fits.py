@@ -43,7 +43,8 @@ def hardware_of(
     found = _Samples(samples)
     notes: list[str] = []
     # What is not measured stays as it was: the overlap of data-parallel communication, for one.
-    values: dict[str, Any] = given.model_dump(exclude={"source", "rough"}) if given else {}
+    unfitted = {"source", "rough", "assumed"}
+    values: dict[str, Any] = given.model_dump(exclude=unfitted) if given else {}
     values |= _memory(found, given)
     values |= _matrices(found, task.precision, given, values["memory_gb_s"])
     # FLOP/s, of the profile's TFLOP/s.
@@ -57,7 +58,14 @@ def hardware_of(
     layer = max(0.0, (many.value - few.value) / (many.sizes[0] - few.sizes[0]))
     values["operator_us"] = layer / few.sizes[1] / 3 * 1e6
     values["step_overhead_s"] = max(0.0, few.value - few.sizes[0] * layer)
-    rounded = {name: float(f"{value:.{_DIGITS}g}") for name, value in values.items()}
+    rounded: dict[str, Any] = {
+        name: float(f"{value:.{_DIGITS}g}") for name, value in values.items()
+    }
+    # What was measured is no longer assumed.
+    links = {"node": "node_link_efficiency", "network": "network_efficiency"}
+    kept = {"overlap", "part_of_node"}
+    kept |= {name for where, name in links.items() if not found.all("all_reduce", where)}
+    rounded["assumed"] = [name for name in (given.assumed if given else ()) if name in kept]
     return Found(Hardware.model_validate({"source": source, **rounded}), tuple(notes))
 
 

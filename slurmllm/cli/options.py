@@ -106,7 +106,8 @@ def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[Com
 
 def complete_recipe(_: click.Context, param: click.Parameter, begin: str) -> list[CompletionItem]:
     """Names of the shipped recipes, or of the profiles for --cluster."""
-    from slurmllm.config.resolve import available, clusters_dir, recipes_dir
+    from slurmllm.config.profiles import available
+    from slurmllm.config.resolve import clusters_dir, recipes_dir
 
     names = available(clusters_dir() if param.name == "cluster" else recipes_dir())
     return _completions([name for name in names if name.startswith(begin)], begin)

@@ -139,9 +139,11 @@ def plan(
     elif fits:
         if len(configs) == len(counts) == 1:
             output.print_plan(plans[0], top or _TOP)
+            output.print_assumed(plans)
             click.echo(f"submit         {_submit_command(plans[0], recipes[0], cluster)}")
         else:
             output.print_points(plans)
+            output.print_assumed(plans)
         for node_plan in (found for one in plans if explain for found in one.node_plans):
             output.print_explanation(node_plan)
         for warning in dict.fromkeys(w for one in plans for w in one.warnings):
@@ -187,6 +189,8 @@ def _command(
 
 def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
     """The command that submits the best layout, with the options of this one."""
+    if plan.config.cluster.planning_only is not None:
+        return f"refused: {plan.config.cluster.planning_only}"
     from slurmllm.plan.fit_check import changes
 
     (node_plan,) = plan.node_plans

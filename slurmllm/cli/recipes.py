@@ -1,7 +1,8 @@
-"""`slurmllm recipes [NAME]`: list the recipes, or show a resolved configuration."""
+"""`slurmllm recipes [NAME]`: list recipes or cluster profiles, or show a configuration."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,25 +16,35 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name", required=False, shell_complete=options.complete_recipe)
 @click.option("--explain", is_flag=True, help="Show where each value comes from.")
+@click.option("--clusters", is_flag=True, help="List the cluster profiles, for --cluster.")
 @options.cluster
 @options.set_value
 @options.as_json
 def recipes(
-    name: str | None, explain: bool, cluster: str | None, overrides: tuple[str, ...], as_json: bool
-) -> None:
-    """List the recipes, or show the resolved configuration of NAME.
+    name: str | None, explain: bool, clusters: bool, cluster: str | None,
+    overrides: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
+    """List the recipes or the cluster profiles, or show the resolved configuration of NAME.
 
     NAME is a shipped recipe or a .yaml file. --explain adds each value's source: file and line,
-    --set, or the built-in default. --explain, --set and --cluster need NAME.
+    --set, or the built-in default. --explain, --set and --cluster need NAME. --clusters lists the
+    shipped profiles, and the file that --cluster names.
     """
-    if name is None:
+    if clusters:
+        from slurmllm.errors import UserError
+
+        if name is not None or explain or overrides:
+            raise UserError("--clusters lists profiles; leave out NAME, --explain and --set")
+        _list_clusters(cluster, as_json)
+    elif name is None:
         _list(as_json)
     else:
         _show(name, explain, cluster, overrides, as_json)
 
 
 def _list(as_json: bool) -> None:
-    from slurmllm.config.resolve import available, recipes_dir, resolve
+    from slurmllm.config.profiles import available
+    from slurmllm.config.resolve import recipes_dir, resolve
     from slurmllm.plan.parameters import parameters
 
     recipes = (resolve(name).recipe for name in available(recipes_dir()))
@@ -54,6 +65,62 @@ def _list(as_json: bool) -> None:
     )
     headings = ("recipe", "parameters", "description", "default cluster")
     print_table(headings, table, fold="description")
+
+
+def _list_clusters(more: str | None, as_json: bool) -> None:
+    from slurmllm.config.profiles import available
+    from slurmllm.config.resolve import clusters_dir, resolve
+
+    names = available(clusters_dir())
+    names += [more] if more is not None and more not in names else []
+    rows = [_cluster_row(resolve("tiny_neox", name)) for name in names]
+    if as_json:
+        options.echo_json({"clusters": rows})
+        return
+    from slurmllm.tables import print_table
+
+    shown = (
+        "devices_per_node", "memory_gib", "bf16_tflops", "node_link_gb_s", "network_gb_s",
+        "usd_per_hour",
+    )  # fmt: skip
+    table = (
+        (
+            row["name"], row["device"],
+            *("-" if row[key] is None else f"{row[key]:g}" for key in shown),
+            row["backend"], _notes(row),
+        )
+        for row in rows
+    )  # fmt: skip
+    headings = (
+        "profile", "device", "a node", "GiB", "TFLOP/s", "node GB/s", "network GB/s", "$/h",
+        "backend", "notes",
+    )  # fmt: skip
+    print_table(headings, table)
+
+
+def _notes(row: Mapping[str, Any]) -> str:
+    notes = ["planning only"] * (row["planning_only"] is not None) + ["rough"] * row["rough"]
+    return ", ".join([*notes, *[f"{len(row['assumed'])} assumed"] * bool(row["assumed"])])
+
+
+def _cluster_row(config: RunConfig) -> dict[str, Any]:
+    """A profile for the list; figures are None without hardware figures."""
+    cluster, hardware = config.cluster, config.cluster.hardware
+    figures = ("bf16_tflops", "memory_gib", "memory_gb_s", "node_link_gb_s", "network_gb_s")
+    return {
+        **cluster.model_dump(
+            mode="json",
+            include={"name", "description", "device", "instance_type", "devices_per_node"},
+        ),
+        **{name: getattr(hardware, name, None) for name in figures},
+        "usd_per_hour": None if cluster.price is None else cluster.price.on_demand,
+        "price_date": None if cluster.price is None else cluster.price.date,
+        "backend": config.backend,
+        "planning_only": cluster.planning_only,
+        "rough": hardware is not None and hardware.rough,
+        "assumed": [] if hardware is None else list(hardware.assumed),
+        "source": None if hardware is None else hardware.source,
+    }
 
 
 def _rounded(count: int) -> str:

@@ -116,6 +116,8 @@ class Cluster(Section):
     # 105, cycled in 2 months of 124): their geometric mean.
     # Hours between two failures of one node, before the run has seen any.
     node_mtbf_hours: PositiveFloat = 3300.0
+    # Why no job runs on it, although `plan` predicts; `submit` and `resume` refuse the profile.
+    planning_only: str | None = None
     hardware: Hardware | None = None  # What the nodes can do, for `slurmllm plan`.
     price: Price | None = None  # What a node costs.
     health: HealthChecks = HealthChecks()
@@ -135,6 +137,8 @@ class Hardware(Section):
     source: str  # Where the figures come from.
     # Whether the figures are a guess; the planner then neither refuses nor warns.
     rough: bool = False
+    # Names of the shares and constants below that were never measured on this hardware.
+    assumed: Annotated[tuple[str, ...], Field(strict=False)] = ()
     bf16_tflops: PositiveFloat  # Peak rate of a device's bf16 matrix products, TFLOP/s, dense.
     fp32_tflops: PositiveFloat  # Peak rate of a device's fp32 matrix products, TFLOP/s.
     memory_gib: PositiveFloat  # Memory of a device, GiB of 2^30 bytes.
@@ -164,6 +168,14 @@ class Hardware(Section):
     overlap: Overlap = 0.0  # Share of the data-parallel communication that computation hides.
     operator_us: NonNegativeFloat = 0.0  # Launch overhead of a block's operators, microseconds.
     step_overhead_s: NonNegativeFloat = 0.0  # Further overhead of a step, seconds.
+
+    @field_validator("assumed")
+    @classmethod
+    def _assumes_its_own(cls, assumed: tuple[str, ...]) -> tuple[str, ...]:
+        known = [name for name in cls.model_fields if name not in ("source", "rough", "assumed")]
+        if not set(assumed) <= set(known):
+            raise ValueError(f"names unknown fields; known here: {', '.join(known)}")
+        return assumed
 
     @field_validator("reserved_gib")
     @classmethod

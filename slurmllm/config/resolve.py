@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.directives import may_be_in_file
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
+from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
@@ -52,10 +52,6 @@ def recipes_dir() -> Path:
 
 def clusters_dir() -> Path:
     return shipped_dir() / "configs" / "clusters"
-
-
-def available(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 @dataclass(frozen=True)
@@ -179,7 +175,7 @@ def resolve(
         # A default of another type is a fault that the validation reports.
         chosen = default if isinstance(default, str) else "local"
     cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
-    cluster_values, cluster_origins = read_yaml(cluster_path)
+    cluster_values, cluster_origins = read_profile(cluster_path, clusters_dir())
     tree: dict[str, Any] = {**values, "cluster": cluster_values}
     origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
     faults: list[str] = []
@@ -246,34 +242,13 @@ def change(
     tree["env"], tree["cluster"]["env"] = dict(config.recipe.env), dict(config.cluster.env)
     if cluster is not None:
         path = find_yaml(cluster, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
-        tree["cluster"], sources = read_yaml(path)
+        tree["cluster"], sources = read_profile(path, clusters_dir())
         origins = {name: how for name, how in origins.items() if not name.startswith("cluster.")}
         origins |= {f"cluster.{name}": source for name, source in sources.items()}
     faults: list[str] = []
     _override(tree, overrides, origins, faults)
     _assign_options(tree, options or {}, origins, faults)
     return validate(tree, origins, faults, f"run of {config.recipe.name}")
-
-
-def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
-    """A shipped file by its name, or a file by its path; raises ConfigError if there is none."""
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
-        if path.is_file():
-            return path
-        raise ConfigError(f"no {kind} file {name!r}; {hint}")
-    names = available(folder)
-    if name in names:
-        return folder / f"{name}.yaml"
-    raise ConfigError(
-        f"unknown {kind} {name!r}; {_did_you_mean(name, names)}choose one of {', '.join(names)}, "
-        "or a .yaml file"
-    )
-
-
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _override(
@@ -467,7 +442,7 @@ def _describe(
             info = model.model_fields.get(section)
             model = (info and _section_type(info.annotation)) or model
         known = list(model.model_fields)
-        guess = _did_you_mean(name, known)
+        guess = did_you_mean(name, known)
         return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(known)}"
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         return f"{dotted}: {list(item['input'])}{where}: an element is missing"

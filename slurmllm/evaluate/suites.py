@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from slurmllm.config.operation import Section
-from slurmllm.config.resolve import available, find_yaml, recipes_dir
+from slurmllm.config.profiles import available, find_yaml
+from slurmllm.config.resolve import recipes_dir
 from slurmllm.config.yaml_source import read_yaml, write_yaml
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.rundir import RunDir, write_atomic

@@ -228,6 +228,14 @@ def _point_row(point: ScalingPoint) -> tuple[str, ...]:
     )
 
 
+def print_assumed(plans: Sequence[RecipePlan]) -> None:
+    """Print the hardware constants that are assumed, a line for each profile."""
+    found = {plan.config.cluster.name: plan.assumed for plan in plans if plan.assumed}
+    for name, assumed in found.items():
+        values = ", ".join(f"{constant} {value:g}" for constant, value in assumed.items())
+        click.echo(f"assumed, not measured: {values} (profile {name})")
+
+
 def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> dict[str, Any]:
     """Return the --json output. `recipe`, `cluster` and `nodes` are lists only if values differ.
 
@@ -261,6 +269,7 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
             for key, node_plan in keyed
             if not node_plan.fitting
         ],
+        "assumed": {plan.config.cluster.name: plan.assumed for plan in plans},
         "warnings": list(dict.fromkeys(warning for plan in plans for warning in plan.warnings)),
     }
     if len(node_plans) > 1:

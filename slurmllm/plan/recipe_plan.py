@@ -166,6 +166,13 @@ class RecipePlan:
             f"--calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml"
         ]
 
+    @property
+    def assumed(self) -> dict[str, float]:
+        """Name → value of the hardware constants that were never measured on this hardware."""
+        hardware = self.config.cluster.hardware
+        names = () if hardware is None else hardware.assumed
+        return {name: float(getattr(hardware, name)) for name in names}
+
     def points(self) -> list[ScalingPoint]:
         fit = [(one.nodes, one.best.seq_per_s) for one in self.node_plans if one.best]
         efficiency = dict(zip((nodes for nodes, _ in fit), scaling(fit), strict=True))

@@ -116,6 +116,14 @@ def prepare(request: RunRequest) -> PreparedRun:
         StorageError: the file system fails.
     """
     config, nodes, root, dry_run = request.config, request.nodes, request.root, request.dry_run
+    if config.cluster.planning_only is not None:
+        raise ConfigError(
+            f"cluster profile {config.cluster.name} is for planning only",
+            [
+                f"cluster.planning_only: {config.cluster.planning_only}; choose another --cluster "
+                "(`slurmllm recipes --clusters`)"
+            ],
+        )
     if request.run is not None:
         require_own(request.run, config.cluster.trusted_group)
     if not dry_run:

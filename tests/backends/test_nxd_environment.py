@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from slurmllm.backends.nxd.environment import INSTANCES, graph_inputs, unsupported, variables
-from slurmllm.config.resolve import RunConfig, available, recipes_dir, resolve
+from slurmllm.config.profiles import available
+from slurmllm.config.resolve import RunConfig, recipes_dir, resolve
 from slurmllm.plan.mesh import make_mesh
 
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"

@@ -68,7 +68,7 @@ def links(hardware: Hardware) -> Iterator[Sample]:
 
 
 def figures(hardware: Hardware) -> dict[str, Any]:
-    return hardware.model_dump(exclude={"source", "rough"})
+    return hardware.model_dump(exclude={"source", "rough", "assumed"})
 
 
 def test_known_peaks_are_kept_and_shares_of_them_found() -> None:
@@ -100,6 +100,16 @@ def test_one_lone_worker() -> None:
     kept = hardware_of(alone, TASK, TRUTH, "here")
     assert (kept.hardware.network_gb_s, kept.hardware.network_latency_us) == (50.0, 30.0)
     assert len(kept.notes) == 2
+
+
+def test_what_was_measured_is_no_longer_assumed() -> None:
+    names = ("matrix_efficiency", "overlap", "network_efficiency", "node_link_efficiency")
+    given = TRUTH.model_copy(update={"assumed": names})
+    everything = list(made_up(TRUTH))
+    assert hardware_of(everything, TASK, given, "here").hardware.assumed == ("overlap",)
+    node = [sample for sample in everything if sample.of != "network"]
+    assumed = hardware_of(node, TASK, given, "here").hardware.assumed
+    assert assumed == ("overlap", "network_efficiency")
 
 
 def test_a_missing_measurement_is_named() -> None:

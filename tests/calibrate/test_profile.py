@@ -8,7 +8,8 @@ import pytest
 
 from calibrate.test_fits import TRUTH
 from slurmllm.calibrate.run import Calibration, write_profile
-from slurmllm.config.resolve import available, clusters_dir, resolve
+from slurmllm.config.profiles import available
+from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.errors import ConfigError, StorageError
 
 FOUND = Calibration(TRUTH, ("n1",), (), 60.0)

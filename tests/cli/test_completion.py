@@ -56,4 +56,5 @@ def test_names_of_recipes_and_profiles(runs: Path) -> None:
     assert complete(runs, "slurmllm", "submit", "tiny_neox", "--cluster", "trn") == [
         "plain,trn1",
         "plain,trn1n",
+        "plain,trn2",
     ]

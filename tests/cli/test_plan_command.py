@@ -152,7 +152,7 @@ def test_several_node_counts_are_a_scaling_table() -> None:
         assert row["scaling_efficiency"] == pytest.approx(per_node * 4 / rows[0]["seq_per_s"])
         assert row["usd_per_hour"] == pytest.approx(7.59 * row["nodes"])
     table = call("neox_20b", "--nodes", "16,4,8,4", "--price", "reserved").stdout.splitlines()
-    assert [line.split()[0] for line in table] == ["nodes", "4", "8", "16"]
+    assert [line.split()[0] for line in table] == ["nodes", "4", "8", "16", "assumed,"]
 
 
 def test_days_and_dollars_by_model_and_node_count() -> None:
@@ -280,6 +280,15 @@ def test_rough_figures_are_warned_of(tmp_path: Path) -> None:
     (warning,) = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"]
     assert "slurmllm plan --calibrate" in warning
     assert f"warning: {warning}" in call("neox_20b", "--nodes", "4", "--cluster", path).stdout
+
+
+def test_assumed_constants_are_named() -> None:
+    constants = "network_efficiency 0.3, matrix_efficiency 0.79"
+    done = call("neox_20b", "--nodes", "4", "--cluster", "trn2", "--top", "1")
+    assert f"assumed, not measured: {constants}" in done.stdout
+    assert "submit         refused: neuronx-distributed" in done.stdout
+    assert answer("neox_20b", "--nodes", "4")["assumed"] == {"trn1": {"network_efficiency": 0.3}}
+    assert "assumed, not measured: " in call("neox_20b", "--nodes", "4,8").stdout
 
 
 def test_explanation_and_picture(tmp_path: Path) -> None:

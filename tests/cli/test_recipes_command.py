@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from click.testing import CliRunner, Result
 
@@ -40,3 +41,26 @@ def test_explain_names_the_family() -> None:
     assert source["model.num_kv_heads"].startswith("llama2_70b.yaml:")
     origin = json.loads(call("llama2_70b", "--explain", "--json").stdout)["origin"]
     assert origin["model.activation"] == "family llama"
+
+
+def test_cluster_profiles(tmp_path: Path) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_text("extends: p5\nhardware: {network_gb_s: 100}\n")
+    arguments = ("--clusters", "--cluster", str(own))
+    rows = {row["name"]: row for row in json.loads(call(*arguments, "--json").stdout)["clusters"]}
+    assert {"p4de", "p5e", "p5en", "p6-b200", "trn1n", "trn2", "a100_ib", "h100_ib"} < set(rows)
+    assert rows["mine"]["network_gb_s"] == 100
+    assert "network_efficiency" in rows["mine"]["assumed"]
+    assert "tested on trn1" in rows["trn2"]["planning_only"]
+    assert rows["p5en"]["memory_gib"] == rows["p5e"]["memory_gib"] == 139.8
+    assert rows["trn2"]["devices_per_node"] * rows["trn2"]["memory_gib"] == 1536  # trn2-arch.rst
+    lines = {line.split()[0]: line for line in call(*arguments).stdout.splitlines()}
+    assert lines["trn2"].split()[1:5] == ["neuron", "64", "24", "166.75"]
+    assert lines["trn2"].endswith("planning only, 6 assumed")
+    assert lines["trn1"].split()[8] == "nxd"
+
+
+def test_clusters_take_no_recipe() -> None:
+    result = CliRunner().invoke(cli, ["recipes", "tiny_neox", "--clusters"])
+    assert result.exit_code == 2
+    assert "leave out NAME" in result.output

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from slurmllm.config.profiles import available
 from slurmllm.config.recipe import Recipe
-from slurmllm.config.resolve import available, recipes_dir, resolve
+from slurmllm.config.resolve import recipes_dir, resolve
 from slurmllm.plan.mesh import make_mesh
 
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from slurmllm.config.load import load
-from slurmllm.config.resolve import available, clusters_dir, recipes_dir, resolve
+from slurmllm.config.profiles import available
+from slurmllm.config.resolve import clusters_dir, recipes_dir, resolve
 from slurmllm.errors import ConfigError
 
 
@@ -249,8 +250,8 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: str, message: str) -> No
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown recipe 'tiny_neo'; did you mean 'tiny_neox'"):
         resolve("tiny_neo")
-    with pytest.raises(ConfigError, match=r"unknown cluster profile 'trn2'"):
-        resolve("tiny_neox", "trn2")
+    with pytest.raises(ConfigError, match=r"unknown cluster profile 'trn3'"):
+        resolve("tiny_neox", "trn3")
     with pytest.raises(ConfigError, match="no recipe file"):
         resolve("nowhere/mine.yaml")
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from slurmllm.config.families import FAMILIES, sharding_plan
+from slurmllm.config.profiles import available
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.config.resolve import available, recipes_dir, resolve
+from slurmllm.config.resolve import recipes_dir, resolve
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.plan.parameters import parameter_shapes
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.config.resolve import available, clusters_dir, resolve
+from slurmllm.config.profiles import available
+from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, parse_tokens, scaling
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse

@@ -52,6 +52,16 @@ def test_submit_tells_what_to_type_next(fake: FakeSlurm, inputs: tuple[str, ...]
         assert part in text
 
 
+def test_profiles_for_planning_alone_are_refused(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    why = "trn2 is for planning only\n  cluster.planning_only: neuronx-distributed as this project"
+    for more in ((), ("--dry-run",)):
+        assert why in fails(2, "submit", "neox_20b", "--nodes", "4", "--cluster", "trn2", *more)
+    call("submit", "tiny_neox", "--nodes", "2", "--name", "first", *inputs)
+    fake.jobs.clear()
+    assert why in fails(2, "resume", "first", "--cluster", "trn2")
+    assert not fake.jobs
+
+
 def test_a_job_that_cannot_be_taken_back_is_named(
     fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,6 +330,8 @@ def instance_faults(cluster: Cluster) -> list[str]:
     """Return the settings of a cluster profile that its instance type does not support."""
     if cluster.device != "neuron" or cluster.instance_type is None:
         return []
+    if cluster.planning_only is not None:  # no run has it as its cluster
+        return []
     name = cluster.instance_type
     if name not in INSTANCES:
         return [

@@ -1,0 +1,137 @@
+"""Files of settings by name, and cluster profiles that extend another."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmllm.config.yaml_source import flatten, read_yaml
+from slurmllm.errors import ConfigError
+
+_Level = tuple[dict[str, Any], dict[str, str]]  # a profile's values, and `file:line` of each
+
+# Figure of a device's maker → what training reaches of it, which was measured with that figure.
+_REACHED = {
+    "bf16_tflops": ("matrix_efficiency", "matrix_half", "attention_efficiency"),
+    "memory_gb_s": ("memory_efficiency",),
+    "node_link_gb_s": ("node_link_efficiency",),
+    "network_gb_s": ("network_efficiency", "overlap"),
+}
+_MAKERS = {*_REACHED, "fp32_tflops", "memory_gib"}
+# What belongs to the nodes of the profile that is extended, not to others.
+_OF_THE_NODES = ("instance_type", "price")
+
+
+def available(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
+    """A shipped file by its name, or a file by its path; raises ConfigError if there is none."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if path.is_file():
+            return path
+        raise ConfigError(f"no {kind} file {name!r}; {hint}")
+    names = available(folder)
+    if name in names:
+        return folder / f"{name}.yaml"
+    raise ConfigError(
+        f"unknown {kind} {name!r}; {did_you_mean(name, names)}choose one of {', '.join(names)}, "
+        "or a .yaml file"
+    )
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known) or [one for one in known if one.startswith(name)]
+    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+
+
+def read_profile(path: Path, folder: Path) -> _Level:
+    """Read a cluster profile with all that it extends: its values, and `file:line` of each.
+
+    `extends` names a shipped profile or a file, relative to the profile's own. The profile's values
+    replace the other's, section by section; null takes a value or section out. Figures of a maker
+    that it replaces leave what training reaches of them assumed (`hardware.assumed`), and make them
+    other nodes: then instance type and price are not the other's.
+
+    Args:
+        folder: The shipped profiles.
+
+    Raises:
+        ConfigError: a file cannot be read, or profiles extend each other.
+    """
+    chain: list[Path] = []
+    levels: list[_Level] = []
+    following: Path | None = path
+    while following is not None:
+        if following.resolve() in (one.resolve() for one in chain):
+            names = " extends ".join(str(one) for one in [*chain, following])
+            raise ConfigError(
+                f"cluster profiles extend each other: {names}; remove one `extends`, or name a "
+                f"profile outside of the chain: {', '.join(available(folder))}"
+            )
+        chain.append(following)
+        values, origins = read_yaml(following)
+        following = _base(values, origins, following, folder)
+        levels.append((values, origins))
+    if len(chain) > 1:
+        own, origins = levels[0]
+        levels[0] = {"name": path.stem, **own}, {"name": path.name, **origins}
+    found = levels.pop()
+    while levels:
+        found = _extended(found, levels.pop())
+    return found
+
+
+def _base(values: dict[str, Any], origins: dict[str, str], path: Path, folder: Path) -> Path | None:
+    """The profile that one extends; None if it extends none."""
+    if "extends" not in values:
+        return None
+    name, where = values.pop("extends"), origins.pop("extends", path.name)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"extends ({where}): {name!r}: must be a profile's name, such as p5, or a .yaml file"
+        )
+    own = path.parent / name
+    given = str(own) if own.suffix in (".yaml", ".yml") else name
+    try:
+        return find_yaml(given, folder, "cluster profile", "its path is relative to this file's")
+    except ConfigError as error:
+        raise ConfigError(f"extends ({where}): {error.title}") from None
+
+
+def _extended(base: _Level, own: _Level) -> _Level:
+    """Own values over those of the extended profile."""
+    (values, origins), (given, own_origins) = base, own
+    hardware, before = given.get("hardware"), values.get("hardware")
+    if isinstance(hardware, Mapping) and isinstance(before, Mapping):
+        changed = [name for name in hardware if name in _MAKERS]
+        reached = [one for name in changed for one in _REACHED.get(name, ()) if one in before]
+        assumed = dict.fromkeys([*(before.get("assumed") or ()), *reached])
+        # What the profile gives itself is not assumed, unless it says so.
+        derived: dict[str, Any] = {"assumed": [one for one in assumed if one not in hardware]}
+        if changed:
+            values = {key: value for key, value in values.items() if key not in _OF_THE_NODES}
+            derived["source"] = f"{', '.join(changed)} as given; {before.get('source')}"
+        own_origins = {f"hardware.{name}": "extends" for name in derived} | own_origins
+        given = {**given, "hardware": {**derived, **hardware}}
+    merged = _merged(values, given)
+    known = origins | own_origins
+    return merged, {path: known[path] for path in flatten(merged) if path in known}
+
+
+def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of nested mappings over others; None takes one out."""
+    merged = dict(base)
+    for key, value in own.items():
+        before = merged.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(before, value)
+        elif value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = value
+    return merged
