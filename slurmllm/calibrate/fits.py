@@ -120,6 +120,13 @@ def product_flops(product: Sample) -> float:
     return 3 * 2.0 * m * n * k
 
 
+def matrix_figures(samples: Sequence[Sample], precision: str, given: Hardware) -> Hardware:
+    """A profile's figures with those of matrix products replaced by what was measured."""
+    return given.model_copy(
+        update=_matrices(_Samples(samples), precision, given, given.memory_gb_s)
+    )
+
+
 def _matrices(
     found: _Samples, precision: str, given: Hardware | None, memory_gb_s: float
 ) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slurmllm.backends.native.compiling import slow_bf16
-from slurmllm.calibrate.node import Kind, Sample, Task
+from slurmllm.calibrate.node import PRODUCT_SIZES, Kind, Sample, Task
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import resolve
 from slurmllm.model.attention import rotary_table, rotate
@@ -55,12 +55,11 @@ def scale_of(task: Task) -> Scale:
         )  # fmt: skip
     if task.device == "cuda":
         return Scale(
-            _model(4096, 32, 50304, 2048), 4, (2048, 8192),
-            (256, 512, 1024, 2048, 4096, 8192), 1024 * _MIB,
+            _model(4096, 32, 50304, 2048), 4, *PRODUCT_SIZES["cuda"], 1024 * _MIB,
             (8 * 1024, 16 * _MIB, 256 * _MIB), 0.15, 3,
         )  # fmt: skip
     return Scale(
-        _model(512, 8, 16384, 512), 4, (512, 2048), (64, 128, 256, 512, 1024), 256 * _MIB,
+        _model(512, 8, 16384, 512), 4, *PRODUCT_SIZES["cpu"], 256 * _MIB,
         (1024, _MIB, 16 * _MIB), 0.15, 3,
     )  # fmt: skip
 

@@ -34,6 +34,13 @@ Kind = Literal[
 ]  # fmt: skip
 
 
+# Device → tokens, and hidden sizes, of the matrix products.
+PRODUCT_SIZES = {
+    "cuda": ((2048, 8192), (256, 512, 1024, 2048, 4096, 8192)),
+    "cpu": ((512, 2048), (64, 128, 256, 512, 1024)),
+}
+
+
 class Task(BaseModel):
     """The task of the measuring processes."""
 
@@ -50,6 +57,7 @@ class Task(BaseModel):
     compiled: bool  # whether the recipe compiles blocks
     variables: dict[str, str]  # environment of the workers
     quick: bool = False  # whether to measure as little as possible, for tests
+    products_only: bool = False  # whether to measure matrix products only
 
 
 class Sample(JsonLine):

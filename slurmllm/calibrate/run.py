@@ -53,9 +53,35 @@ def calibrate(
         NodeError: the measurement failed on a node.
     """
     require_measurable(config)
-    task = _task(config, allocation, quick)
+    task = task_of(config, allocation, quick)
+    samples, seconds = run_task(config.cluster, task, allocation, show)
+    first, *others = allocation.nodes if allocation.job_id else (socket.gethostname(),)
+    more = f" and {len(others)} more" if others else ""
+    today = datetime.now(UTC).date().isoformat()
+    source = f"measured on {first}{more} by slurmllm plan --calibrate, {today}"
+    found = hardware_of(samples, task, config.cluster.hardware, source)
+    busy = [
+        f"{sample.of}: in use by others, {sample.value:.1f} tasks a CPU; the figures are marked as "
+        "rough, measure idle nodes"
+        for sample in samples
+        if sample.kind == "busy" and sample.value > _BUSY
+    ]
+    # Rough: figures measured on a busy node must not refuse a run.
+    hardware = found.hardware.model_copy(update={"rough": bool(busy)})
+    products = tuple(sample for sample in samples if sample.kind == "product")
+    return Calibration(hardware, tuple(allocation.nodes), (*found.notes, *busy), seconds, products)
+
+
+def run_task(
+    cluster: Cluster, task: Task, allocation: Allocation, show: Callable[[str], None]
+) -> tuple[list[Sample], float]:
+    """Measure a task on the nodes; returns the measurements and their duration, s.
+
+    Raises:
+        NodeError: the measurement failed on a node.
+    """
     begun = time.monotonic()
-    command = node_command(config.cluster, "slurmllm.calibrate.node")
+    command = node_command(cluster, "slurmllm.calibrate.node")
     processes = allocation.ask([*command, task.model_dump_json()])
     samples: list[Sample] = []
     output: list[str] = []
@@ -72,22 +98,8 @@ def calibrate(
     if any(process.returncode for process in processes) or not samples:
         last = output[-1] if output else f"no output within {LIMIT_S:.0f} s"
         raise NodeError(f"{' '.join(allocation.nodes)}: the measurement failed: {last}")
-    first, *others = allocation.nodes if allocation.job_id else (socket.gethostname(),)
-    more = f" and {len(others)} more" if others else ""
-    today = datetime.now(UTC).date().isoformat()
-    source = f"measured on {first}{more} by slurmllm plan --calibrate, {today}"
-    found = hardware_of(samples, task, config.cluster.hardware, source)
     show(f"{seconds:3.0f} s  done")
-    busy = [
-        f"{sample.of}: in use by others, {sample.value:.1f} tasks a CPU; the figures are marked as "
-        "rough, measure idle nodes"
-        for sample in samples
-        if sample.kind == "busy" and sample.value > _BUSY
-    ]
-    # Rough: figures measured on a busy node must not refuse a run.
-    hardware = found.hardware.model_copy(update={"rough": bool(busy)})
-    products = tuple(sample for sample in samples if sample.kind == "product")
-    return Calibration(hardware, tuple(allocation.nodes), (*found.notes, *busy), seconds, products)
+    return samples, seconds
 
 
 def require_measurable(config: RunConfig) -> None:
@@ -104,7 +116,7 @@ def require_measurable(config: RunConfig) -> None:
         )
 
 
-def _task(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
+def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
     cluster, train = config.cluster, config.recipe.train
     # On GPUs bf16, unless --set chooses fp32.
     chosen = config.origins.get("train.precision", "").startswith("--set")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import socket
 import statistics
 import sys
 import time
@@ -50,11 +51,15 @@ def main(text: str) -> None:
     first = rank == 0
     device = torch.device(task.device)
     if device.type == "cuda":
+        if fault := _missing_gpu(task, local_rank):
+            sys.exit(fault)  # the last line of its output is the reason of the failure
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    _progress("a tiny model, for the overhead of steps and libraries", first)
-    # First, as each worker's backend starts a process group of its own.
-    tiny = {layers: step_seconds(task, layers, local_rank) for layers in LAYERS}
+    tiny = {}
+    if not task.products_only:
+        _progress("a tiny model, for the overhead of steps and libraries", first)
+        # First, as each worker's backend starts a process group of its own.
+        tiny = {layers: step_seconds(task, layers, local_rank) for layers in LAYERS}
     backend = "nccl" if device.type == "cuda" else "gloo"
     init_process_group(backend, rank, task.nodes * task.workers, _LIMIT)
     _write_mean(Sample(kind="reserved", value=_reserved(device)))
@@ -74,6 +79,27 @@ def main(text: str) -> None:
     dist.destroy_process_group()
 
 
+def _missing_gpu(task: Task, local_rank: int) -> str | None:
+    """Why this worker has no GPU, with the fix; None if it has one."""
+    found, host = torch.cuda.device_count(), socket.gethostname()
+    if found > local_rank:
+        return None
+    if torch.version.cuda is None:
+        return (
+            f"cluster.device: cuda: PyTorch {torch.__version__} on {host} is built without CUDA; "
+            "install a build for CUDA, or calibrate a profile of CPUs, such as --cluster local"
+        )
+    if found == 0:
+        return (
+            f"cluster.device: cuda: PyTorch {torch.__version__} finds no GPU on {host}; calibrate "
+            "on a node that has some (without --local, in a job), and see `nvidia-smi` there"
+        )
+    return (
+        f"cluster.devices_per_node: {task.workers}: {host} has {found} GPU{'s' * (found > 1)}; "
+        f"--set cluster.devices_per_node={found}"
+    )
+
+
 def _measurements(
     task: Task, scale: Scale, device: torch.device
 ) -> dict[str, Callable[[], Iterable[Item]]]:
@@ -89,6 +115,8 @@ def _measurements(
             model, precision, device, batch, task.compiled
         ),
     }
+    if task.products_only:
+        return {name: items for name, items in found.items() if name == "matrix products"}
     if task.nodes * task.workers > 1:
         found["collectives"] = lambda: measuring.collectives(
             task.nodes, task.workers, device, scale.collective_bytes

@@ -321,14 +321,14 @@ def plot(text: str) -> Callable[[Any], Any]:
 no_plot = click.option("--no-plot", is_flag=True, help="Do not write a plot.")
 
 
-def check_picture(plot: str | None, no_plot: bool = False) -> None:
-    """Raise UserError if --plot is no PNG, or --no-plot is given too; before any work is done."""
+def check_picture(plot: str | None, no_plot: bool = False, option: str = "--plot") -> None:
+    """Raise UserError if a picture cannot be written, before any work is done."""
     from slurmllm.errors import UserError
 
     if plot is not None and no_plot:
         raise UserError("--plot and --no-plot exclude each other; give one of them")
     if plot is not None and Path(plot).suffix.lower() != ".png":
-        raise UserError(f"--plot {plot}: pictures are PNG files; use {Path(plot).stem}.png")
+        raise UserError(f"{option} {plot}: pictures are PNG files; use {Path(plot).stem}.png")
 
 
 def source_options(

@@ -47,6 +47,11 @@ _TOP = 10
 )
 @click.option("--local", is_flag=True, help="With --calibrate: this machine, without Slurm.")
 @click.option("--out", metavar="FILE.yaml", help="With --calibrate: the profile to write.")
+@click.option(
+    "--matrix-figure",
+    metavar="FILE.png",
+    help="Draw matrix size against utilization: measured if this machine has the device.",
+)
 @options.job_options(
     "nodelist partition account qos reservation exclude time", "(--calibrate) ",
     time="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
@@ -56,7 +61,8 @@ _TOP = 10
 def plan(
     *, recipes: tuple[str, ...], nodes: str | None, cluster: str | None, overrides: tuple[str, ...],
     tokens: str | None, price: PriceKind, top: int | None, explain: bool, plot: str | None,
-    against: str | None, calibrate: bool, local: bool, out: str | None, runs_dir: Path,
+    against: str | None, calibrate: bool, local: bool, out: str | None,
+    matrix_figure: str | None, runs_dir: Path,
     as_json: bool, **job: str | None,
 ) -> None:  # fmt: skip
     """Rank parallel layouts of recipes by predicted throughput.
@@ -69,6 +75,7 @@ def plan(
     slurmllm plan gpt3_125m gpt3_1.3b --nodes 1,4 --tokens 20B
     slurmllm plan --against RUN                              compare with a run
     slurmllm plan --calibrate --local --out mine.yaml        measure hardware parameters
+    slurmllm plan --matrix-figure FILE.png --cluster p5      matrix size and utilization
 
     The search varies tensor and pipeline degree, micro batch, sequence parallelism, activation
     checkpointing and ZeRO. A value given with --set is fixed.
@@ -83,6 +90,10 @@ def plan(
     from slurmllm.plan.cost import parse_tokens
     from slurmllm.plan.recipe_plan import plan_recipe
 
+    if matrix_figure is not None:
+        _refuse_others("matrix_figure", ("cluster", "overrides", "as_json", "runs_dir"))
+        _draw_matrix_figure(matrix_figure, cluster, overrides, as_json)
+        return
     reserved = price == "reserved"
     drawn = plot and not calibrate
     if (calibrate or against is not None) and (explain or drawn or tokens or top or reserved):
@@ -106,7 +117,7 @@ def plan(
         counts = [None] if nodes is None else node_counts(nodes)
         if len(counts) > 1:
             raise UserError(f"--nodes {nodes}: --calibrate measures one number of nodes; give one")
-        options.check_picture(plot)
+        _check_picture(plot, "--plot")
         _calibrate(cluster, overrides, counts[0], local, out, job, plot, as_json)
         return
     if against is not None:
@@ -120,7 +131,7 @@ def plan(
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
     if nodes is None:
         raise UserError("--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16")
-    options.check_picture(plot)
+    _check_picture(plot, "--plot")
     counts = node_counts(nodes)
     total = None if tokens is None else parse_tokens(tokens)
     configs = [resolve(name, cluster, overrides) for name in dict.fromkeys(recipes)]
@@ -202,6 +213,78 @@ def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
     for setting in settings:
         command += ["--set", setting]
     return shlex.join(command)
+
+
+def _refuse_others(option: str, allowed: Sequence[str]) -> None:
+    """Raise UserError if options are given on the command line that do not go with `option`."""
+    from click.core import ParameterSource
+
+    from slurmllm.errors import UserError
+
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0] if isinstance(parameter, click.Option) else "RECIPE"
+        for parameter in context.command.params
+        if parameter.name not in (option, *allowed)
+        and context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise UserError(f"--{option.replace('_', '-')} does not take {', '.join(given)}; leave out")
+
+
+def _check_picture(path: str | None, option: str) -> None:
+    """Raise UserError if a picture cannot be written, before any work is done."""
+    from slurmllm.errors import UserError
+
+    options.check_picture(path, option=option)
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise UserError(
+            f"{option} {path}: there is no folder {Path(path).absolute().parent}; make it first"
+        )
+
+
+def _draw_matrix_figure(
+    path: str, cluster: str | None, overrides: Sequence[str], as_json: bool
+) -> None:
+    """Draw and print what matrix products of each size reach of the peak."""
+    from slurmllm.calibrate.matrix import is_device_here, measure_products, utilization
+    from slurmllm.config.resolve import resolve
+    from slurmllm.pictures import write_picture
+    from slurmllm.plan.plot import draw_utilization
+    from slurmllm.tables import print_table
+
+    _check_picture(path, "--matrix-figure")
+    config = resolve("tiny_neox", cluster, overrides)
+    samples = []
+    if here := is_device_here(config):
+        samples = measure_products(config, lambda line: click.echo(line, err=True))
+    rows = utilization(config, samples)
+    name = config.cluster.name
+    write_picture(draw_utilization(rows, name), Path(path), "name another file")
+    if as_json:
+        options.echo_json({"cluster": name, "measured": here, "products": rows, "picture": path})
+        return
+    print_table(
+        ("precision", "m × k × n", "TFLOP/s", "of the peak", "planner TFLOP/s", "of the peak"),
+        [
+            (
+                one["precision"], f"{one['m']:,} × {one['k']:,} × {one['n']:,}",
+                *_reached(one, "measured"), *_reached(one, "planner"),
+            )
+            for one in rows
+        ],
+    )  # fmt: skip
+    if not here:
+        device = config.cluster.device
+        click.echo(f"not measured: this machine has no {device} device that can be measured")
+    click.echo(f"picture: {path}")
+
+
+def _reached(row: Mapping[str, Any], kind: str) -> tuple[str, str]:
+    from slurmllm.format import format_number, format_percent
+
+    tflops, share = row[f"{kind}_tflops"], row[f"{kind}_utilization"]
+    return ("-", "-") if tflops is None else (format_number(tflops), format_percent(share))
 
 
 def _calibrate(

@@ -163,6 +163,32 @@ def draw_products(products: Sequence[Mapping[str, Any]], hardware: Hardware) -> 
     return figure
 
 
+@rc_context(fname=PICTURE_STYLE)
+def draw_utilization(products: Sequence[Mapping[str, Any]], profile: str) -> Figure:
+    """Share of the peak by matrix size, as `plan --matrix-figure --json` has it."""
+    figure = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
+    axes: Axes = figure.subplots()
+    for number, precision in enumerate(dict.fromkeys(one["precision"] for one in products)):
+        rows = [one for one in products if one["precision"] == precision]
+        widths, color = [one["k"] for one in rows], _COLORS[number]
+        name = f"{precision}, peak {rows[0]['peak_tflops']:.4g} TFLOP/s"
+        for kind, marker, style in (("measured", _MARKERS[number], "-"), ("planner", "", ":")):
+            shares = [one[f"{kind}_utilization"] for one in rows]
+            if None not in shares:
+                percent = [100 * share for share in shares]
+                label = f"{name}, {kind}"
+                axes.plot(widths, percent, color=color, label=label, marker=marker, ls=style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(widths, [f"{width:,}" for width in widths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    # Above 100 % if the profile's peak is too low.
+    axes.set_ylim(0, max(100.0, axes.get_ylim()[1]))
+    axes.set(xlabel=f"k of products {rows[0]['m']:,} × k × 4k", ylabel="share of the peak, %")
+    axes.set_title(f"profile {profile}")
+    axes.legend(frameon=False)
+    return figure
+
+
 def draw(answers: Sequence[RecipePlan]) -> Figure:
     """Throughput and dollars over the node counts, and the memory of the best layouts."""
     return picture([_curve(found) for found in answers], _bars(answers))

@@ -392,3 +392,41 @@ def test_what_was_measured_becomes_a_profile(
     # Three products of 2 m n k FLOP: 6 · 4000 · 4000 · 1000 in 12 ms.
     assert [product["tflops"] for product in measured["products"]] == pytest.approx([8.0, 16.0])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> None:
+    picture = tmp_path / "matrix.png"
+    arguments = ("--matrix-figure", str(picture), "--cluster", "trn1")
+    found = answer(*arguments)
+    assert found["measured"] is False
+    assert [row["k"] for row in found["products"]] == [256, 512, 1024, 2048, 4096, 8192]
+    shares = [row["planner_utilization"] for row in found["products"]]
+    assert shares == sorted(shares)
+    hardware = resolve("neox_20b", "trn1").cluster.hardware
+    assert hardware is not None
+    # Large products are bound by the matrix units: the efficiency, filled to k / (k + half).
+    filled = 8192 / (8192 + hardware.matrix_half)
+    assert shares[-1] == pytest.approx(hardware.matrix_efficiency * filled)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = call(*arguments).stdout
+    assert "8,192 × 8,192 × 32,768  -        -" in shown
+    assert "no neuron device that can be measured" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("neox_20b", "--nodes", "4", "--matrix-figure", "p.png"), "not take RECIPE, --nodes;"),
+        (("--calibrate", "--matrix-figure", "p.png"), "does not take --calibrate;"),
+        (("--matrix-figure", "p.pdf"), "--matrix-figure p.pdf: pictures are PNG files"),
+        (("--matrix-figure", "absent/p.png"), "--matrix-figure absent/p.png: there is no folder"),
+        (("neox_20b", "--nodes", "4", "--plot", "absent/p.png"), "there is no folder"),
+    ],
+)
+def test_pictures_that_are_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = call(*arguments)
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert message in done.stderr

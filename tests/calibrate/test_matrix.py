@@ -1,0 +1,85 @@
+"""Matrix size against utilization: measured on this machine, and the planner's curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmllm.calibrate.matrix import is_device_here, utilization
+from slurmllm.calibrate.node import Sample
+from slurmllm.calibrate.run import calibrate, run_task, task_of
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import NodeError
+from slurmllm.plan.plot import draw_utilization
+from slurmllm.supervise.allocation import LocalAllocation
+
+
+def test_this_machine_measures_products_only() -> None:
+    config = resolve("tiny_neox", "local")
+    update = {"products_only": True}
+    task = task_of(config, LocalAllocation(), quick=True).model_copy(update=update)
+    samples, _ = run_task(config.cluster, task, LocalAllocation(), print)
+    assert {sample.kind for sample in samples} == {"busy", "reserved", "memory", "product"}
+    rows = utilization(config, [sample for sample in samples if sample.kind == "product"])
+    assert [(row["precision"], row["k"]) for row in rows] == [
+        (precision, k) for precision in ("bf16", "fp32") for k in (64, 128, 256)
+    ]
+    # The figures of the profile are a guess: the peak is what was fastest.
+    assert all(
+        0 < row["measured_utilization"] <= 1.001 for row in rows if row["precision"] == "bf16"
+    )
+
+
+def test_known_peaks_are_the_scale() -> None:
+    config = resolve("tiny_neox", "p5")
+    hardware = config.cluster.hardware
+    assert hardware is not None
+    # Half of the peak: 3 products of 2 m n k FLOP.
+    seconds = 6 * 8192 * 4096 * 16384 / (hardware.bf16_tflops * 1e12 / 2)
+    head = Sample(kind="product", of="bf16", sizes=(2048, 50304, 2048), value=1.0)
+    own = Sample(kind="product", of="bf16", sizes=(8192, 16384, 4096), value=seconds)
+    (row,) = utilization(config, [head, own])
+    assert row["measured_utilization"] == pytest.approx(0.5)
+    (curve,) = (one for one in utilization(config, []) if one["k"] == 4096)
+    assert curve == row | {"measured_tflops": None, "measured_utilization": None}
+
+
+def test_the_picture_has_both() -> None:
+    config = resolve("tiny_neox", "p5")
+    measured = [row | {"measured_utilization": 1.2} for row in utilization(config, [])]
+    (axes,) = draw_utilization(measured, "p5").axes
+    assert [str(line.get_label()).rpartition(", ")[2] for line in axes.lines] == [
+        "measured",
+        "planner",
+    ]
+    assert axes.get_ylim()[1] > 120
+    (axes,) = draw_utilization(utilization(config, []), "p5").axes
+    assert len(axes.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("profile", "file", "here"),
+    [
+        ("local", None, True),
+        ("p5", None, False),
+        ("p5", "nvidiactl", False),
+        ("p5", "nvidia0", True),
+        ("trn1", "neuron0", False),
+    ],
+)
+def test_devices_that_are_here(profile: str, file: str | None, here: bool, tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    if file is not None:
+        (tmp_path / "dev" / file).touch()
+    assert is_device_here(resolve("tiny_neox", profile), tmp_path) is here
+
+
+def test_without_cuda_the_remedy_is_named() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    config = resolve("tiny_neox", "p5", ["cluster.devices_per_node=1"])
+    fault = "is built without CUDA; install" if torch.version.cuda is None else "finds no GPU on"
+    with pytest.raises(NodeError, match=f"failed: cluster.device: cuda: PyTorch .* {fault}"):
+        calibrate(config, LocalAllocation(), print)
