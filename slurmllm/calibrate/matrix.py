@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmllm.calibrate.fits import matrix_figures, product_flops
+from slurmllm.calibrate.fits import product_flops
 from slurmllm.calibrate.node import PRODUCT_SIZES, Sample
 from slurmllm.calibrate.run import run_task, task_of
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.estimate import known_hardware
 from slurmllm.plan.flops import Product
 from slurmllm.plan.step import product_s
 from slurmllm.supervise.allocation import LocalAllocation
@@ -27,7 +26,7 @@ def is_device_here(config: RunConfig, root: Path = Path("/")) -> bool:
 
 
 def measure_products(config: RunConfig, show: Callable[[str], None]) -> list[Sample]:
-    """Measure matrix products with one worker on this machine.
+    """Measure matrix products, forward and both gradients, with one worker on this machine.
 
     Raises:
         NodeError: the measurement failed.
@@ -39,23 +38,15 @@ def measure_products(config: RunConfig, show: Callable[[str], None]) -> list[Sam
     return [sample for sample in samples if sample.kind == "product"]
 
 
-def utilization(config: RunConfig, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """What products of feed-forward matrices reach of the peak, each with both its gradients.
+def predicted_products(hardware: Hardware, device: str) -> list[dict[str, Any]]:
+    """What products of feed-forward matrices in bf16 reach of the peak, by the planner's curve."""
+    tokens, widths = PRODUCT_SIZES["cpu" if device == "cpu" else "cuda"]
+    sizes = [(max(tokens), 4 * width, width) for width in widths]
+    return [_row(hardware, "bf16", size, None) for size in sizes]
 
-    Predicted by the planner with the profile's figures, in bf16, and if there are samples also
-    measured, in both precisions. The figures of a rough profile, which are a guess, are fitted to
-    the samples first.
 
-    Raises:
-        ConfigError: the profile has no hardware figures.
-    """
-    hardware = known_hardware(config)
-    if not samples:
-        tokens, widths = PRODUCT_SIZES["cpu" if config.cluster.device == "cpu" else "cuda"]
-        sizes = [(max(tokens), 4 * width, width) for width in widths]
-        return [_row(hardware, "bf16", size, None) for size in sizes]
-    if hardware.rough:
-        hardware = matrix_figures(samples, "bf16", hardware)
+def measured_products(hardware: Hardware, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The same as measured, in both precisions, with the planner's curve."""
     largest = max(sample.sizes[0] for sample in samples)
     # Feed-forward matrices; the head is left out.
     shown = [s for s in samples if s.sizes[0] == largest and s.sizes[1] == 4 * s.sizes[2]]

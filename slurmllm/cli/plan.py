@@ -38,7 +38,7 @@ _TOP = 10
     "--top", type=click.IntRange(min=1), help=f"Layouts to show.  [default: {_TOP}; JSON: all]"
 )
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
-@options.plot(": throughput, cost and memory; with --calibrate, matrix products by size.")
+@options.plot(": throughput, cost and memory; with --calibrate, matrix size against utilization.")
 @click.option(
     "--against", metavar="RUN", help="Compare the prediction with the measurements of RUN."
 )
@@ -247,18 +247,29 @@ def _draw_matrix_figure(
     path: str, cluster: str | None, overrides: Sequence[str], as_json: bool
 ) -> None:
     """Draw and print what matrix products of each size reach of the peak."""
-    from slurmllm.calibrate.matrix import is_device_here, measure_products, utilization
+    from slurmllm.calibrate.fits import matrix_figures
+    from slurmllm.calibrate.matrix import (
+        is_device_here,
+        measure_products,
+        measured_products,
+        predicted_products,
+    )
     from slurmllm.config.resolve import resolve
     from slurmllm.pictures import write_picture
+    from slurmllm.plan.estimate import known_hardware
     from slurmllm.plan.plot import draw_utilization
     from slurmllm.tables import print_table
 
     _check_picture(path, "--matrix-figure")
     config = resolve("tiny_neox", cluster, overrides)
-    samples = []
+    hardware = known_hardware(config)
     if here := is_device_here(config):
         samples = measure_products(config, lambda line: click.echo(line, err=True))
-    rows = utilization(config, samples)
+        if hardware.rough:  # its figures are a guess: the curve is fitted to the measurement
+            hardware = matrix_figures(samples, "bf16", hardware)
+        rows = measured_products(hardware, samples)
+    else:
+        rows = predicted_products(hardware, config.cluster.device)
     name = config.cluster.name
     write_picture(draw_utilization(rows, name), Path(path), "name another file")
     if as_json:
@@ -293,6 +304,7 @@ def _calibrate(
 ) -> None:  # fmt: skip
     """Measure nodes, and write or print the cluster profile with their figures."""
     from slurmllm.calibrate.fits import product_flops
+    from slurmllm.calibrate.matrix import measured_products
     from slurmllm.calibrate.run import calibrate as measure
     from slurmllm.calibrate.run import check_target, profile_text, require_measurable, write_profile
     from slurmllm.config.resolve import resolve
@@ -321,9 +333,10 @@ def _calibrate(
     ]  # fmt: skip
     if plot is not None:
         from slurmllm.pictures import write_picture
-        from slurmllm.plan.plot import draw_products
+        from slurmllm.plan.plot import draw_utilization
 
-        drawn = draw_products(products, found.hardware)
+        rows = measured_products(found.hardware, found.products)
+        drawn = draw_utilization(rows, config.cluster.name)
         write_picture(drawn, Path(plot), "name another file with --plot")
         click.echo(f"picture: {plot}", err=True)
     if as_json:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurmllm.config.cluster import GIB, Hardware
+from slurmllm.config.cluster import GIB
 from slurmllm.pictures import (
     PICTURE_STYLE,
     Axes,
@@ -137,30 +137,6 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     axes.set_xlabel("GiB of the device that needs the most")
     figure.legend(loc="outside upper center", ncols=8, frameon=False, fontsize=8)
     axes.grid(visible=False, axis="y")
-
-
-@rc_context(fname=PICTURE_STYLE)
-def draw_products(products: Sequence[Mapping[str, Any]], hardware: Hardware) -> Figure:
-    """Throughput of products, as `plan --calibrate --json` has them, and the planner's curves."""
-    figure = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
-    axes: Axes = figure.subplots()
-    tokens = max(product["m"] for product in products)
-    # Feed-forward matrices; the head is left out.
-    shown = [p for p in products if p["m"] == tokens and p["n"] == 4 * p["k"]]
-    widths = sorted({product["k"] for product in shown})
-    for number, precision in enumerate(sorted({product["precision"] for product in shown})):
-        points = sorted((p["k"], p["tflops"]) for p in shown if p["precision"] == precision)
-        color = _COLORS[number]
-        axes.plot(*zip(*points, strict=True), label=precision, color=color, marker=_MARKERS[number])
-        rate = hardware.matrix_efficiency * getattr(hardware, f"{precision}_tflops")
-        fitted = [rate * width / (width + hardware.matrix_half) for width in widths]
-        axes.plot(widths, fitted, color=color, linestyle=":", label=f"{precision}, planner")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(widths, [f"{width:,}" for width in widths])
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel=f"k of products {tokens:,} × k × 4k", ylabel="TFLOP/s of a device")
-    axes.legend(frameon=False)
-    return figure
 
 
 @rc_context(fname=PICTURE_STYLE)

@@ -6,13 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.calibrate.matrix import is_device_here, utilization
+from slurmllm.calibrate.fits import matrix_figures
+from slurmllm.calibrate.matrix import is_device_here, measured_products, predicted_products
 from slurmllm.calibrate.node import Sample
 from slurmllm.calibrate.run import calibrate, run_task, task_of
+from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import NodeError
 from slurmllm.plan.plot import draw_utilization
 from slurmllm.supervise.allocation import LocalAllocation
+
+
+def p5() -> Hardware:
+    hardware = resolve("tiny_neox", "p5").cluster.hardware
+    assert hardware is not None
+    return hardware
 
 
 def test_this_machine_measures_products_only() -> None:
@@ -21,7 +29,9 @@ def test_this_machine_measures_products_only() -> None:
     task = task_of(config, LocalAllocation(), quick=True).model_copy(update=update)
     samples, _ = run_task(config.cluster, task, LocalAllocation(), print)
     assert {sample.kind for sample in samples} == {"busy", "reserved", "memory", "product"}
-    rows = utilization(config, [sample for sample in samples if sample.kind == "product"])
+    assert config.cluster.hardware is not None
+    products = [sample for sample in samples if sample.kind == "product"]
+    rows = measured_products(matrix_figures(products, "bf16", config.cluster.hardware), products)
     assert [(row["precision"], row["k"]) for row in rows] == [
         (precision, k) for precision in ("bf16", "fp32") for k in (64, 128, 256)
     ]
@@ -32,29 +42,26 @@ def test_this_machine_measures_products_only() -> None:
 
 
 def test_known_peaks_are_the_scale() -> None:
-    config = resolve("tiny_neox", "p5")
-    hardware = config.cluster.hardware
-    assert hardware is not None
+    hardware = p5()
     # Half of the peak: 3 products of 2 m n k FLOP.
     seconds = 6 * 8192 * 4096 * 16384 / (hardware.bf16_tflops * 1e12 / 2)
     head = Sample(kind="product", of="bf16", sizes=(2048, 50304, 2048), value=1.0)
     own = Sample(kind="product", of="bf16", sizes=(8192, 16384, 4096), value=seconds)
-    (row,) = utilization(config, [head, own])
+    (row,) = measured_products(hardware, [head, own])
     assert row["measured_utilization"] == pytest.approx(0.5)
-    (curve,) = (one for one in utilization(config, []) if one["k"] == 4096)
+    (curve,) = (one for one in predicted_products(p5(), "cuda") if one["k"] == 4096)
     assert curve == row | {"measured_tflops": None, "measured_utilization": None}
 
 
 def test_the_picture_has_both() -> None:
-    config = resolve("tiny_neox", "p5")
-    measured = [row | {"measured_utilization": 1.2} for row in utilization(config, [])]
+    measured = [row | {"measured_utilization": 1.2} for row in predicted_products(p5(), "cuda")]
     (axes,) = draw_utilization(measured, "p5").axes
     assert [str(line.get_label()).rpartition(", ")[2] for line in axes.lines] == [
         "measured",
         "planner",
     ]
     assert axes.get_ylim()[1] > 120
-    (axes,) = draw_utilization(utilization(config, []), "p5").axes
+    (axes,) = draw_utilization(predicted_products(p5(), "cuda"), "p5").axes
     assert len(axes.lines) == 1
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from slurmllm.config.resolve import resolve
 from slurmllm.pictures import write_picture
 from slurmllm.plan.estimate import MemoryUse
-from slurmllm.plan.plot import PlanCurve, draw_products, picture
+from slurmllm.plan.plot import PlanCurve, picture
 
 GIB = 2**30
 PARTS = {f"part_{number}": number * GIB for number in range(10)}  # more than there are colours
@@ -58,22 +57,3 @@ def test_the_dashed_line_has_no_loss() -> None:
     measured, ideal = figure.axes[0].lines[:2]
     np.testing.assert_allclose(np.asarray(measured.get_ydata()), PRICED.tokens_per_s)
     np.testing.assert_allclose(np.asarray(ideal.get_ydata()), [1e3, 2e3, 4e3])
-
-
-def test_products_of_the_most_tokens_and_the_planners_curve() -> None:
-    hardware = resolve("neox_20b", "p4d").cluster.hardware
-    assert hardware is not None
-    products = [
-        {"precision": precision, "m": m, "n": n, "k": k, "tflops": k / 10}
-        for precision in ("fp32", "bf16")
-        for m, n, k in ((512, 1024, 256), (2048, 1024, 256), (2048, 512, 128), (2048, 50304, 512))
-    ]
-    lines = draw_products(products, hardware).axes[0].get_lines()
-    assert [line.get_label() for line in lines] == [
-        "bf16", "bf16, planner", "fp32", "fp32, planner",
-    ]  # fmt: skip
-    for line in lines:  # neither fewer tokens nor the head
-        assert list(line.get_xdata()) == [128, 256]
-    assert list(lines[0].get_ydata()) == [12.8, 25.6]
-    rate = hardware.bf16_tflops * hardware.matrix_efficiency
-    assert lines[1].get_ydata()[1] == pytest.approx(rate * 256 / (256 + hardware.matrix_half))
