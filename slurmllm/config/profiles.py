@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def read_profile(path: Path, folder: Path) -> _Level:
         levels.append((values, origins))
     if len(chain) > 1:
         own, origins = levels[0]
-        levels[0] = {"name": path.stem, **own}, {"name": path.name, **origins}
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "profile"
+        levels[0] = {"name": name, **own}, {"name": path.name, **origins}
     found = levels.pop()
     while levels:
         found = _extended(found, levels.pop())

@@ -77,6 +77,12 @@ def test_what_a_profile_gives_itself_is_not_assumed(folder: Path) -> None:
     assert "overlap" in hardware.assumed
 
 
+def test_any_files_name_becomes_a_profiles_name(folder: Path) -> None:
+    path = folder / "my nodes (new).yaml"
+    path.write_text("extends: p5\n")
+    assert planned(path).cluster.name == "my-nodes-new-"
+
+
 def test_without_other_figures_they_are_the_same_nodes(folder: Path) -> None:
     base, own = resolve("tiny_neox", "p5").cluster, planned(folder / "partition.yaml").cluster
     assert own == base.model_copy(update={"name": "partition", "partition": "gpu"})
