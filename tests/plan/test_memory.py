@@ -19,7 +19,9 @@ def test_one_worker_has_everything() -> None:
     found = memory("tiny_neox", 1, "train.micro_batch=8")
     count = parameters(resolve("tiny_neox").recipe.model)
     assert (found.weights, found.optimizer) == (4 * count, 8 * count)
-    assert found.gradients == found.whole_weights == 4 * count
+    assert (found.gradients, found.whole_weights) == (4 * count, 0)
+    mixed = memory("tiny_neox", 1, "train.micro_batch=8", "train.precision=bf16_mixed")
+    assert (mixed.gradients, mixed.whole_weights) == (4 * count, 2 * count)
     assert found.whole_gradients == 0, "one micro batch carries none on"
 
 
