@@ -11,7 +11,6 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.plan.cost import PriceKind
     from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.plan.recipe_plan import RecipePlan
     from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
@@ -29,8 +28,13 @@ _TOP = 10
     "--tokens", metavar="COUNT", help="Tokens to train on, such as 20B.  [default: the recipe's]"
 )
 @click.option(
-    "--price", type=click.Choice(["on_demand", "reserved"]), default="on_demand",
-    show_default=True, help="Which price of the cluster profile to use.",
+    "--price", metavar="NAME|USD",
+    help="on_demand, capacity_block, 1y or 3y, with a region before it if needed "
+    "(us-east-1/1y); or dollars for an hour of one node.  [default: on_demand]",
+)  # fmt: skip
+@click.option(
+    "--prices", metavar="FILE",
+    help="Table of prices to use: ours in YAML, or AWS's price list of AmazonEC2 in JSON.",
 )  # fmt: skip
 @click.option(
     "--top", type=click.IntRange(min=1), help=f"Layouts to show.  [default: {_TOP}; JSON: all]"
@@ -53,9 +57,9 @@ _TOP = 10
 @options.as_json
 def plan(
     *, recipes: tuple[str, ...], nodes: str | None, cluster: str | None, overrides: tuple[str, ...],
-    tokens: str | None, price: PriceKind, top: int | None, explain: bool, plot: str | None,
-    against: str | None, calibrate: bool, local: bool, out: str | None, runs_dir: Path,
-    as_json: bool, **job: str | None,
+    tokens: str | None, price: str | None, prices: str | None, top: int | None, explain: bool,
+    plot: str | None, against: str | None, calibrate: bool, local: bool, out: str | None,
+    runs_dir: Path, as_json: bool, **job: str | None,
 ) -> None:  # fmt: skip
     """Rank parallel layouts of recipes by predicted throughput.
 
@@ -63,7 +67,7 @@ def plan(
 
     \b
     slurmllm plan llama2_70b --nodes 64                      rank the layouts
-    slurmllm plan neox_20b --nodes 4,8,16 --price reserved   scaling and cost
+    slurmllm plan neox_20b --nodes 4,8,16 --price 3y         scaling and cost
     slurmllm plan gpt3_125m gpt3_1.3b --nodes 1,4 --tokens 20B
     slurmllm plan --against RUN                              compare with a run
     slurmllm plan --calibrate --local --out mine.yaml        measure hardware parameters
@@ -79,14 +83,17 @@ def plan(
     from slurmllm.errors import UserError
     from slurmllm.plan import output
     from slurmllm.plan.cost import parse_tokens
+    from slurmllm.plan.prices import parse_price, read_prices, select_price
     from slurmllm.plan.recipe_plan import plan_recipe
 
-    reserved = price == "reserved"
     drawn = plot and not calibrate
-    if (calibrate or against is not None) and (explain or drawn or tokens or top or reserved):
+    if (calibrate or against is not None) and (
+        explain or drawn or tokens or top or price or prices
+    ):
         mode, more = ("--calibrate", "") if calibrate else ("--against", " --plot,")
         raise UserError(
-            f"{mode} takes none of --explain,{more} --price, --tokens and --top; leave it out"
+            f"{mode} takes none of --explain,{more} --price, --prices, --tokens and --top; leave "
+            "it out"
         )
     given = [f"--{name}" for name, value in job.items() if value]
     if not calibrate and (local or out or given):
@@ -122,10 +129,17 @@ def plan(
     counts = node_counts(nodes)
     total = None if tokens is None else parse_tokens(tokens)
     configs = [resolve(name, cluster, overrides) for name in dict.fromkeys(recipes)]
+    choice = None if price is None else parse_price(price)
+    if choice is not None and choice.usd is not None and prices is not None:
+        raise UserError(f"--price {price} with --prices: both give a price; leave one out")
+    table = None if prices is None else read_prices(Path(prices))
     plans = [
-        plan_recipe(config, counts, load_environment(config.backend).unsupported, price, total)
+        plan_recipe(
+            config, counts, load_environment(config.backend).unsupported,
+            select_price(config.cluster, choice, table), total,
+        )
         for config in configs
-    ]
+    ]  # fmt: skip
     fits = any(one.fits for one in plans)
     if plot is not None and fits:
         from slurmllm.pictures import write_picture

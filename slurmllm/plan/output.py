@@ -144,11 +144,13 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
     spare = f"; with {format_plural(held, 'spare node')}" if held else ""
     dollars = "; cost unknown: the cluster profile has no price"
     if cost.usd is not None:
-        dollars = f", ${cost.usd:,.0f} at ${forecaster.usd_per_node_hour:,.2f} per node hour"
+        dollars = f", ${cost.usd:,.0f}"
     click.echo(
         f"{end}{format_number(cost.days)} days, {format_number(cost.node_hours)} node hours"
         f"{dollars}{spare}"
     )
+    if forecaster.price is not None:
+        click.echo(f"price          {forecaster.price}")
     shares = sorted(
         ((part, share) for part, share in lost.shares.items() if part != "productive"),
         key=lambda row: -row[1],
@@ -198,8 +200,12 @@ def print_points(recipe_plans: Sequence[RecipePlan]) -> None:
                     f"{name}{format_plural(point.nodes, 'node')}: does not finish; "
                     f"{point.forecast.reason}"
                 )
-        if plan.forecaster.usd_per_node_hour is None:
-            click.echo(f"cost unknown: cluster profile {plan.config.cluster.name} has no price")
+    prices = {plan.config.cluster.name: plan.forecaster.price for plan in recipe_plans}
+    for name, price in prices.items():
+        if price is None:
+            click.echo(f"cost unknown: cluster profile {name} has no price")
+        else:
+            click.echo(f"price of {name}: {price}")
 
 
 def _point_row(point: ScalingPoint) -> tuple[str, ...]:
@@ -254,6 +260,11 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
         ],
         "recipe_layouts": recipe_layouts,
         "refused": [{**key, "reasons": dict(node_plan.search.refused)} for key, node_plan in keyed],
+        "prices": {
+            plan.config.cluster.name: price and price.as_json()
+            for plan in plans
+            for price in [plan.forecaster.price]
+        },
         "warnings": list(dict.fromkeys(warning for plan in plans for warning in plan.warnings)),
     }
     if len(node_plans) > 1:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
-from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, scaling
+from slurmllm.plan.cost import Cost, cost, scaling
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime
 from slurmllm.plan.lost_time_assumptions import lost_time
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.prices import NodePrice
 from slurmllm.plan.search import LARGEST, VARIED, SearchResult, Unsupported, search, smallest_nodes
 
 
@@ -98,18 +99,16 @@ class Forecaster:
     """Forecasts time, dollars and lost time for layouts of one recipe.
 
     Args:
+        price: What a node costs; None if that is unknown.
         tokens: Tokens to train on; None: the recipe's own steps.
-
-    Raises:
-        ConfigError: the profile does not have that price.
     """
 
-    def __init__(self, config: RunConfig, price: PriceKind, tokens: int | None) -> None:
-        self.usd_per_node_hour = node_price(config.cluster, price)
+    def __init__(self, price: NodePrice | None, tokens: int | None) -> None:
+        self.price = price
         self.tokens = tokens
 
     def forecast(self, candidate: LayoutEstimate) -> TrainingForecast:
-        price = self.usd_per_node_hour
+        price = None if self.price is None else self.price.usd
         # Lost time depends on the number of steps: count these without it first.
         ideal = cost(candidate, self.tokens, price)
         try:
@@ -157,12 +156,16 @@ class RecipePlan:
     @property
     def warnings(self) -> list[str]:
         hardware, name = self.config.cluster.hardware, self.config.cluster.name
-        if hardware is None or not hardware.rough:
-            return []
-        return [
-            f"the hardware figures of profile {name} are a guess: measure them with `slurmllm plan "
-            f"--calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml"
-        ]
+        found = []
+        if hardware is not None and hardware.rough:
+            found.append(
+                f"the hardware figures of profile {name} are a guess: measure them with `slurmllm "
+                f"plan --calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster "
+                "FILE.yaml"
+            )
+        price = self.forecaster.price
+        old = None if price is None else price.warning(name)
+        return found if old is None else [*found, old]
 
     def points(self) -> list[ScalingPoint]:
         fit = [(one.nodes, one.best.seq_per_s) for one in self.node_plans if one.best]
@@ -215,15 +218,15 @@ def plan_recipe(
     config: RunConfig,
     counts: Sequence[int],
     unsupported: Unsupported,
-    price: PriceKind,
+    price: NodePrice | None,
     tokens: int | None,
 ) -> RecipePlan:
     """Plan a recipe on each of several node counts, ascending.
 
     Raises:
-        ConfigError: the profile lacks hardware figures or that price.
+        ConfigError: the profile lacks hardware figures.
     """
-    forecaster = Forecaster(config, price, tokens)
+    forecaster = Forecaster(price, tokens)
     node_plans = tuple(_plan_nodes(config, count, unsupported) for count in counts)
     return RecipePlan(config, unsupported, forecaster, node_plans)
 

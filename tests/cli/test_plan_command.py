@@ -74,7 +74,8 @@ def test_json_is_ranked_and_adds_up() -> None:
     assert (written["tensor"], written["pipeline"], written["data"]) == (8, 4, 4)
     assert found["recipe_layouts"][0]["rank"] == found["candidates"].index(written) + 1
     assert found["explanation"][0].startswith("best: TP ")
-    assert found["warnings"] == []
+    assert found["prices"]["trn1"]["usd_per_node_hour"] == 21.50
+    assert found["warnings"] == [w for w in found["warnings"] if "of 2023-12-12" in w]
 
 
 def test_what_set_names_is_fixed_and_the_rest_is_free() -> None:
@@ -109,7 +110,8 @@ def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> No
     assert ranks[1] == every.index(second) + 1
     assert f"{int(own[0][0])} of" in done.stdout
     assert "does not fit: " in done.stdout
-    assert "at $21.50 per node hour" in done.stdout
+    assert "price          $21.50 per node hour, on demand, 2023-12-12 (" in done.stdout
+    assert "warning: the price of trn1 is of 2023-12-12" in done.stdout
 
 
 def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
@@ -147,7 +149,8 @@ def test_several_node_counts_are_a_scaling_table() -> None:
         assert row["scaling_efficiency"] == pytest.approx(per_node * 4 / rows[0]["seq_per_s"])
         assert row["usd_per_hour"] == pytest.approx(7.59 * row["nodes"])
     table = call("neox_20b", "--nodes", "16,4,8,4", "--price", "reserved").stdout.splitlines()
-    assert [line.split()[0] for line in table] == ["nodes", "4", "8", "16"]
+    assert [line.split()[0] for line in table[:4]] == ["nodes", "4", "8", "16"]
+    assert table[4].startswith("price of trn1: $7.59 per node hour, 3 years, 2023-12-12 (")
 
 
 def test_days_and_dollars_by_model_and_node_count() -> None:
@@ -203,7 +206,12 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("llama2_70b --nodes 32 --set parallel.zero=0", "--set parallel.zero=1"),
         ("neox_20b --nodes 4 --tokens many", "--tokens 'many'"),
         ("neox_20b --nodes 4 --tokens -1", "--tokens '-1'"),
-        ("gpt3_125m --nodes 1 --price reserved", "p4d has no reserved price"),
+        ("gpt3_125m --nodes 1 --price reserved", "--price 3y: unknown for p4d.24xlarge; known: "),
+        ("gpt3_125m --nodes 1 --price cheap", "--price cheap: dollars for an hour"),
+        ("gpt3_125m --nodes 1 --price -2", "--price -2: dollars for an hour of one node, above 0"),
+        ("gpt3_125m --nodes 1 --price 2 --prices x.yaml", "leave one out"),
+        ("gpt3_125m --nodes 1 --prices x.txt", "must end in .yaml or .json"),
+        ("gpt3_125m --nodes 1 --prices x.yaml", "cannot read x.yaml"),
         ("neox_20b --nodes 4 --plot plan.pdf", "use plan.png"),
         ("neox_20b --nodes 4 --top 0", "--top"),
         ("neox_20b --nodes 4 --cluster nowhere", "unknown cluster profile 'nowhere'"),
@@ -243,7 +251,7 @@ def test_a_profile_without_figures_names_the_measurement(tmp_path: Path) -> None
 
 
 def test_a_profile_without_a_price_has_no_dollars(tmp_path: Path) -> None:
-    path = profile(tmp_path, "trn1", price=None)
+    path = profile(tmp_path, "trn1", price=None, instance_type=None)
     (best,) = answer("neox_20b", "--nodes", "4", "--cluster", path, "--top", "1")["candidates"]
     assert best["tokens_per_usd"] is best["usd_per_hour"] is best["usd"] is None
     assert best["hours"] > 0
@@ -269,7 +277,7 @@ def test_a_run_that_never_gets_on_has_no_end(tmp_path: Path) -> None:
 
 def test_rough_figures_are_warned_of(tmp_path: Path) -> None:
     path = profile(tmp_path, "trn1", hardware={"rough": True})
-    (warning,) = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"]
+    warning = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"][0]
     assert "slurmllm plan --calibrate" in warning
     assert f"warning: {warning}" in call("neox_20b", "--nodes", "4", "--cluster", path).stdout
 
