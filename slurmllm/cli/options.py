@@ -328,6 +328,19 @@ def check_picture(plot: str | None, no_plot: bool = False) -> None:
         raise UserError("--plot and --no-plot exclude each other; give one of them")
     if plot is not None and Path(plot).suffix.lower() != ".png":
         raise UserError(f"--plot {plot}: pictures are PNG files; use {Path(plot).stem}.png")
+    check_folder("--plot", plot)
+
+
+def check_folder(option: str, path: str | None) -> None:
+    """Raise UserError if the folder of a file to write does not exist; before any work is done."""
+    from slurmllm.errors import UserError
+
+    folder = None if path is None else Path(path).parent
+    if folder is not None and not folder.is_dir():
+        raise UserError(
+            f"{option} {path}: the folder {folder} does not exist; `mkdir -p {folder}` first, or "
+            "name another file"
+        )
 
 
 def source_options(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +12,28 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
+    from slurmllm.config.resolve import RunConfig
     from slurmllm.plan.estimate import LayoutEstimate
+    from slurmllm.plan.output import PlanTable
+    from slurmllm.plan.prices import NodePrice, PriceChoice
     from slurmllm.plan.recipe_plan import RecipePlan
     from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
 
 _MOST_NODES = 65536
-_TOP = 10
 
 
 @click.command()
 @click.argument("recipes", nargs=-1, metavar="[RECIPE…]", shell_complete=options.complete_recipe)
-@click.option("--nodes", metavar="N[,N…]", help="Node counts; several give one row per count.")
-@options.cluster
+@click.option(
+    "--nodes", metavar="N[,N…]", multiple=True,
+    help="Node counts; several give one row per count. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--cluster", "clusters", metavar="PROFILE", multiple=True,
+    shell_complete=options.complete_recipe,
+    help="Cluster profile, by name or .yaml file; repeatable; all: every one with a price.  "
+    "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]",
+)  # fmt: skip
 @options.set_value
 @click.option(
     "--tokens", metavar="COUNT", help="Tokens to train on, such as 20B.  [default: the recipe's]"
@@ -37,8 +48,16 @@ _TOP = 10
     help="Table of prices to use: ours in YAML, or AWS's price list of AmazonEC2 in JSON.",
 )  # fmt: skip
 @click.option(
-    "--top", type=click.IntRange(min=1), help=f"Layouts to show.  [default: {_TOP}; JSON: all]"
+    "--budget", metavar="USD",
+    help="The most that the training may cost: compares profiles and node counts (1 to 512).",
+)  # fmt: skip
+@click.option(
+    "--deadline", metavar="TIME", help="The most that it may take: a number with s, m, h or d."
 )
+@click.option(
+    "--top", type=click.IntRange(min=1),
+    help="Layouts to show of each node count.  [default: 10, or 1 of several; JSON: all]",
+)  # fmt: skip
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
 @options.plot(": throughput, cost and memory; with --calibrate, matrix products by size.")
 @click.option(
@@ -53,13 +72,18 @@ _TOP = 10
     "nodelist partition account qos reservation exclude time", "(--calibrate) ",
     time="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
 )  # fmt: skip
+@click.option("--csv", metavar="FILE", help="Write the table as CSV; - for standard output.")
+@click.option(
+    "--markdown", metavar="FILE", help="Write the table in Markdown; - for standard output."
+)
 @options.runs_dir
 @options.as_json
 def plan(
-    *, recipes: tuple[str, ...], nodes: str | None, cluster: str | None, overrides: tuple[str, ...],
-    tokens: str | None, price: str | None, prices: str | None, top: int | None, explain: bool,
-    plot: str | None, against: str | None, calibrate: bool, local: bool, out: str | None,
-    runs_dir: Path, as_json: bool, **job: str | None,
+    *, recipes: tuple[str, ...], nodes: tuple[str, ...], clusters: tuple[str, ...],
+    overrides: tuple[str, ...], tokens: str | None, price: str | None, prices: str | None,
+    budget: str | None, deadline: str | None, top: int | None, explain: bool, plot: str | None,
+    against: str | None, calibrate: bool, local: bool, out: str | None, csv: str | None,
+    markdown: str | None, runs_dir: Path, as_json: bool, **job: str | None,
 ) -> None:  # fmt: skip
     """Rank parallel layouts of recipes by predicted throughput.
 
@@ -69,6 +93,7 @@ def plan(
     slurmllm plan llama2_70b --nodes 64                      rank the layouts
     slurmllm plan neox_20b --nodes 4,8,16 --price 3y         scaling and cost
     slurmllm plan gpt3_125m gpt3_1.3b --nodes 1,4 --tokens 20B
+    slurmllm plan llama2_7b --tokens 20B --budget 5000 --deadline 7d --cluster p4d --cluster p5
     slurmllm plan --against RUN                              compare with a run
     slurmllm plan --calibrate --local --out mine.yaml        measure hardware parameters
 
@@ -78,23 +103,13 @@ def plan(
     Exit codes: 0 success; 2 nothing fits, or invalid options; 3 a node or Slurm failed while
     measuring; 4 a file cannot be written.
     """
-    from slurmllm.backends.environment import load_environment
-    from slurmllm.config.resolve import resolve
     from slurmllm.errors import UserError
-    from slurmllm.plan import output
-    from slurmllm.plan.cost import parse_tokens
-    from slurmllm.plan.prices import parse_price, read_prices, select_price
-    from slurmllm.plan.recipe_plan import plan_recipe
 
-    drawn = plot and not calibrate
-    if (calibrate or against is not None) and (
-        explain or drawn or tokens or top or price or prices
-    ):
-        mode, more = ("--calibrate", "") if calibrate else ("--against", " --plot,")
-        raise UserError(
-            f"{mode} takes none of --explain,{more} --price, --prices, --tokens and --top; leave "
-            "it out"
-        )
+    planning = {
+        "--nodes": nodes, "--set": overrides, "--explain": explain, "--price": price,
+        "--prices": prices, "--tokens": tokens, "--top": top, "--budget": budget,
+        "--deadline": deadline,
+    }  # fmt: skip
     given = [f"--{name}" for name, value in job.items() if value]
     if not calibrate and (local or out or given):
         given = ["--local"] * local + ["--out"] * bool(out) + given
@@ -105,69 +120,178 @@ def plan(
         raise UserError(
             f"--local measures this machine, without a job; leave out {', '.join(given)}"
         )
+    outputs = {"--csv": csv, "--markdown": markdown}
+    if [csv, markdown].count("-") + as_json * ("-" in (csv, markdown)) > 1:
+        raise UserError("--csv -, --markdown - and --json: standard output has room for one")
+    options.check_picture(plot)
+    for option, path in outputs.items():
+        options.check_folder(option, path)
+    several = len(set(clusters)) > 1 or "all" in clusters
+    cluster = clusters[0] if clusters else None
+    counts = node_counts(nodes) if nodes else []
+    if calibrate or against is not None:
+        mode, why = (
+            ("--calibrate", "it measures nodes")
+            if calibrate
+            else (f"--against {against}", "recipe, nodes and settings are the run's")
+        )
+        takes = ("--nodes", "--set") if calibrate else ()
+        refused = ["RECIPE"] * bool(recipes) + ["--against"] * (calibrate and against is not None)
+        refused += [name for name, value in planning.items() if value and name not in takes]
+        refused += [name for name, value in outputs.items() if value and calibrate]
+        refused += ["--plot"] * bool(plot and not calibrate) + ["several --cluster"] * several
+        if refused:
+            text = ", ".join(refused)
+            raise UserError(f"{mode} with {text}: {why}; leave out {text}")
     if calibrate:
-        if recipes or against is not None:
-            raise UserError("--calibrate measures nodes, not a RECIPE or RUN; leave that out")
-        counts = [None] if nodes is None else node_counts(nodes)
         if len(counts) > 1:
-            raise UserError(f"--nodes {nodes}: --calibrate measures one number of nodes; give one")
-        options.check_picture(plot)
-        _calibrate(cluster, overrides, counts[0], local, out, job, plot, as_json)
+            raise UserError(
+                f"--nodes {','.join(nodes)}: --calibrate measures one number of nodes; give one"
+            )
+        _calibrate(
+            cluster, overrides, counts[0] if counts else None, local, out, job, plot, as_json
+        )
         return
     if against is not None:
-        if recipes or nodes is not None or overrides:
-            raise UserError(
-                f"--against {against}: recipe, nodes and values are the run's; leave out"
-            )
-        _compare_with_run(against, cluster, runs_dir, as_json)
+        _compare_with_run(against, cluster, runs_dir, as_json, outputs)
         return
     if not recipes:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
-    if nodes is None:
+    limited = budget is not None or deadline is not None
+    if limited and len(set(recipes)) > 1:
+        raise UserError("--budget and --deadline are for one training; give one RECIPE")
+    if not counts and not limited:
         raise UserError("--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16")
-    options.check_picture(plot)
-    counts = node_counts(nodes)
+    _plan(
+        list(dict.fromkeys(recipes)), counts, clusters, overrides, tokens, price, prices, top,
+        explain, plot, outputs, (budget, deadline) if limited else None, as_json,
+    )  # fmt: skip
+
+
+def _plan(
+    recipes: Sequence[str], counts: list[int], clusters: Sequence[str], overrides: Sequence[str],
+    tokens: str | None, price: str | None, prices: str | None, top: int | None, explain: bool,
+    plot: str | None, outputs: Mapping[str, str | None],
+    limits: tuple[str | None, str | None] | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Plan recipes on profiles and node counts, and print or write the tables."""
+    from slurmllm.backends.environment import load_environment
+    from slurmllm.errors import UserError
+    from slurmllm.plan import budget, output
+    from slurmllm.plan.cost import parse_tokens
+    from slurmllm.plan.prices import parse_price, read_prices, select_price
+    from slurmllm.plan.recipe_plan import plan_recipe
+
+    limit = None if limits is None else budget.parse_limits(*limits)
     total = None if tokens is None else parse_tokens(tokens)
-    configs = [resolve(name, cluster, overrides) for name in dict.fromkeys(recipes)]
     choice = None if price is None else parse_price(price)
     if choice is not None and choice.usd is not None and prices is not None:
         raise UserError(f"--price {price} with --prices: both give a price; leave one out")
     table = None if prices is None else read_prices(Path(prices))
-    plans = [
-        plan_recipe(
-            config, counts, load_environment(config.backend).unsupported,
+    found = [
+        (recipe, profile, plan_recipe(
+            config, counts or budget.NODES, load_environment(config.backend).unsupported,
             select_price(config.cluster, choice, table), total,
-        )
-        for config in configs
+        ))
+        for recipe in recipes
+        for profile, config in _profiles(recipe, clusters, overrides, choice, table)
     ]  # fmt: skip
+    plans = [one for _, _, one in found]
     fits = any(one.fits for one in plans)
+    purchase = None if limit is None else budget.purchase_plan(plans, limit)
     if plot is not None and fits:
         from slurmllm.pictures import write_picture
-        from slurmllm.plan.plot import draw
+        from slurmllm.plan import plot as drawing
 
-        write_picture(draw(plans), Path(plot), "name another file with --plot")
+        drawn = drawing.draw(plans) if purchase is None else drawing.draw_purchase(purchase)
+        write_picture(drawn, Path(plot), "name another file with --plot")
+    if fits:
+        rows = output.csv_rows(plans, top) if purchase is None else purchase.rows()
+        tables = output.tables(plans, top) if purchase is None else [purchase.table()]
+        _write_tables(outputs, rows, tables, output.price_lines(plans))
     if as_json:
-        options.echo_json(output.plan_json(plans, top, explain))
-    elif fits:
-        if len(configs) == len(counts) == 1:
-            output.print_plan(plans[0], top or _TOP)
-            click.echo(f"submit         {_submit_command(plans[0], recipes[0], cluster)}")
+        text = output.plan_json(plans, top or (1 if purchase else None), explain)
+        options.echo_json({**text, "budget": purchase.as_json()} if purchase else text)
+    elif fits and "-" not in outputs.values() and (purchase is None or purchase.choices):
+        if purchase is not None:
+            purchase.print()
+            for name, one in purchase.choices.items():
+                recipe, profile, plan = next(row for row in found if row[2] is one.plan)
+                command = _submit_command(plan, one.point.candidate, recipe, profile)
+                click.echo(f"submit the {name}: {command}")
+        elif len(plans) == len(counts) == 1:
+            output.print_plan(plans[0], top or output.TOP)
+            ((recipe, profile, plan),) = found
+            best = plan.node_plans[0].best
+            click.echo(f"submit         {_submit_command(plan, best, recipe, profile)}")
         else:
-            output.print_points(plans)
-        for node_plan in (found for one in plans if explain for found in one.node_plans):
+            output.print_points(plans, top)
+        for node_plan in (one for plan in plans if explain for one in plan.node_plans):
             output.print_explanation(node_plan)
-        for warning in dict.fromkeys(w for one in plans for w in one.warnings):
-            click.echo(f"warning: {warning}")
         if plot is not None:
             click.echo(f"picture: {plot}")
+    if not as_json:
+        for warning in dict.fromkeys(w for one in plans for w in one.warnings) if fits else ():
+            click.echo(f"warning: {warning}", err="-" in outputs.values())
     if not fits:
         raise plans[0].no_fit_error()
+    if purchase is not None and not purchase.choices:
+        raise purchase.no_plan_error()
 
 
-def node_counts(text: str) -> list[int]:
+def _profiles(
+    recipe: str, clusters: Sequence[str], overrides: Sequence[str], choice: PriceChoice | None,
+    table: Sequence[NodePrice] | None,
+) -> Iterator[tuple[str | None, RunConfig]]:  # fmt: skip
+    """The configurations of a recipe with each profile; `all`: those with figures and a price."""
+    from slurmllm.config.resolve import available, clusters_dir, resolve
+    from slurmllm.errors import ConfigError
+    from slurmllm.plan.prices import select_price
+
+    named = [name for name in clusters if name != "all"]
+    for name in dict.fromkeys(named) if clusters else (None,):
+        yield name, resolve(recipe, name, overrides)
+    for name in available(clusters_dir()) if "all" in clusters else ():
+        config = resolve(recipe, name, overrides)
+        with suppress(ConfigError):
+            priced = select_price(config.cluster, choice, table) is not None
+            if priced and config.cluster.hardware and name not in named:
+                yield name, config
+
+
+def _write_tables(
+    outputs: Mapping[str, str | None], rows: Sequence[Mapping[str, Any]],
+    tables: Sequence[PlanTable], notes: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Write what --csv and --markdown ask for; `-` is standard output."""
+    from slurmllm.config.yaml_source import flatten
+    from slurmllm.rundir import write_bytes
+    from slurmllm.tables import csv_text, markdown_table
+
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if option == "--csv":
+            text = csv_text([
+                {key: "+".join(value) if isinstance(value, list | tuple) else value
+                 for key, value in flatten(row).items()}
+                for row in rows
+            ])  # fmt: skip
+        else:
+            text = "\n".join(markdown_table(*one) for one in tables)
+            text += "".join(f"\n{note}\n" for note in notes)
+        if path == "-":
+            click.echo(text, nl=False)
+        else:
+            fix = f"name another file with {option}"
+            write_bytes(Path(path), text.encode(), f"cannot write {path}", fix)
+
+
+def node_counts(texts: Sequence[str]) -> list[int]:
     """The counts of --nodes, each once, ascending; raises UserError if one is not a count."""
     from slurmllm.errors import UserError
 
+    text = ",".join(texts)
     parts = [part.strip() for part in text.split(",")]
     counts = [int(part) for part in parts if part.isascii() and part.isdigit()]
     if len(counts) < len(parts) or not all(1 <= count <= _MOST_NODES for count in counts):
@@ -178,22 +302,23 @@ def node_counts(text: str) -> list[int]:
     return sorted(set(counts))
 
 
-def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
-    """The command that submits the best layout, with the options of this one."""
+def _submit_command(
+    plan: RecipePlan, layout: LayoutEstimate | None, recipe: str, cluster: str | None
+) -> str:
+    """The command that submits a layout, with the options of this one."""
     import shlex
 
     from slurmllm.plan.fit_check import changes
 
-    (node_plan,) = plan.node_plans
-    assert node_plan.best is not None, "something fits"
-    command = ["slurmllm", "submit", recipe, "--nodes", str(node_plan.nodes)]
+    assert layout is not None, "something fits"
+    command = ["slurmllm", "submit", recipe, "--nodes", str(layout.mesh.nodes)]
     command += [] if cluster is None else ["--cluster", cluster]
     given = [how for how in plan.config.origins.values() if how.startswith("--set ")]
     for how in dict.fromkeys(given):
         command += how.split(" ", 1)
-    settings = changes(plan.config, node_plan.best)
+    settings = changes(plan.config, layout)
     if plan.forecaster.tokens is not None:
-        settings.append(f"train.steps={plan.forecaster.forecast(node_plan.best).cost.steps}")
+        settings.append(f"train.steps={plan.forecaster.forecast(layout).cost.steps}")
     for setting in settings:
         command += ["--set", setting]
     return shlex.join(command)
@@ -255,7 +380,9 @@ def _calibrate(
     click.echo(f"next     slurmllm plan RECIPE --nodes N --cluster {out}")
 
 
-def _compare_with_run(name: str, cluster: str | None, runs_dir: Path, as_json: bool) -> None:
+def _compare_with_run(
+    name: str, cluster: str | None, runs_dir: Path, as_json: bool, outputs: Mapping[str, str | None]
+) -> None:
     """Print predicted and measured figures of a run."""
     from slurmllm.report.prediction import check_run_prediction
     from slurmllm.rundir import find_run
@@ -263,13 +390,16 @@ def _compare_with_run(name: str, cluster: str | None, runs_dir: Path, as_json: b
     found = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
     if as_json:
         click.echo(found.model_dump_json(indent=2))
+    table = _check_table(found)
+    _write_tables(outputs, [row.model_dump(mode="json") for row in found.rows], [table])
+    if as_json or "-" in outputs.values():
         return
-    _print_check(found)
+    _print_check(found, table)
     for warning in found.warnings:
         click.echo(f"warning: {warning}")
 
 
-def _print_check(found: PredictionCheck) -> None:
+def _print_check(found: PredictionCheck, table: PlanTable) -> None:
     from slurmllm.format import format_plural
     from slurmllm.tables import print_table
 
@@ -277,16 +407,20 @@ def _print_check(found: PredictionCheck) -> None:
     attempts = ", ".join(str(attempt) for attempt in found.attempts)
     nodes = format_plural(found.nodes, "node")
     click.echo(f"{found.run}: {steps}{attempts} on {nodes}; profile {found.cluster}")
-    rows = (
+    print_table(*table, fold="what it is")
+
+
+def _check_table(found: PredictionCheck) -> PlanTable:
+    from slurmllm.plan.output import PlanTable
+
+    rows = [
         (
             row.name, _measure(row.unit, row.predicted), _measure(row.unit, row.measured),
             "-" if row.ratio is None else f"{row.ratio:.3f}", row.note,
         )
         for row in found.rows
-    )  # fmt: skip
-    print_table(
-        ("", "predicted", "measured", "measured / predicted", "what it is"), rows, "what it is"
-    )
+    ]  # fmt: skip
+    return PlanTable(("", "predicted", "measured", "measured / predicted", "what it is"), rows)
 
 
 def _measure(unit: str, value: float | None) -> str:

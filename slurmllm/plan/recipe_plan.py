@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
-from slurmllm.plan.cost import Cost, cost, scaling
+from slurmllm.plan.cost import Cost, cost
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime
@@ -130,11 +130,13 @@ class Forecaster:
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A recipe's best layout on a number of nodes."""
+    """A layout of a recipe on a number of nodes."""
 
     recipe: str
+    cluster: str
     nodes: int
-    candidate: LayoutEstimate | None  # the best layout; None if nothing fits
+    rank: int  # 1: the fastest on these nodes
+    candidate: LayoutEstimate | None  # None if nothing fits
     forecast: TrainingForecast | None  # its forecast; None if nothing fits
     # Throughput per node, relative to that on the smallest node count on which a layout fits.
     efficiency: float | None
@@ -167,19 +169,22 @@ class RecipePlan:
         old = None if price is None else price.warning(name)
         return found if old is None else [*found, old]
 
-    def points(self) -> list[ScalingPoint]:
-        fit = [(one.nodes, one.best.seq_per_s) for one in self.node_plans if one.best]
-        efficiency = dict(zip((nodes for nodes, _ in fit), scaling(fit), strict=True))
-        return [
-            ScalingPoint(
-                self.config.recipe.name,
-                one.nodes,
-                one.best,
-                self.forecaster.forecast(one.best) if one.best else None,
-                efficiency.get(one.nodes),
-            )
-            for one in self.node_plans
-        ]
+    def points(self, top: int = 1) -> list[ScalingPoint]:
+        """The `top` layouts on each node count."""
+        first = next(iter(scaled for scaled in self.node_plans if scaled.best), None)
+        base = first.best.seq_per_s / first.nodes if first and first.best else 0.0
+        found = []
+        for plan in self.node_plans:
+            layouts = plan.top(top) if top > 1 else [(1, plan.best)]
+            found += [
+                ScalingPoint(
+                    self.config.recipe.name, self.config.cluster.name, plan.nodes, rank, one,
+                    self.forecaster.forecast(one) if one else None,
+                    one.seq_per_s / plan.nodes / base if one else None,
+                )
+                for rank, one in layouts or [(1, None)]
+            ]  # fmt: skip
+        return found
 
     def no_fit_error(self) -> ConfigError:
         """The error for a plan in which no layout fits on any node count."""
