@@ -328,7 +328,6 @@ def check_picture(plot: str | None, no_plot: bool = False) -> None:
         raise UserError("--plot and --no-plot exclude each other; give one of them")
     if plot is not None and Path(plot).suffix.lower() != ".png":
         raise UserError(f"--plot {plot}: pictures are PNG files; use {Path(plot).stem}.png")
-    check_folder("--plot", plot)
 
 
 def check_folder(option: str, path: str | None) -> None:

@@ -124,7 +124,7 @@ def plan(
     if [csv, markdown].count("-") + as_json * ("-" in (csv, markdown)) > 1:
         raise UserError("--csv -, --markdown - and --json: standard output has room for one")
     options.check_picture(plot)
-    for option, path in outputs.items():
+    for option, path in (("--plot", plot), *outputs.items()):
         options.check_folder(option, path)
     several = len(set(clusters)) > 1 or "all" in clusters
     cluster = clusters[0] if clusters else None

@@ -346,6 +346,9 @@ def test_a_run_is_held_against_the_prediction(tmp_path: Path) -> None:
     table = call(*where).stdout
     assert table.startswith("measured: ")
     assert f"{0.5 / own['step_s']:.3f}" in table
+    rows_of_file = csv.DictReader(call(*where, "--csv", "-").stdout.splitlines())
+    assert [row["name"] for row in rows_of_file] == list(found)
+    assert call(*where, "--markdown", "-").stdout.startswith("|  | predicted | measured |")
     # A time limit that the assumed start-ups would not keep: the run had shorter ones.
     short = resolve("pythia_160m", None, ["slurm.time=7"])
     run.config.write_text(short.to_yaml(), encoding="utf-8")
