@@ -196,6 +196,11 @@ def _plan(
         for recipe in recipes
         for profile, config in _profiles(recipe, clusters, overrides, choice, table)
     ]  # fmt: skip
+    if not found:
+        raise UserError(
+            f"--cluster all: no shipped profile has hardware figures and the price "
+            f"{price or 'on_demand'}; name profiles with --cluster, and a price with --price"
+        )
     plans = [one for _, _, one in found]
     fits = any(one.fits for one in plans)
     purchase = None if limit is None else budget.purchase_plan(plans, limit)

@@ -84,9 +84,9 @@ def read_price_list(path: Path) -> tuple[dict[PriceKey, float], str, str]:
 
 def _node(product: Mapping[str, Any]) -> tuple[str, str] | None:
     found = product.get("attributes", {})
-    if not found.get("instanceType") or any(
-        found.get(name, value) != value for name, value in _PRODUCT.items()
-    ):
+    others = (found.get(name, value) != value for name, value in _PRODUCT.items())
+    instance = str(product.get("productFamily", "")).startswith("Compute Instance")
+    if not instance or not found.get("instanceType") or any(others):
         return None
     region = found.get("regionCode") or found.get("location")
     return (found["instanceType"], region) if region else None

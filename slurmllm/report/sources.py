@@ -19,7 +19,7 @@ from slurmllm.metrics.merge import FileRows
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.source import read_curve
 from slurmllm.plan.mesh import load_mesh
-from slurmllm.plan.prices import PriceChoice, select_price
+from slurmllm.plan.prices import NodePrice, PriceChoice, select_price
 from slurmllm.records import AttemptRecord, Event, NodeRecord
 from slurmllm.report.facts import CheckpointFacts, CheckpointState, Rate, RunFacts
 from slurmllm.report.throughput import throughput_by_nodes
@@ -88,15 +88,15 @@ def read_run_facts(
         curve = _or_warn(lambda: read_curve(source, tags, lenient=True, by_file=metrics), warnings)
         return _read_run(RunDir(source), curve, metrics, warnings, price, client)
     curve = read_curve(source, tags, lenient=True)
-    usd = None if price is None else price.usd
+    paid = None if price is None or price.usd is None else NodePrice(price.usd)
     return RunFacts(
         name=curve.name,
         path=source,
         kind="jsonl" if curve.kind == "run" else curve.kind,
         curve=curve,
-        rates=tuple(throughput_by_nodes(curve, {}, None, usd)),
+        rates=tuple(throughput_by_nodes(curve, {}, None, None if paid is None else paid.usd)),
         spikes=_find_spikes(curve, warnings),
-        usd_per_node_hour=usd,
+        price=paid,
         warnings=(*curve.warnings, *warnings),
     )
 
@@ -126,13 +126,13 @@ def _read_run(
                 f"train attempt {one.attempt} completed steps {one.first_step} to {one.last_step}, "
                 f"but {run.metrics(one.attempt)} lacks them: none of its time is productive"
             )
-    usd = None if price is None else price.usd
+    paid = None if price is None or price.usd is None else NodePrice(price.usd)
     if config is not None:
         try:
-            selected = select_price(config.cluster, price)
-            usd = None if selected is None else selected.usd
+            paid = select_price(config.cluster, price)
         except ConfigError as error:
             warnings.append(" ".join([error.title, *error.faults]))
+    usd = None if paid is None else paid.usd
     used = account_node_hours(history, usd)
     mesh = _or_warn(lambda: load_mesh(run.plan) if run.plan.exists() else None, warnings)
     events = _or_warn(lambda: tuple(_read_events(run, history, warnings)), warnings) or ()
@@ -164,7 +164,7 @@ def _read_run(
         data=_or_warn(lambda: DataRecord.find(run.data), warnings),
         versions=_or_warn(lambda: _read_versions(run, attempts, warnings), warnings) or {},
         events=events,
-        usd_per_node_hour=usd,
+        price=paid,
         warnings=tuple(_without_repeats(run, [*warnings, *used.warnings])),
     )
 

@@ -218,6 +218,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --nodes 4 --csv no/plan.csv", "--csv no/plan.csv: the folder no does not"),
         ("neox_20b --nodes 4 --csv - --json", "standard output has room for one"),
         ("neox_20b --nodes 4 --nodes 0", "--nodes '4,0': whole numbers from 1"),
+        ("neox_20b --nodes 4 --cluster all --price us-west-1/1y", "the price us-west-1/1y; name"),
         ("neox_20b gpt3_125m --budget 5", "give one RECIPE"),
         ("neox_20b --budget -5", "--budget -5: dollars above 0"),
         ("neox_20b --deadline 48", "--deadline 48: a time above 0 with its unit"),
