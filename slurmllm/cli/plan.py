@@ -14,10 +14,8 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
     from slurmllm.plan.estimate import LayoutEstimate
-    from slurmllm.plan.output import PlanTable
     from slurmllm.plan.prices import NodePrice, PriceChoice
     from slurmllm.plan.recipe_plan import RecipePlan
-    from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
 
 _MOST_NODES = 65536
 
@@ -100,8 +98,8 @@ def plan(
     The search varies tensor and pipeline degree, micro batch, sequence parallelism, activation
     checkpointing and ZeRO. A value given with --set is fixed.
 
-    Exit codes: 0 success; 2 nothing fits, or invalid options; 3 a node or Slurm failed while
-    measuring; 4 a file cannot be written.
+    Exit codes: 0 success; 2 nothing fits or is within the limits, or invalid options; 3 a node or
+    Slurm failed while measuring; 4 a file cannot be written.
     """
     from slurmllm.errors import UserError
 
@@ -153,13 +151,20 @@ def plan(
         )
         return
     if against is not None:
-        _compare_with_run(against, cluster, runs_dir, as_json, outputs)
+        from slurmllm.cli.plan_against import compare_with_run
+
+        compare_with_run(against, cluster, runs_dir, as_json, outputs)
         return
     if not recipes:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
     limited = budget is not None or deadline is not None
     if limited and len(set(recipes)) > 1:
         raise UserError("--budget and --deadline are for one training; give one RECIPE")
+    if limited and explain:
+        raise UserError(
+            "--explain with --budget or --deadline: these compare profiles and node counts, not "
+            "layouts; leave it out, or name one with --nodes and --cluster"
+        )
     if not counts and not limited:
         raise UserError("--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16")
     _plan(
@@ -213,7 +218,7 @@ def _plan(
     if fits:
         rows = output.csv_rows(plans, top) if purchase is None else purchase.rows()
         tables = output.tables(plans, top) if purchase is None else [purchase.table()]
-        _write_tables(outputs, rows, tables, output.price_lines(plans))
+        options.write_tables(outputs, rows, tables, output.price_lines(plans))
     if as_json:
         text = output.plan_json(plans, top or (1 if purchase else None), explain)
         options.echo_json({**text, "budget": purchase.as_json()} if purchase else text)
@@ -262,34 +267,6 @@ def _profiles(
             priced = select_price(config.cluster, choice, table) is not None
             if priced and config.cluster.hardware and name not in named:
                 yield name, config
-
-
-def _write_tables(
-    outputs: Mapping[str, str | None], rows: Sequence[Mapping[str, Any]],
-    tables: Sequence[PlanTable], notes: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Write what --csv and --markdown ask for; `-` is standard output."""
-    from slurmllm.config.yaml_source import flatten
-    from slurmllm.rundir import write_bytes
-    from slurmllm.tables import csv_text, markdown_table
-
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        if option == "--csv":
-            text = csv_text([
-                {key: "+".join(value) if isinstance(value, list | tuple) else value
-                 for key, value in flatten(row).items()}
-                for row in rows
-            ])  # fmt: skip
-        else:
-            text = "\n".join(markdown_table(*one) for one in tables)
-            text += "".join(f"\n{note}\n" for note in notes)
-        if path == "-":
-            click.echo(text, nl=False)
-        else:
-            fix = f"name another file with {option}"
-            write_bytes(Path(path), text.encode(), f"cannot write {path}", fix)
 
 
 def node_counts(texts: Sequence[str]) -> list[int]:
@@ -383,77 +360,3 @@ def _calibrate(
         return
     click.echo(f"profile  {out}: measured on {', '.join(found.nodes)} in {found.seconds:.0f} s")
     click.echo(f"next     slurmllm plan RECIPE --nodes N --cluster {out}")
-
-
-def _compare_with_run(
-    name: str, cluster: str | None, runs_dir: Path, as_json: bool, outputs: Mapping[str, str | None]
-) -> None:
-    """Print predicted and measured figures of a run."""
-    from slurmllm.report.prediction import check_run_prediction
-    from slurmllm.rundir import find_run
-
-    found = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
-    if as_json:
-        click.echo(found.model_dump_json(indent=2))
-    table = _check_table(found)
-    _write_tables(outputs, [row.model_dump(mode="json") for row in found.rows], [table])
-    if as_json or "-" in outputs.values():
-        return
-    _print_check(found, table)
-    for warning in found.warnings:
-        click.echo(f"warning: {warning}")
-
-
-def _print_check(found: PredictionCheck, table: PlanTable) -> None:
-    from slurmllm.format import format_plural
-    from slurmllm.tables import print_table
-
-    steps = f"{found.steps} steps of attempt{'s' * (len(found.attempts) > 1)} "
-    attempts = ", ".join(str(attempt) for attempt in found.attempts)
-    nodes = format_plural(found.nodes, "node")
-    click.echo(f"{found.run}: {steps}{attempts} on {nodes}; profile {found.cluster}")
-    print_table(*table, fold="what it is")
-
-
-def _check_table(found: PredictionCheck) -> PlanTable:
-    from slurmllm.plan.output import PlanTable
-
-    rows = [
-        (
-            row.name, _measure(row.unit, row.predicted), _measure(row.unit, row.measured),
-            "-" if row.ratio is None else f"{row.ratio:.3f}", row.note,
-        )
-        for row in found.rows
-    ]  # fmt: skip
-    return PlanTable(("", "predicted", "measured", "measured / predicted", "what it is"), rows)
-
-
-def _measure(unit: str, value: float | None) -> str:
-    from slurmllm.format import format_number, format_percent
-
-    if value is None or unit == "":
-        return format_percent(value)
-    return f"{value / 1e9:.2f} GB" if unit == "bytes" else f"{format_number(value)} {unit}"
-
-
-def _expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
-    """The expected overheads of a run outside its steps."""
-    from slurmllm.errors import ConfigError
-    from slurmllm.plan.lost_time_assumptions import assumed, lost_time
-    from slurmllm.plan.parameters import parameters
-    from slurmllm.report.prediction import ExpectedOverheads
-
-    config, nodes = candidate.config, candidate.mesh.nodes
-    asynchronous = config.recipe.checkpoint.asynchronous
-    size = parameters(config.recipe.model)
-    durations, save = assumed(size, nodes, config.cluster.device, asynchronous)
-    try:
-        effective = lost_time(config, nodes, candidate.step.total).effective
-    except ConfigError:  # no progress by the assumptions, but the run made some
-        effective = None
-    return ExpectedOverheads(
-        start_up_s=durations.start_up[0],
-        first_step_s=durations.first_step[0],
-        save_waited_s=save.waited_s,
-        effective=effective,
-    )

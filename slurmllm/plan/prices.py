@@ -209,6 +209,9 @@ def _faults(tree: Mapping[str, Any]) -> Iterable[str]:
     except ValueError:
         what = "missing" if day is None else f"{day!r}: no day"
         yield f"date: {what}; write when these were the prices, such as 2026-11-09"
+    else:
+        if _day(str(day)) > datetime.date.today() + datetime.timedelta(days=1):  # of any time zone
+            yield f"date: {day} is in the future; write when these were the prices"
     if currency != "USD":
         what = "missing" if currency is None else f"{currency!r}: costs are in dollars"
         yield f"currency: {what}; convert the prices, and write USD"

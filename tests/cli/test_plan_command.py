@@ -220,6 +220,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --nodes 4 --nodes 0", "--nodes '4,0': whole numbers from 1"),
         ("neox_20b --nodes 4 --cluster all --price us-west-1/1y", "the price us-west-1/1y; name"),
         ("neox_20b gpt3_125m --budget 5", "give one RECIPE"),
+        ("neox_20b --budget 5 --explain", "--explain with --budget or --deadline"),
         ("neox_20b --budget -5", "--budget -5: dollars above 0"),
         ("neox_20b --deadline 48", "--deadline 48: a time above 0 with its unit"),
         ("neox_20b --cluster local --budget 5 --nodes 1", "no price of local: plans cannot be"),

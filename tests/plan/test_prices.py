@@ -139,6 +139,7 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     [
         ({"date": None}, "date: missing; write when these were the prices"),
         ({"date": "2026-13-01"}, "date: '2026-13-01': no day"),
+        ({"date": "2999-01-01"}, "date: 2999-01-01 is in the future"),
         ({"currency": "EUR"}, "currency: 'EUR': costs are in dollars; convert"),
         ({"currency": None}, "currency: missing"),
         ({"source": None}, "source: missing"),
