@@ -106,6 +106,13 @@ def format_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
+def format_days(hours: float) -> str:
+    """`5.24 h`, `22.7 days`: time to the end of a run."""
+    if hours < 24:
+        return f"{format_number(hours)} h"
+    return "1 day" if (days := format_number(hours / 24)) == "1" else f"{days} days"
+
+
 def format_elapsed(seconds: float | None) -> str:
     """`1,234.5`: seconds, without the unit."""
     return ABSENT if seconds is None else f"{seconds:,.1f}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.cells import cell_len, set_cell_size
@@ -88,6 +88,26 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], fold: st
         click.echo(click.style(heading, bold=True))
         for line in lines:
             click.echo(line)
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in GitHub's Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    cells = ([printable(cell).replace("|", "\\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV, with a column for every key of any row; None is an empty cell."""
+    import csv
+    import io
+
+    stream = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
 
 
 def fitted(

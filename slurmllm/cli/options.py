@@ -19,6 +19,7 @@ from slurmllm.format import printable
 
 if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
+    from slurmllm.plan.output import PlanTable
     from slurmllm.records import Submission
     from slurmllm.slurm.arrays import SlurmOptions
 
@@ -329,6 +330,46 @@ def check_picture(plot: str | None, no_plot: bool = False, option: str = "--plot
         raise UserError("--plot and --no-plot exclude each other; give one of them")
     if plot is not None and Path(plot).suffix.lower() != ".png":
         raise UserError(f"{option} {plot}: pictures are PNG files; use {Path(plot).stem}.png")
+
+
+def check_folder(option: str, path: str | None) -> None:
+    """Raise UserError if the folder of a file to write does not exist; before any work is done."""
+    from slurmllm.errors import UserError
+
+    folder = None if path is None else Path(path).parent
+    if folder is not None and not folder.is_dir():
+        raise UserError(
+            f"{option} {path}: the folder {folder} does not exist; `mkdir -p {folder}` first, or "
+            "name another file"
+        )
+
+
+def write_tables(
+    outputs: Mapping[str, str | None], rows: Sequence[Mapping[str, Any]],
+    tables: Sequence[PlanTable], notes: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Write what --csv and --markdown ask for; `-` is standard output."""
+    from slurmllm.config.yaml_source import flatten
+    from slurmllm.rundir import write_bytes
+    from slurmllm.tables import csv_text, markdown_table
+
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if option == "--csv":
+            text = csv_text([
+                {key: "+".join(value) if isinstance(value, list | tuple) else value
+                 for key, value in flatten(row).items()}
+                for row in rows
+            ])  # fmt: skip
+        else:
+            text = "\n".join(markdown_table(*one) for one in tables)
+            text += "".join(f"\n{note}\n" for note in notes)
+        if path == "-":
+            click.echo(text, nl=False)
+        else:
+            fix = f"name another file with {option}"
+            write_bytes(Path(path), text.encode(), f"cannot write {path}", fix)
 
 
 def source_options(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,30 +14,50 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.plan.cost import PriceKind
+    from slurmllm.config.resolve import RunConfig
     from slurmllm.plan.estimate import LayoutEstimate
+    from slurmllm.plan.prices import NodePrice, PriceChoice
     from slurmllm.plan.recipe_plan import RecipePlan
-    from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
 
 _MOST_NODES = 65536
-_TOP = 10
 
 
 @click.command()
 @click.argument("recipes", nargs=-1, metavar="[RECIPE…]", shell_complete=options.complete_recipe)
-@click.option("--nodes", metavar="N[,N…]", help="Node counts; several give one row per count.")
-@options.cluster
+@click.option(
+    "--nodes", metavar="N[,N…]", multiple=True,
+    help="Node counts; several give one row per count. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--cluster", "clusters", metavar="PROFILE", multiple=True,
+    shell_complete=options.complete_recipe,
+    help="Cluster profile, by name or .yaml file; repeatable; all: every one with a price.  "
+    "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]",
+)  # fmt: skip
 @options.set_value
 @click.option(
     "--tokens", metavar="COUNT", help="Tokens to train on, such as 20B.  [default: the recipe's]"
 )
 @click.option(
-    "--price", type=click.Choice(["on_demand", "reserved"]), default="on_demand",
-    show_default=True, help="Which price of the cluster profile to use.",
+    "--price", metavar="NAME|USD",
+    help="on_demand, capacity_block, 1y or 3y, with a region before it if needed "
+    "(us-east-1/1y); or dollars for an hour of one node.  [default: on_demand]",
 )  # fmt: skip
 @click.option(
-    "--top", type=click.IntRange(min=1), help=f"Layouts to show.  [default: {_TOP}; JSON: all]"
+    "--prices", metavar="FILE",
+    help="Table of prices to use: ours in YAML, or AWS's price list of AmazonEC2 in JSON.",
+)  # fmt: skip
+@click.option(
+    "--budget", metavar="USD",
+    help="The most that the training may cost: compares profiles and node counts (1 to 512).",
+)  # fmt: skip
+@click.option(
+    "--deadline", metavar="TIME", help="The most that it may take: a number with s, m, h or d."
 )
+@click.option(
+    "--top", type=click.IntRange(min=1),
+    help="Layouts to show of each node count.  [default: 10, or 1 of several; JSON: all]",
+)  # fmt: skip
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
 @options.plot(": throughput, cost and memory; with --calibrate, matrix size against utilization.")
 @click.option(
@@ -56,14 +77,18 @@ _TOP = 10
     "nodelist partition account qos reservation exclude time", "(--calibrate) ",
     time="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
 )  # fmt: skip
+@click.option("--csv", metavar="FILE", help="Write the table as CSV; - for standard output.")
+@click.option(
+    "--markdown", metavar="FILE", help="Write the table in Markdown; - for standard output."
+)
 @options.runs_dir
 @options.as_json
 def plan(
-    *, recipes: tuple[str, ...], nodes: str | None, cluster: str | None, overrides: tuple[str, ...],
-    tokens: str | None, price: PriceKind, top: int | None, explain: bool, plot: str | None,
-    against: str | None, calibrate: bool, local: bool, out: str | None,
-    matrix_figure: str | None, runs_dir: Path,
-    as_json: bool, **job: str | None,
+    *, recipes: tuple[str, ...], nodes: tuple[str, ...], clusters: tuple[str, ...],
+    overrides: tuple[str, ...], tokens: str | None, price: str | None, prices: str | None,
+    budget: str | None, deadline: str | None, top: int | None, explain: bool, plot: str | None,
+    against: str | None, calibrate: bool, local: bool, out: str | None, matrix_figure: str | None,
+    csv: str | None, markdown: str | None, runs_dir: Path, as_json: bool, **job: str | None,
 ) -> None:  # fmt: skip
     """Rank parallel layouts of recipes by predicted throughput.
 
@@ -71,8 +96,9 @@ def plan(
 
     \b
     slurmllm plan llama2_70b --nodes 64                      rank the layouts
-    slurmllm plan neox_20b --nodes 4,8,16 --price reserved   scaling and cost
+    slurmllm plan neox_20b --nodes 4,8,16 --price 3y         scaling and cost
     slurmllm plan gpt3_125m gpt3_1.3b --nodes 1,4 --tokens 20B
+    slurmllm plan llama2_7b --tokens 20B --budget 5000 --deadline 7d --cluster p4d --cluster p5
     slurmllm plan --against RUN                              compare with a run
     slurmllm plan --calibrate --local --out mine.yaml        measure hardware parameters
     slurmllm plan --matrix-figure FILE.png --cluster p5      matrix size and utilization
@@ -80,27 +106,26 @@ def plan(
     The search varies tensor and pipeline degree, micro batch, sequence parallelism, activation
     checkpointing and ZeRO. A value given with --set is fixed.
 
-    Exit codes: 0 success; 2 nothing fits, or invalid options; 3 a node or Slurm failed while
-    measuring; 4 a file cannot be written.
+    Exit codes: 0 success; 2 nothing fits or is within the limits, or invalid options; 3 a node or
+    Slurm failed while measuring; 4 a file cannot be written.
     """
-    from slurmllm.backends.environment import load_environment
-    from slurmllm.config.resolve import resolve
-    from slurmllm.errors import ConfigError, UserError
-    from slurmllm.plan import output
-    from slurmllm.plan.cost import parse_tokens
-    from slurmllm.plan.recipe_plan import plan_recipe
+    from slurmllm.errors import UserError
 
+    several = len(set(clusters)) > 1 or "all" in clusters
+    cluster = clusters[0] if clusters else None
     if matrix_figure is not None:
-        _refuse_others("matrix_figure", ("cluster", "overrides", "as_json", "runs_dir"))
-        _draw_matrix_figure(matrix_figure, cluster, overrides, as_json)
+        from slurmllm.cli.plan_matrix import draw_matrix_figure
+
+        _refuse_others("matrix_figure", ("clusters", "overrides", "as_json", "runs_dir"))
+        if several:
+            raise UserError("--matrix-figure is of one profile; give one --cluster")
+        draw_matrix_figure(matrix_figure, cluster, overrides, as_json)
         return
-    reserved = price == "reserved"
-    drawn = plot and not calibrate
-    if (calibrate or against is not None) and (explain or drawn or tokens or top or reserved):
-        mode, more = ("--calibrate", "") if calibrate else ("--against", " --plot,")
-        raise UserError(
-            f"{mode} takes none of --explain,{more} --price, --tokens and --top; leave it out"
-        )
+    planning = {
+        "--nodes": nodes, "--set": overrides, "--explain": explain, "--price": price,
+        "--prices": prices, "--tokens": tokens, "--top": top, "--budget": budget,
+        "--deadline": deadline,
+    }  # fmt: skip
     given = [f"--{name}" for name, value in job.items() if value]
     if not calibrate and (local or out or given):
         given = ["--local"] * local + ["--out"] * bool(out) + given
@@ -111,71 +136,171 @@ def plan(
         raise UserError(
             f"--local measures this machine, without a job; leave out {', '.join(given)}"
         )
+    outputs = {"--csv": csv, "--markdown": markdown}
+    if [csv, markdown].count("-") + as_json * ("-" in (csv, markdown)) > 1:
+        raise UserError("--csv -, --markdown - and --json: standard output has room for one")
+    options.check_picture(plot)
+    for option, path in (("--plot", plot), *outputs.items()):
+        options.check_folder(option, path)
+    counts = node_counts(nodes) if nodes else []
+    if calibrate or against is not None:
+        mode, why = (
+            ("--calibrate", "it measures nodes")
+            if calibrate
+            else (f"--against {against}", "recipe, nodes and settings are the run's")
+        )
+        takes = ("--nodes", "--set") if calibrate else ()
+        refused = ["RECIPE"] * bool(recipes) + ["--against"] * (calibrate and against is not None)
+        refused += [name for name, value in planning.items() if value and name not in takes]
+        refused += [name for name, value in outputs.items() if value and calibrate]
+        refused += ["--plot"] * bool(plot and not calibrate) + ["several --cluster"] * several
+        if refused:
+            text = ", ".join(refused)
+            raise UserError(f"{mode} with {text}: {why}; leave out {text}")
     if calibrate:
-        if recipes or against is not None:
-            raise UserError("--calibrate measures nodes, not a RECIPE or RUN; leave that out")
-        counts = [None] if nodes is None else node_counts(nodes)
         if len(counts) > 1:
-            raise UserError(f"--nodes {nodes}: --calibrate measures one number of nodes; give one")
-        _check_picture(plot, "--plot")
-        _calibrate(cluster, overrides, counts[0], local, out, job, plot, as_json)
+            raise UserError(
+                f"--nodes {','.join(nodes)}: --calibrate measures one number of nodes; give one"
+            )
+        _calibrate(
+            cluster, overrides, counts[0] if counts else None, local, out, job, plot, as_json
+        )
         return
     if against is not None:
-        if recipes or nodes is not None or overrides:
-            raise UserError(
-                f"--against {against}: recipe, nodes and values are the run's; leave out"
-            )
-        _compare_with_run(against, cluster, runs_dir, as_json)
+        from slurmllm.cli.plan_against import compare_with_run
+
+        compare_with_run(against, cluster, runs_dir, as_json, outputs)
         return
     if not recipes:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
-    if nodes is None:
+    limited = budget is not None or deadline is not None
+    if limited and len(set(recipes)) > 1:
+        raise UserError("--budget and --deadline are for one training; give one RECIPE")
+    if limited and explain:
+        raise UserError(
+            "--explain with --budget or --deadline: these compare profiles and node counts, not "
+            "layouts; leave it out, or name one with --nodes and --cluster"
+        )
+    if not counts and not limited:
         raise UserError("--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16")
-    _check_picture(plot, "--plot")
-    counts = node_counts(nodes)
+    _plan(
+        list(dict.fromkeys(recipes)), counts, clusters, overrides, tokens, price, prices, top,
+        explain, plot, outputs, (budget, deadline) if limited else None, as_json,
+    )  # fmt: skip
+
+
+def _plan(
+    recipes: Sequence[str], counts: list[int], clusters: Sequence[str], overrides: Sequence[str],
+    tokens: str | None, price: str | None, prices: str | None, top: int | None, explain: bool,
+    plot: str | None, outputs: Mapping[str, str | None],
+    limits: tuple[str | None, str | None] | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Plan recipes on profiles and node counts, and print or write the tables."""
+    from slurmllm.backends.environment import load_environment
+    from slurmllm.errors import ConfigError, UserError
+    from slurmllm.plan import budget, output
+    from slurmllm.plan.cost import parse_tokens
+    from slurmllm.plan.prices import parse_price, read_prices, select_price
+    from slurmllm.plan.recipe_plan import plan_recipe
+
+    limit = None if limits is None else budget.parse_limits(*limits)
     total = None if tokens is None else parse_tokens(tokens)
-    configs = [resolve(name, cluster, overrides) for name in dict.fromkeys(recipes)]
-    plans = [
-        plan_recipe(config, counts, load_environment(config.backend).unsupported, price, total)
-        for config in configs
-    ]
+    choice = None if price is None else parse_price(price)
+    if choice is not None and choice.usd is not None and prices is not None:
+        raise UserError(f"--price {price} with --prices: both give a price; leave one out")
+    table = None if prices is None else read_prices(Path(prices))
+    found = [
+        (recipe, profile, plan_recipe(
+            config, counts or budget.NODES, load_environment(config.backend).unsupported,
+            select_price(config.cluster, choice, table), total,
+        ))
+        for recipe in recipes
+        for profile, config in _profiles(recipe, clusters, overrides, choice, table)
+    ]  # fmt: skip
+    if not found:
+        raise UserError(
+            f"--cluster all: no shipped profile has hardware figures and the price "
+            f"{price or 'on_demand'}; name profiles with --cluster, and a price with --price"
+        )
+    plans = [one for _, _, one in found]
     fits = any(one.fits for one in plans)
+    purchase = None if limit is None else budget.purchase_plan(plans, limit)
     if plot is not None and fits:
         from slurmllm.pictures import write_picture
-        from slurmllm.plan.plot import draw
+        from slurmllm.plan import plot as drawing
 
-        write_picture(draw(plans), Path(plot), "name another file with --plot")
+        drawn = drawing.draw(plans) if purchase is None else drawing.draw_purchase(purchase)
+        write_picture(drawn, Path(plot), "name another file with --plot")
+    if fits:
+        rows = output.csv_rows(plans, top) if purchase is None else purchase.rows()
+        tables = output.tables(plans, top) if purchase is None else [purchase.table()]
+        options.write_tables(outputs, rows, tables, output.price_lines(plans))
     if as_json:
-        options.echo_json(output.plan_json(plans, top, explain))
-    elif fits:
-        if len(configs) == len(counts) == 1:
-            output.print_plan(plans[0], top or _TOP)
+        text = output.plan_json(plans, top or (1 if purchase else None), explain)
+        options.echo_json({**text, "budget": purchase.as_json()} if purchase else text)
+    elif fits and "-" not in outputs.values() and (purchase is None or purchase.choices):
+        if purchase is not None:
+            purchase.print()
+            for name, one in purchase.choices.items():
+                recipe, profile, plan = next(row for row in found if row[2] is one.plan)
+                command = _submit_command(plan, one.point.candidate, recipe, profile)
+                click.echo(f"submit the {name}: {command}")
+        elif len(plans) == len(counts) == 1:
+            output.print_plan(plans[0], top or output.TOP)
             output.print_assumed(plans)
-            click.echo(f"submit         {_submit_command(plans[0], recipes[0], cluster)}")
+            ((recipe, profile, plan),) = found
+            best = plan.node_plans[0].best
+            click.echo(f"submit         {_submit_command(plan, best, recipe, profile)}")
         else:
-            output.print_points(plans)
+            output.print_points(plans, top)
             output.print_assumed(plans)
-        for node_plan in (found for one in plans if explain for found in one.node_plans):
+        for node_plan in (one for plan in plans if explain for one in plan.node_plans):
             output.print_explanation(node_plan)
-        for warning in dict.fromkeys(w for one in plans for w in one.warnings):
-            click.echo(f"warning: {warning}")
         if plot is not None:
             click.echo(f"picture: {plot}")
+    if not as_json:
+        for warning in dict.fromkeys(w for one in plans for w in one.warnings) if fits else ():
+            click.echo(f"warning: {warning}", err="-" in outputs.values())
     if not fits:
-        error = plans[0].no_fit_error()
-        if near := plans[0].node_plans[-1].nearest:
+        recipe, profile, plan = found[0]
+        error = plan.no_fit_error()
+        if near := plan.node_plans[-1].nearest:
             closest = min(near, key=lambda one: abs(math.log(one.ratio)))
-            command = _command("plan", plans[0], recipes[0], cluster, closest.nodes)
-            command += closest.options * ("--set" in closest.options)
-            again = shlex.join(command)
+            words = _command("plan", plan, recipe, profile, closest.nodes)
+            words += closest.options * ("--set" in closest.options)
+            again = shlex.join(words)
             error = ConfigError(error.title, [*error.faults, f"for instance: {again}"])
         raise error
+    if purchase is not None and not purchase.choices:
+        raise purchase.no_plan_error()
 
 
-def node_counts(text: str) -> list[int]:
+def _profiles(
+    recipe: str, clusters: Sequence[str], overrides: Sequence[str], choice: PriceChoice | None,
+    table: Sequence[NodePrice] | None,
+) -> Iterator[tuple[str | None, RunConfig]]:  # fmt: skip
+    """The configurations of a recipe with each profile; `all`: those with figures and a price."""
+    from slurmllm.config.profiles import available
+    from slurmllm.config.resolve import clusters_dir, resolve
+    from slurmllm.errors import ConfigError
+    from slurmllm.plan.prices import select_price
+
+    named = [name for name in clusters if name != "all"]
+    for name in dict.fromkeys(named) if clusters else (None,):
+        yield name, resolve(recipe, name, overrides)
+    for name in available(clusters_dir()) if "all" in clusters else ():
+        config = resolve(recipe, name, overrides)
+        with suppress(ConfigError):
+            priced = select_price(config.cluster, choice, table) is not None
+            if priced and config.cluster.hardware and name not in named:
+                yield name, config
+
+
+def node_counts(texts: Sequence[str]) -> list[int]:
     """The counts of --nodes, each once, ascending; raises UserError if one is not a count."""
     from slurmllm.errors import UserError
 
+    text = ",".join(texts)
     parts = [part.strip() for part in text.split(",")]
     counts = [int(part) for part in parts if part.isascii() and part.isdigit()]
     if len(counts) < len(parts) or not all(1 <= count <= _MOST_NODES for count in counts):
@@ -198,18 +323,19 @@ def _command(
     return command
 
 
-def _submit_command(plan: RecipePlan, recipe: str, cluster: str | None) -> str:
-    """The command that submits the best layout, with the options of this one."""
-    if plan.config.cluster.planning_only is not None:
-        return f"refused: {plan.config.cluster.planning_only}"
+def _submit_command(
+    plan: RecipePlan, layout: LayoutEstimate | None, recipe: str, cluster: str | None
+) -> str:
+    """The command that submits a layout, with the options of this one."""
     from slurmllm.plan.fit_check import changes
 
-    (node_plan,) = plan.node_plans
-    assert node_plan.best is not None, "something fits"
-    command = _command("submit", plan, recipe, cluster, node_plan.nodes)
-    settings = changes(plan.config, node_plan.best)
+    if plan.config.cluster.planning_only is not None:
+        return f"refused: {plan.config.cluster.planning_only}"
+    assert layout is not None, "something fits"
+    command = _command("submit", plan, recipe, cluster, layout.mesh.nodes)
+    settings = changes(plan.config, layout)
     if plan.forecaster.tokens is not None:
-        settings.append(f"train.steps={plan.forecaster.forecast(node_plan.best).cost.steps}")
+        settings.append(f"train.steps={plan.forecaster.forecast(layout).cost.steps}")
     for setting in settings:
         command += ["--set", setting]
     return shlex.join(command)
@@ -230,72 +356,6 @@ def _refuse_others(option: str, allowed: Sequence[str]) -> None:
     ]
     if given:
         raise UserError(f"--{option.replace('_', '-')} does not take {', '.join(given)}; leave out")
-
-
-def _check_picture(path: str | None, option: str) -> None:
-    """Raise UserError if a picture cannot be written, before any work is done."""
-    from slurmllm.errors import UserError
-
-    options.check_picture(path, option=option)
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        raise UserError(
-            f"{option} {path}: there is no folder {Path(path).absolute().parent}; make it first"
-        )
-
-
-def _draw_matrix_figure(
-    path: str, cluster: str | None, overrides: Sequence[str], as_json: bool
-) -> None:
-    """Draw and print what matrix products of each size reach of the peak."""
-    from slurmllm.calibrate.fits import matrix_figures
-    from slurmllm.calibrate.matrix import (
-        is_device_here,
-        measure_products,
-        measured_products,
-        predicted_products,
-    )
-    from slurmllm.config.resolve import resolve
-    from slurmllm.pictures import write_picture
-    from slurmllm.plan.estimate import known_hardware
-    from slurmllm.plan.plot import draw_utilization
-    from slurmllm.tables import print_table
-
-    _check_picture(path, "--matrix-figure")
-    config = resolve("tiny_neox", cluster, overrides)
-    hardware = known_hardware(config)
-    if here := is_device_here(config):
-        samples = measure_products(config, lambda line: click.echo(line, err=True))
-        if hardware.rough:  # its figures are a guess: the curve is fitted to the measurement
-            hardware = matrix_figures(samples, "bf16", hardware)
-        rows = measured_products(hardware, samples)
-    else:
-        rows = predicted_products(hardware, config.cluster.device)
-    name = config.cluster.name
-    write_picture(draw_utilization(rows, name), Path(path), "name another file")
-    if as_json:
-        options.echo_json({"cluster": name, "measured": here, "products": rows, "picture": path})
-        return
-    print_table(
-        ("precision", "m × k × n", "TFLOP/s", "of the peak", "planner TFLOP/s", "of the peak"),
-        [
-            (
-                one["precision"], f"{one['m']:,} × {one['k']:,} × {one['n']:,}",
-                *_reached(one, "measured"), *_reached(one, "planner"),
-            )
-            for one in rows
-        ],
-    )  # fmt: skip
-    if not here:
-        device = config.cluster.device
-        click.echo(f"not measured: this machine has no {device} device that can be measured")
-    click.echo(f"picture: {path}")
-
-
-def _reached(row: Mapping[str, Any], kind: str) -> tuple[str, str]:
-    from slurmllm.format import format_number, format_percent
-
-    tflops, share = row[f"{kind}_tflops"], row[f"{kind}_utilization"]
-    return ("-", "-") if tflops is None else (format_number(tflops), format_percent(share))
 
 
 def _calibrate(
@@ -354,68 +414,3 @@ def _calibrate(
         return
     click.echo(f"profile  {out}: measured on {', '.join(found.nodes)} in {found.seconds:.0f} s")
     click.echo(f"next     slurmllm plan RECIPE --nodes N --cluster {out}")
-
-
-def _compare_with_run(name: str, cluster: str | None, runs_dir: Path, as_json: bool) -> None:
-    """Print predicted and measured figures of a run."""
-    from slurmllm.report.prediction import check_run_prediction
-    from slurmllm.rundir import find_run
-
-    found = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
-    if as_json:
-        click.echo(found.model_dump_json(indent=2))
-        return
-    _print_check(found)
-    for warning in found.warnings:
-        click.echo(f"warning: {warning}")
-
-
-def _print_check(found: PredictionCheck) -> None:
-    from slurmllm.format import format_plural
-    from slurmllm.tables import print_table
-
-    steps = f"{found.steps} steps of attempt{'s' * (len(found.attempts) > 1)} "
-    attempts = ", ".join(str(attempt) for attempt in found.attempts)
-    nodes = format_plural(found.nodes, "node")
-    click.echo(f"{found.run}: {steps}{attempts} on {nodes}; profile {found.cluster}")
-    rows = (
-        (
-            row.name, _measure(row.unit, row.predicted), _measure(row.unit, row.measured),
-            "-" if row.ratio is None else f"{row.ratio:.3f}", row.note,
-        )
-        for row in found.rows
-    )  # fmt: skip
-    print_table(
-        ("", "predicted", "measured", "measured / predicted", "what it is"), rows, "what it is"
-    )
-
-
-def _measure(unit: str, value: float | None) -> str:
-    from slurmllm.format import format_number, format_percent
-
-    if value is None or unit == "":
-        return format_percent(value)
-    return f"{value / 1e9:.2f} GB" if unit == "bytes" else f"{format_number(value)} {unit}"
-
-
-def _expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
-    """The expected overheads of a run outside its steps."""
-    from slurmllm.errors import ConfigError
-    from slurmllm.plan.lost_time_assumptions import assumed, lost_time
-    from slurmllm.plan.parameters import parameters
-    from slurmllm.report.prediction import ExpectedOverheads
-
-    config, nodes = candidate.config, candidate.mesh.nodes
-    asynchronous = config.recipe.checkpoint.asynchronous
-    size = parameters(config.recipe.model)
-    durations, save = assumed(size, nodes, config.cluster.device, asynchronous)
-    try:
-        effective = lost_time(config, nodes, candidate.step.total).effective
-    except ConfigError:  # no progress by the assumptions, but the run made some
-        effective = None
-    return ExpectedOverheads(
-        start_up_s=durations.start_up[0],
-        first_step_s=durations.first_step[0],
-        save_waited_s=save.waited_s,
-        effective=effective,
-    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
-    from slurmllm.plan.cost import PriceKind
     from slurmllm.report.facts import RunFacts
     from slurmllm.report.tables import Table
 
@@ -25,8 +24,8 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
     "sources", nargs=-1, required=True, metavar="SOURCE…", shell_complete=options.complete_run
 )
 @click.option(
-    "--price", metavar="USD", default="on_demand",
-    help="Dollars per node hour, or a price of the cluster profile: on_demand or reserved.  "
+    "--price", metavar="NAME|USD",
+    help="Price as for `slurmllm plan`: on_demand, 1y, us-east-1/3y, or dollars per node hour.  "
     "[default: on_demand]",
 )  # fmt: skip
 @click.option(
@@ -41,7 +40,7 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
 @options.runs_dir
 @options.as_json
 def report(
-    *, sources: tuple[str, ...], price: str, out: str | None, no_html: bool, no_files: bool,
+    *, sources: tuple[str, ...], price: str | None, out: str | None, no_html: bool, no_files: bool,
     tags: tuple[str, ...], plot: str | None, runs_dir: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Report curves, throughput, utilization and cost of runs.
@@ -57,13 +56,14 @@ def report(
     from slurmllm.cli.sweep import print_ranking, ranking_json
     from slurmllm.errors import StorageError, UserError
     from slurmllm.metrics.source import locate, parse_tags
+    from slurmllm.plan.prices import parse_price
     from slurmllm.report import sources as reading
     from slurmllm.report.write import default_path, to_json, write_report
     from slurmllm.rundir import find_sweep
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.sweeps import rank, read_sweep
 
-    usd = _price(price)
+    choice = None if price is None else parse_price(price)
     options.check_picture(plot)
     if out is not None and no_files:
         raise UserError("--out and --no-files exclude each other; give one of them")
@@ -84,7 +84,7 @@ def report(
     alone = not paths
     for ranked in rankings:
         paths |= dict.fromkeys(Path(one.state.run_dir) for one in ranked[:_MOST_OF_SWEEP])
-    facts = [reading.read_run_facts(path, mapping, usd, client) for path in paths]
+    facts = [reading.read_run_facts(path, mapping, choice, client) for path in paths]
     runs = reading.compare_with_first(reading.make_names_unique(facts))
     if plot is not None:
         from slurmllm.report.pictures import draw_utilization
@@ -122,24 +122,6 @@ def report(
             click.echo(f"report: {path}")
     if failure is not None:
         raise failure
-
-
-def _price(price: str) -> float | PriceKind:
-    """Dollars, or the name of one of the cluster profile's prices."""
-    from slurmllm.errors import UserError
-
-    if price in ("on_demand", "reserved"):
-        return cast("PriceKind", price)
-    try:
-        usd = float(price)
-    except ValueError:
-        usd = -1.0
-    if not 0 <= usd < float("inf"):  # NaN, too
-        raise UserError(
-            f"--price {price}: dollars for a node hour, 0 or more, such as 21.50; or on_demand or "
-            "reserved"
-        )
-    return usd
 
 
 def _print(runs: Sequence[RunFacts]) -> None:

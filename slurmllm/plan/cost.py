@@ -6,13 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Literal
 
-from slurmllm.config.cluster import Cluster
-from slurmllm.errors import ConfigError, UserError
+from slurmllm.errors import UserError
 from slurmllm.plan.estimate import LayoutEstimate
 
-PriceKind = Literal["on_demand", "reserved"]
 _HOUR_S = 3600.0
 
 
@@ -83,28 +80,6 @@ def scaling(rows: Sequence[tuple[int, float]]) -> list[float]:
         return []
     fewest, base = min(rows)
     return [throughput / nodes * fewest / base for nodes, throughput in rows]
-
-
-def node_price(cluster: Cluster, kind: PriceKind) -> float | None:
-    """Dollars for an hour of one node; None for `on_demand` in a profile without prices.
-
-    Raises:
-        ConfigError: the profile has no reserved price.
-    """
-    price = cluster.price
-    if kind == "on_demand":
-        return None if price is None else price.on_demand
-    if price is None or price.reserved is None:
-        fix = (
-            "set cluster.price.on_demand, cluster.price.reserved and cluster.price.date"
-            if price is None
-            else "set cluster.price.reserved=DOLLARS with --set, or plan with --price on_demand"
-        )
-        raise ConfigError(
-            f"cluster profile {cluster.name} has no reserved price",
-            [f"cluster.price.reserved: missing; {fix}"],
-        )
-    return price.reserved
 
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -8,6 +8,7 @@ assumes that this assignment is the fastest.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,24 @@ def describe_memory(memory: MemoryUse, most: int | None = 3) -> str:
 def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
     """`describe_memory`, followed by the excess over the limit: `…; 2.31 GiB too much`."""
     return f"{describe_memory(memory, most)}; {format_gib(memory.peak - memory.limit)} GiB too much"
+
+
+# Parts of a worker's memory whose names do not say what they are.
+PARTS = {
+    "programs": "instructions, DMA rings and collectives' memory of the compiled graphs, assumed",
+    "buffers": "what passes within one block's backward pass, or through the collectives of the "
+    "optimizer's step",
+    "pipeline buffers": "received activations and gradients, one per micro batch each way",
+    "whole weights": "what FSDP gathers within a step",
+    "output or block": "the logits and their gradients, or the largest need of one block",
+    "end of the step": "whole gradients of embedding and head, and their copy on its way",
+}
+
+
+def explain_parts(text: str) -> list[str]:
+    """A line on the parts of memory that `text` names, if some need it."""
+    named = [name for name in PARTS if re.search(rf"(^|[:,] ){name} [0-9]", text)]
+    return ["; ".join(f"{name}: {PARTS[name]}" for name in named)] if named else []
 
 
 def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]) -> list[str]:

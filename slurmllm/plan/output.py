@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from slurmllm.config.cluster import GIB
-from slurmllm.format import format_count, format_number, format_plural
+from slurmllm.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
-from slurmllm.plan.explain import describe, explain, figures, settings, why_too_large
+from slurmllm.plan.explain import (
+    describe,
+    explain,
+    explain_parts,
+    figures,
+    settings,
+    why_too_large,
+)
 from slurmllm.plan.recipe_plan import (
     Forecaster,
     NodePlan,
@@ -21,7 +28,15 @@ from slurmllm.plan.recipe_plan import (
 )
 from slurmllm.tables import print_table
 
+TOP = 10  # layouts shown by default
 _NEAREST = 3  # layouts that do not fit, at most
+
+
+class PlanTable(NamedTuple):
+    """A table of a plan."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 def print_plan(plan: RecipePlan, top: int) -> None:
@@ -37,27 +52,16 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     )
     if fixed := fixed_settings(plan.config):
         click.echo(f"fixed: {', '.join(fixed)}")
-    print_table(
-        ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO",
-         f"of {best.memory.limit / GIB:.4g} GiB", "s/step", "seq/s", "MFU", "tokens/$"),
-        [_layout_row(node_plan, rank, candidate, forecaster) for rank, candidate in rows],
-    )  # fmt: skip
+    layouts, shares = layout_tables(plan, top)
+    print_table(*layouts)
     click.echo("\nwhere a step goes, %")
-    shares = [
-        (
-            str(rank),
-            str(one.mesh.tensor),
-            _stages(one),
-            *(f"{100 * part / one.step.total:.1f}" for part in one.step.parts().values()),
-        )
-        for rank, one in rows
-    ]
-    print_table(("#", "TP", "PP", *best.step.parts()), shares)
+    print_table(*shares)
     click.echo("")
     print_recipe_layout(node_plan)
     if node_plan.too_large:
         click.echo(f"does not fit: {format_plural(len(node_plan.too_large), 'layout')}")
-        for line in _meshes_too_large(node_plan)[:_NEAREST]:
+        lines = _meshes_too_large(node_plan)[:_NEAREST]
+        for line in [*lines, *explain_parts(" ".join(lines))]:
             click.echo(f"  {line}")
     if node_plan.search.refused:
         click.echo(
@@ -67,6 +71,28 @@ def print_plan(plan: RecipePlan, top: int) -> None:
             click.echo(f"  {count:>4}  {reason}")
     click.echo("")
     print_forecast(best, forecaster)
+
+
+def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
+    """Layouts of one recipe on one number of nodes, and where their steps go."""
+    (node_plan,) = plan.node_plans
+    rows = node_plan.top(top)
+    best = rows[0][1]
+    layouts = PlanTable(
+        ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO",
+         f"of {best.memory.limit / GIB:.4g} GiB", "s/step", "seq/s", "MFU", "tokens/$"),
+        [_layout_row(node_plan, rank, one, plan.forecaster) for rank, one in rows],
+    )  # fmt: skip
+    shares = [
+        (
+            str(rank),
+            str(one.mesh.tensor),
+            _stages(one),
+            *(f"{100 * part / one.step.total:.1f}" for part in one.step.parts().values()),
+        )
+        for rank, one in rows
+    ]
+    return layouts, PlanTable(("#", "TP", "PP", *best.step.parts()), shares)
 
 
 def _layout_row(
@@ -128,7 +154,8 @@ def print_explanation(node_plan: NodePlan) -> None:
     """Print why the best layout is the best."""
     if node_plan.fitting:
         click.echo(f"\nwhy, on {format_plural(node_plan.nodes, 'node')}")
-        for line in explain(node_plan.fitting, node_plan.too_large):
+        lines = explain(node_plan.fitting, node_plan.too_large)
+        for line in [*lines, *explain_parts(" ".join(lines))]:
             click.echo(line)
 
 
@@ -144,11 +171,13 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
     spare = f"; with {format_plural(held, 'spare node')}" if held else ""
     dollars = "; cost unknown: the cluster profile has no price"
     if cost.usd is not None:
-        dollars = f", ${cost.usd:,.0f} at ${forecaster.usd_per_node_hour:,.2f} per node hour"
+        dollars = f", ${cost.usd:,.0f}"
     click.echo(
-        f"{end}{format_number(cost.days)} days, {format_number(cost.node_hours)} node hours"
+        f"{end}{format_days(cost.hours)}, {format_number(cost.node_hours)} node hours"
         f"{dollars}{spare}"
     )
+    if forecaster.price is not None:
+        click.echo(f"price          {forecaster.price}")
     shares = sorted(
         ((part, share) for part, share in lost.shares.items() if part != "productive"),
         key=lambda row: -row[1],
@@ -172,17 +201,35 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
     click.echo(f"checkpoints    {interval}")
 
 
-def print_points(recipe_plans: Sequence[RecipePlan]) -> None:
-    """Print a row for each recipe and node count."""
-    several = len(recipe_plans) > 1
-    points = [point for plan in recipe_plans for point in plan.points()]
-    headings = ("recipe",) * several + (
-        "nodes", "TP", "PP", "DP", "micro", "checkpointing", "seq/s", "tokens/s", "MFU", "$/h",
-        "tokens/$", "scaling", "tokens", "days", "$",
+def points_table(plans: Sequence[RecipePlan], top: int | None) -> PlanTable:
+    """A row for each recipe, cluster profile and node count, or several with `top`."""
+    keys = {
+        "recipe": len({plan.config.recipe.name for plan in plans}) > 1,
+        "cluster": len({plan.config.cluster.name for plan in plans}) > 1,
+    }
+    rows = []
+    for plan in plans:
+        own = {one.nodes: one.is_recipe_layout for one in plan.node_plans}
+        for point in plan.points(top or 1):
+            mark = " *" * bool(point.candidate and own[point.nodes](point.candidate))
+            names = [getattr(point, key) for key, several in keys.items() if several]
+            rank = [f"{point.rank}{mark}"] * (top is not None)
+            rows.append([*names, str(point.nodes), *rank, *point_cells(point)])
+    headings = (
+        *(key for key, several in keys.items() if several), "nodes", *["#"] * (top is not None),
+        "TP", "PP", "DP", "micro", "checkpointing", "seq/s", "tokens/s", "MFU", "$/h", "tokens/$",
+        "scaling", "tokens", "time", "$",
     )  # fmt: skip
-    print_table(headings, [(point.recipe,) * several + _point_row(point) for point in points])
+    return PlanTable(headings, rows)
+
+
+def print_points(recipe_plans: Sequence[RecipePlan], top: int | None) -> None:
+    """Print the rows of `points_table`, and what is to know of them."""
+    several = len(recipe_plans) > 1
+    print_table(*points_table(recipe_plans, top))
     for plan in recipe_plans:
         name = f"{plan.config.recipe.name} on " if several else ""
+        kind = f" of {plan.config.cluster.name}" if several else ""
         for node_plan in plan.node_plans:
             if node_plan.fitting:
                 continue
@@ -191,26 +238,53 @@ def print_points(recipe_plans: Sequence[RecipePlan]) -> None:
                 why = _meshes_too_large(node_plan)[0]
             elif reasons := most_refused(node_plan.search.refused, limit=1):
                 why += f": {reasons[0][0]}"
-            click.echo(f"{name}{format_plural(node_plan.nodes, 'node')}: {why}")
+            click.echo(f"{name}{format_plural(node_plan.nodes, 'node')}{kind}: {why}")
             for near in node_plan.nearest:
                 click.echo(f"  {near}")
         for point in plan.points():
             if point.forecast is not None and point.forecast.lost_time is None:
                 click.echo(
-                    f"{name}{format_plural(point.nodes, 'node')}: does not finish; "
+                    f"{name}{format_plural(point.nodes, 'node')}{kind}: does not finish; "
                     f"{point.forecast.reason}"
                 )
-        if plan.forecaster.usd_per_node_hour is None:
-            click.echo(f"cost unknown: cluster profile {plan.config.cluster.name} has no price")
+    for line in price_lines(recipe_plans):
+        click.echo(line)
 
 
-def _point_row(point: ScalingPoint) -> tuple[str, ...]:
+def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
+    prices = {plan.config.cluster.name: plan.forecaster.price for plan in recipe_plans}
+    return [
+        f"price of {name}: {price}"
+        if price
+        else f"cost unknown: cluster profile {name} has no price"
+        for name, price in prices.items()
+    ]
+
+
+def tables(plans: Sequence[RecipePlan], top: int | None) -> list[PlanTable]:
+    """The printed tables."""
+    if len(plans) == len(plans[0].node_plans) == 1:
+        return list(layout_tables(plans[0], top or TOP))
+    return [points_table(plans, top)]
+
+
+def csv_rows(plans: Sequence[RecipePlan], top: int | None) -> list[dict[str, Any]]:
+    """The figures of the printed rows, by the names of --json."""
+    if len(plans) == len(plans[0].node_plans) == 1:
+        (node_plan,), forecaster = plans[0].node_plans, plans[0].forecaster
+        return [
+            {"rank": rank, **_candidate_json(node_plan, one, forecaster)}
+            for rank, one in node_plan.top(top or TOP)
+        ]
+    return [point_json(point) for plan in plans for point in plan.points(top or 1)]
+
+
+def point_cells(point: ScalingPoint) -> tuple[str, ...]:
     candidate, forecast = point.candidate, point.forecast
     if candidate is None or forecast is None or point.efficiency is None:
-        return (str(point.nodes), *["-"] * 5, "nothing fits", *["-"] * 8)
+        return (*["-"] * 5, "nothing fits", *["-"] * 8)
     mesh, cost = candidate.mesh, forecast.cost
     return (
-        str(point.nodes),
         str(mesh.tensor),
         _stages(candidate),
         str(mesh.data),
@@ -223,7 +297,7 @@ def _point_row(point: ScalingPoint) -> tuple[str, ...]:
         format_count(cost.tokens_per_usd),
         f"{100 * point.efficiency:.1f} %",
         format_count(cost.tokens),
-        "never" if forecast.hours is None else format_number(forecast.hours / 24),
+        "never" if forecast.hours is None else format_days(forecast.hours),
         "-" if forecast.usd is None else f"{forecast.usd:,.0f}",
     )
 
@@ -243,7 +317,14 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
     """
     node_plans = [(plan, node_plan) for plan in plans for node_plan in plan.node_plans]
     keyed = [
-        ({"recipe": plan.config.recipe.name, "nodes": node_plan.nodes}, node_plan)
+        (
+            {
+                "recipe": plan.config.recipe.name,
+                "cluster": plan.config.cluster.name,
+                "nodes": node_plan.nodes,
+            },
+            node_plan,
+        )
         for plan, node_plan in node_plans
     ]
     recipe_layouts = []  # rank among those that fit, or why it is impossible
@@ -270,10 +351,15 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
             if not node_plan.fitting
         ],
         "assumed": {plan.config.cluster.name: plan.assumed for plan in plans},
+        "prices": {
+            plan.config.cluster.name: price and price.as_json()
+            for plan in plans
+            for price in [plan.forecaster.price]
+        },
         "warnings": list(dict.fromkeys(warning for plan in plans for warning in plan.warnings)),
     }
     if len(node_plans) > 1:
-        found["scaling"] = [_point_json(point) for plan in plans for point in plan.points()]
+        found["scaling"] = [point_json(point) for plan in plans for point in plan.points()]
     if explained:
         found["explanation"] = [
             line
@@ -294,6 +380,7 @@ def _candidate_json(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster)
     cost, lost = forecast.cost, forecast.lost_time
     return {
         "recipe": one.config.recipe.name,
+        "cluster": one.config.cluster.name,
         **figures(one),
         "nodes": one.mesh.nodes,
         "tokens_per_s": one.tokens_per_s,
@@ -310,8 +397,10 @@ def _candidate_json(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster)
     }
 
 
-def _point_json(point: ScalingPoint) -> dict[str, Any]:
-    row: dict[str, Any] = {"recipe": point.recipe, "nodes": point.nodes}
+def point_json(point: ScalingPoint) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "recipe": point.recipe, "cluster": point.cluster, "nodes": point.nodes, "rank": point.rank,
+    }  # fmt: skip
     if point.candidate is None or point.forecast is None:
         return {**row, "fits": False}
     cost, hours = point.forecast.cost, point.forecast.hours
@@ -327,5 +416,6 @@ def _point_json(point: ScalingPoint) -> dict[str, Any]:
         "scaling_efficiency": point.efficiency,
         "tokens": cost.tokens,
         "days": None if hours is None else hours / 24,
+        "hours": hours,
         "usd": point.forecast.usd,
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmllm.config.cluster import GIB
+from slurmllm.format import format_days
 from slurmllm.pictures import (
     PICTURE_STYLE,
     Axes,
@@ -17,6 +18,7 @@ from slurmllm.pictures import (
     SubFigure,
     rc_context,
 )
+from slurmllm.plan.budget import PurchasePlan
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan
@@ -162,6 +164,65 @@ def draw_utilization(products: Sequence[Mapping[str, Any]], profile: str) -> Fig
     axes.set(xlabel=f"k of products {rows[0]['m']:,} × k × 4k", ylabel="share of the peak, %")
     axes.set_title(f"profile {profile}")
     axes.legend(frameon=False)
+    return figure
+
+
+# Marks of a logarithmic axis of time: hours → label.
+_TIMES = {
+    **{minutes / 60: f"{minutes} min" for minutes in (1, 2, 4, 8, 15, 30)},
+    **{float(hours): f"{hours} h" for hours in (1, 2, 4, 8)},
+    **{24.0 * days: f"{days} d" for days in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)},
+}  # fmt: skip
+
+
+@rc_context(fname=PICTURE_STYLE)
+def draw_purchase(purchase: PurchasePlan) -> Figure:
+    """Time against cost: a line per cluster profile, the Pareto front, and the limits."""
+    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    axes: Axes = figure.subplots()
+    front, limits = purchase.front, purchase.limits
+    axes.plot(
+        [one.hours for one in front], [one.usd for one in front], color="#bbbbbb", linewidth=8,
+        alpha=0.6, solid_capstyle="round", zorder=1, label="Pareto front",
+    )  # fmt: skip
+    colors = [color for color in _COLORS if color != "#f0e442"]  # yellow lines are hard to see
+    for number, name in enumerate(dict.fromkeys(one.point.cluster for one in purchase.plans)):
+        own = [one for one in purchase.plans if one.point.cluster == name]
+        axes.plot(
+            [one.hours for one in own], [one.usd for one in own], label=name, linewidth=1.6,
+            color=colors[number % len(colors)], marker=_MARKERS[number % len(_MARKERS)],
+        )  # fmt: skip
+        for one in own:
+            axes.annotate(
+                f"{one.point.nodes}", (one.hours, one.usd), textcoords="offset points",
+                xytext=(4, 5), fontsize=8, color="#444444",
+            )  # fmt: skip
+    if limits.usd is not None:
+        axes.axhline(
+            limits.usd, color="#b00020", linestyle="--", label=f"budget, ${limits.usd:,.0f}"
+        )
+    if limits.hours is not None:
+        label = f"deadline, {format_days(limits.hours)}"
+        axes.axvline(limits.hours, color="#b00020", linestyle=":", linewidth=1.8, label=label)
+    for name, one in purchase.choices.items():
+        axes.annotate(
+            name, (one.hours, one.usd), textcoords="offset points", ha="center",
+            xytext=(0, 22 if name == "fastest" else -28), fontsize=9, fontweight="bold",
+            arrowprops={"arrowstyle": "-", "linewidth": 0.8},
+        )  # fmt: skip
+    axes.set(
+        xscale="log", yscale="log", xlabel="time to the end; at the points: nodes",
+        ylabel="dollars to the end",
+    )  # fmt: skip
+    axes.margins(0.06, 0.16)
+    least, most = axes.get_xlim()
+    times = {hours: text for hours, text in _TIMES.items() if least <= hours <= most}
+    axes.set_xticks(list(times), list(times.values()))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(_WHOLE)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    figure.legend(loc="outside right upper", frameon=False)
     return figure
 
 

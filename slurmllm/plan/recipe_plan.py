@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
-from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, scaling
+from slurmllm.plan.cost import Cost, cost
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime
 from slurmllm.plan.lost_time_assumptions import lost_time
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.nearest import Nearest, nearest, what_it_takes
+from slurmllm.plan.prices import NodePrice
 from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
 
 
@@ -100,18 +101,16 @@ class Forecaster:
     """Forecasts time, dollars and lost time for layouts of one recipe.
 
     Args:
+        price: What a node costs; None if that is unknown.
         tokens: Tokens to train on; None: the recipe's own steps.
-
-    Raises:
-        ConfigError: the profile does not have that price.
     """
 
-    def __init__(self, config: RunConfig, price: PriceKind, tokens: int | None) -> None:
-        self.usd_per_node_hour = node_price(config.cluster, price)
+    def __init__(self, price: NodePrice | None, tokens: int | None) -> None:
+        self.price = price
         self.tokens = tokens
 
     def forecast(self, candidate: LayoutEstimate) -> TrainingForecast:
-        price = self.usd_per_node_hour
+        price = None if self.price is None else self.price.usd
         # Lost time depends on the number of steps: count these without it first.
         ideal = cost(candidate, self.tokens, price)
         try:
@@ -133,11 +132,13 @@ class Forecaster:
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A recipe's best layout on a number of nodes."""
+    """A layout of a recipe on a number of nodes."""
 
     recipe: str
+    cluster: str
     nodes: int
-    candidate: LayoutEstimate | None  # the best layout; None if nothing fits
+    rank: int  # 1: the fastest on these nodes
+    candidate: LayoutEstimate | None  # None if nothing fits
     forecast: TrainingForecast | None  # its forecast; None if nothing fits
     # Throughput per node, relative to that on the smallest node count on which a layout fits.
     efficiency: float | None
@@ -159,12 +160,16 @@ class RecipePlan:
     @property
     def warnings(self) -> list[str]:
         hardware, name = self.config.cluster.hardware, self.config.cluster.name
-        if hardware is None or not hardware.rough:
-            return []
-        return [
-            f"the hardware figures of profile {name} are a guess: measure them with `slurmllm plan "
-            f"--calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml"
-        ]
+        found = []
+        if hardware is not None and hardware.rough:
+            found.append(
+                f"the hardware figures of profile {name} are a guess: measure them with `slurmllm "
+                f"plan --calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster "
+                "FILE.yaml"
+            )
+        price = self.forecaster.price
+        old = None if price is None else price.warning(name)
+        return found if old is None else [*found, old]
 
     @property
     def assumed(self) -> dict[str, float]:
@@ -173,19 +178,22 @@ class RecipePlan:
         names = () if hardware is None else hardware.assumed
         return {name: float(getattr(hardware, name)) for name in names}
 
-    def points(self) -> list[ScalingPoint]:
-        fit = [(one.nodes, one.best.seq_per_s) for one in self.node_plans if one.best]
-        efficiency = dict(zip((nodes for nodes, _ in fit), scaling(fit), strict=True))
-        return [
-            ScalingPoint(
-                self.config.recipe.name,
-                one.nodes,
-                one.best,
-                self.forecaster.forecast(one.best) if one.best else None,
-                efficiency.get(one.nodes),
-            )
-            for one in self.node_plans
-        ]
+    def points(self, top: int = 1) -> list[ScalingPoint]:
+        """The `top` layouts on each node count."""
+        first = next(iter(scaled for scaled in self.node_plans if scaled.best), None)
+        base = first.best.seq_per_s / first.nodes if first and first.best else 0.0
+        found = []
+        for plan in self.node_plans:
+            layouts = plan.top(top) if top > 1 else [(1, plan.best)]
+            found += [
+                ScalingPoint(
+                    self.config.recipe.name, self.config.cluster.name, plan.nodes, rank, one,
+                    self.forecaster.forecast(one) if one else None,
+                    one.seq_per_s / plan.nodes / base if one else None,
+                )
+                for rank, one in layouts or [(1, None)]
+            ]  # fmt: skip
+        return found
 
     def no_fit_error(self) -> ConfigError:
         """The error for a plan in which no layout fits on any node count."""
@@ -220,15 +228,15 @@ def plan_recipe(
     config: RunConfig,
     counts: Sequence[int],
     unsupported: Unsupported,
-    price: PriceKind,
+    price: NodePrice | None,
     tokens: int | None,
 ) -> RecipePlan:
     """Plan a recipe on each of several node counts, ascending.
 
     Raises:
-        ConfigError: the profile lacks hardware figures or that price.
+        ConfigError: the profile lacks hardware figures.
     """
-    forecaster = Forecaster(config, price, tokens)
+    forecaster = Forecaster(price, tokens)
     node_plans = tuple(_plan_nodes(config, count, unsupported) for count in counts)
     return RecipePlan(config, unsupported, forecaster, node_plans)
 

@@ -13,6 +13,7 @@ from slurmllm.evaluate.scores import ScoreTable
 from slurmllm.metrics.curves import Curve, SourceKind
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameters
+from slurmllm.plan.prices import NodePrice
 from slurmllm.records import CONTINUES, AttemptRecord, Event
 from slurmllm.spikes import SpikeAnalysis
 from slurmllm.status.recoveries import FailureRecovery
@@ -90,7 +91,7 @@ class RunFacts:
     # name → version on its nodes, with commas if nodes differ
     versions: Mapping[str, str] = field(default_factory=dict)
     events: tuple[Event, ...] = ()  # events, oldest first
-    usd_per_node_hour: float | None = None
+    price: NodePrice | None = None
     warnings: tuple[str, ...] = ()  # unreadable files and other doubts
 
     @property

@@ -18,8 +18,8 @@ from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.merge import FileRows
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.source import read_curve
-from slurmllm.plan.cost import PriceKind, node_price
 from slurmllm.plan.mesh import load_mesh
+from slurmllm.plan.prices import NodePrice, PriceChoice, select_price
 from slurmllm.records import AttemptRecord, Event, NodeRecord
 from slurmllm.report.facts import CheckpointFacts, CheckpointState, Rate, RunFacts
 from slurmllm.report.throughput import throughput_by_nodes
@@ -69,14 +69,14 @@ def _is_run_or_part(path: Path) -> bool:
 
 
 def read_run_facts(
-    source: Path, tags: Mapping[str, str], price: float | PriceKind, client: SlurmClient
+    source: Path, tags: Mapping[str, str], price: PriceChoice | None, client: SlurmClient
 ) -> RunFacts:
     """Read a run, or another framework's log.
 
     Args:
         source: A run directory, whole or in part, or whatever `read_curve` reads.
         tags: Metric → the tag that holds it, for logs.
-        price: Dollars per node hour, or which price of the cluster profile.
+        price: Which price of a node hour; None: on demand, if it is known.
         client: Slurm, for its accounting.
 
     Raises:
@@ -88,15 +88,15 @@ def read_run_facts(
         curve = _or_warn(lambda: read_curve(source, tags, lenient=True, by_file=metrics), warnings)
         return _read_run(RunDir(source), curve, metrics, warnings, price, client)
     curve = read_curve(source, tags, lenient=True)
-    usd = price if isinstance(price, float) else None
+    paid = None if price is None or price.usd is None else NodePrice(price.usd)
     return RunFacts(
         name=curve.name,
         path=source,
         kind="jsonl" if curve.kind == "run" else curve.kind,
         curve=curve,
-        rates=tuple(throughput_by_nodes(curve, {}, None, usd)),
+        rates=tuple(throughput_by_nodes(curve, {}, None, None if paid is None else paid.usd)),
         spikes=_find_spikes(curve, warnings),
-        usd_per_node_hour=usd,
+        price=paid,
         warnings=(*curve.warnings, *warnings),
     )
 
@@ -106,7 +106,7 @@ def _read_run(
     curve: Curve | None,
     metrics: FileRows,
     warnings: list[str],
-    price: float | PriceKind,
+    price: PriceChoice | None,
     client: SlurmClient,
 ) -> RunFacts:
     configuration = _or_warn(lambda: load_leniently(run.config), warnings) or LenientConfig()
@@ -126,12 +126,13 @@ def _read_run(
                 f"train attempt {one.attempt} completed steps {one.first_step} to {one.last_step}, "
                 f"but {run.metrics(one.attempt)} lacks them: none of its time is productive"
             )
-    usd = price if isinstance(price, float) else None
-    if config is not None and not isinstance(price, float):
+    paid = None if price is None or price.usd is None else NodePrice(price.usd)
+    if config is not None:
         try:
-            usd = node_price(config.cluster, price)
+            paid = select_price(config.cluster, price)
         except ConfigError as error:
             warnings.append(" ".join([error.title, *error.faults]))
+    usd = None if paid is None else paid.usd
     used = account_node_hours(history, usd)
     mesh = _or_warn(lambda: load_mesh(run.plan) if run.plan.exists() else None, warnings)
     events = _or_warn(lambda: tuple(_read_events(run, history, warnings)), warnings) or ()
@@ -163,7 +164,7 @@ def _read_run(
         data=_or_warn(lambda: DataRecord.find(run.data), warnings),
         versions=_or_warn(lambda: _read_versions(run, attempts, warnings), warnings) or {},
         events=events,
-        usd_per_node_hour=usd,
+        price=paid,
         warnings=tuple(_without_repeats(run, [*warnings, *used.warnings])),
     )
 

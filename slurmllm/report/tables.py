@@ -149,7 +149,6 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
     for facts in runs:
         given, mesh = facts.configuration, facts.mesh
         family, optimizer = given.text("model.family"), given.text("optim.name")
-        price = facts.usd_per_node_hour
         columns.append(
             {
                 "read from": str(facts.path),
@@ -179,7 +178,7 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
                     f"{corpus.fingerprint[:16]}"
                     for corpus in (facts.data.corpora if facts.data is not None else ())
                 ),
-                "price of a node hour": None if price is None else f"${format_dollars(price)}",
+                "price of a node hour": None if facts.price is None else str(facts.price),
             }
         )
     return _by_column(runs, columns)

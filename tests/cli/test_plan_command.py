@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import subprocess
@@ -79,7 +80,8 @@ def test_json_is_ranked_and_adds_up() -> None:
     assert (written["tensor"], written["pipeline"], written["data"]) == (8, 4, 4)
     assert found["recipe_layouts"][0]["rank"] == found["candidates"].index(written) + 1
     assert found["explanation"][0].startswith("best: TP ")
-    assert found["warnings"] == []
+    assert found["prices"]["trn1"]["usd_per_node_hour"] == 21.50
+    assert found["warnings"] == [w for w in found["warnings"] if "of 2023-12-12" in w]
 
 
 def test_what_set_names_is_fixed_and_the_rest_is_free() -> None:
@@ -114,7 +116,8 @@ def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> No
     assert ranks[1] == every.index(second) + 1
     assert f"{int(own[0][0])} of" in done.stdout
     assert "does not fit: " in done.stdout
-    assert "at $21.50 per node hour" in done.stdout
+    assert "price          $21.50 per node hour, on demand, 2023-12-12 (" in done.stdout
+    assert "warning: the price of trn1 is of 2023-12-12" in done.stdout
 
 
 def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
@@ -152,7 +155,8 @@ def test_several_node_counts_are_a_scaling_table() -> None:
         assert row["scaling_efficiency"] == pytest.approx(per_node * 4 / rows[0]["seq_per_s"])
         assert row["usd_per_hour"] == pytest.approx(7.59 * row["nodes"])
     table = call("neox_20b", "--nodes", "16,4,8,4", "--price", "reserved").stdout.splitlines()
-    assert [line.split()[0] for line in table] == ["nodes", "4", "8", "16", "assumed,"]
+    assert [line.split()[0] for line in table[:4]] == ["nodes", "4", "8", "16"]
+    assert table[4].startswith("price of trn1: $7.59 per node hour, 3 years, 2023-12-12 (")
 
 
 def test_days_and_dollars_by_model_and_node_count() -> None:
@@ -211,22 +215,37 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("llama2_70b --nodes 32 --set parallel.zero=0", "--set parallel.zero=1"),
         ("neox_20b --nodes 4 --tokens many", "--tokens 'many'"),
         ("neox_20b --nodes 4 --tokens -1", "--tokens '-1'"),
-        ("gpt3_125m --nodes 1 --price reserved", "p4d has no reserved price"),
+        ("gpt3_125m --nodes 1 --price reserved", "--price 3y: unknown for p4d.24xlarge; known: "),
+        ("gpt3_125m --nodes 1 --price cheap", "--price cheap: dollars for an hour"),
+        ("gpt3_125m --nodes 1 --price -2", "--price -2: dollars for an hour of one node, above 0"),
+        ("gpt3_125m --nodes 1 --price 2 --prices x.yaml", "leave one out"),
+        ("gpt3_125m --nodes 1 --prices x.txt", "must end in .yaml or .json"),
+        ("gpt3_125m --nodes 1 --prices x.yaml", "cannot read x.yaml"),
         ("neox_20b --nodes 4 --plot plan.pdf", "use plan.png"),
+        ("neox_20b --nodes 4 --plot no/where/plan.png", "`mkdir -p no/where` first"),
+        ("neox_20b --nodes 4 --csv no/plan.csv", "--csv no/plan.csv: the folder no does not"),
+        ("neox_20b --nodes 4 --csv - --json", "standard output has room for one"),
+        ("neox_20b --nodes 4 --nodes 0", "--nodes '4,0': whole numbers from 1"),
+        ("neox_20b --nodes 4 --cluster all --price us-west-1/1y", "the price us-west-1/1y; name"),
+        ("neox_20b gpt3_125m --budget 5", "give one RECIPE"),
+        ("neox_20b --budget 5 --explain", "--explain with --budget or --deadline"),
+        ("neox_20b --budget -5", "--budget -5: dollars above 0"),
+        ("neox_20b --deadline 48", "--deadline 48: a time above 0 with its unit"),
+        ("neox_20b --cluster local --budget 5 --nodes 1", "no price of local: plans cannot be"),
         ("neox_20b --nodes 4 --top 0", "--top"),
         ("neox_20b --nodes 4 --cluster nowhere", "unknown cluster profile 'nowhere'"),
         ("neox_20b --nodes 4 --local", "only --calibrate measures"),
         ("neox_20b --nodes 4 --partition p", "--partition: only --calibrate"),
         ("neox_20b --nodes 4 --against run", "are the run's"),
         ("--against run", "no run 'run'"),
-        ("--against run --explain", "--against takes none of"),
-        ("--against run --price reserved", "--against takes none of"),
+        ("--against run --explain", "--against run with --explain: recipe, nodes and settings"),
+        ("--against run --price 3y --nodes 4", "leave out --nodes, --price"),
         ("--calibrate --local --nodelist n1", "leave out --nodelist"),
-        ("neox_20b --calibrate", "not a RECIPE"),
-        ("--calibrate --tokens 5", "--calibrate takes none of"),
+        ("neox_20b --calibrate", "--calibrate with RECIPE: it measures nodes"),
+        ("--calibrate --tokens 5 --csv x", "leave out --tokens, --csv"),
         ("--calibrate --nodes 2,4", "one number of nodes"),
         ("--calibrate --local --plot x.pdf", "use x.png"),
-        ("--against r --plot x.png", "none of --explain, --plot"),
+        ("--against r --plot x.png", "leave out --plot"),
         ("--calibrate --local --out x.txt", "ends in .yaml"),
         ("neox_20b --nodes 4 --set cluster.hardware.matrix_efficiency=1.3", "matrix_efficiency"),
         ("neox_20b --nodes 4 --set cluster.hardware.reserved_gib=16", "reserved_gib"),
@@ -251,7 +270,7 @@ def test_a_profile_without_figures_names_the_measurement(tmp_path: Path) -> None
 
 
 def test_a_profile_without_a_price_has_no_dollars(tmp_path: Path) -> None:
-    path = profile(tmp_path, "trn1", price=None)
+    path = profile(tmp_path, "trn1", price=None, instance_type=None)
     (best,) = answer("neox_20b", "--nodes", "4", "--cluster", path, "--top", "1")["candidates"]
     assert best["tokens_per_usd"] is best["usd_per_hour"] is best["usd"] is None
     assert best["hours"] > 0
@@ -277,7 +296,7 @@ def test_a_run_that_never_gets_on_has_no_end(tmp_path: Path) -> None:
 
 def test_rough_figures_are_warned_of(tmp_path: Path) -> None:
     path = profile(tmp_path, "trn1", hardware={"rough": True})
-    (warning,) = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"]
+    warning = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"][0]
     assert "slurmllm plan --calibrate" in warning
     assert f"warning: {warning}" in call("neox_20b", "--nodes", "4", "--cluster", path).stdout
 
@@ -346,6 +365,9 @@ def test_a_run_is_held_against_the_prediction(tmp_path: Path) -> None:
     table = call(*where).stdout
     assert table.startswith("measured: ")
     assert f"{0.5 / own['step_s']:.3f}" in table
+    rows_of_file = csv.DictReader(call(*where, "--csv", "-").stdout.splitlines())
+    assert [row["name"] for row in rows_of_file] == list(found)
+    assert call(*where, "--markdown", "-").stdout.startswith("|  | predicted | measured |")
     # A time limit that the assumed start-ups would not keep: the run had shorter ones.
     short = resolve("pythia_160m", None, ["slurm.time=7"])
     run.config.write_text(short.to_yaml(), encoding="utf-8")
@@ -419,8 +441,14 @@ def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> N
         (("neox_20b", "--nodes", "4", "--matrix-figure", "p.png"), "not take RECIPE, --nodes;"),
         (("--calibrate", "--matrix-figure", "p.png"), "does not take --calibrate;"),
         (("--matrix-figure", "p.pdf"), "--matrix-figure p.pdf: pictures are PNG files"),
-        (("--matrix-figure", "absent/p.png"), "--matrix-figure absent/p.png: there is no folder"),
-        (("neox_20b", "--nodes", "4", "--plot", "absent/p.png"), "there is no folder"),
+        (
+            ("--matrix-figure", "absent/p.png"),
+            "--matrix-figure absent/p.png: the folder absent does not exist",
+        ),
+        (
+            ("neox_20b", "--nodes", "4", "--plot", "absent/p.png"),
+            "the folder absent does not exist",
+        ),
     ],
 )
 def test_pictures_that_are_refused(
@@ -430,3 +458,97 @@ def test_pictures_that_are_refused(
     done = call(*arguments)
     assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
     assert message in done.stderr
+
+
+def test_profiles_are_compared(tmp_path: Path) -> None:
+    arguments = ("gpt3_1.3b", "--nodes", "2", "--nodes", "1,2", "--cluster", "p5", "--cluster")
+    done = call(*arguments, "p4d", "--csv", str(tmp_path / "a.csv"))
+    assert [line.split()[:2] for line in done.stdout.splitlines()[:5]] == [
+        ["cluster", "nodes"], ["p5", "1"], ["p5", "2"], ["p4d", "1"], ["p4d", "2"],
+    ]  # fmt: skip
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text("utf-8").splitlines()))
+    found = answer(*arguments, "p4d")["scaling"]
+    assert [(row["cluster"], float(row["usd"])) for row in rows] == [
+        (one["cluster"], one["usd"]) for one in found
+    ]
+    everything = answer("gpt3_1.3b", "--nodes", "1", "--cluster", "all")
+    assert set(everything["prices"]) == set(everything["cluster"]) >= {"p4d", "p5"}
+    assert "local" not in everything["prices"]
+
+
+def test_tables_as_files(tmp_path: Path) -> None:
+    done = call("neox_20b", "--nodes", "4", "--top", "2", "--csv", "-")
+    rows = list(csv.DictReader(done.stdout.splitlines()))
+    first = answer("neox_20b", "--nodes", "4", "--top", "1")["candidates"][0]
+    assert (rows[0]["rank"], float(rows[0]["parts_s.compute"])) == (
+        "1",
+        first["parts_s"]["compute"],
+    )
+    assert "warning: the price of trn1" in done.stderr
+    markdown = tmp_path / "plan.md"
+    done = call("neox_20b", "--nodes", "4", "--top", "2", "--markdown", str(markdown))
+    lines = markdown.read_text("utf-8").splitlines()
+    assert lines[0].startswith("| # | TP | PP | DP | micro |")
+    assert lines[1] == "|" + " --- |" * (lines[0].count("|") - 1)
+    assert lines[2].split(" | ")[1:4] == done.stdout.splitlines()[2].split()[1:4]
+    assert lines[-1].startswith("price of trn1: $21.50 per node hour")
+    several = call("neox_20b", "--nodes", "4,8", "--top", "2").stdout.splitlines()
+    assert several[0].split()[:2] == ["nodes", "#"]
+    assert {line.split()[0] for line in several[1:5]} == {"4", "8"}
+
+
+def test_names_of_parts_of_memory_are_explained() -> None:
+    lines = call("llama2_70b", "--nodes", "32").stdout.splitlines()
+    (line,) = (line for line in lines if line.startswith("  programs: instructions, DMA rings"))
+    assert lines.index(line) < next(at for at, one in enumerate(lines) if one.startswith("not con"))
+
+
+BUDGET = ("gpt3_1.3b", "--tokens", "20B", "--cluster", "p4d", "--cluster", "p5")
+
+
+def test_a_job_for_the_budget(tmp_path: Path) -> None:
+    picture = tmp_path / "front.png"
+    limits = ("--budget", "1000", "--deadline", "10h")
+    done = call(*BUDGET, *limits, "--plot", str(picture))
+    assert done.exit_code == 0, done.output
+    found = answer(*BUDGET, *limits)["budget"]
+    assert (found["budget_usd"], found["deadline_hours"]) == (1000, 10)
+    front = found["front"]
+    assert [one["hours"] for one in front] == sorted(one["hours"] for one in front)
+    assert [one["usd"] for one in front] == sorted((one["usd"] for one in front), reverse=True)
+    meeting = [one for one in front if one["usd"] <= 1000 and one["hours"] <= 10]
+    assert [one for one in front if one["within_limits"]] == meeting
+    assert ("fastest" in meeting[0]["choice"], "cheapest" in meeting[-1]["choice"]) == (True, True)
+    for name, one in (("fastest", meeting[0]), ("cheapest", meeting[-1])):
+        where = f"--nodes {one['nodes']} --cluster {one['cluster']}"
+        assert f"submit the {name}: slurmllm submit gpt3_1.3b {where} " in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("limits", "faults"),
+    [
+        ("--budget 100 --nodes 1,2", ["the cheapest is"]),
+        ("--deadline 1m --nodes 1,2", ["the fastest is"]),
+        (
+            "--budget 760 --deadline 3h --nodes 1,2,4,8,16",
+            ["the cheapest in time is", "the fastest within the budget is"],
+        ),
+        (
+            "--budget 1 --deadline 1m --nodes 1,2",
+            ["the cheapest of all is", "the fastest of all is"],
+        ),
+    ],
+)
+def test_what_would_meet_the_limits(limits: str, faults: list[str]) -> None:
+    done = call(*BUDGET, *limits.split())
+    assert done.exit_code == 2
+    assert "no plan of gpt3_1.3b is within the limits" in done.output
+    for fault in faults:
+        assert fault in done.output
+    for line in done.output.splitlines()[1:]:  # what is named does it
+        fix = line.partition("; ")[2].removesuffix(" would do").split()
+        again = limits.split()
+        for option, value in zip(fix[::2], fix[1::2], strict=True):
+            again[again.index(option) + 1] = value
+        assert call(*BUDGET, *again).exit_code == 0, (line, again)

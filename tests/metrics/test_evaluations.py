@@ -106,7 +106,7 @@ def test_compare_and_status(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_one_plot_of_training_and_validation(run: RunDir) -> None:
-    facts = read_run_facts(run.path, {}, 1.0, SlurmClient())
+    facts = read_run_facts(run.path, {}, None, SlurmClient())
     assert facts.val_loss == 4.0
     plots = {plot.name: plot.content for plot in figures([facts])}
     lines = plots["loss"]["series"]

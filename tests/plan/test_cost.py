@@ -1,4 +1,4 @@
-"""Tokens, time and dollars, against what AWS and MosaicML published; the profiles' prices."""
+"""Tokens, time and dollars, against what AWS and MosaicML published."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmllm.config.profiles import available
-from slurmllm.config.resolve import clusters_dir, resolve
+from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.plan.cost import Cost, PriceKind, cost, node_price, parse_tokens, scaling
+from slurmllm.plan.cost import Cost, cost, parse_tokens, scaling
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.step import StepTime
@@ -60,7 +59,7 @@ def test_a_billion_tokens_on_demand(
 ) -> None:
     """The table of docs/parallelcluster.md, of throughputs that AWS published."""
     layout = candidate(recipe, nodes, seq_per_s)
-    found = cost(layout, 10**9, node_price(layout.config.cluster, "on_demand"))
+    found = cost(layout, 10**9, 21.50)
     assert found.hours == pytest.approx(hours, rel=0.05)
     assert found.usd == pytest.approx(usd, rel=0.03)
 
@@ -145,32 +144,6 @@ def test_any_text_is_a_count_or_a_fault(text: str) -> None:
     except UserError:
         return
     assert 1 <= found <= 10**18
-
-
-@pytest.mark.parametrize(
-    ("profile", "kind", "usd"),
-    [
-        ("trn1", "on_demand", 21.50), ("trn1", "reserved", RESERVED), ("trn1n", "on_demand", 24.78),
-        ("p4d", "on_demand", 32.77), ("p5", "on_demand", 98.32), ("local", "on_demand", None),
-    ],
-)  # fmt: skip
-def test_prices_of_the_profiles(profile: str, kind: PriceKind, usd: float | None) -> None:
-    assert node_price(resolve("neox_20b", profile).cluster, kind) == usd
-
-
-def test_every_price_has_its_source() -> None:
-    clusters = [resolve("neox_20b", name).cluster for name in available(clusters_dir())]
-    assert sum(one.price is not None for one in clusters) >= 4
-    assert all(one.price is None or one.price.source for one in clusters)
-
-
-@pytest.mark.parametrize(
-    ("profile", "remedy"), [("p4d", "--price on_demand"), ("local", r"cluster\.price\.date")]
-)
-def test_no_reserved_price(profile: str, remedy: str) -> None:
-    cluster = resolve("neox_20b", profile).cluster
-    with pytest.raises(ConfigError, match=rf"cluster\.price\.reserved: missing; .*{remedy}"):
-        node_price(cluster, "reserved")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_what_is_left_is_reported(
     assert (found["parameters"] is not None) is parameters
     assert not named or any(named in warning for warning in found["warnings"]), found["warnings"]
     assert not any("\n" in warning for warning in found["warnings"])
-    facts = [read_run_facts(run.path, {}, "on_demand", FakeSlurm(["n1"]))]
+    facts = [read_run_facts(run.path, {}, None, FakeSlurm(["n1"]))]
     drawn = figures(facts)
     page = to_html("r", sections(facts, drawn), page_data(facts, drawn), "now")
     assert ("Warnings</h2>" in page) is bool(found["warnings"])

@@ -11,6 +11,7 @@ from training_rows import make_row, write_rows
 
 from slurmllm.config.load import load
 from slurmllm.plan.flops import model_flops
+from slurmllm.plan.prices import PriceChoice
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.sources import make_names_unique, read_run_facts
 from slurmllm.report.throughput import scaling_rows
@@ -18,7 +19,7 @@ from slurmllm.rundir import RunDir
 
 
 def read(run: RunDir, price: float = 7.59) -> RunFacts:
-    return read_run_facts(run.path, {}, price, FakeSlurm(["n1"]))
+    return read_run_facts(run.path, {}, PriceChoice(price), FakeSlurm(["n1"]))
 
 
 def test_the_row_of_awss_table(tmp_path: Path) -> None:

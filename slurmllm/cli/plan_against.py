@@ -1,0 +1,90 @@
+"""`slurmllm plan --against RUN`: predicted and measured figures of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from slurmllm.plan.estimate import LayoutEstimate
+    from slurmllm.plan.output import PlanTable
+    from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
+
+
+def compare_with_run(
+    name: str, cluster: str | None, runs_dir: Path, as_json: bool, outputs: Mapping[str, str | None]
+) -> None:
+    """Print predicted and measured figures of a run."""
+    from slurmllm.report.prediction import check_run_prediction
+    from slurmllm.rundir import find_run
+
+    found = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
+    if as_json:
+        click.echo(found.model_dump_json(indent=2))
+    table = _check_table(found)
+    options.write_tables(outputs, [row.model_dump(mode="json") for row in found.rows], [table])
+    if as_json or "-" in outputs.values():
+        return
+    _print_check(found, table)
+    for warning in found.warnings:
+        click.echo(f"warning: {warning}")
+
+
+def _print_check(found: PredictionCheck, table: PlanTable) -> None:
+    from slurmllm.format import format_plural
+    from slurmllm.tables import print_table
+
+    steps = f"{found.steps} steps of attempt{'s' * (len(found.attempts) > 1)} "
+    attempts = ", ".join(str(attempt) for attempt in found.attempts)
+    nodes = format_plural(found.nodes, "node")
+    click.echo(f"{found.run}: {steps}{attempts} on {nodes}; profile {found.cluster}")
+    print_table(*table, fold="what it is")
+
+
+def _check_table(found: PredictionCheck) -> PlanTable:
+    from slurmllm.plan.output import PlanTable
+
+    rows = [
+        (
+            row.name, _measure(row.unit, row.predicted), _measure(row.unit, row.measured),
+            "-" if row.ratio is None else f"{row.ratio:.3f}", row.note,
+        )
+        for row in found.rows
+    ]  # fmt: skip
+    return PlanTable(("", "predicted", "measured", "measured / predicted", "what it is"), rows)
+
+
+def _measure(unit: str, value: float | None) -> str:
+    from slurmllm.format import format_number, format_percent
+
+    if value is None or unit == "":
+        return format_percent(value)
+    return f"{value / 1e9:.2f} GB" if unit == "bytes" else f"{format_number(value)} {unit}"
+
+
+def _expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
+    """The expected overheads of a run outside its steps."""
+    from slurmllm.errors import ConfigError
+    from slurmllm.plan.lost_time_assumptions import assumed, lost_time
+    from slurmllm.plan.parameters import parameters
+    from slurmllm.report.prediction import ExpectedOverheads
+
+    config, nodes = candidate.config, candidate.mesh.nodes
+    asynchronous = config.recipe.checkpoint.asynchronous
+    size = parameters(config.recipe.model)
+    durations, save = assumed(size, nodes, config.cluster.device, asynchronous)
+    try:
+        effective = lost_time(config, nodes, candidate.step.total).effective
+    except ConfigError:  # no progress by the assumptions, but the run made some
+        effective = None
+    return ExpectedOverheads(
+        start_up_s=durations.start_up[0],
+        first_step_s=durations.first_step[0],
+        save_waited_s=save.waited_s,
+        effective=effective,
+    )

@@ -1,0 +1,103 @@
+"""Plans within a budget and a deadline: the limits, the front, the picture."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import ConfigError, UserError
+from slurmllm.format import format_days
+from slurmllm.plan.budget import Limits, PurchasePlan, parse_limits, purchase_plan
+from slurmllm.plan.plot import draw_purchase
+from slurmllm.plan.prices import NodePrice
+from slurmllm.plan.recipe_plan import RecipePlan, plan_recipe
+
+
+@cache
+def plans(usd: tuple[float, float] = (20.0, 60.0)) -> tuple[RecipePlan, ...]:
+    return tuple(
+        plan_recipe(resolve("gpt3_125m", name), [1, 2, 4], lambda _: (), NodePrice(price), 10**10)
+        for name, price in zip(("p4d", "p5"), usd, strict=True)
+    )
+
+
+def compared(usd: float | None = None, hours: float | None = None) -> PurchasePlan:
+    return purchase_plan(plans(), Limits(usd, hours))
+
+
+@pytest.mark.parametrize(
+    ("budget", "deadline", "limits"),
+    [
+        ("5000", None, Limits(5000, None)), ("$12,500.5", "90m", Limits(12500.5, 1.5)),
+        ("12.5K", "48h", Limits(12500, 48)), (None, "7d", Limits(None, 168)),
+        ("1_000", "5400 s", Limits(1000, 1.5)),
+    ],
+)  # fmt: skip
+def test_limits(budget: str | None, deadline: str | None, limits: Limits) -> None:
+    assert parse_limits(budget, deadline) == limits
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "1e5", "€5", "5 000", "9" * 400])
+def test_what_is_no_limit(text: str) -> None:
+    with pytest.raises(UserError, match="dollars above 0, such as 5000"):
+        parse_limits(text, None)
+    with pytest.raises(UserError, match=r"its unit \(s, m, h or d\)"):
+        parse_limits(None, text)
+    with pytest.raises(UserError, match="its unit"):
+        parse_limits(None, "0h")
+
+
+def test_the_front_has_every_plan_that_no_other_beats() -> None:
+    found = compared()
+    assert len(found.plans) == 6
+    for one in found.plans:
+        beaten = any(
+            other.hours <= one.hours and other.usd <= one.usd and other is not one
+            for other in found.plans
+        )
+        assert (one in found.front) == (not beaten)
+    assert found.choices["fastest"] is min(found.plans, key=lambda one: one.hours)
+    assert found.choices["cheapest"] is min(found.plans, key=lambda one: one.usd)
+
+
+def test_choices_are_within_the_limits() -> None:
+    front = compared().front
+    assert len(front) >= 3
+    middle = front[1]
+    within = compared(usd=middle.usd).choices
+    assert within == {"fastest": middle, "cheapest": front[-1]}
+    in_time = compared(hours=middle.hours).choices
+    assert in_time == {"fastest": front[0], "cheapest": middle}
+    both = compared(middle.usd, middle.hours)
+    assert both.choices == {"fastest": middle, "cheapest": middle}
+    assert [both.meets(one) for one in front[:3]] == ["over the budget", "yes", "too late"]
+    assert not compared(middle.usd, front[0].hours).choices
+
+
+def test_plans_that_cannot_be_compared() -> None:
+    unpriced = plan_recipe(resolve("gpt3_125m", "p4d"), [1], lambda _: (), None, None)
+    with pytest.raises(ConfigError, match="no price of p4d: plans cannot be compared"):
+        purchase_plan([unpriced], Limits(1, None))
+    large = plan_recipe(resolve("llama2_70b", "trn1"), [1], lambda _: (), NodePrice(1.0), None)
+    with pytest.raises(ConfigError, match="no layout of llama2_70b fits"):
+        purchase_plan([large], Limits(1, None))
+
+
+def test_the_picture_has_a_line_per_profile_and_the_limits() -> None:
+    found = compared(50, 10)
+    (axes,) = draw_purchase(found).axes
+    lines = {str(line.get_label()): line for line in axes.get_lines()}
+    assert list(lines) == ["Pareto front", "p4d", "p5", "budget, $50", "deadline, 10 h"]
+    own = [one for one in found.plans if one.point.cluster == "p4d"]
+    assert list(lines["p4d"].get_xdata()) == [one.hours for one in own]
+    assert list(lines["p4d"].get_ydata()) == [one.usd for one in own]
+    texts = [text.get_text() for text in axes.texts]
+    assert texts[:6] == ["1", "2", "4"] * 2
+
+
+def test_times_below_a_day_are_in_hours() -> None:
+    assert [format_days(hours) for hours in (0.5, 23.9, 24, 36)] == [
+        "0.5 h", "23.9 h", "1 day", "1.5 days",
+    ]  # fmt: skip
