@@ -149,7 +149,8 @@ class Hardware(Section):
     node_link_gb_s: PositiveFloat
     network_gb_s: PositiveFloat  # Bandwidth from a node to the others, GB/s in one direction.
     matrix_efficiency: Share  # Share of the peak that large matrix products reach.
-    # Smallest dimension at which a matrix product reaches half of matrix_efficiency.
+    # Smallest dimension at which a matrix product reaches half of matrix_efficiency, where that was
+    # measured; 0: the time of its memory traffic is added to that of its work.
     matrix_half: NonNegativeFloat = 0.0
     attention_efficiency: Share  # Share of the peak that the products within attention reach.
     memory_efficiency: Share  # Share of the memory's bandwidth that elementwise work reaches.
@@ -161,6 +162,10 @@ class Hardware(Section):
     # below 1 with gloo, on CPUs.
     shard_efficiency: Share = 1.0
     network_efficiency: Share  # Share of network_gb_s that collectives reach.
+    # Bounds of network_efficiency where it is an assumption; the planner prints what they give.
+    network_efficiency_range: tuple[Share, Share] | None = Field(default=None, strict=False)
+    # Nodes of a group at which congestion leaves half of network_efficiency; none by default.
+    network_half: PositiveFloat | None = None
     # One hop of a collective within a node, microseconds.
     node_link_latency_us: NonNegativeFloat = 0.0
     # One hop of a collective between nodes, microseconds.

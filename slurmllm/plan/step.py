@@ -1,10 +1,10 @@
 """Estimate of the duration of an optimizer step, by parts; torch-free.
 
 A worker's work in a micro batch is counted exactly (`flops.py`) and divided by the rate
-of its device: matrix products at `matrix_efficiency` of the peak, less if a dimension is small
-(d / (d + matrix_half)), or at the memory's bandwidth if that is slower (the "roofline" of
-Williams et al. 2009); attention at `attention_efficiency`; elementwise work at
-`memory_efficiency` of the memory's bandwidth. A pipeline takes the time of its slowest stage for
+of its device: matrix products at `matrix_efficiency` of the peak plus the time in which their
+operands and results pass through the memory, which is what makes products with a small dimension
+slow; attention at `attention_efficiency`; elementwise work at `memory_efficiency` of the memory's
+bandwidth. A pipeline takes the time of its slowest stage for
 each micro batch, and fills and drains once through the other stages, in `virtual_pipeline` smaller
 pieces if interleaved (Narayanan et al. 2021, arXiv 2104.04473).
 
@@ -12,7 +12,10 @@ Collectives are ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization
 communication operations in MPICH"): an all-gather or reduce-scatter of `size` bytes over n workers
 sends (n - 1) / n · size bytes per worker; an all-reduce is a reduce-scatter followed by an
 all-gather. A ring over several nodes crosses each node's network once; all rings of a node share
-its bandwidth.
+its bandwidth, of which congestion leaves less the more nodes there are (`network_half`). FSDP2
+gathers and reduces layer by layer while the neighbouring layer computes: what a layer computes for
+is the most that can be hidden, and of that `overlap` is; the first gathering of a micro batch and
+its last reduction have nothing to hide behind (Zhao et al. 2023, arXiv 2304.11277, section 3.3).
 """
 
 from __future__ import annotations
@@ -86,6 +89,8 @@ def rate(members: Group, hardware: Hardware) -> float:
     if members.within_node:
         return inside
     network = hardware.network_gb_s * hardware.network_efficiency * 1e9
+    if hardware.network_half is not None:
+        network /= 1 + members.nodes / hardware.network_half
     return min(inside, network / members.rings)
 
 
@@ -232,7 +237,7 @@ class _Step:
             # Filling and draining: once through the other stages, the last of them with the head.
             bubble=(mesh.pipeline - 1) * stage / mesh.virtual_pipeline,
             transfer=crossing * crossings if mesh.pipeline > 1 else 0.0,
-            data=self._data_s(stage_parameters, compute + recompute),
+            data=self._data_s(stage_parameters, block + again),
             optimizer=_ADAMW * updated * self.formats.kept / self.bandwidth,
             overhead=micro_batches * self.layers * launches + hardware.step_overhead_s,
         )
@@ -301,8 +306,11 @@ class _Step:
         """Bytes of a micro batch's activations between two blocks."""
         return self.tokens * self.model.hidden_size * self.formats.computed
 
-    def _data_s(self, numbers: float, computing: float) -> float:
-        """Data-parallel communication of a worker's parameters that computing does not hide."""
+    def _data_s(self, numbers: float, layer: float) -> float:
+        """Data-parallel communication of a worker's parameters that computing does not hide.
+
+        `layer` is for how long a layer computes in a micro batch, forward and backward.
+        """
         members, zero = data_group(self.mesh), self.recipe.parallel.zero
         micro_batches = self.mesh.accumulation
         # How often a step gathers all weights, and reduces and scatters all gradients.
@@ -320,14 +328,19 @@ class _Step:
             weights = gather_s(numbers * self.formats.computed, members, self.hardware)
             gradients = gather_s(numbers * self.formats.reduced, members, self.hardware)
             total = gathers * weights + scatters * gradients
-        # Communication cannot be hidden for longer than the worker computes.
-        return total - min(total * self.hardware.overlap, computing)
+            if not self.nxd:  # a collective for each layer
+                hops = (gathers + scatters) * (self.layers - 1)
+                total += hops * latency_s(members, self.hardware)
+        hidden = min(total / self.layers, scatters * layer)  # of each layer but one
+        return total - self.hardware.overlap * (self.layers - 1) * hidden
 
 
 @lru_cache(maxsize=65536)
 def product_s(product: Product, peak: float, width: int, hardware: Hardware) -> float:
-    """Duration of a matrix product, s, by its work or memory traffic; `width` bytes a number."""
-    filled = product.smallest / (product.smallest + hardware.matrix_half)
-    work = product.flops / (peak * hardware.matrix_efficiency * filled)
+    """Duration of a matrix product, s, by its work and memory traffic; `width` bytes a number."""
+    work = product.flops / (peak * hardware.matrix_efficiency)
     moved = product.numbers * width / (hardware.memory_gb_s * hardware.memory_efficiency * 1e9)
-    return max(work, moved)
+    if hardware.matrix_half:  # measured on whole products, their memory traffic included
+        filled = product.smallest / (product.smallest + hardware.matrix_half)
+        return max(work / filled, moved)
+    return work + moved

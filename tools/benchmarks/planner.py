@@ -1,229 +1,369 @@
-"""The planner against published runs: fit its few constants on some models, check them on others.
+"""The planner against published runs: each model predicted from constants fitted without it.
 
-python tools/benchmarks/planner.py [--hardware trn1,p4d,p5] [--fit] [--rows] [--json FILE]
+python tools/benchmarks/planner.py [--hardware trn1,gpu] [--rows] [--fit] [--write] [--json FILE]
 
-Prints, for each kind of hardware, how far predicted throughput is from what was published
-(published/*.csv): of the models that the constants were fitted to, and of those that they were not.
-A row counts as tuned where its mesh is one that AWS's recipes choose for the model, and it is
-within a tenth, node by node, of the best figure published for the same layout: others measure an
-old release or a mistake. --fit searches the constants anew, within the bounds below, and prints
-them; profiles are changed by hand. Exit code 1 where a bound is missed.
+The constants of the hardware profiles (`CONSTANTS`) are fitted once for each model, to the rows
+(published/*.csv) of all others, and that model is predicted with them ("left out"). Printed are the
+mean error and the bias, by hardware, model and nodes; the error of the shipped profiles, which are
+fitted to all rows; that of the baseline "every model reaches the same MFU", the median of the other
+models' rows; and how many rows are inside the interval that `plan` prints. On trn1 a layout was
+measured with up to six releases of the SDK: its figure is their median ("layouts").
+
+--fit prints the constants fitted to all rows; profiles are changed by hand. --write replaces
+slurmllm/plan/published_runs.csv, from which `plan` has its intervals. Exit code 1 where a goal is
+missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
-import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from published_rows import Row, chosen_meshes, rows
 
-from slurmllm.plan.step import step_time
+from slurmllm.plan.evidence import COLUMNS, FILE, MeasuredRun, half_width, outside
+from slurmllm.plan.flops import model_flops
+from slurmllm.plan.parameters import parameters
+from slurmllm.plan.step import peak_flops, step_time
 
-MEAN, LARGEST = {"trn1": 0.12, "p4d": 0.10, "p5": 0.10}, 0.30
-TUNED = 0.9  # of the best figure for the same layout
-# What the constants are fitted to; every other model is checked.
-FITTED = {
-    "trn1": ("Llama-2-7B", "GPT-NeoX-20B", "GPT3-6.7B", "Llama-2-70B"),
-    "p4d": ("MPT-125m", "MPT-7b", "MPT-70b"),
-    "p5": ("MPT-760m", "MPT-13b"),
+GOALS = {"trn1 layouts": 0.05, "A100": 0.04, "H100": 0.04}  # mean error, left out
+BIAS, BIAS_NODES = 0.03, (16, 32, 64)  # of H100
+COVERED = (0.85, 0.95)  # share of rows inside the interval
+# Rows of trn1 that do not show what our backend reaches there today: start of the name → why.
+LEFT_OUT = {
+    "sdk-gpt6.7b-1n-2022": "the SDK's first releases: 16 nodes went from 101 to 144 seq/s in a year",
+    "sdk-gpt6.7b-16n-2022": "the SDK's first releases",
+    "log-gpt6.7b-1n": "of the same time: its page has 98 seq/s for 16 nodes",
+    "sdk-llama2-7b-nemo": "NeMo's Llama; NxD's, which the backend is, reaches 1.6 times as much",
+    "log-llama2-7b-nemo": "NeMo's Llama",
+    "log-gpt23b-4n": "read off a log's time stamps; half of the same layout on 32 nodes",
 }
-# Constant → what it may be: nothing reaches a peak. The masked half of attention is not counted,
-# but NxD's kernels compute it, so that less than half of what matrices reach is left on trn1. How
-# fast its network is, the rows hardly say (0.15 to 0.75 fit about as well): it is given there.
-_EVERYWHERE = {
-    "matrix_efficiency": (0.2, 0.9),
-    "matrix_half": (0.0, 512.0),
-    "memory_efficiency": (0.3, 0.95),
-    "node_link_efficiency": (0.1, 0.9),
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant that is fitted, of one profile or the same for several."""
+
+    name: str
+    bounds: tuple[float, float]
+    profiles: Mapping[str, float]  # profile → factor of the value
+
+
+def _one(*profiles: str) -> dict[str, float]:
+    return dict.fromkeys(profiles, 1.0)
+
+
+# Elementwise kernels are as fast on A100 of 40 GB as on those of 80 GB, whose memory is faster.
+_A100_GPUS = {"p4d": 2039 / 1555, "p4de": 1.0}
+CONSTANTS: dict[str, tuple[Constant, ...]] = {
+    "trn1": (
+        Constant("matrix_efficiency", (0.3, 0.95), _one("trn1")),
+        Constant("memory_efficiency", (0.2, 0.95), _one("trn1")),
+    ),
+    "gpu": (
+        *(Constant("matrix_efficiency", (0.3, 0.95), _one(gpu)) for gpu in ("p4d", "p4de", "p5")),
+        Constant("attention_efficiency", (0.05, 0.8), _one("p4d", "p4de")),
+        Constant("attention_efficiency", (0.05, 0.8), _one("p5")),
+        Constant("memory_efficiency", (0.2, 0.7), {**_A100_GPUS, "p5": 1.0}),
+        Constant("overlap", (0.0, 1.0), _one("p4d", "p4de", "p5")),
+        Constant("network_half", (5.0, 300.0), _one("p4d", "p4de", "p5")),
+        Constant("network_latency_us", (1.0, 300.0), _one("p4d", "p4de", "p5")),
+    ),
 }
-_GPU = {
-    "attention_efficiency": (0.05, 0.8),
-    "network_efficiency": (0.2, 0.95),
-    "overlap": (0.0, 1.0),
-}
-SEARCHED: dict[str, dict[str, tuple[float, float]]] = {
-    "trn1": {**_EVERYWHERE, "attention_efficiency": (0.05, 0.35)},
-    "p4d": {**_EVERYWHERE, **_GPU},
-    "p5": {**_EVERYWHERE, **_GPU},
-}
-_STARTS = 6
+Values = Sequence[float]  # of a group's constants, in their order
 
 
 @dataclass(frozen=True)
 class Case:
-    """A published row, and whether its layout was tuned."""
+    """A published row, or the median of a layout's rows."""
 
     row: Row
-    tuned: bool
+    group: str
 
-    def predicted(self, changed: Mapping[str, float] | None = None) -> float:
-        """Sequences a second, with other constants where given."""
+    @property
+    def profile(self) -> str:
+        return self.row.config.cluster.name
+
+    def ratio(self, values: Values | None = None) -> float:
+        """Predicted over published, with other constants where given."""
         config = self.row.config
-        if changed:
+        if values is not None:
+            changed = {
+                constant.name: value * constant.profiles[self.profile]
+                for constant, value in zip(CONSTANTS[self.group], values, strict=True)
+                if self.profile in constant.profiles
+            }
             hardware = config.cluster.hardware
             assert hardware is not None
-            other = hardware.model_copy(update=dict(changed))
+            other = hardware.model_copy(update=changed)
             config = replace(config, cluster=config.cluster.model_copy(update={"hardware": other}))
-        return self.row.mesh.global_batch / step_time(config, self.row.mesh).total
+        predicted = self.row.mesh.global_batch / step_time(config, self.row.mesh).total
+        return predicted / self.row.measured
 
-    def error(self, changed: Mapping[str, float] | None = None) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted(changed) / self.row.measured - 1
+    @property
+    def mfu(self) -> float:
+        """As published."""
+        flops = model_flops(self.row.config.recipe.model, 1) * self.row.measured
+        return flops / (self.row.mesh.world_size * peak_flops(self.row.config))
 
 
-def cases(hardware: str) -> list[Case]:
-    """The rows of one kind of hardware."""
-    file = "published_trn1.csv" if hardware == "trn1" else "published_gpu.csv"
-    found = [row for row in rows(file) if row.config.cluster.name == hardware]
-    best: dict[object, float] = {}
-    for row in found:
-        best[_layout(row)] = max(best.get(_layout(row), 0.0), _per_node(row))
+def all_cases(group: str) -> list[Case]:
+    """The rows of trn1, or of the GPUs."""
+    file = "published_trn1.csv" if group == "trn1" else "published_gpu.csv"
+    return [Case(row, group) for row in rows(file)]
+
+
+def is_evidence(case: Case) -> bool:
+    """Whether a row counts: on trn1, a mesh that a recipe of AWS's has for its model."""
+    row = case.row
+    if case.group != "trn1":
+        return True
+    if any(row.name.startswith(start) for start in LEFT_OUT):
+        return False
+    return (row.model, row.mesh.tensor, row.mesh.pipeline) in chosen_meshes()
+
+
+def layouts(found: Iterable[Case]) -> list[Case]:
+    """One case for each layout and number of nodes: the median of its rows."""
+    grouped = defaultdict(list)
+    for case in found:
+        mesh, recipe = case.row.mesh, case.row.config.recipe
+        key = (
+            case.row.model,
+            case.profile,
+            mesh,
+            recipe.model.seq_len,
+            recipe.train,
+            recipe.parallel,
+        )
+        grouped[repr(key)].append(case)
     return [
-        Case(row, _chosen(row) and _per_node(row) >= TUNED * best[_layout(row)]) for row in found
-    ]
+        replace(of[0], row=replace(of[0].row, measured=statistics.median(c.row.measured for c in of)))
+        for of in grouped.values()
+    ]  # fmt: skip
 
 
-def _per_node(row: Row) -> float:
-    return row.measured / row.mesh.nodes
+def shipped(group: str, found: Sequence[Case]) -> list[float]:
+    """The constants as they are in the profiles."""
+    values = []
+    for constant in CONSTANTS[group]:
+        profile, factor = next(iter(constant.profiles.items()))
+        hardware = next(c.row.config.cluster.hardware for c in found if c.profile == profile)
+        values.append(getattr(hardware, constant.name) / factor)
+    return values
 
 
-def _chosen(row: Row) -> bool:
-    """Whether a recipe of AWS's has the row's mesh for its model; GPUs have no such list."""
-    degrees = (row.model, row.mesh.tensor, row.mesh.pipeline)
-    return not row.hardware.startswith("trn1") or degrees in chosen_meshes()
+def fit(found: Sequence[Case], group: str, start: Values) -> list[float]:
+    """Constants that come nearest to the cases.
 
-
-def _layout(row: Row) -> object:
-    mesh, recipe = row.mesh, row.config.recipe
-    return (
-        row.model, row.config.cluster.hardware, mesh.tensor, mesh.pipeline, mesh.micro_batch,
-        mesh.accumulation, recipe.model.seq_len, recipe.train.precision,
-        recipe.train.activation_checkpointing,
-        recipe.parallel.zero, recipe.parallel.sequence,
-    )  # fmt: skip
-
-
-def fit(found: Sequence[Case], searched: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Constants that come nearest to the tuned cases; every model counts alike.
-
-    Least is the mean of |log ratio| and of its square: the square keeps any row from being far off.
-    Coordinate descent from the middle of the bounds, and from random places within them.
+    Least is the mean of |log ratio| and of its square, which keeps any row from being far off; a
+    model on one kind of device weighs as the root of its number of rows.
     """
-    models = sorted({case.row.model for case in found})
+    rows_of = defaultdict(int)
+    for case in found:
+        rows_of[case.row.model, case.profile] += 1
+    weights = [rows_of[case.row.model, case.profile] ** -0.5 for case in found]
 
-    def loss(values: Mapping[str, float]) -> float:
-        each = []
-        for model in models:
-            logs = [math.log1p(c.error(values)) for c in found if c.row.model == model and c.tuned]
-            each.append(statistics.mean(abs(one) + one**2 for one in logs))
-        return statistics.mean(each)
+    def loss(values: Values) -> float:
+        logs = [math.log(case.ratio(values)) for case in found]
+        return sum(w * (abs(one) + one**2) for w, one in zip(weights, logs, strict=True))
 
-    drawn = random.Random(1)
-    starts = [{name: (low + high) / 2 for name, (low, high) in searched.items()}]
-    for _ in range(_STARTS - 1):
-        starts.append({name: drawn.uniform(*bounds) for name, bounds in searched.items()})
-    return min((_descend(start, searched, loss) for start in starts), key=loss)
+    return _descend(list(start), [constant.bounds for constant in CONSTANTS[group]], loss)
 
 
 def _descend(
-    values: dict[str, float],
-    searched: Mapping[str, tuple[float, float]],
-    loss: Callable[[Mapping[str, float]], float],
-) -> dict[str, float]:
+    values: list[float], bounds: Sequence[tuple[float, float]], loss: Callable[[Values], float]
+) -> list[float]:
     """Coordinate descent with steps that shrink."""
-    best, step = loss(values), 0.3
-    while step > 0.005:
+    best, step = loss(values), 0.2
+    while step > 0.01:
         before = best
-        for name, (low, high) in searched.items():
+        for place, (low, high) in enumerate(bounds):
             for factor in (1 + step, 1 / (1 + step)):
-                raised = max(values[name], (high - low) / 100) * factor
-                tried = {**values, name: min(high, max(low, raised))}
+                value = min(high, max(low, max(values[place], (high - low) / 100) * factor))
+                tried = [*values[:place], value, *values[place + 1 :]]
                 if (found := loss(tried)) < best:
                     best, values = found, tried
-        if best > before - 1e-6:
+        if best > before * (1 - 1e-4):
             step /= 2
     return values
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How far a group of rows is off."""
+class Result:
+    """A case as it was predicted."""
 
-    name: str
-    count: int
-    mean: float
-    tuned: int
-    tuned_mean: float
-    tuned_largest: float
+    case: Case
+    left_out: float  # predicted over published, fitted without its model
+    fitted: float  # likewise, with the shipped profile
+    constant: float  # likewise, with the median MFU of the other models
+
+    @property
+    def run(self) -> MeasuredRun:
+        """As in the package's table."""
+        row, mesh = self.case.row, self.case.row.mesh
+        return MeasuredRun(
+            row.name, self.case.profile, row.model, parameters(row.config.recipe.model),
+            mesh.nodes, row.config.recipe.model.seq_len, mesh.tensor, mesh.pipeline,
+            row.measured, self.case.mfu, self.left_out, row.source,
+        )  # fmt: skip
 
 
-def judge(name: str, found: Sequence[Case], values: Mapping[str, float] | None) -> Verdict:
-    """Mean absolute error of all rows, and the largest of the tuned ones."""
-    errors = [abs(case.error(values)) for case in found]
-    tuned = [abs(case.error(values)) for case in found if case.tuned]
-    return Verdict(
-        name, len(found), statistics.mean(errors), len(tuned),
-        statistics.mean(tuned) if tuned else 0.0, max(tuned, default=0.0),
-    )  # fmt: skip
+def leave_out(group: str, found: Sequence[Case], fitted_to: Sequence[Case]) -> list[Result]:
+    """Predict each model of `found` from constants fitted to the others of `fitted_to`."""
+    start, results = shipped(group, found), []
+    for model in sorted({case.row.model for case in found}):
+        values = fit([case for case in fitted_to if case.row.model != model], group, start)
+        for case in (case for case in found if case.row.model == model):
+            of = [c.mfu for c in fitted_to if c.row.model != model and c.profile == case.profile]
+            constant = statistics.median(of) / case.mfu
+            results.append(Result(case, case.ratio(values), case.ratio(), constant))
+    return results
+
+
+def inside(results: Sequence[Result]) -> list[bool]:
+    """Whether the interval, of the other models' rows, has the published value."""
+    runs = [result.run for result in results]
+    found = []
+    for run in runs:
+        others = [other for other in runs if other.model != run.model]
+        own = [other for other in others if other.profile == run.profile]
+        octaves = sum(outside(run.point, own).values())
+        found.append(abs(math.log(run.left_out)) <= half_width(own, octaves))
+    return found
+
+
+def _summary(name: str, results: Sequence[Result], within: Sequence[bool]) -> dict[str, Any]:
+    def mean(values: Iterable[float]) -> float:
+        return statistics.mean(abs(value - 1) for value in values)
+
+    return {
+        "name": name,
+        "count": len(results),
+        "left_out": mean(result.left_out for result in results),
+        "bias": statistics.mean(result.left_out - 1 for result in results),
+        "fitted": mean(result.fitted for result in results),
+        "constant_mfu": mean(result.constant for result in results),
+        "inside": statistics.mean(within),
+    }
+
+
+def _print(of: Mapping[str, Any]) -> None:
+    print(
+        f"{of['name']:<24} {of['count']:4}  {of['left_out']:7.1%} {of['bias']:+7.1%}  "
+        f"{of['fitted']:7.1%}  {of['constant_mfu']:7.1%}  {of['inside']:6.0%}"
+    )
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hardware", default="trn1,p4d,p5")
-    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--hardware", default="trn1,gpu")
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--fit", action="store_true", help="print the constants that fit best")
+    parser.add_argument("--write", action="store_true", help=f"replace {FILE.name}")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    report, missed = [], False
-    for hardware in options.hardware.split(","):
-        found = cases(hardware)
-        fitted = [case for case in found if case.row.model in FITTED[hardware]]
-        checked = [case for case in found if case.row.model not in FITTED[hardware]]
-        values = None
+    report, kept, missed = [], [], []
+    print(f"{'':<24} rows  left out    bias   fitted  one MFU  inside")
+    for group in options.hardware.split(","):
+        every = all_cases(group)
+        found = [case for case in every if is_evidence(case)]
+        central = layouts(found) if group == "trn1" else found
         if options.fit:
-            values = fit(fitted, SEARCHED[hardware])
-            print(f"{hardware}: " + ", ".join(f"{k} {v:.3g}" for k, v in values.items()))
+            values = fit(central, group, shipped(group, found))
+            for constant, value in zip(CONSTANTS[group], values, strict=True):
+                print(f"fit {constant.name} of {', '.join(constant.profiles)}: {value:.3f}")
+        results = leave_out(group, found, central)
+        within = inside(results)
+        kept += results
+        tables = [_table(results, within)]
+        if group == "trn1":
+            of_layouts = leave_out(group, central, central)
+            tables.append([_summary("trn1 layouts", of_layouts, inside(of_layouts))])
+        for line in (line for table in tables for line in table):
+            _print(line)
+            report.append(line)
+        missed += _missed([line for table in tables for line in table])
+        if len(found) < len(every):
+            others = [case for case in every if not is_evidence(case)]
+            off = statistics.mean(abs(case.ratio() - 1) for case in others)
+            print(f"{'trn1 not counted':<24} {len(others):4}  {'':17}{off:7.1%}")
         if options.rows:
-            _print_rows(found, values, FITTED[hardware])
-        for name, group in (("fitted", fitted), ("checked", checked), ("all", found)):
-            verdict = judge(name, group, values)
-            print(
-                f"{hardware:<5}{name:<8} {verdict.count:3} rows: mean absolute error "
-                f"{verdict.mean:6.1%}; {verdict.tuned} tuned: {verdict.tuned_mean:6.1%}, "
-                f"largest {verdict.tuned_largest:6.1%}"
-            )
-            report.append({"hardware": hardware, **vars(verdict)})
-            if name == "checked":
-                missed |= verdict.tuned_mean > MEAN[hardware]
-            missed |= hardware == "trn1" and verdict.tuned_largest > LARGEST
-        for model in sorted({case.row.model for case in found}):
-            verdict = judge(model, [case for case in found if case.row.model == model], values)
-            word = "fitted" if model in FITTED[hardware] else "checked"
-            print(f"      {model:<14} {verdict.count:3} {word:<8} {verdict.mean:6.1%}")
+            _print_rows(results, within)
+    for text in missed:
+        print(f"missed: {text}")
+    if options.write:
+        _write([result.run for result in kept])
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    sys.exit(missed)
+    sys.exit(bool(missed))
 
 
-def _print_rows(
-    found: Sequence[Case], values: Mapping[str, float] | None, fitted: Sequence[str]
-) -> None:
-    print(f"{'':<45} {'measured':>9} {'predicted':>9} {'error':>7}  seq/s")
-    for case in found:
-        words = ["fitted" if case.row.model in fitted else "checked"]
-        words += [] if case.tuned else ["not tuned"]
+def _table(results: Sequence[Result], within: Sequence[bool]) -> list[dict[str, Any]]:
+    """Of each hardware as a whole, by model and by nodes."""
+    lines = []
+    pairs = list(zip(results, within, strict=True))
+
+    def add(name: str, chosen: list[tuple[Result, bool]]) -> None:
+        lines.append(_summary(name, [one for one, _ in chosen], [hit for _, hit in chosen]))
+
+    kinds = {"A100": ("p4d", "p4de"), "H100": ("p5",), "trn1": ("trn1",)}
+    for kind, profiles in kinds.items():
+        of_kind = [pair for pair in pairs if pair[0].case.profile in profiles]
+        if not of_kind:
+            continue
+        add(kind, of_kind)
+        for model in sorted({one.case.row.model for one, _ in of_kind}):
+            add(f"  {model}", [pair for pair in of_kind if pair[0].case.row.model == model])
+        for nodes in sorted({one.case.row.mesh.nodes for one, _ in of_kind}):
+            add(
+                f"  {kind} × {nodes} nodes",
+                [p for p in of_kind if p[0].case.row.mesh.nodes == nodes],
+            )
+    return lines
+
+
+def _missed(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The goals that a table misses."""
+    missed = []
+    for line in lines:
+        name = line["name"]
+        if line["left_out"] > GOALS.get(name, 1.0):
+            missed.append(f"{name}: mean error {line['left_out']:.1%} above {GOALS[name]:.0%}")
+        if name in ("A100", "H100", "trn1") and not COVERED[0] <= line["inside"] <= COVERED[1]:
+            missed.append(f"{name}: {line['inside']:.0%} of the rows are inside the interval")
+        if name in {f"  H100 × {n} nodes" for n in BIAS_NODES} and abs(line["bias"]) > BIAS:
+            missed.append(f"{name.strip()}: bias {line['bias']:+.1%}")
+    return missed
+
+
+def _print_rows(results: Sequence[Result], within: Sequence[bool]) -> None:
+    print(f"\n{'':<45} {'published':>9} {'left out':>9} {'fitted':>8}  seq/s")
+    for result, hit in zip(results, within, strict=True):
+        row = result.case.row
         print(
-            f"{case.row.name:<45} {case.row.measured:9.2f} {case.predicted(values):9.2f} "
-            f"{case.error(values):+7.1%}  {', '.join(words)}"
+            f"{row.name:<45} {row.measured:9.2f} {result.left_out - 1:+9.1%} "
+            f"{result.fitted - 1:+8.1%}  {'' if hit else 'outside the interval'}"
         )
+    print()
+
+
+def _write(runs: Sequence[MeasuredRun]) -> None:
+    with FILE.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(run.cells() for run in runs)
+    print(f"{FILE.name}: {len(runs)} rows")
 
 
 if __name__ == "__main__":

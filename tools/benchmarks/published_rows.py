@@ -90,6 +90,7 @@ class Row:
 
     Attributes:
         measured: Sequences a second, of all nodes.
+        source: Where it was published.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Row:
     config: RunConfig
     mesh: Mesh
     measured: float
-    notes: str
+    source: str
 
 
 def rows(file: str, cluster_overrides: tuple[str, ...] = ()) -> Iterator[Row]:
@@ -124,7 +125,7 @@ def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
             f"parallel.tensor={tensor}",
             f"parallel.pipeline={pipeline}",
             f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
-            f"parallel.zero={_zero(row['zero1'])}",
+            f"parallel.zero={zero_stage(row['zero1'])}",
         ],
     )  # fmt: skip
     per_node = tensor * pipeline * data // nodes
@@ -134,7 +135,7 @@ def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
     measured = float(row["throughput_value"])
     if row["throughput_unit"].startswith("tokens/s"):
         measured /= seq_len
-    return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, row["notes"])
+    return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, row["source"])
 
 
 def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) -> RunConfig:
@@ -152,12 +153,15 @@ def _cluster(hardware: str) -> tuple[str, list[str]]:
         return "trn1", []
     if hardware == "H100-80GB":
         return "p5", []
-    memory = "79.3" if "80GB" in hardware else "39.4"
     # 1,600 Gbit/s between nodes ("1600 Gbps node-node interconnect (RoCE)").
-    faster = ["cluster.hardware.network_gb_s=200", f"cluster.hardware.memory_gib={memory}"]
-    if "80GB" in hardware:
-        faster.append("cluster.hardware.memory_gb_s=2039")
-    return "p4d", faster
+    faster = ["cluster.hardware.network_gb_s=200"]
+    if "80GB" not in hardware:
+        return "p4d", faster
+    a100_80gb = (
+        "name=p4de", "hardware.memory_gib=79.3", "hardware.memory_gb_s=2039",
+        "hardware.memory_efficiency=0.472", "hardware.matrix_efficiency=0.95",
+    )  # fmt: skip
+    return "p4d", [*faster, *(f"cluster.{field}" for field in a100_80gb)]
 
 
 def precision(cell: str) -> str:
@@ -177,8 +181,11 @@ def checkpointing(cell: str) -> str:
     return next((mode for mode in ("full", "selective") if mode in cell.lower()), "none")
 
 
-def _zero(cell: str) -> int:
-    return 3 if "FULL_SHARD" in cell else int(cell or 0)
+def zero_stage(cell: str) -> int:
+    """Of the column `zero1`: a stage, or the name of a sharding strategy of PyTorch's FSDP."""
+    names = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
+    stages = [stage for name, stage in names.items() if name in cell.upper()]
+    return stages[0] if stages else int(cell or 0)
 
 
 @lru_cache

@@ -1,0 +1,207 @@
+"""How far a prediction is from published runs, and the interval that follows from it.
+
+`published_runs.csv` has the runs that `tools/benchmarks/planner.py` predicts, each with the ratio of
+predicted to published throughput when the constants were fitted to the other models only. The
+interval of a prediction is
+
+    predicted · exp(± w · (1 + d / 2))
+
+where w is the 90 % quantile of |ln ratio| of the runs on the same hardware (of those on all GPUs,
+or on trn1, where there are none) and d the number of octaves (factors of 2) that the prediction is outside the measured range of model size, nodes,
+sequence length, tensor and pipeline degree on the same hardware, added up.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from slurmllm.plan.estimate import LayoutEstimate
+from slurmllm.plan.parameters import parameters
+from slurmllm.plan.step import step_time
+
+FILE = Path(__file__).parent / "published_runs.csv"
+_QUANTILE = 0.9
+_FAR = 2.0  # octaves outside from which a prediction is beyond the published runs
+Status = Literal["interpolated", "extrapolated", "beyond"]
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A published run."""
+
+    name: str
+    profile: str  # of the cluster that it ran on
+    model: str
+    parameters: int
+    nodes: int
+    sequence: int
+    tensor: int
+    pipeline: int
+    seq_per_s: float
+    mfu: float
+    left_out: float  # predicted over published, with constants fitted without its model
+    source: str
+
+    def cells(self) -> list[str | int]:
+        """The row of `published_runs.csv`."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return [f"{value:.4g}" if isinstance(value, float) else value for value in values]
+
+    @property
+    def point(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in _AXES}
+
+
+COLUMNS = tuple(field.name for field in fields(MeasuredRun))
+# What a run is near to or far from another by → as messages call it.
+_AXES = {
+    "parameters": "model size",
+    "nodes": "nodes",
+    "sequence": "sequence length",
+    "tensor": "tensor degree",
+    "pipeline": "pipeline stages",
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What published runs support of a prediction.
+
+    Attributes:
+        reasons: Why the prediction is not interpolated: what is outside which range.
+        nearest: The run of the same hardware whose model size, nodes, sequence length and degrees
+            differ by the fewest octaves; None without a run on this hardware.
+        lower, upper: The interval, sequences/s; None without a run on this kind of device.
+    """
+
+    status: Status
+    reasons: tuple[str, ...]
+    nearest: MeasuredRun | None
+    lower: float | None
+    upper: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `plan --json`."""
+        near = self.nearest
+        interval = None if self.lower is None else [self.lower, self.upper]
+        return {
+            "evidence": self.status,
+            "evidence_reasons": list(self.reasons),
+            "nearest_run": None
+            if near is None
+            else {"name": near.name, "model": near.model, "nodes": near.nodes,
+                  "sequence": near.sequence, "tensor": near.tensor, "pipeline": near.pipeline,
+                  "seq_per_s": near.seq_per_s, "mfu": near.mfu, "source": near.source},
+            "seq_per_s_interval": interval,
+        }  # fmt: skip
+
+
+@lru_cache
+def published_runs() -> tuple[MeasuredRun, ...]:
+    """The runs of the package's table."""
+    kinds = {"int": int, "float": float, "str": str}
+    with FILE.open(encoding="utf-8", newline="") as lines:
+        return tuple(
+            MeasuredRun(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(MeasuredRun)})
+            for row in csv.DictReader(lines)
+        )
+
+
+def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, float]:
+    """Axes on which a point is outside the range of the runs → octaves; of none: `_FAR` in all."""
+    found = {}
+    points = [run.point for run in runs]
+    for axis in _AXES:
+        values = [of[axis] for of in points]
+        if not values:
+            return {"": _FAR}
+        beyond = max(math.log2(min(values) / point[axis]), math.log2(point[axis] / max(values)))
+        # Variants of a model that differ by their vocabulary are the same size.
+        if beyond > 0.1:
+            found[axis] = beyond
+    return found
+
+
+def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
+    """Half the interval's width, as a logarithm, from the errors of left-out runs."""
+    errors = sorted(abs(math.log(run.left_out)) for run in runs)
+    return errors[math.ceil(_QUANTILE * len(errors)) - 1] * (1 + octaves / 2)
+
+
+def evidence(candidate: LayoutEstimate) -> Evidence:
+    """What the published runs support of a layout's prediction."""
+    cluster, mesh = candidate.config.cluster, candidate.mesh
+    of_kind = _of_kind(cluster.device)
+    if not of_kind:
+        return Evidence("beyond", (f"no published run on {cluster.device}",), None, None, None)
+    own = [run for run in of_kind if run.profile == cluster.name]
+    point = {
+        "parameters": parameters(candidate.config.recipe.model),
+        "nodes": mesh.nodes,
+        "sequence": candidate.config.recipe.model.seq_len,
+        "tensor": mesh.tensor,
+        "pipeline": mesh.pipeline,
+    }
+    beyond = outside(point, own)
+    octaves = sum(beyond.values())
+    reasons = list(_reasons(point, beyond, own, cluster.name))
+    highest = max((run.mfu for run in own), default=math.inf)
+    if candidate.mfu > highest:
+        reasons.append(
+            f"MFU {100 * candidate.mfu:.1f} % is above the highest published on this hardware, "
+            f"{100 * highest:.1f} %"
+        )
+    far = octaves >= _FAR or candidate.mfu > highest
+    factor = math.exp(half_width(own or of_kind, octaves))
+    near = min(own, key=lambda run: _octaves_apart(point, run), default=None)
+    status: Status = "beyond" if far else "extrapolated" if beyond else "interpolated"
+    speed = candidate.seq_per_s
+    return Evidence(status, tuple(reasons), near, speed / factor, speed * factor)
+
+
+def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
+    """Sequences/s between the bounds of an assumed network efficiency; None if it is not assumed."""
+    config, mesh = candidate.config, candidate.mesh
+    hardware = config.cluster.hardware
+    if hardware is None or hardware.network_efficiency_range is None or mesh.nodes == 1:
+        return None
+    found = []
+    for efficiency in hardware.network_efficiency_range:
+        other = hardware.model_copy(update={"network_efficiency": efficiency})
+        cluster = config.cluster.model_copy(update={"hardware": other})
+        step = step_time(replace(config, cluster=cluster), mesh)
+        found.append(mesh.global_batch / step.total)
+    return min(found), max(found)
+
+
+@lru_cache
+def _of_kind(device: str) -> tuple[MeasuredRun, ...]:
+    neuron = {"neuron": True, "cuda": False}.get(device)
+    return tuple(run for run in published_runs() if run.profile.startswith("trn") is neuron)
+
+
+def _octaves_apart(point: Mapping[str, int], run: MeasuredRun) -> float:
+    return sum(abs(math.log2(point[axis] / value)) for axis, value in run.point.items())
+
+
+def _reasons(
+    point: Mapping[str, int], beyond: Mapping[str, float], own: Sequence[MeasuredRun], name: str
+) -> Iterator[str]:
+    if not own:
+        yield f"no published run on {name}"
+        return
+    for axis in beyond:
+        values = [run.point[axis] for run in own]
+        low, high = (_text(axis, value) for value in (min(values), max(values)))
+        span = low if low == high else f"{low} to {high}"
+        yield f"{_AXES[axis]} {_text(axis, point[axis])} is outside {span} of the published runs"
+
+
+def _text(axis: str, value: int) -> str:
+    return f"{value / 1e9:.3g}B" if axis == "parameters" else f"{value:,}"
