@@ -59,13 +59,16 @@ def hardware_of(
     values["operator_us"] = layer / few.sizes[1] / 3 * 1e6
     values["step_overhead_s"] = max(0.0, few.value - few.sizes[0] * layer)
     rounded: dict[str, Any] = {
-        name: float(f"{value:.{_DIGITS}g}") for name, value in values.items()
+        name: float(f"{value:.{_DIGITS}g}") if isinstance(value, int | float) else value
+        for name, value in values.items()
     }
     # What was measured is no longer assumed.
     links = {"node": "node_link_efficiency", "network": "network_efficiency"}
     kept = {"overlap", "part_of_node"}
     kept |= {name for where, name in links.items() if not found.all("all_reduce", where)}
     rounded["assumed"] = [name for name in (given.assumed if given else ()) if name in kept]
+    if "network_efficiency" not in kept:
+        rounded["network_efficiency_range"] = None
     return Found(Hardware.model_validate({"source": source, **rounded}), tuple(notes))
 
 

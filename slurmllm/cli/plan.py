@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
     from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.plan.prices import NodePrice, PriceChoice
-    from slurmllm.plan.recipe_plan import RecipePlan
+    from slurmllm.plan.recipe_plan import Rank, RecipePlan
 
 _MOST_NODES = 65536
 
@@ -58,6 +58,10 @@ _MOST_NODES = 65536
     "--top", type=click.IntRange(min=1),
     help="Layouts to show of each node count.  [default: 10, or 1 of several; JSON: all]",
 )  # fmt: skip
+@click.option(
+    "--rank", type=click.Choice(["speed", "lower"]), default="speed", show_default=True,
+    help="Rank by predicted throughput, or by the lower end of its interval.",
+)  # fmt: skip
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
 @options.plot(": throughput, cost and memory; with --calibrate, matrix size against utilization.")
 @click.option(
@@ -86,9 +90,10 @@ _MOST_NODES = 65536
 def plan(
     *, recipes: tuple[str, ...], nodes: tuple[str, ...], clusters: tuple[str, ...],
     overrides: tuple[str, ...], tokens: str | None, price: str | None, prices: str | None,
-    budget: str | None, deadline: str | None, top: int | None, explain: bool, plot: str | None,
-    against: str | None, calibrate: bool, local: bool, out: str | None, matrix_figure: str | None,
-    csv: str | None, markdown: str | None, runs_dir: Path, as_json: bool, **job: str | None,
+    budget: str | None, deadline: str | None, top: int | None, rank: Rank, explain: bool,
+    plot: str | None, against: str | None, calibrate: bool, local: bool, out: str | None,
+    matrix_figure: str | None, csv: str | None, markdown: str | None, runs_dir: Path,
+    as_json: bool, **job: str | None,
 ) -> None:  # fmt: skip
     """Rank parallel layouts of recipes by predicted throughput.
 
@@ -124,7 +129,7 @@ def plan(
     planning = {
         "--nodes": nodes, "--set": overrides, "--explain": explain, "--price": price,
         "--prices": prices, "--tokens": tokens, "--top": top, "--budget": budget,
-        "--deadline": deadline,
+        "--deadline": deadline, "--rank": rank != "speed",
     }  # fmt: skip
     given = [f"--{name}" for name, value in job.items() if value]
     if not calibrate and (local or out or given):
@@ -185,14 +190,14 @@ def plan(
         raise UserError("--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16")
     _plan(
         list(dict.fromkeys(recipes)), counts, clusters, overrides, tokens, price, prices, top,
-        explain, plot, outputs, (budget, deadline) if limited else None, as_json,
+        rank, explain, plot, outputs, (budget, deadline) if limited else None, as_json,
     )  # fmt: skip
 
 
 def _plan(
     recipes: Sequence[str], counts: list[int], clusters: Sequence[str], overrides: Sequence[str],
-    tokens: str | None, price: str | None, prices: str | None, top: int | None, explain: bool,
-    plot: str | None, outputs: Mapping[str, str | None],
+    tokens: str | None, price: str | None, prices: str | None, top: int | None, rank: Rank,
+    explain: bool, plot: str | None, outputs: Mapping[str, str | None],
     limits: tuple[str | None, str | None] | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Plan recipes on profiles and node counts, and print or write the tables."""
@@ -212,7 +217,7 @@ def _plan(
     found = [
         (recipe, profile, plan_recipe(
             config, counts or budget.NODES, load_environment(config.backend).unsupported,
-            select_price(config.cluster, choice, table), total,
+            select_price(config.cluster, choice, table), total, rank,
         ))
         for recipe in recipes
         for profile, config in _profiles(recipe, clusters, overrides, choice, table)
@@ -223,6 +228,11 @@ def _plan(
             f"{price or 'on_demand'}; name profiles with --cluster, and a price with --price"
         )
     plans = [one for _, _, one in found]
+
+    def submit(one: RecipePlan, layout: LayoutEstimate | None) -> str:
+        recipe, profile, plan = next(row for row in found if row[2] is one)
+        return _submit_command(plan, layout, recipe, profile)
+
     fits = any(one.fits for one in plans)
     purchase = None if limit is None else budget.purchase_plan(plans, limit)
     if plot is not None and fits:
@@ -242,17 +252,13 @@ def _plan(
         if purchase is not None:
             purchase.print()
             for name, one in purchase.choices.items():
-                recipe, profile, plan = next(row for row in found if row[2] is one.plan)
-                command = _submit_command(plan, one.point.candidate, recipe, profile)
-                click.echo(f"submit the {name}: {command}")
+                click.echo(f"submit the {name}: {submit(one.plan, one.point.candidate)}")
         elif len(plans) == len(counts) == 1:
             output.print_plan(plans[0], top or output.TOP)
             output.print_assumed(plans)
-            ((recipe, profile, plan),) = found
-            best = plan.node_plans[0].best
-            click.echo(f"submit         {_submit_command(plan, best, recipe, profile)}")
+            click.echo(f"submit         {submit(plans[0], plans[0].node_plans[0].best)}")
         else:
-            output.print_points(plans, top)
+            output.print_points(plans, top, submit)
             output.print_assumed(plans)
         for node_plan in (one for plan in plans if explain for one in plan.node_plans):
             output.print_explanation(node_plan)

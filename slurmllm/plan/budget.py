@@ -173,7 +173,7 @@ class PurchasePlan:
 
 def _shown(one: PricedPlan) -> list[str]:
     cells = point_cells(one.point)
-    return [*cells[:5], cells[6], cells[8], *cells[12:]]
+    return [*cells[:5], cells[8], cells[10], *cells[14:]]
 
 
 def _described(one: PricedPlan) -> str:

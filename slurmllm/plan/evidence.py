@@ -1,14 +1,15 @@
 """How far a prediction is from published runs, and the interval that follows from it.
 
-`published_runs.csv` has the runs that `tools/benchmarks/planner.py` predicts, each with the ratio of
-predicted to published throughput when the constants were fitted to the other models only. The
+`published_runs.csv` has the runs that `tools/benchmarks/planner.py` predicts, each with the ratio
+of predicted to published throughput where the constants were fitted to the other models only. The
 interval of a prediction is
 
     predicted · exp(± w · (1 + d / 2))
 
 where w is the 90 % quantile of |ln ratio| of the runs on the same hardware (of those on all GPUs,
-or on trn1, where there are none) and d the number of octaves (factors of 2) that the prediction is outside the measured range of model size, nodes,
-sequence length, tensor and pipeline degree on the same hardware, added up.
+or on trn1, where there are none) and d the number of octaves (factors of 2) that the prediction is
+outside the range of those runs by model size, nodes, sequence length, tensor and pipeline degree,
+added up; without runs on the same hardware d is 2.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from slurmllm.format import format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.parameters import parameters
 from slurmllm.plan.step import step_time
@@ -29,6 +31,11 @@ FILE = Path(__file__).parent / "published_runs.csv"
 _QUANTILE = 0.9
 _FAR = 2.0  # octaves outside from which a prediction is beyond the published runs
 Status = Literal["interpolated", "extrapolated", "beyond"]
+_STATUS: dict[Status, str] = {
+    "interpolated": "interpolated between published runs on this hardware",
+    "extrapolated": "extrapolated from published runs on this hardware",
+    "beyond": "beyond all published runs",
+}
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,44 @@ class Evidence:
         }  # fmt: skip
 
 
+def interval_text(found: Evidence) -> str:
+    """`14.1–17.9`, sequences/s."""
+    if found.lower is None or found.upper is None:
+        return "-"
+    return f"{format_number(found.lower)}–{format_number(found.upper)}"
+
+
+def evidence_text(candidate: LayoutEstimate) -> str:
+    """`15.02–19.04 seq/s for 9 of 10 published runs; interpolated between …`."""
+    found = evidence(candidate)
+    why = f": {'; '.join(found.reasons)}" if found.reasons else ""
+    span = ""
+    if found.lower is not None:
+        span = f"{interval_text(found)} seq/s, by the errors of 9 of 10 published runs; "
+    return f"{span}{_STATUS[found.status]}{why}"
+
+
+def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
+    """The interval of a layout, how near the published runs are, and what an assumption does."""
+    found = evidence(candidate)
+    yield f"evidence       {evidence_text(candidate)}"
+    if (near := found.nearest) is not None:
+        yield (
+            f"nearest run    {near.name}: {near.model} on {format_plural(near.nodes, 'node')}, "
+            f"sequence {near.sequence:,}, TP {near.tensor} × PP {near.pipeline}: "
+            f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %"
+        )
+    if (span := network_range(candidate)) is not None:
+        hardware = candidate.config.cluster.hardware
+        assert hardware is not None
+        assert hardware.network_efficiency_range is not None
+        low, high = hardware.network_efficiency_range
+        yield (
+            f"network        {format_number(span[0])}–{format_number(span[1])} seq/s if {low:g} to "
+            f"{high:g} of its rate is reached; assumed: {hardware.network_efficiency:g}"
+        )
+
+
 @lru_cache
 def published_runs() -> tuple[MeasuredRun, ...]:
     """The runs of the package's table."""
@@ -151,11 +196,14 @@ def evidence(candidate: LayoutEstimate) -> Evidence:
     beyond = outside(point, own)
     octaves = sum(beyond.values())
     reasons = list(_reasons(point, beyond, own, cluster.name))
-    highest = max((run.mfu for run in own), default=math.inf)
+    size = point["parameters"]
+    alike = [run for run in own if size / 2 <= run.parameters <= 2 * size]
+    highest = max((run.mfu for run in alike or own), default=math.inf)
     if candidate.mfu > highest:
+        of = "models of half to twice the size" if alike else "any model"
         reasons.append(
-            f"MFU {100 * candidate.mfu:.1f} % is above the highest published on this hardware, "
-            f"{100 * highest:.1f} %"
+            f"MFU {100 * candidate.mfu:.1f} % is above the highest published on this hardware for "
+            f"{of}, {100 * highest:.1f} %"
         )
     far = octaves >= _FAR or candidate.mfu > highest
     factor = math.exp(half_width(own or of_kind, octaves))
@@ -166,7 +214,7 @@ def evidence(candidate: LayoutEstimate) -> Evidence:
 
 
 def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
-    """Sequences/s between the bounds of an assumed network efficiency; None if it is not assumed."""
+    """Sequences/s at both bounds of an assumed network efficiency; None if it is not assumed."""
     config, mesh = candidate.config, candidate.mesh
     hardware = config.cluster.hardware
     if hardware is None or hardware.network_efficiency_range is None or mesh.nodes == 1:

@@ -17,6 +17,7 @@ from slurmllm.config.cluster import Hardware
 from slurmllm.config.recipe import TrainConfig
 from slurmllm.format import format_bytes, format_gib, format_seconds
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
+from slurmllm.plan.evidence import evidence_text
 from slurmllm.plan.hybrid import hybrid
 from slurmllm.plan.search import CHECKPOINTING
 from slurmllm.plan.step import (
@@ -90,6 +91,7 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
     lines += [f"  {line}" for line in _link_lines(best)]
     lines += [f"  {line}" for line in _memory_lines(best, fitting, too_large)]
     lines += [f"  {line}" for line in _hybrid_lines(best)]
+    lines.append(f"  evidence: {evidence_text(best)}")
     # Runners-up: the best layouts of other tensor and pipeline degrees, then all others by rank.
     meshes = {(best.mesh.tensor, best.mesh.pipeline): best}
     for candidate in fitting[1:]:

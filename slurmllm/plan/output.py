@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -10,6 +10,7 @@ import click
 from slurmllm.config.cluster import GIB
 from slurmllm.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
+from slurmllm.plan.evidence import evidence, evidence_lines, interval_text, network_range
 from slurmllm.plan.explain import (
     describe,
     explain,
@@ -70,6 +71,8 @@ def print_plan(plan: RecipePlan, top: int) -> None:
         for reason, count in most_refused(node_plan.search.refused):
             click.echo(f"  {count:>4}  {reason}")
     click.echo("")
+    for line in evidence_lines(best):
+        click.echo(line)
     print_forecast(best, forecaster)
 
 
@@ -80,7 +83,8 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
     best = rows[0][1]
     layouts = PlanTable(
         ("#", "TP", "PP", "DP", "micro", "SP", "checkpointing", "ZeRO",
-         f"of {best.memory.limit / GIB:.4g} GiB", "s/step", "seq/s", "MFU", "tokens/$"),
+         f"of {best.memory.limit / GIB:.4g} GiB", "s/step", "seq/s", "90 %", "MFU",
+         "tokens/$"),
         [_layout_row(node_plan, rank, one, plan.forecaster) for rank, one in rows],
     )  # fmt: skip
     shares = [
@@ -111,6 +115,7 @@ def _layout_row(
         f"{candidate.memory.peak / GIB:.2f}{' tight' * candidate.memory.tight}",
         format_number(candidate.step.total),
         format_number(candidate.seq_per_s),
+        interval_text(evidence(candidate)),
         f"{100 * candidate.mfu:.1f} %",
         format_count(forecaster.forecast(candidate).cost.tokens_per_usd),
     )
@@ -123,21 +128,27 @@ def _stages(candidate: LayoutEstimate) -> str:
 
 def print_recipe_layout(node_plan: NodePlan) -> None:
     """Print the rank of the recipe's own layout, or why it is impossible."""
-    layout = node_plan.recipe_layout
+    click.echo(recipe_layout_text(node_plan, " (*)"))
+
+
+def recipe_layout_text(node_plan: NodePlan, mark: str = "") -> str:
+    """The rank of the recipe's own layout, or why it is impossible."""
+    layout, own = node_plan.recipe_layout, f"the recipe's own layout{mark}"
     if layout is None:
-        click.echo("the recipe leaves the layout to the planner")
-    elif layout.candidate is None:
-        click.echo(f"the recipe's own layout (*) is impossible: {layout.reason}")
-    elif not layout.candidate.fits:
-        why = f"{describe(layout.candidate)}: {layout.fault}"
-        click.echo(f"the recipe's own layout (*) does not fit: {why}")
-    else:
-        candidate, best = layout.candidate, node_plan.fitting[0]
-        click.echo(
-            f"the recipe's own layout (*) is {node_plan.rank(candidate)} of "
-            f"{len(node_plan.fitting)} that fit, with "
-            f"{100 * candidate.seq_per_s / best.seq_per_s:.1f} % of the best one's seq/s"
-        )
+        return "the recipe leaves the layout to the planner"
+    if layout.candidate is None:
+        return f"{own} is impossible: {layout.reason}"
+    if not layout.candidate.fits:
+        return f"{own} does not fit: {describe(layout.candidate)}: {layout.fault}"
+    candidate, best = layout.candidate, node_plan.fitting[0]
+    if candidate is best and not mark:
+        return f"{own} is the same"
+    return (
+        f"{own} is {node_plan.rank(candidate)} of "
+        f"{len(node_plan.fitting)} that fit, with "
+        f"{100 * candidate.seq_per_s / best.seq_per_s:.1f} % of the best one's seq/s"
+        f"{'' if mark else f': {describe(candidate)}'}"
+    )
 
 
 def _meshes_too_large(node_plan: NodePlan) -> list[str]:
@@ -217,21 +228,37 @@ def points_table(plans: Sequence[RecipePlan], top: int | None) -> PlanTable:
             rows.append([*names, str(point.nodes), *rank, *point_cells(point)])
     headings = (
         *(key for key, several in keys.items() if several), "nodes", *["#"] * (top is not None),
-        "TP", "PP", "DP", "micro", "checkpointing", "seq/s", "tokens/s", "MFU", "$/h", "tokens/$",
-        "scaling", "tokens", "time", "$",
+        "TP", "PP", "DP", "micro", "checkpointing", "seq/s", "90 %", "evidence", "tokens/s", "MFU",
+        "$/h", "tokens/$", "scaling", "tokens", "time", "$",
     )  # fmt: skip
     return PlanTable(headings, rows)
 
 
-def print_points(recipe_plans: Sequence[RecipePlan], top: int | None) -> None:
-    """Print the rows of `points_table`, and what is to know of them."""
+def print_points(
+    recipe_plans: Sequence[RecipePlan],
+    top: int | None,
+    submit: Callable[[RecipePlan, LayoutEstimate], str],
+) -> None:
+    """Print the rows of `points_table`, and below them the layouts that they are about.
+
+    Args:
+        submit: Returns the command that submits a layout.
+    """
     several = len(recipe_plans) > 1
     print_table(*points_table(recipe_plans, top))
     for plan in recipe_plans:
         name = f"{plan.config.recipe.name} on " if several else ""
         kind = f" of {plan.config.cluster.name}" if several else ""
         for node_plan in plan.node_plans:
-            if node_plan.fitting:
+            if node_plan.best is not None:
+                click.echo(
+                    f"{name}{format_plural(node_plan.nodes, 'node')}{kind}: "
+                    f"{describe(node_plan.best)}; "
+                    f"{recipe_layout_text(node_plan)}"
+                )
+                for reason in evidence(node_plan.best).reasons:
+                    click.echo(f"  {reason}")
+                click.echo(f"  {submit(plan, node_plan.best)}")
                 continue
             why = "no layout is possible"
             if node_plan.too_large:
@@ -282,8 +309,8 @@ def csv_rows(plans: Sequence[RecipePlan], top: int | None) -> list[dict[str, Any
 def point_cells(point: ScalingPoint) -> tuple[str, ...]:
     candidate, forecast = point.candidate, point.forecast
     if candidate is None or forecast is None or point.efficiency is None:
-        return (*["-"] * 5, "nothing fits", *["-"] * 8)
-    mesh, cost = candidate.mesh, forecast.cost
+        return (*["-"] * 5, "nothing fits", *["-"] * 10)
+    mesh, cost, found = candidate.mesh, forecast.cost, evidence(candidate)
     return (
         str(mesh.tensor),
         _stages(candidate),
@@ -291,6 +318,8 @@ def point_cells(point: ScalingPoint) -> tuple[str, ...]:
         str(mesh.micro_batch),
         candidate.config.recipe.train.checkpointing_text,
         format_number(candidate.seq_per_s),
+        interval_text(found),
+        found.status,
         f"{candidate.tokens_per_s:,.0f}",
         f"{100 * candidate.mfu:.1f} %",
         "-" if cost.usd_per_hour is None else f"{cost.usd_per_hour:,.2f}",
@@ -382,6 +411,7 @@ def _candidate_json(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster)
         "recipe": one.config.recipe.name,
         "cluster": one.config.cluster.name,
         **figures(one),
+        **_evidence_json(one),
         "nodes": one.mesh.nodes,
         "tokens_per_s": one.tokens_per_s,
         "tokens_per_usd": cost.tokens_per_usd,
@@ -397,6 +427,10 @@ def _candidate_json(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster)
     }
 
 
+def _evidence_json(one: LayoutEstimate) -> dict[str, Any]:
+    return {**evidence(one).to_json(), "seq_per_s_by_network": network_range(one)}
+
+
 def point_json(point: ScalingPoint) -> dict[str, Any]:
     row: dict[str, Any] = {
         "recipe": point.recipe, "cluster": point.cluster, "nodes": point.nodes, "rank": point.rank,
@@ -410,6 +444,7 @@ def point_json(point: ScalingPoint) -> dict[str, Any]:
         "tight": point.candidate.memory.tight,
         **settings(point.candidate),
         "seq_per_s": point.candidate.seq_per_s,
+        **_evidence_json(point.candidate),
         "tokens_per_s": point.candidate.tokens_per_s,
         "usd_per_hour": cost.usd_per_hour,
         "tokens_per_usd": cost.tokens_per_usd,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.plan.cost import Cost, cost
 from slurmllm.plan.estimate import LayoutEstimate, predict
+from slurmllm.plan.evidence import evidence
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime
 from slurmllm.plan.lost_time_assumptions import lost_time
@@ -17,6 +19,8 @@ from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.nearest import Nearest, nearest, what_it_takes
 from slurmllm.plan.prices import NodePrice
 from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
+
+Rank = Literal["speed", "lower"]
 
 
 @dataclass(frozen=True)
@@ -230,18 +234,22 @@ def plan_recipe(
     unsupported: Unsupported,
     price: NodePrice | None,
     tokens: int | None,
+    rank: Rank = "speed",
 ) -> RecipePlan:
     """Plan a recipe on each of several node counts, ascending.
+
+    Args:
+        rank: What layouts are ranked by: predicted throughput, or the lower end of its interval.
 
     Raises:
         ConfigError: the profile lacks hardware figures.
     """
     forecaster = Forecaster(price, tokens)
-    node_plans = tuple(_plan_nodes(config, count, unsupported) for count in counts)
+    node_plans = tuple(_plan_nodes(config, count, unsupported, rank) for count in counts)
     return RecipePlan(config, unsupported, forecaster, node_plans)
 
 
-def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported) -> NodePlan:
+def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: Rank) -> NodePlan:
     found = search(config, nodes, unsupported, fixed_settings(config))
     layout = None if config.recipe.parallel.auto else _recipe_layout(found, unsupported)
     fitting, too_large = [*found.fitting], [*found.too_large]
@@ -250,6 +258,9 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported) -> Node
         (fitting if of_recipe.fits else too_large).append(of_recipe)
         fitting.sort(key=order)
         too_large.sort(key=lambda one: one.memory.peak)
+    if rank == "lower":
+        # Stable: without published runs, the order of the predictions is kept.
+        fitting.sort(key=lambda one: -(evidence(one).lower or 0.0))
     near = () if fitting else nearest(config, nodes, unsupported, fixed_settings(config))
     return NodePlan(found, layout, tuple(fitting), tuple(too_large), tuple(near))
 

@@ -68,7 +68,9 @@ def links(hardware: Hardware) -> Iterator[Sample]:
 
 
 def figures(hardware: Hardware) -> dict[str, Any]:
-    return hardware.model_dump(exclude={"source", "rough", "assumed"})
+    """The numbers."""
+    found = hardware.model_dump(exclude={"source", "rough", "assumed"})
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def test_known_peaks_are_kept_and_shares_of_them_found() -> None:

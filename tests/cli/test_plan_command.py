@@ -156,7 +156,24 @@ def test_several_node_counts_are_a_scaling_table() -> None:
         assert row["usd_per_hour"] == pytest.approx(7.59 * row["nodes"])
     table = call("neox_20b", "--nodes", "16,4,8,4", "--price", "reserved").stdout.splitlines()
     assert [line.split()[0] for line in table[:4]] == ["nodes", "4", "8", "16"]
-    assert table[4].startswith("price of trn1: $7.59 per node hour, 3 years, 2023-12-12 (")
+    # Below it, for each count: the layout, the recipe's own, and how the layout is submitted.
+    below = "\n".join(table[4:])
+    assert "\nprice of trn1: $7.59 per node hour, 3 years, 2023-12-12 (" in below
+    for nodes in (4, 8, 16):
+        assert f"{nodes} nodes: TP 8 × PP " in below
+        assert f"slurmllm submit neox_20b --nodes {nodes} --set " in below
+    assert below.count("; the recipe's own layout is") == 3
+
+
+def test_ranking_by_the_lower_end_of_the_interval() -> None:
+    found = answer("llama2_70b", "--nodes", "32", "--rank", "lower")
+    fit = [one for one in found["candidates"] if one["fits"]]
+    lower = [one["seq_per_s_interval"][0] for one in fit]
+    assert lower == sorted(lower, reverse=True)
+    assert {one["evidence"] for one in fit} <= {"interpolated", "extrapolated", "beyond"}
+    assert all(one["evidence_reasons"] for one in fit if one["evidence"] != "interpolated")
+    low, high = fit[0]["seq_per_s_by_network"]
+    assert low < fit[0]["seq_per_s"] < high
 
 
 def test_days_and_dollars_by_model_and_node_count() -> None:
@@ -302,7 +319,7 @@ def test_rough_figures_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_assumed_constants_are_named() -> None:
-    constants = "network_efficiency 0.3, matrix_efficiency 0.79"
+    constants = "network_efficiency 0.3, matrix_efficiency 0.927"
     done = call("neox_20b", "--nodes", "4", "--cluster", "trn2", "--top", "1")
     assert f"assumed, not measured: {constants}" in done.stdout
     assert "submit         refused: neuronx-distributed" in done.stdout
@@ -426,9 +443,13 @@ def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> N
     assert shares == sorted(shares)
     hardware = resolve("neox_20b", "trn1").cluster.hardware
     assert hardware is not None
-    # Large products are bound by the matrix units: the efficiency, filled to k / (k + half).
-    filled = 8192 / (8192 + hardware.matrix_half)
-    assert shares[-1] == pytest.approx(hardware.matrix_efficiency * filled)
+    # The work at the efficiency, and the traffic of its operands and its result in bf16.
+    m, k, n = 8192, 8192, 32768
+    work = 2 * m * k * n / (hardware.bf16_tflops * 1e12)
+    traffic = (
+        2 * (m * k + k * n + m * n) / (hardware.memory_gb_s * hardware.memory_efficiency * 1e9)
+    )
+    assert shares[-1] == pytest.approx(work / (work / hardware.matrix_efficiency + traffic))
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = call(*arguments).stdout
     assert "8,192 × 8,192 × 32,768  -        -" in shown

@@ -54,7 +54,7 @@ def test_every_candidate_is_a_run_that_could_be_submitted(
 
 @pytest.mark.parametrize(
     ("recipe", "cluster", "nodes", "preferred"),
-    [("pythia_1b", "p5", 2, False), ("qwen3_8b", "p5", 1, False), ("llama2_7b", "p5", 4, True)],
+    [("pythia_1b", "p5", 2, False), ("llama3_8b", "p5", 1, False), ("llama2_7b", "p5", 4, True)],
 )
 def test_a_tight_layout_is_the_best_only_if_the_next_is_3_percent_slower(
     recipe: str, cluster: str, nodes: int, preferred: bool

@@ -155,13 +155,7 @@ def _cluster(hardware: str) -> tuple[str, list[str]]:
         return "p5", []
     # 1,600 Gbit/s between nodes ("1600 Gbps node-node interconnect (RoCE)").
     faster = ["cluster.hardware.network_gb_s=200"]
-    if "80GB" not in hardware:
-        return "p4d", faster
-    a100_80gb = (
-        "name=p4de", "hardware.memory_gib=79.3", "hardware.memory_gb_s=2039",
-        "hardware.memory_efficiency=0.472", "hardware.matrix_efficiency=0.95",
-    )  # fmt: skip
-    return "p4d", [*faster, *(f"cluster.{field}" for field in a100_80gb)]
+    return ("p4de" if "80GB" in hardware else "p4d"), faster
 
 
 def precision(cell: str) -> str:

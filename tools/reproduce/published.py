@@ -90,6 +90,7 @@ def time_and_cost(path: Path) -> str:
         cells.append((
             row.model, format_count(_parameters(row)), format_count(tokens), f"{days[0]:.3g}",
             f"{days[1]:.3g}", f"${format_dollars(usd[0], 0)}", f"${format_dollars(usd[1], 0)}",
+            f"{days[1] / days[0]:.2f}",
         ))  # fmt: skip
         measured.append((_parameters(row), days[0], usd[0]))
         ours.append((_parameters(row), days[1], usd[1]))
@@ -99,7 +100,8 @@ def time_and_cost(path: Path) -> str:
     _draw(right, measured, ours, 2, "dollars")
     write_picture(figure, path, _FIX)
     headings = (
-        "model", "parameters", "tokens", "days published", "predicted", "$ published", "predicted"
+        "model", "parameters", "tokens", "days published", "predicted", "$ published", "predicted",
+        "ratio",
     )  # fmt: skip
     return _table(headings, cells)
 

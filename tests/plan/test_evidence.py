@@ -1,0 +1,106 @@
+"""Intervals, and how far a prediction is from published runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from slurmllm.config.resolve import resolve
+from slurmllm.plan.estimate import LayoutEstimate, predict
+from slurmllm.plan.evidence import (
+    MeasuredRun,
+    evidence,
+    half_width,
+    network_range,
+    outside,
+    published_runs,
+)
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.recipe_plan import plan_recipe
+
+
+def layout(recipe: str, nodes: int, *overrides: str, cluster: str | None = None) -> LayoutEstimate:
+    config = resolve(recipe, cluster, overrides)
+    return predict(config, make_mesh(config, nodes))
+
+
+def test_a_published_layout_is_interpolated() -> None:
+    one = layout("neox_20b", 16, "train.global_batch=16384")
+    found = evidence(one)
+    assert (found.status, found.reasons) == ("interpolated", ())
+    assert found.nearest is not None
+    assert (found.nearest.model, found.nearest.nodes) == ("GPT-NeoX-20B", 16)
+    assert found.lower is not None
+    assert found.upper is not None
+    assert found.lower < 54.3 < found.upper, "as AWS published"
+    assert found.lower * found.upper == pytest.approx(one.seq_per_s**2)
+
+
+def test_the_interval_is_wider_the_farther_away() -> None:
+    def width(nodes: int) -> float:
+        found = evidence(layout("neox_20b", nodes, f"train.global_batch={1024 * nodes}"))
+        assert found.lower is not None
+        assert found.upper is not None
+        return math.log(found.upper / found.lower)
+
+    assert width(4) == pytest.approx(width(16))
+    assert width(64) == pytest.approx(1.5 * width(32)), "an octave more than any row"
+    far = evidence(layout("neox_20b", 256, "train.global_batch=262144"))
+    assert far.status == "beyond"
+    assert far.reasons == ("nodes 256 is outside 1 to 32 of the published runs",)
+    near = evidence(layout("neox_20b", 64, "train.global_batch=65536"))
+    assert near.status == "extrapolated"
+
+
+def test_more_than_anyone_published_is_marked() -> None:
+    fast = layout("neox_20b", 4, "train.global_batch=16384", "cluster.hardware.memory_gb_s=2000")
+    found = evidence(fast)
+    assert found.status == "beyond"
+    assert "is above the highest published on this hardware for models of half" in found.reasons[0]
+
+
+def test_hardware_without_published_runs() -> None:
+    known = evidence(layout("gpt3_1.3b", 2, cluster="p5"))
+    other = evidence(layout("gpt3_1.3b", 2, "cluster.name=mine", cluster="p5"))
+    assert known.nearest is not None
+    assert (other.status, other.nearest) == ("beyond", None)
+    assert other.reasons == ("no published run on mine",)
+    none = evidence(layout("tiny_neox", 1, cluster="local"))
+    assert (none.status, none.lower, none.upper) == ("beyond", None, None)
+
+
+def test_nine_of_ten_left_out_rows_are_inside() -> None:
+    runs, hits = published_runs(), []
+    for run in runs:
+        others = [one for one in runs if one.model != run.model and one.profile == run.profile]
+        octaves = sum(outside(run.point, others).values())
+        hits.append(abs(math.log(run.left_out)) <= half_width(others, octaves))
+    assert 0.85 <= sum(hits) / len(hits) <= 0.95
+
+
+def test_outside_counts_octaves() -> None:
+    run = MeasuredRun("r", "p5", "M", 1 << 30, 4, 2048, 1, 1, 1.0, 0.4, 1.1, "")
+    other = replace(run, nodes=16)
+    point = {**run.point, "nodes": 64, "sequence": 1024}
+    assert outside(point, [run, other]) == {"nodes": 2.0, "sequence": 1.0}
+    assert outside(other.point, [run, other]) == {}
+
+
+def test_an_assumed_network_gives_a_range() -> None:
+    batch = "train.global_batch=1024"
+    span = network_range(layout("llama2_7b", 16, batch))
+    assert span is not None
+    assert span[0] < layout("llama2_7b", 16, batch).seq_per_s < span[1]
+    assert network_range(layout("llama2_7b", 1, batch)) is None, "no network"
+    assert network_range(layout("gpt3_1.3b", 2, cluster="p5")) is None, "not assumed"
+
+
+def test_ranking_by_the_lower_end() -> None:
+    config = resolve("llama2_70b")
+    plan = plan_recipe(config, [32], lambda _: [], None, None, "lower")
+    found = [evidence(one).lower or 0 for one in plan.node_plans[0].fitting]
+    assert found == sorted(found, reverse=True)
+    speeds = [one.seq_per_s for one in plan.node_plans[0].fitting]
+    assert speeds != sorted(speeds, reverse=True)
