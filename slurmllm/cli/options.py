@@ -358,7 +358,7 @@ def write_tables(
             continue
         if option == "--csv":
             text = csv_text([
-                {key: "+".join(value) if isinstance(value, list | tuple) else value
+                {key: "+".join(map(str, value)) if isinstance(value, list | tuple) else value
                  for key, value in flatten(row).items()}
                 for row in rows
             ])  # fmt: skip

@@ -552,7 +552,7 @@ def test_a_job_for_the_budget(tmp_path: Path) -> None:
         ("--budget 100 --nodes 1,2", ["the cheapest is"]),
         ("--deadline 1m --nodes 1,2", ["the fastest is"]),
         (
-            "--budget 760 --deadline 3h --nodes 1,2,4,8,16",
+            "--budget 780 --deadline 3h --nodes 1,2,4,8,16",
             ["the cheapest in time is", "the fastest within the budget is"],
         ),
         (
