@@ -205,10 +205,10 @@ def evidence(candidate: LayoutEstimate) -> Evidence:
             f"MFU {100 * candidate.mfu:.1f} % is above the highest published on this hardware for "
             f"{of}, {100 * highest:.1f} %"
         )
-    far = octaves >= _FAR or candidate.mfu > highest
     factor = math.exp(half_width(own or of_kind, octaves))
     near = min(own, key=lambda run: _octaves_apart(point, run), default=None)
-    status: Status = "beyond" if far else "extrapolated" if beyond else "interpolated"
+    far = octaves >= _FAR or candidate.mfu / factor > highest
+    status: Status = "beyond" if far else "extrapolated" if reasons else "interpolated"
     speed = candidate.seq_per_s
     return Evidence(status, tuple(reasons), near, speed / factor, speed * factor)
 
