@@ -18,7 +18,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.flops import up_width
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameter_counts
-from slurmllm.plan.step import formats
+from slurmllm.plan.step import formats, single_worker
 
 _FP32, _FP64, _BF16, _INT64 = 4, 8, 2, 8
 _LOGITS_AT_A_TIME = 2**27  # as in model/output.py
@@ -70,15 +70,6 @@ class WorkerMemory:
     @property
     def peak(self) -> int:
         return sum(self.parts().values())
-
-
-def single_worker(config: RunConfig, mesh: Mesh) -> bool:
-    """Whether whole weights need no FSDP (`backends/native/single_worker.py`).
-
-    Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
-    """
-    width = formats(config)
-    return mesh.data * mesh.tensor == 1 and width.kept == _FP32
 
 
 def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:

@@ -174,6 +174,15 @@ def formats(config: RunConfig) -> Formats:
     return Formats(_BF16, _FP32 if mixed else _BF16, _FP32 if whole else _BF16)
 
 
+def single_worker(config: RunConfig, mesh: Mesh) -> bool:
+    """Whether the native backend trains without FSDP (its `single_worker.py`).
+
+    Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
+    """
+    alone = config.backend != "nxd" and mesh.data * mesh.tensor == 1
+    return alone and formats(config).kept == _FP32
+
+
 def peak_flops(config: RunConfig) -> float:
     """Peak FLOP/s of one device in the run's precision."""
     hardware = config.cluster.hardware
@@ -194,6 +203,7 @@ class _Step:
         self.mesh, self.hardware = mesh, hardware
         self.model, self.recipe = config.recipe.model, config.recipe
         self.nxd = config.backend == "nxd"
+        self.single_worker = single_worker(config, mesh)
         self.formats = formats(config)
         self.tokens = mesh.micro_batch * self.model.seq_len
         self.layers = self.model.num_layers // mesh.pipeline
@@ -317,6 +327,10 @@ class _Step:
         gathers = scatters = 1
         if not self.nxd and self.mesh.pipeline == 1 and zero > 1:
             gathers, scatters = (2 * micro_batches if zero == 3 else 1), micro_batches
+        if self.single_worker:
+            width = self.formats
+            converted = 0 if width.computed == width.kept else 1 + micro_batches
+            return converted * numbers * (width.kept + width.computed) / self.bandwidth
         if members.size == 1:
             # Alone, FSDP2 still copies into and out of its buffers. With other workers, the copies
             # are part of the measured rate of the collectives.
