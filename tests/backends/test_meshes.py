@@ -130,17 +130,18 @@ def plain_gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
     """Those of cross entropy and z-loss as PaLM defines them, by autograd, of one process."""
     (model,), config = backend.chunks, backend.config
     losses = []
-    for micro_batch in micro_batches(backend, 1):
-        tokens, labels, positions = (
-            None if part is None else torch.from_numpy(part)
-            for part in (micro_batch.tokens, micro_batch.labels, micro_batch.positions)
-        )
-        logits = model(tokens, None, positions)[..., : config.recipe.model.vocab_size]
-        targets = labels != IGNORED
-        log_z = torch.logsumexp(logits, -1)
-        losses.append(F.cross_entropy(logits[targets], labels[targets], reduction="sum"))
-        losses.append(config.recipe.train.z_loss * log_z[targets].square().sum())
-    (sum(losses) / counted(config, 1)).backward()
+    with backend.whole_weights():
+        for micro_batch in micro_batches(backend, 1):
+            tokens, labels, positions = (
+                None if part is None else torch.from_numpy(part)
+                for part in (micro_batch.tokens, micro_batch.labels, micro_batch.positions)
+            )
+            logits = model(tokens, None, positions)[..., : config.recipe.model.vocab_size]
+            targets = labels != IGNORED
+            log_z = torch.logsumexp(logits, -1)
+            losses.append(F.cross_entropy(logits[targets], labels[targets], reduction="sum"))
+            losses.append(config.recipe.train.z_loss * log_z[targets].square().sum())
+        (sum(losses) / counted(config, 1)).backward()
     return {n: p.grad.full_tensor().numpy() for n, p in backend.model.named_parameters()}
 
 
