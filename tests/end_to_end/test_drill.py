@@ -32,8 +32,8 @@ def rehearsed(bench: Bench, inputs: tuple[str, ...]) -> str:
     return "rehearsed"
 
 
-def runs(bench: Bench) -> list[str]:
-    return sorted(entry.name for entry in bench.runs.iterdir() if "-drill-" in entry.name)
+def copies(bench: Bench, run: str) -> list[str]:
+    return sorted(entry.name for entry in bench.runs.glob(f"{run}-drill-*"))
 
 
 def test_broken_copies_go_on_exactly(bench: Bench, drilled: str) -> None:
@@ -52,7 +52,7 @@ def test_broken_copies_go_on_exactly(bench: Bench, drilled: str) -> None:
         took = dict(one["recovery"])
         assert took.pop("total_s") == pytest.approx(sum(took.values()), abs=0.1)
         assert took["start_up_s"] > 0 < took["first_step_s"]
-    assert found["kept"] == runs(bench) == []
+    assert found["kept"] == copies(bench, drilled) == []
 
 
 def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, rehearsed: str) -> None:
@@ -61,7 +61,7 @@ def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, rehearsed:
     assert "because --set changes values" in text
     assert "worker: did not finish: stopped" in text
     assert "kept: rehearsed-drill-1-reference, rehearsed-drill-1-worker" in text
-    assert runs(bench) == ["rehearsed-drill-1-reference", "rehearsed-drill-1-worker"]
+    assert copies(bench, rehearsed) == ["rehearsed-drill-1-reference", "rehearsed-drill-1-worker"]
 
 
 def test_ctrl_c_leaves_nothing_running(bench: Bench, rehearsed: str) -> None:
