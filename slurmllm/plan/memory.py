@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.flops import up_width
-from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.mesh import Mesh, single_worker
 from slurmllm.plan.parameters import parameter_counts
-from slurmllm.plan.step import formats, single_worker
+from slurmllm.plan.step import formats
 
 _FP32, _FP64, _BF16, _INT64 = 4, 8, 2, 8
 _LOGITS_AT_A_TIME = 2**27  # as in model/output.py

@@ -125,6 +125,15 @@ def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
     return found
 
 
+def single_worker(config: RunConfig, mesh: Mesh) -> bool:
+    """Whether the native backend trains without FSDP (its `single_worker.py`).
+
+    Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
+    """
+    alone = config.backend != "nxd" and mesh.data * mesh.tensor == 1
+    return alone and config.recipe.train.precision in ("fp32", "bf16_mixed")
+
+
 def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:
     """Compute the mesh of a run.
 

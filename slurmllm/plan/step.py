@@ -34,7 +34,7 @@ from slurmllm.plan.flops import (
     head_product,
     up_width,
 )
-from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.mesh import Mesh, single_worker
 from slurmllm.plan.parameters import block_parameters, rest_parameters
 
 _BF16, _FP32 = 2, 4
@@ -172,15 +172,6 @@ def formats(config: RunConfig) -> Formats:
     # FSDP2 adds gradients up in fp32; NxD does so only with fp32 master weights.
     whole = mixed or config.backend != "nxd"
     return Formats(_BF16, _FP32 if mixed else _BF16, _FP32 if whole else _BF16)
-
-
-def single_worker(config: RunConfig, mesh: Mesh) -> bool:
-    """Whether the native backend trains without FSDP (its `single_worker.py`).
-
-    Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
-    """
-    alone = config.backend != "nxd" and mesh.data * mesh.tensor == 1
-    return alone and formats(config).kept == _FP32
 
 
 def peak_flops(config: RunConfig) -> float:

@@ -49,8 +49,7 @@ from slurmllm.errors import ConfigError
 from slurmllm.host_memory import Memory, host_memory
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize, local_part
-from slurmllm.plan.mesh import Mesh, pipelines
-from slurmllm.plan.step import single_worker
+from slurmllm.plan.mesh import Mesh, pipelines, single_worker
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or
 # write a checkpoint meanwhile.
