@@ -271,9 +271,14 @@ def _plan(
         recipe, profile, plan = found[0]
         error = plan.no_fit_error()
         if near := plan.node_plans[-1].nearest:
-            closest = min(near, key=lambda one: abs(math.log(one.ratio)))
-            words = _command("plan", plan, recipe, profile, closest.nodes)
-            words += closest.options * ("--set" in closest.options)
+            # A batch or a node count within 5 % that is fastest, else the closest.
+            alike = [one for one in near if abs(one.ratio - 1) < 0.05]
+            named = max(alike, key=lambda one: one.best.seq_per_s, default=None) or min(
+                near, key=lambda one: abs(math.log(one.ratio))
+            )
+            words = _command("plan", plan, recipe, profile, named.nodes)
+            words += [*_given("tokens", "price", "prices", "budget", "deadline", "rank")]
+            words += named.options * ("--set" in named.options)
             again = shlex.join(words)
             error = ConfigError(error.title, [*error.faults, f"for instance: {again}"])
         raise error
@@ -327,6 +332,16 @@ def _command(
     for how in dict.fromkeys(given):
         command += how.split(" ", 1)
     return command
+
+
+def _given(*names: str) -> Iterator[str]:
+    """Options as they were given on the command line."""
+    from click.core import ParameterSource
+
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            yield from (f"--{name}", str(context.params[name]))
 
 
 def _submit_command(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice, takewhile
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig
@@ -24,6 +25,8 @@ from slurmllm.plan.search import (
 )
 
 _SHORTEST = 128  # tokens: shorter sequences are not suggested
+_NEAR = 0.05  # a batch that differs by less is suggested if it is faster by more than _FASTER
+_FASTER = 1.03
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def nearest(
 ) -> list[Nearest]:
     """The nearest node counts and global batches, below and above, with which a layout fits.
 
-    A side on which there is none is left out. Node counts above `LARGEST` are not tried. A
+    A side on which there is none is left out. A batch that is farther away, but by less than 5 %,
+    is added if it is faster by more than 3 %. Node counts above `LARGEST` are not tried. A
     tensor-parallel degree that the search does not try is added if it fits with the same nodes and
     batch.
 
@@ -89,14 +93,26 @@ def nearest(
                 change += ", the minimum"
             add(("--nodes", str(count)), change, count / nodes, config, count)
     batch, where = config.recipe.train.global_batch, f"on {format_plural(nodes, 'node')}"
+
+    def with_batch(size: int) -> Nearest | None:
+        changed = with_value(config, "train", "global_batch", size)
+        if not some_fits(changed, nodes, unsupported, fixed):
+            return None
+        change = f"{format_change(size, batch)} sequences a step, {where}"
+        options = "--set", f"train.global_batch={size}"
+        return Nearest(options, change, size / batch, changed, nodes, unsupported, fixed)
+
+    closest: list[Nearest] = []
+    farther: list[Nearest] = []
     for sizes in next_to(batch, _possible_batches(config, nodes, fixed)):
-        for size in sizes:
-            changed = with_value(config, "train", "global_batch", size)
-            if some_fits(changed, nodes, unsupported, fixed):
-                change = f"{format_change(size, batch)} sequences a step, {where}"
-                options = "--set", f"train.global_batch={size}"
-                add(options, change, size / batch, changed, nodes)
-                break
+        fitting = (one for size in sizes if (one := with_batch(size)) is not None)
+        closest += islice(fitting, 1)
+        farther += takewhile(lambda one: abs(one.ratio - 1) < _NEAR, fitting)
+    found += closest
+    if farther:
+        fastest = max(farther, key=lambda one: one.best.seq_per_s)
+        if fastest.best.seq_per_s > _FASTER * max(one.best.seq_per_s for one in closest):
+            found.append(fastest)
     for changed, given in _other_degrees(config, fixed):
         if some_fits(changed, nodes, unsupported, given):
             setting = f"parallel.tensor={changed.recipe.parallel.tensor}"

@@ -9,6 +9,7 @@ from typing import Literal
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
+from slurmllm.format import format_plural
 from slurmllm.plan.cost import Cost, cost
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence
@@ -220,7 +221,12 @@ class RecipePlan:
                     make_mesh(config, plan.nodes)
                 except ConfigError as error:
                     faults = list(error.faults)
-        near = [str(one) for one in self.node_plans[-1].nearest]
+        several = len(counts) > 1
+        near = [
+            f"{format_plural(plan.nodes, 'node')}: {one}" if several else str(one)
+            for plan in self.node_plans
+            for one in plan.nearest
+        ]
         if not near:
             near = what_it_takes(config, counts[-1], self.unsupported, fixed)
             fixes = [f"leave {path} to the planner" for path in fixed]

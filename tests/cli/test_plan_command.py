@@ -573,3 +573,18 @@ def test_what_would_meet_the_limits(limits: str, faults: list[str]) -> None:
         for option, value in zip(fix[::2], fix[1::2], strict=True):
             again[again.index(option) + 1] = value
         assert call(*BUDGET, *again).exit_code == 0, (line, again)
+
+
+def test_what_to_do_when_nothing_fits_keeps_the_options_and_names_each_count() -> None:
+    options = ("--tokens", "1B", "--price", "40", "--rank", "lower")
+    done = call("llama2_7b", "--nodes", "3", "--cluster", "p5", *options)
+    assert done.exit_code == 2
+    last = done.stderr.splitlines()[-1]
+    assert last == (
+        "  for instance: slurmllm plan llama2_7b --nodes 3 --cluster p5 --tokens 1B --price 40 "
+        "--rank lower --set train.global_batch=1008"
+    )
+    assert call(*last.split()[4:]).exit_code == 0
+    several = call("neox_20b", "--nodes", "3,5").stderr
+    assert "  3 nodes: --nodes 4: 33 % more nodes" in several
+    assert "  5 nodes: --nodes 4: 20 % fewer nodes" in several

@@ -76,6 +76,7 @@ def test_a_recipe_s_own_mesh_gets_the_same_fixes() -> None:
     config = resolve("neox_20b")
     unsupported = load_environment("nxd").unsupported
     fixes = mesh_fixes(config, 12, unsupported)
+    assert "`slurmllm plan`" in fixes.pop()
     options = [re.findall(r"--(?:nodes|set) (\S+):", fix)[0] for fix in fixes]
     assert options == ["8", "16", "train.global_batch=252", "train.global_batch=264"]
     make_mesh(resolve("neox_20b", overrides=[options[3]]), 12)
@@ -102,3 +103,12 @@ def test_sequences_too_long_for_a_core() -> None:
     wider = near(resolve("llama2_7b", overrides=["model.seq_len=16384"]), 4)[-1]
     assert wider.options == ("--set", "parallel.tensor=16")
     assert near(resolve("llama3_8b", overrides=longer), 4), "eight nodes do"
+
+
+def test_a_faster_batch_within_five_percent_is_added() -> None:
+    config = resolve("llama2_7b", "p5")
+    lines = near(config, 3)
+    speeds = {one.options[1]: one.best.seq_per_s for one in lines}
+    assert [*speeds][2:] == [f"train.global_batch={batch}" for batch in (1023, 1026, 1008)]
+    closest = max(speeds["train.global_batch=1023"], speeds["train.global_batch=1026"])
+    assert speeds["train.global_batch=1008"] > 1.03 * closest
