@@ -213,7 +213,7 @@ def mesh_fixes(
     best = _best_layout(config, nodes, unsupported, fixed)
     found = [] if best is None else [_suggest_layout(config, best)]
     near = nearest(config, nodes, unsupported, [*_DEGREES, *fixed])
-    if best is None and near:
+    if best is None and near and not resumes:
         found = ["`slurmllm plan` with the same options has what fits with other layouts"]
     return [*map(str, near), *found] or _suggest_fixes(config, nodes, unsupported, fixed)
 
