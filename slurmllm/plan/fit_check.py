@@ -212,10 +212,12 @@ def mesh_fixes(
     fixed = _fixed_training(config) + _BATCH * resumes
     best = _best_layout(config, nodes, unsupported, fixed)
     found = [] if best is None else [_suggest_layout(config, best)]
-    near = nearest(config, nodes, unsupported, [*_DEGREES, *fixed])
-    if best is None and near and not resumes:
-        found = ["`slurmllm plan` with the same options has what fits with other layouts"]
-    return [*map(str, near), *found] or _suggest_fixes(config, nodes, unsupported, fixed)
+    near = map(str, nearest(config, nodes, unsupported, [*_DEGREES, *fixed]))
+    if not (found := [*found, *near]):
+        return _suggest_fixes(config, nodes, unsupported, fixed)
+    if best is None and not resumes:
+        found.append("`slurmllm plan` with the same options has what fits with other layouts")
+    return found
 
 
 def _suggest_layout(config: RunConfig, candidate: LayoutEstimate) -> str:
