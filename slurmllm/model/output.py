@@ -210,7 +210,10 @@ def _softmax_gradient_(
     # exp(logit - inf) is 0: ignored rows need no pass of their own over the logits.
     scale = 1 + 2 * z_loss * log_sum if z_loss else None
     softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf), scale)
-    # Not scatter_add_, which copies all logits twice if they are bf16 on a CPU.
-    rows = torch.arange(len(logits), device=logits.device)
-    logits[rows, index.squeeze(-1)] -= own.to(logits.dtype)
+    if logits.is_cpu:
+        # There scatter_add_ copies all logits twice if they are bf16.
+        rows = torch.arange(len(logits))
+        logits.index_put_((rows, index.squeeze(-1)), -own.to(logits.dtype), accumulate=True)
+    else:
+        logits.scatter_add_(1, index, -own.to(logits.dtype).unsqueeze(-1))
     return (log_sum - hit).masked_fill(ignored, 0).sum()

@@ -56,7 +56,7 @@ def test_cluster_profiles(tmp_path: Path) -> None:
     assert rows["trn2"]["devices_per_node"] * rows["trn2"]["memory_gib"] == 1536  # trn2-arch.rst
     lines = {line.split()[0]: line for line in call(*arguments).stdout.splitlines()}
     assert lines["trn2"].split()[1:5] == ["neuron", "64", "24", "166.75"]
-    assert lines["trn2"].endswith("planning only, 6 assumed")
+    assert lines["trn2"].endswith("planning only, 5 assumed")
     assert lines["trn1"].split()[8] == "nxd"
 
 

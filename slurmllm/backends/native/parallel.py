@@ -298,10 +298,8 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
 def clip_(tensors: Sequence[Tensor], norm: Tensor, limit: float) -> None:
     """Scale tensors of one format so that their norm is `limit`, if it is larger.
 
-    On a GPU without a branch, for which the host would wait: a factor of 1 changes no bit.
+    Without a branch, for which the host would wait for the norm: a factor of 1 changes no bit.
     """
-    if norm.is_cpu and norm <= limit:
-        return
     parts = [local_part(tensor) for tensor in tensors]
     factor = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
     # In the tensors' format: CUDA has one kernel for all of them then.
