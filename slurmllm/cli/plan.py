@@ -213,6 +213,15 @@ def _plan(
     choice = None if price is None else parse_price(price)
     if choice is not None and choice.usd is not None and prices is not None:
         raise UserError(f"--price {price} with --prices: both give a price; leave one out")
+    if (
+        choice is not None
+        and choice.usd is not None
+        and (len(set(clusters)) > 1 or "all" in clusters)
+    ):
+        raise UserError(
+            f"--price {price} with several profiles: their nodes do not cost the same; write a "
+            "table of prices, --prices FILE"
+        )
     table = None if prices is None else read_prices(Path(prices))
     found = [
         (recipe, profile, plan_recipe(

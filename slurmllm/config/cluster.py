@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from datetime import date
+from datetime import date, timedelta
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -214,6 +214,14 @@ class Price(Section):
     reserved: PositiveFloat | None = None
     date: Annotated[str, AfterValidator(_day)]  # When these were the prices.
     source: str = ""  # Where they come from.
+
+    @field_validator("date")
+    @classmethod
+    def _not_in_the_future(cls, day: str) -> str:
+        tomorrow = date.today() + timedelta(days=1)  # of any time zone
+        if day > tomorrow.isoformat():
+            raise ValueError(f"{day} is in the future; write when these were the prices")
+        return day
 
     @field_validator("reserved")
     @classmethod

@@ -21,8 +21,7 @@ _REACHED = {
     "network_gb_s": ("network_efficiency", "overlap"),
 }
 _MAKERS = {*_REACHED, "fp32_tflops", "memory_gib"}
-# What belongs to the nodes of the profile that is extended, not to others.
-_OF_THE_NODES = ("instance_type", "price")
+_NODES = ("device", "devices_per_node")
 
 
 def available(folder: Path) -> list[str]:
@@ -56,7 +55,9 @@ def read_profile(path: Path, folder: Path) -> _Level:
     `extends` names a shipped profile or a file, relative to the profile's own. The profile's values
     replace the other's, section by section; null takes a value or section out. Figures of a maker
     that it replaces leave what training reaches of them assumed (`hardware.assumed`), and make them
-    other nodes: then instance type and price are not the other's.
+    other nodes, as do another device and number of devices: then instance type and price are not
+    the other's. A price is never merged with the other's; null takes the instance type out too, by
+    which the tables of prices would have one.
 
     Args:
         folder: The shipped profiles.
@@ -108,18 +109,26 @@ def _base(values: dict[str, Any], origins: dict[str, str], path: Path, folder: P
 def _extended(base: _Level, own: _Level) -> _Level:
     """Own values over those of the extended profile."""
     (values, origins), (given, own_origins) = base, own
-    hardware, before = given.get("hardware"), values.get("hardware")
-    if isinstance(hardware, Mapping) and isinstance(before, Mapping):
+    hardware, before = given.get("hardware", {}), values.get("hardware")
+    fewer = any(key in given and given[key] != values.get(key) for key in _NODES)
+    changed: list[str] = []
+    if isinstance(hardware, Mapping) and isinstance(before, Mapping) and (hardware or fewer):
         changed = [name for name in hardware if name in _MAKERS]
         reached = [one for name in changed for one in _REACHED.get(name, ()) if one in before]
+        # A node's links are those of as many devices.
+        reached += [one for one in _REACHED["network_gb_s"] if fewer and one in before]
         assumed = dict.fromkeys([*(before.get("assumed") or ()), *reached])
         # What the profile gives itself is not assumed, unless it says so.
         derived: dict[str, Any] = {"assumed": [one for one in assumed if one not in hardware]}
         if changed:
-            values = {key: value for key, value in values.items() if key not in _OF_THE_NODES}
             derived["source"] = f"{', '.join(changed)} as given; {before.get('source')}"
         own_origins = {f"hardware.{name}": "extends" for name in derived} | own_origins
         given = {**given, "hardware": {**derived, **hardware}}
+    # Not merged: the date and source of the other's price are not this one's.
+    dropped = {"price"} if {"price", "instance_type"} & given.keys() else set()
+    if changed or fewer or given.get("price", ...) is None:
+        dropped |= {"price", "instance_type"}
+    values = {key: value for key, value in values.items() if key not in dropped}
     merged = _merged(values, given)
     known = origins | own_origins
     return merged, {path: known[path] for path in flatten(merged) if path in known}

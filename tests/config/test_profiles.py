@@ -114,3 +114,28 @@ def test_assumed_names_are_checked(folder: Path) -> None:
     assert fault.startswith(
         "cluster.hardware.assumed: ['speed'] (wrong.yaml:2): names unknown fields"
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["devices_per_node: 4", "instance_type: p5.4xlarge", "price: null", "device: cpu"]
+)
+def test_other_nodes_do_not_have_the_extended_profile_s_price(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"extends: p5\n{text}\n")
+    cluster = resolve("tiny_neox", str(tmp_path / "mine.yaml")).cluster
+    assert cluster.price is None
+    assert cluster.instance_type in (None, "p5.4xlarge")
+    assert cluster.hardware is not None
+    assert ("overlap" in cluster.hardware.assumed) == text.startswith("device")
+
+
+@pytest.mark.parametrize(
+    ("price", "fault"),
+    [
+        ("{on_demand: 2}", "cluster.price.date"),
+        ("{on_demand: 2, date: 2999-01-01}", "in the future"),
+    ],
+)
+def test_a_price_has_a_date_of_its_own(tmp_path: Path, price: str, fault: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"extends: p5\nprice: {price}\n")
+    with pytest.raises(ConfigError, match=fault):
+        resolve("tiny_neox", str(tmp_path / "mine.yaml"))
