@@ -333,11 +333,16 @@ def check_picture(plot: str | None, no_plot: bool = False, option: str = "--plot
 
 
 def check_folder(option: str, path: str | None) -> None:
-    """Raise UserError if the folder of a file to write does not exist; before any work is done."""
+    """Raise UserError if a file cannot be written by its name; before any work is done."""
     from slurmllm.errors import UserError
 
-    folder = None if path is None else Path(path).parent
-    if folder is not None and not folder.is_dir():
+    if path is None:
+        return
+    if not path or Path(path).is_dir():
+        what = "a folder" if path else "no name"
+        raise UserError(f"{option} {path or repr(path)}: {what}; give the name of a file")
+    folder = Path(path).parent
+    if not folder.is_dir():
         raise UserError(
             f"{option} {path}: the folder {folder} does not exist; `mkdir -p {folder}` first, or "
             "name another file"
@@ -358,7 +363,7 @@ def write_tables(
             continue
         if option == "--csv":
             text = csv_text([
-                {key: "+".join(map(str, value)) if isinstance(value, list | tuple) else value
+                {key: "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
                  for key, value in flatten(row).items()}
                 for row in rows
             ])  # fmt: skip

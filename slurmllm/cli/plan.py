@@ -52,7 +52,7 @@ _MOST_NODES = 65536
     help="The most that the training may cost: compares profiles and node counts (1 to 512).",
 )  # fmt: skip
 @click.option(
-    "--deadline", metavar="TIME", help="The most that it may take: a number with s, m, h or d."
+    "--deadline", metavar="TIME", help="The most that it may take, such as 90m, 2d12h or 1w."
 )
 @click.option(
     "--top", type=click.IntRange(min=1),

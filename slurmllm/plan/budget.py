@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -17,7 +17,7 @@ from slurmllm.plan.recipe_plan import RecipePlan, ScalingPoint
 from slurmllm.tables import print_table
 
 NODES = tuple(1 << power for power in range(10))  # node counts without --nodes: 1 to 512
-_UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}  # hours
+_UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}  # hours
 _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
 
 
@@ -27,11 +27,16 @@ class Limits:
 
     usd: float | None  # dollars to the end; None: any
     hours: float | None  # wall time to the end; None: any
+    given: str = field(default="", compare=False)  # the time as given, such as `2 d 12 h`
 
     def __str__(self) -> str:
         budget = None if self.usd is None else f"budget ${self.usd:,.0f}"
-        deadline = None if self.hours is None else f"deadline {format_days(self.hours)}"
+        deadline = None if self.hours is None else f"deadline {self.deadline}"
         return ", ".join(filter(None, [budget, deadline]))
+
+    @property
+    def deadline(self) -> str:
+        return self.given or ("" if self.hours is None else format_days(self.hours))
 
 
 def parse_limits(budget: str | None, deadline: str | None) -> Limits:
@@ -41,20 +46,24 @@ def parse_limits(budget: str | None, deadline: str | None) -> Limits:
         UserError: one of them is none.
     """
     usd = hours = None
+    given = ""
     if budget is not None:
         found = re.fullmatch(r"\$?([0-9][0-9_,]*(?:\.[0-9]+)?)([KMkm]?)", budget.strip(), re.ASCII)
         usd = float(re.sub("[_,]", "", found[1])) * _FACTORS[found[2].upper()] if found else 0.0
         if not 0 < usd < math.inf:
             raise UserError(f"--budget {budget}: dollars above 0, such as 5000 or 12.5K")
     if deadline is not None:
-        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([smhd])", deadline.strip(), re.ASCII)
-        hours = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        part = r"([0-9]+(?:\.[0-9]+)?) ?([smhdw])"
+        whole = re.fullmatch(rf"(?:{part} ?)+", deadline.strip(), re.ASCII)
+        parts = re.findall(part, deadline, re.ASCII) if whole else []
+        hours = sum(float(number) * _UNITS[unit] for number, unit in parts)
         if not 0 < hours < math.inf:
             raise UserError(
-                f"--deadline {deadline}: a time above 0 with its unit (s, m, h or d), such as 90m, "
-                "48h or 7d"
+                f"--deadline {deadline}: a time above 0 with its units (s, m, h, d or w), such as "
+                "90m, 48h, 2d12h or 1w"
             )
-    return Limits(usd, hours)
+        given = " ".join(f"{number} {'min' if unit == 'm' else unit}" for number, unit in parts)
+    return Limits(usd, hours, given)
 
 
 @dataclass(frozen=True)

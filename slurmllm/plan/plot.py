@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmllm.config.cluster import GIB
-from slurmllm.format import format_days
 from slurmllm.pictures import (
     PICTURE_STYLE,
     Axes,
@@ -202,7 +201,7 @@ def draw_purchase(purchase: PurchasePlan) -> Figure:
             limits.usd, color="#b00020", linestyle="--", label=f"budget, ${limits.usd:,.0f}"
         )
     if limits.hours is not None:
-        label = f"deadline, {format_days(limits.hours)}"
+        label = f"deadline, {limits.deadline}"
         axes.axvline(limits.hours, color="#b00020", linestyle=":", linewidth=1.8, label=label)
     for name, one in purchase.choices.items():
         axes.annotate(

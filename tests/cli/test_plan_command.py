@@ -241,13 +241,15 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --nodes 4 --plot plan.pdf", "use plan.png"),
         ("neox_20b --nodes 4 --plot no/where/plan.png", "`mkdir -p no/where` first"),
         ("neox_20b --nodes 4 --csv no/plan.csv", "--csv no/plan.csv: the folder no does not"),
+        ("neox_20b --nodes 4 --csv /tmp", "--csv /tmp: a folder; give the name of a file"),
+        ("neox_20b --nodes 4 --markdown=", "--markdown '': no name; give the name of a file"),
         ("neox_20b --nodes 4 --csv - --json", "standard output has room for one"),
         ("neox_20b --nodes 4 --nodes 0", "--nodes '4,0': whole numbers from 1"),
         ("neox_20b --nodes 4 --cluster all --price us-west-1/1y", "the price us-west-1/1y; name"),
         ("neox_20b gpt3_125m --budget 5", "give one RECIPE"),
         ("neox_20b --budget 5 --explain", "--explain with --budget or --deadline"),
         ("neox_20b --budget -5", "--budget -5: dollars above 0"),
-        ("neox_20b --deadline 48", "--deadline 48: a time above 0 with its unit"),
+        ("neox_20b --deadline 48", "--deadline 48: a time above 0 with its units"),
         ("neox_20b --cluster local --budget 5 --nodes 1", "no price of local: plans cannot be"),
         ("neox_20b --nodes 4 --top 0", "--top"),
         ("neox_20b --nodes 4 --cluster nowhere", "unknown cluster profile 'nowhere'"),
@@ -508,6 +510,9 @@ def test_tables_as_files(tmp_path: Path) -> None:
     assert "warning: the price of trn1" in done.stderr
     markdown = tmp_path / "plan.md"
     done = call("neox_20b", "--nodes", "4", "--top", "2", "--markdown", str(markdown))
+    # Several reasons are one cell.
+    (cell, *_) = (row["evidence_reasons"] for row in rows if row["evidence_reasons"])
+    assert cell == "; ".join(first["evidence_reasons"])
     lines = markdown.read_text("utf-8").splitlines()
     assert lines[0].startswith("| # | TP | PP | DP | micro |")
     assert lines[1] == "|" + " --- |" * (lines[0].count("|") - 1)

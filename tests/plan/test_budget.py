@@ -32,7 +32,8 @@ def compared(usd: float | None = None, hours: float | None = None) -> PurchasePl
     [
         ("5000", None, Limits(5000, None)), ("$12,500.5", "90m", Limits(12500.5, 1.5)),
         ("12.5K", "48h", Limits(12500, 48)), (None, "7d", Limits(None, 168)),
-        ("1_000", "5400 s", Limits(1000, 1.5)),
+        ("1_000", "5400 s", Limits(1000, 1.5)), (None, "2d12h", Limits(None, 60)),
+        (None, "1w 1 d 0.5h", Limits(None, 192.5)),
     ],
 )  # fmt: skip
 def test_limits(budget: str | None, deadline: str | None, limits: Limits) -> None:
@@ -43,10 +44,18 @@ def test_limits(budget: str | None, deadline: str | None, limits: Limits) -> Non
 def test_what_is_no_limit(text: str) -> None:
     with pytest.raises(UserError, match="dollars above 0, such as 5000"):
         parse_limits(text, None)
-    with pytest.raises(UserError, match=r"its unit \(s, m, h or d\)"):
+    with pytest.raises(UserError, match=r"its units \(s, m, h, d or w\)"):
         parse_limits(None, text)
-    with pytest.raises(UserError, match="its unit"):
+    with pytest.raises(UserError, match="its units"):
         parse_limits(None, "0h")
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [("1s", "1 s"), ("90m", "90 min"), ("2d12h", "2 d 12 h"), ("1w", "1 w"), ("2.5 d", "2.5 d")],
+)
+def test_a_deadline_is_printed_as_given(given: str, shown: str) -> None:
+    assert str(parse_limits("5K", given)) == f"budget $5,000, deadline {shown}"
 
 
 def test_the_front_has_every_plan_that_no_other_beats() -> None:
