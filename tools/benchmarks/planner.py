@@ -161,10 +161,10 @@ def fit(found: Sequence[Case], group: str, start: Values) -> list[float]:
     Least is the mean of |log ratio| and of its square, which keeps any row from being far off; a
     model on one kind of device weighs as the root of its number of rows.
     """
-    rows_of = defaultdict(int)
+    rows_of: defaultdict[tuple[str, str], int] = defaultdict(int)
     for case in found:
         rows_of[case.row.model, case.profile] += 1
-    weights = [rows_of[case.row.model, case.profile] ** -0.5 for case in found]
+    weights = [1 / math.sqrt(rows_of[case.row.model, case.profile]) for case in found]
 
     def loss(values: Values) -> float:
         logs = [math.log(case.ratio(values)) for case in found]
