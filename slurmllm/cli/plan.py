@@ -15,6 +15,7 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
+    from slurmllm.errors import ConfigError
     from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.plan.prices import NodePrice, PriceChoice
     from slurmllm.plan.recipe_plan import Rank, RecipePlan
@@ -38,11 +39,7 @@ _MOST_NODES = 65536
 @click.option(
     "--tokens", metavar="COUNT", help="Tokens to train on, such as 20B.  [default: the recipe's]"
 )
-@click.option(
-    "--price", metavar="NAME|USD",
-    help="on_demand, capacity_block, 1y or 3y, with a region before it if needed "
-    "(us-east-1/1y); or dollars for an hour of one node.  [default: on_demand]",
-)  # fmt: skip
+@options.price
 @click.option(
     "--prices", metavar="FILE",
     help="Table of prices to use: ours in YAML, or AWS's price list of AmazonEC2 in JSON.",
@@ -202,7 +199,7 @@ def _plan(
 ) -> None:  # fmt: skip
     """Plan recipes on profiles and node counts, and print or write the tables."""
     from slurmllm.backends.environment import load_environment
-    from slurmllm.errors import ConfigError, UserError
+    from slurmllm.errors import UserError
     from slurmllm.plan import budget, output
     from slurmllm.plan.cost import parse_tokens
     from slurmllm.plan.prices import parse_price, read_prices, select_price
@@ -277,22 +274,28 @@ def _plan(
         for warning in dict.fromkeys(w for one in plans for w in one.warnings) if fits else ():
             click.echo(f"warning: {warning}", err="-" in outputs.values())
     if not fits:
-        recipe, profile, plan = found[0]
-        error = plan.no_fit_error()
-        if near := plan.node_plans[-1].nearest:
-            # A batch or a node count within 5 % that is fastest, else the closest.
-            alike = [one for one in near if abs(one.ratio - 1) < 0.05]
-            named = max(alike, key=lambda one: one.best.seq_per_s, default=None) or min(
-                near, key=lambda one: abs(math.log(one.ratio))
-            )
-            words = _command("plan", plan, recipe, profile, named.nodes)
-            words += [*_given("tokens", "price", "prices", "budget", "deadline", "rank")]
-            words += named.options * ("--set" in named.options)
-            again = shlex.join(words)
-            error = ConfigError(error.title, [*error.faults, f"for instance: {again}"])
-        raise error
+        raise _no_fit_error(*found[0])
     if purchase is not None and not purchase.choices:
         raise purchase.no_plan_error()
+
+
+def _no_fit_error(recipe: str, cluster: str | None, plan: RecipePlan) -> ConfigError:
+    """The plan's error, with a command that plans a change with which a layout fits."""
+    from slurmllm.errors import ConfigError
+
+    error = plan.no_fit_error()
+    if not (changes := plan.node_plans[-1].nearest):
+        return error
+    # The fastest of those within 5 %, else the closest.
+    small = [one for one in changes if abs(one.ratio - 1) < 0.05]
+    if small:
+        change = max(small, key=lambda one: one.best.seq_per_s)
+    else:
+        change = min(changes, key=lambda one: abs(math.log(one.ratio)))
+    command = _command("plan", plan, recipe, cluster, change.nodes)
+    command += _given("tokens", "price", "prices", "budget", "deadline", "rank")
+    command += change.options if "--set" in change.options else ()
+    return ConfigError(error.title, [*error.faults, f"for instance: {shlex.join(command)}"])
 
 
 def _profiles(
@@ -423,10 +426,10 @@ def _calibrate(
     ]  # fmt: skip
     if plot is not None:
         from slurmllm.pictures import write_picture
-        from slurmllm.plan.plot import draw_utilization
+        from slurmllm.plan.plot import draw_matrix_utilization
 
         rows = measured_products(found.hardware, found.products)
-        drawn = draw_utilization(rows, config.cluster.name)
+        drawn = draw_matrix_utilization(rows, config.cluster.name)
         write_picture(drawn, Path(plot), "name another file with --plot")
         click.echo(f"picture: {plot}", err=True)
     if as_json:

@@ -25,7 +25,7 @@ def draw_matrix_figure(
     from slurmllm.config.resolve import resolve
     from slurmllm.pictures import write_picture
     from slurmllm.plan.estimate import known_hardware
-    from slurmllm.plan.plot import draw_utilization
+    from slurmllm.plan.plot import draw_matrix_utilization
     from slurmllm.tables import print_table
 
     options.check_picture(path, option="--matrix-figure")
@@ -40,7 +40,7 @@ def draw_matrix_figure(
     else:
         rows = predicted_products(hardware, config.cluster.device)
     name = config.cluster.name
-    write_picture(draw_utilization(rows, name), Path(path), "name another file")
+    write_picture(draw_matrix_utilization(rows, name), Path(path), "name another file")
     if as_json:
         options.echo_json({"cluster": name, "measured": here, "products": rows, "picture": path})
         return

@@ -105,7 +105,10 @@ def _notes(row: Mapping[str, Any]) -> str:
 
 def _cluster_row(config: RunConfig) -> dict[str, Any]:
     """A profile for the list; figures are None without hardware figures."""
+    from slurmllm.plan.prices import select_price
+
     cluster, hardware = config.cluster, config.cluster.hardware
+    price = select_price(cluster, None)
     figures = ("bf16_tflops", "memory_gib", "memory_gb_s", "node_link_gb_s", "network_gb_s")
     return {
         **cluster.model_dump(
@@ -113,8 +116,8 @@ def _cluster_row(config: RunConfig) -> dict[str, Any]:
             include={"name", "description", "device", "instance_type", "devices_per_node"},
         ),
         **{name: getattr(hardware, name, None) for name in figures},
-        "usd_per_hour": None if cluster.price is None else cluster.price.on_demand,
-        "price_date": None if cluster.price is None else cluster.price.date,
+        "usd_per_hour": None if price is None else price.usd,
+        "price_date": None if price is None else price.date,
         "backend": config.backend,
         "planning_only": cluster.planning_only,
         "rough": hardware is not None and hardware.rough,

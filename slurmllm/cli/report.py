@@ -23,11 +23,7 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
 @click.argument(
     "sources", nargs=-1, required=True, metavar="SOURCE…", shell_complete=options.complete_run
 )
-@click.option(
-    "--price", metavar="NAME|USD",
-    help="Price as for `slurmllm plan`: on_demand, 1y, us-east-1/3y, or dollars per node hour.  "
-    "[default: on_demand]",
-)  # fmt: skip
+@options.price
 @click.option(
     "--out", metavar="FILE.html",
     help="The HTML page; the Markdown version is written next to it.  "

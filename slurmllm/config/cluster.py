@@ -199,6 +199,11 @@ class Hardware(Section):
         return int((self.memory_gib - self.reserved_gib) * GIB)
 
 
+def in_the_future(day: str) -> bool:
+    """Whether a day (YYYY-MM-DD) has begun in no time zone yet."""
+    return day > (date.today() + timedelta(days=1)).isoformat()
+
+
 def _day(value: str) -> str:
     with suppress(ValueError):
         if date.fromisoformat(value).isoformat() == value:
@@ -218,8 +223,7 @@ class Price(Section):
     @field_validator("date")
     @classmethod
     def _not_in_the_future(cls, day: str) -> str:
-        tomorrow = date.today() + timedelta(days=1)  # of any time zone
-        if day > tomorrow.isoformat():
+        if in_the_future(day):
             raise ValueError(f"{day} is in the future; write when these were the prices")
         return day
 

@@ -21,6 +21,7 @@ _REACHED = {
     "network_gb_s": ("network_efficiency", "overlap"),
 }
 _MAKERS = {*_REACHED, "fp32_tflops", "memory_gib"}
+_FORM = "a cluster profile may be as short as `extends: PROFILE`, of `slurmllm recipes --clusters`"
 _NODES = ("device", "devices_per_node")
 
 
@@ -76,7 +77,7 @@ def read_profile(path: Path, folder: Path) -> _Level:
                 f"profile outside of the chain: {', '.join(available(folder))}"
             )
         chain.append(following)
-        values, origins = read_yaml(following)
+        values, origins = read_yaml(following, form=_FORM)
         following = _base(values, origins, following, folder)
         levels.append((values, origins))
     if len(chain) > 1:

@@ -90,7 +90,9 @@ def parse_scalar(text: str) -> Any:
         return text
 
 
-def read_yaml(path: Path, *, trusted: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+def read_yaml(
+    path: Path, *, trusted: bool = False, form: str = "see `slurmllm recipes tiny_neox`"
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Read a YAML mapping: its nested values, and `file:line` for each leaf's dotted path.
 
     Raises:
@@ -115,7 +117,7 @@ def read_yaml(path: Path, *, trusted: bool = False) -> tuple[dict[str, Any], dic
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; a recipe has two levels") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no mapping of sections; see `slurmllm recipes tiny_neox`")
+        raise ConfigError(f"{path} holds no mapping of sections; {form}")
     if faults:
         raise ConfigError(f"{path}: {len(faults)} fault(s)", faults)
     return values, {dotted: f"{path.name}:{line}" for dotted, line in lines.items()}

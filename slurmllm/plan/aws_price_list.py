@@ -140,14 +140,21 @@ class _Members:
                 if end < len(self._text) or self._end:  # else a number may go on
                     self._at = end
                     return found
-            except ValueError:
-                if self._end or len(self._text) - self._at > _LONGEST:
-                    raise
+            except json.JSONDecodeError as error:
+                # Its position counts from the part in memory.
+                fault, rest = error.msg, self._text[error.pos :].strip()
+                if self._end:
+                    cut = fault.startswith("Unterminated") or not rest
+                    raise ValueError("it ends early" if cut else fault) from None
+                if len(self._text) - self._at > _LONGEST:
+                    raise ValueError(f"{fault}, or a value over {_LONGEST:,} bytes") from None
             self._more()
 
     def _peek(self) -> str:
         while True:
-            self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None, "it matches nothing too"
+            self._at = space.end()
             if self._at < len(self._text):
                 return self._text[self._at]
             if self._end:

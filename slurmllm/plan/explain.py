@@ -16,9 +16,8 @@ from typing import Any
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.recipe import TrainConfig
 from slurmllm.format import format_bytes, format_gib, format_seconds
-from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
+from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, hybrid, known_hardware
 from slurmllm.plan.evidence import evidence_text
-from slurmllm.plan.hybrid import hybrid
 from slurmllm.plan.search import CHECKPOINTING
 from slurmllm.plan.step import (
     Group,

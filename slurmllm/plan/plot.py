@@ -141,7 +141,7 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
 
 
 @rc_context(fname=PICTURE_STYLE)
-def draw_utilization(products: Sequence[Mapping[str, Any]], profile: str) -> Figure:
+def draw_matrix_utilization(products: Sequence[Mapping[str, Any]], profile: str) -> Figure:
     """Share of the peak by matrix size, as `plan --matrix-figure --json` has it."""
     figure = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
     axes: Axes = figure.subplots()

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slurmllm.config.cluster import Cluster
+from slurmllm.config.cluster import Cluster, in_the_future
 from slurmllm.config.resolve import shipped_dir
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError, UserError
@@ -97,8 +97,9 @@ def parse_price(text: str) -> PriceChoice:
         if 0 < usd < math.inf:
             return PriceChoice(usd)
     raise UserError(
-        f"--price {text}: dollars for an hour of one node, above 0, such as 21.50; or one of "
-        f"{', '.join(OPTIONS)}, with a region before it, such as us-east-1/1y"
+        f"--price {text}: dollars for an hour of one node, above 0, such as 21.50 (convert other "
+        f"currencies); or one of {', '.join(OPTIONS)}, with a region before it, such as "
+        "us-east-1/1y"
     )
 
 
@@ -188,7 +189,7 @@ def read_prices(path: Path) -> list[NodePrice]:
             f"--prices {path}: neither a table of prices in YAML nor AWS's price list in JSON; the "
             "name must end in .yaml or .json"
         )
-    tree = read_yaml(path)[0]
+    tree = read_yaml(path, form=f"a table of prices has {', '.join(_KEYS)}")[0]
     faults = list(_faults(tree))
     if faults:
         raise ConfigError(f"{path}: {len(faults)} fault(s) in the prices", faults)
@@ -210,7 +211,7 @@ def _faults(tree: Mapping[str, Any]) -> Iterable[str]:
         what = "missing" if day is None else f"{day!r}: no day"
         yield f"date: {what}; write when these were the prices, such as 2026-11-09"
     else:
-        if _day(str(day)) > datetime.date.today() + datetime.timedelta(days=1):  # of any time zone
+        if in_the_future(str(day)):
             yield f"date: {day} is in the future; write when these were the prices"
     if currency != "USD":
         what = "missing" if currency is None else f"{currency!r}: costs are in dollars"

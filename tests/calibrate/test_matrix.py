@@ -13,7 +13,7 @@ from slurmllm.calibrate.run import calibrate, run_task, task_of
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import NodeError
-from slurmllm.plan.plot import draw_utilization
+from slurmllm.plan.plot import draw_matrix_utilization
 from slurmllm.supervise.allocation import LocalAllocation
 
 
@@ -55,13 +55,13 @@ def test_known_peaks_are_the_scale() -> None:
 
 def test_the_picture_has_both() -> None:
     measured = [row | {"measured_utilization": 1.2} for row in predicted_products(p5(), "cuda")]
-    (axes,) = draw_utilization(measured, "p5").axes
+    (axes,) = draw_matrix_utilization(measured, "p5").axes
     assert [str(line.get_label()).rpartition(", ")[2] for line in axes.lines] == [
         "measured",
         "planner",
     ]
     assert axes.get_ylim()[1] > 120
-    (axes,) = draw_utilization(predicted_products(p5(), "cuda"), "p5").axes
+    (axes,) = draw_matrix_utilization(predicted_products(p5(), "cuda"), "p5").axes
     assert len(axes.lines) == 1
 
 

@@ -139,3 +139,9 @@ def test_a_price_has_a_date_of_its_own(tmp_path: Path, price: str, fault: str) -
     (tmp_path / "mine.yaml").write_text(f"extends: p5\nprice: {price}\n")
     with pytest.raises(ConfigError, match=fault):
         resolve("tiny_neox", str(tmp_path / "mine.yaml"))
+
+
+def test_an_empty_profile_names_the_shortest_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("")
+    with pytest.raises(ConfigError, match="may be as short as `extends: PROFILE`"):
+        resolve("tiny_neox", str(tmp_path / "mine.yaml"))

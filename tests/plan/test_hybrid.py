@@ -6,9 +6,8 @@ import pytest
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.estimate import LayoutEstimate, predict
+from slurmllm.plan.estimate import LayoutEstimate, hybrid, predict
 from slurmllm.plan.explain import explain
-from slurmllm.plan.hybrid import hybrid
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.search import search
 

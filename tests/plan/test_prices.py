@@ -101,7 +101,21 @@ def test_an_unknown_price_names_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "-1", "0", "nan", "inf", "2y", "us-east-1/2y", "/1y", "a b/1y", "us_east"]
+    "text",
+    [
+        "",
+        "-1",
+        "0",
+        "nan",
+        "inf",
+        "2y",
+        "us-east-1/2y",
+        "/1y",
+        "a b/1y",
+        "us_east",
+        "€20",
+        "20 EUR",
+    ],
 )
 def test_what_is_no_price(text: str) -> None:
     with pytest.raises(UserError, match="dollars for an hour of one node, above 0"):
@@ -262,7 +276,10 @@ def test_awss_price_list_with_faults(tmp_path: Path) -> None:
     refused([1], r"'\[' in place of '\{'")
     path = write_offer(tmp_path, offer())
     path.write_text(path.read_text("utf-8")[:-40], encoding="utf-8")
-    with pytest.raises(ConfigError, match="not AWS's price list of AmazonEC2 in JSON"):
+    with pytest.raises(ConfigError, match="AmazonEC2 in JSON: it ends early; download"):
+        read_prices(path)
+    path.write_text('{"products": {"A": {x}}}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="in JSON: Expecting property name"):
         read_prices(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prices(tmp_path / "missing.json")

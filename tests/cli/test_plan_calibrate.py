@@ -1,0 +1,104 @@
+"""`slurmllm plan --calibrate` and `--matrix-figure`: profiles and pictures of what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli.planning import answer, call
+
+from slurmllm.calibrate.node import Sample
+from slurmllm.calibrate.run import Calibration
+from slurmllm.config.cluster import Hardware
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.supervise.allocation import Allocation
+
+
+def test_what_was_measured_becomes_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measuring itself is in tests/calibrate; here it is done at once."""
+    hardware = resolve("neox_20b", "p4d").cluster.hardware
+    assert hardware is not None
+    given = Hardware.model_validate(hardware.model_dump() | {"bf16_tflops": 123.0})
+
+    def measure(
+        config: RunConfig, allocation: Allocation, show: Callable[[str], None]
+    ) -> Calibration:
+        show("measuring")
+        products = tuple(
+            Sample(kind="product", of="bf16", sizes=(4000, 4 * k, k), value=seconds)
+            for k, seconds in ((1000, 0.012), (2000, 0.024))
+        )
+        return Calibration(given, tuple(allocation.nodes), ("a note",), 1.0, products)
+
+    monkeypatch.setattr("slurmllm.calibrate.run.calibrate", measure)
+    monkeypatch.setenv("SLURMLLM_LOCAL_NODES", "1")
+    path = tmp_path / "mine.yaml"
+    done = call("--calibrate", "--local", "--cluster", "p4d", "--out", str(path))
+    assert done.exit_code == 0, done.output
+    assert resolve("neox_20b", str(path)).cluster.hardware == given
+    assert "measuring" in done.stderr
+    assert "note: a note" in done.stderr
+    assert call("gpt3_125m", "--nodes", "1", "--cluster", str(path)).exit_code == 0
+    again = call("--calibrate", "--local", "--cluster", "p4d", "--out", str(path))
+    assert again.exit_code == 2
+    assert "is not overwritten" in again.stderr
+    shown = call("--calibrate", "--local", "--cluster", "p4d")
+    assert shown.stdout == path.read_text(encoding="utf-8")
+    picture = tmp_path / "products.png"
+    measured = answer("--calibrate", "--local", "--cluster", "p4d", "--plot", str(picture))
+    assert measured["hardware"]["bf16_tflops"] == 123
+    assert [product["k"] for product in measured["products"]] == [1000, 2000]
+    # Three products of 2 m n k FLOP: 6 · 4000 · 4000 · 1000 in 12 ms.
+    assert [product["tflops"] for product in measured["products"]] == pytest.approx([8.0, 16.0])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> None:
+    picture = tmp_path / "matrix.png"
+    arguments = ("--matrix-figure", str(picture), "--cluster", "trn1")
+    found = answer(*arguments)
+    assert found["measured"] is False
+    assert [row["k"] for row in found["products"]] == [256, 512, 1024, 2048, 4096, 8192]
+    shares = [row["planner_utilization"] for row in found["products"]]
+    assert shares == sorted(shares)
+    hardware = resolve("neox_20b", "trn1").cluster.hardware
+    assert hardware is not None
+    # The work at the efficiency, and the traffic of its operands and its result in bf16.
+    m, k, n = 8192, 8192, 32768
+    work = 2 * m * k * n / (hardware.bf16_tflops * 1e12)
+    traffic = (
+        2 * (m * k + k * n + m * n) / (hardware.memory_gb_s * hardware.memory_efficiency * 1e9)
+    )
+    assert shares[-1] == pytest.approx(work / (work / hardware.matrix_efficiency + traffic))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = call(*arguments).stdout
+    assert "8,192 × 8,192 × 32,768  -        -" in shown
+    assert "no neuron device that can be measured" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("neox_20b", "--nodes", "4", "--matrix-figure", "p.png"), "not take RECIPE, --nodes;"),
+        (("--calibrate", "--matrix-figure", "p.png"), "does not take --calibrate;"),
+        (("--matrix-figure", "p.pdf"), "--matrix-figure p.pdf: pictures are PNG files"),
+        (
+            ("--matrix-figure", "absent/p.png"),
+            "--matrix-figure absent/p.png: the folder absent does not exist",
+        ),
+        (
+            ("neox_20b", "--nodes", "4", "--plot", "absent/p.png"),
+            "the folder absent does not exist",
+        ),
+    ],
+)
+def test_pictures_that_are_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = call(*arguments)
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert message in done.stderr

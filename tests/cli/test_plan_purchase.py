@@ -1,0 +1,128 @@
+"""`slurmllm plan` over profiles and node counts: tables as files, a budget, what would fit."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from cli.planning import answer, call
+
+
+def test_profiles_are_compared(tmp_path: Path) -> None:
+    arguments = ("gpt3_1.3b", "--nodes", "2", "--nodes", "1,2", "--cluster", "p5", "--cluster")
+    done = call(*arguments, "p4d", "--csv", str(tmp_path / "a.csv"))
+    assert [line.split()[:2] for line in done.stdout.splitlines()[:5]] == [
+        ["cluster", "nodes"], ["p5", "1"], ["p5", "2"], ["p4d", "1"], ["p4d", "2"],
+    ]  # fmt: skip
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text("utf-8").splitlines()))
+    found = answer(*arguments, "p4d")["scaling"]
+    assert [(row["cluster"], float(row["usd"])) for row in rows] == [
+        (one["cluster"], one["usd"]) for one in found
+    ]
+    everything = answer("gpt3_1.3b", "--nodes", "1", "--cluster", "all")
+    assert set(everything["prices"]) == set(everything["cluster"]) >= {"p4d", "p5"}
+    assert "local" not in everything["prices"]
+
+
+def test_tables_as_files(tmp_path: Path) -> None:
+    done = call("neox_20b", "--nodes", "4", "--top", "2", "--csv", "-")
+    rows = list(csv.DictReader(done.stdout.splitlines()))
+    first = answer("neox_20b", "--nodes", "4", "--top", "1")["candidates"][0]
+    assert (rows[0]["rank"], float(rows[0]["parts_s.compute"])) == (
+        "1",
+        first["parts_s"]["compute"],
+    )
+    assert "warning: the price of trn1" in done.stderr
+    markdown = tmp_path / "plan.md"
+    done = call("neox_20b", "--nodes", "4", "--top", "2", "--markdown", str(markdown))
+    # Several reasons are one cell.
+    (cell, *_) = (row["evidence_reasons"] for row in rows if row["evidence_reasons"])
+    assert cell == "; ".join(first["evidence_reasons"])
+    lines = markdown.read_text("utf-8").splitlines()
+    assert lines[0].startswith("| # | TP | PP | DP | micro |")
+    assert lines[1] == "|" + " --- |" * (lines[0].count("|") - 1)
+    assert lines[2].split(" | ")[1:4] == done.stdout.splitlines()[2].split()[1:4]
+    assert lines[-1].startswith("price of trn1: $21.50 per node hour")
+    several = call("neox_20b", "--nodes", "4,8", "--top", "2").stdout.splitlines()
+    assert several[0].split()[:2] == ["nodes", "#"]
+    assert {line.split()[0] for line in several[1:5]} == {"4", "8"}
+
+
+def test_names_of_parts_of_memory_are_explained() -> None:
+    lines = call("llama2_70b", "--nodes", "32").stdout.splitlines()
+    (line,) = (line for line in lines if line.startswith("  programs: instructions, DMA rings"))
+    assert lines.index(line) < next(at for at, one in enumerate(lines) if one.startswith("not con"))
+
+
+BUDGET = ("gpt3_1.3b", "--tokens", "20B", "--cluster", "p4d", "--cluster", "p5")
+
+
+def test_a_job_for_the_budget(tmp_path: Path) -> None:
+    picture = tmp_path / "front.png"
+    limits = ("--budget", "1000", "--deadline", "10h")
+    done = call(*BUDGET, *limits, "--plot", str(picture))
+    assert done.exit_code == 0, done.output
+    found = answer(*BUDGET, *limits)["budget"]
+    assert (found["budget_usd"], found["deadline_hours"]) == (1000, 10)
+    front = found["front"]
+    assert [one["hours"] for one in front] == sorted(one["hours"] for one in front)
+    assert [one["usd"] for one in front] == sorted((one["usd"] for one in front), reverse=True)
+    meeting = [one for one in front if one["usd"] <= 1000 and one["hours"] <= 10]
+    assert [one for one in front if one["within_limits"]] == meeting
+    assert ("fastest" in meeting[0]["choice"], "cheapest" in meeting[-1]["choice"]) == (True, True)
+    for name, one in (("fastest", meeting[0]), ("cheapest", meeting[-1])):
+        where = f"--nodes {one['nodes']} --cluster {one['cluster']}"
+        assert f"submit the {name}: slurmllm submit gpt3_1.3b {where} " in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("limits", "faults"),
+    [
+        ("--budget 100 --nodes 1,2", ["the cheapest is"]),
+        ("--deadline 1m --nodes 1,2", ["the fastest is"]),
+        (
+            "--budget 780 --deadline 3h --nodes 1,2,4,8,16",
+            ["the cheapest in time is", "the fastest within the budget is"],
+        ),
+        (
+            "--budget 1 --deadline 1m --nodes 1,2",
+            ["the cheapest of all is", "the fastest of all is"],
+        ),
+    ],
+)
+def test_what_would_meet_the_limits(limits: str, faults: list[str]) -> None:
+    done = call(*BUDGET, *limits.split())
+    assert done.exit_code == 2
+    assert "no plan of gpt3_1.3b is within the limits" in done.output
+    for fault in faults:
+        assert fault in done.output
+    for line in done.output.splitlines()[1:]:  # what is named does it
+        fix = line.partition("; ")[2].removesuffix(" would do").split()
+        again = limits.split()
+        for option, value in zip(fix[::2], fix[1::2], strict=True):
+            again[again.index(option) + 1] = value
+        assert call(*BUDGET, *again).exit_code == 0, (line, again)
+
+
+def test_what_to_do_when_nothing_fits_keeps_the_options_and_names_each_count() -> None:
+    options = ("--tokens", "1B", "--price", "40", "--rank", "lower")
+    done = call("llama2_7b", "--nodes", "3", "--cluster", "p5", *options)
+    assert done.exit_code == 2
+    last = done.stderr.splitlines()[-1]
+    assert last == (
+        "  for instance: slurmllm plan llama2_7b --nodes 3 --cluster p5 --tokens 1B --price 40 "
+        "--rank lower --set train.global_batch=1008"
+    )
+    assert call(*last.split()[4:]).exit_code == 0
+    several = call("neox_20b", "--nodes", "3,5").stderr
+    assert "  3 nodes: --nodes 4: 33 % more nodes" in several
+    assert "  5 nodes: --nodes 4: 20 % fewer nodes" in several
+
+
+def test_a_number_is_no_price_of_several_profiles() -> None:
+    done = call("llama2_7b", "--nodes", "4", "--cluster", "p5", "--cluster", "p4d", "--price", "20")
+    assert done.exit_code == 2
+    assert "--price 20 with several profiles: their nodes do not cost the same" in done.stderr
+    assert "--prices FILE" in done.stderr
