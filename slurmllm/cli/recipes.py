@@ -86,7 +86,7 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
     table = (
         (
             row["name"], row["device"],
-            *("-" if row[key] is None else f"{row[key]:g}" for key in shown),
+            *("-" if row[key] is None else f"{round(row[key], 2):g}" for key in shown),
             row["backend"], _notes(row),
         )
         for row in rows

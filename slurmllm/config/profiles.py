@@ -119,7 +119,7 @@ def _extended(base: _Level, own: _Level) -> _Level:
         # A node's links are those of as many devices.
         reached += [one for one in _REACHED["network_gb_s"] if fewer and one in before]
         assumed = dict.fromkeys([*(before.get("assumed") or ()), *reached])
-        # What the profile gives itself is not assumed, unless it says so.
+        # What the profile gives itself is assumed only if it lists that itself.
         derived: dict[str, Any] = {"assumed": [one for one in assumed if one not in hardware]}
         if changed:
             derived["source"] = f"{', '.join(changed)} as given; {before.get('source')}"

@@ -206,7 +206,7 @@ def purchase_plan(plans: Sequence[RecipePlan], limits: Limits) -> PurchasePlan:
     if unpriced:
         raise ConfigError(
             f"no price of {', '.join(unpriced)}: plans cannot be compared by cost",
-            ["--price DOLLARS, or --prices FILE, says what a node costs"],
+            ["give them with --price DOLLARS or --prices FILE"],
         )
     priced = [
         PricedPlan(plan, point, point.forecast.hours, point.forecast.usd)

@@ -343,7 +343,7 @@ def test_thousands_of_nodes_are_answered_without_torch(tmp_path: Path) -> None:
     assert float(took) < 1.5  # 0.5 on a busy machine
 
 
-def test_a_run_is_held_against_the_prediction(tmp_path: Path) -> None:
+def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     config = resolve("pythia_160m", None)
     run = RunDir(tmp_path / "measured")
     run.metrics(0).parent.mkdir(parents=True)
