@@ -21,7 +21,8 @@ class Cost:
     tokens: int  # tokens of those steps, at least the requested number
     hours: float  # wall time, lost time and waits in the queue included
     node_hours: float  # lost time and spare nodes included
-    usd: float | None
+    usd: float | None  # waits in the queue included if they are paid
+    waiting_usd: float | None  # of that, for waits in the queue; 0 if they are not paid
     usd_per_hour: float | None  # price of all nodes for an hour, spare ones included
     # Tokens per dollar without lost time, as AWS defines it in "Frugality meets accuracy:
     # Cost-efficient training of GPT NeoX and Pythia models with AWS Trainium" (2023-12-12).
@@ -38,6 +39,7 @@ def cost(
     usd_per_node_hour: float | None,
     effective: float = 1.0,
     goodput: float | None = None,
+    waits_are_paid: bool = False,
 ) -> Cost:
     """Time and dollars of training one layout.
 
@@ -45,6 +47,7 @@ def cost(
         tokens: Tokens to train on; None: the recipe's `train.steps`.
         effective: Share of the node hours that trains, by `plan.lost_time`.
         goodput: Share of the wall time that trains; None: no wait in the queue, as `effective`.
+        waits_are_paid: Whether nodes cost the same while the run waits in the queue.
 
     Raises:
         ValueError: a share is not above 0, or is above 1.
@@ -58,17 +61,20 @@ def cost(
     steps = recipe.train.steps if tokens is None else -(-tokens // a_step)
     training_h = steps * candidate.step.total / _HOUR_S
     node_hours = nodes * training_h / effective
-    usd = usd_per_hour = tokens_per_usd = None
+    hours = training_h / goodput
+    usd = waiting_usd = usd_per_hour = tokens_per_usd = None
     if usd_per_node_hour is not None:
-        usd = node_hours * usd_per_node_hour
         usd_per_hour = nodes * usd_per_node_hour
+        waiting_usd = (hours - training_h / effective) * usd_per_hour if waits_are_paid else 0.0
+        usd = node_hours * usd_per_node_hour + waiting_usd
         tokens_per_usd = candidate.tokens_per_s * _HOUR_S / usd_per_hour
     return Cost(
         steps=steps,
         tokens=steps * a_step,
-        hours=training_h / goodput,
+        hours=hours,
         node_hours=node_hours,
         usd=usd,
+        waiting_usd=waiting_usd,
         usd_per_hour=usd_per_hour,
         tokens_per_usd=tokens_per_usd,
     )

@@ -189,6 +189,11 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
     )
     if forecaster.price is not None:
         click.echo(f"price          {forecaster.price}")
+        if cost.waiting_usd:
+            term = forecaster.price.waiting_term
+            click.echo(
+                f"waiting        ${cost.waiting_usd:,.2f} of it pays for waits in the queue: {term}"
+            )
     shares = sorted(
         ((part, share) for part, share in lost.shares.items() if part != "productive"),
         key=lambda row: -row[1],
@@ -279,13 +284,29 @@ def print_points(
 
 
 def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
-    prices = {plan.config.cluster.name: plan.forecaster.price for plan in recipe_plans}
-    return [
-        f"price of {name}: {price}"
-        if price
-        else f"cost unknown: cluster profile {name} has no price"
-        for name, price in prices.items()
-    ]
+    """The price of each profile, and how much of the dollars pays for waits in the queue."""
+    lines = []
+    for plans in _by_cluster(recipe_plans):
+        name, price = plans[0].config.cluster.name, plans[0].forecaster.price
+        if price is None:
+            lines.append(f"cost unknown: cluster profile {name} has no price")
+            continue
+        lines.append(f"price of {name}: {price}")
+        costs = [point.forecast.cost for plan in plans for point in plan.points() if point.forecast]
+        shares = [cost.waiting_usd / cost.usd for cost in costs if cost.waiting_usd and cost.usd]
+        if shares:
+            lines.append(
+                f"waiting: up to {100 * max(shares):.2g} % of the dollars pays for waits in the "
+                f"queue: {price.waiting_term}"
+            )
+    return lines
+
+
+def _by_cluster(plans: Sequence[RecipePlan]) -> list[list[RecipePlan]]:
+    found: dict[str, list[RecipePlan]] = {}
+    for plan in plans:
+        found.setdefault(plan.config.cluster.name, []).append(plan)
+    return list(found.values())
 
 
 def tables(plans: Sequence[RecipePlan], top: int | None) -> list[PlanTable]:
@@ -423,6 +444,7 @@ def _candidate_json(plan: NodePlan, one: LayoutEstimate, forecaster: Forecaster)
         "tokens": cost.tokens,
         "hours": forecast.hours,
         "usd": forecast.usd,
+        "waiting_usd": cost.waiting_usd,
         "recipe_layout": plan.is_recipe_layout(one),
     }
 
@@ -453,4 +475,5 @@ def point_json(point: ScalingPoint) -> dict[str, Any]:
         "days": None if hours is None else hours / 24,
         "hours": hours,
         "usd": point.forecast.usd,
+        "waiting_usd": cost.waiting_usd,
     }

@@ -38,6 +38,21 @@ class NodePrice:
     date: str | None = None  # when this was the price; None with --price
     source: str = "--price"
     node: str = ""  # instance type, or name of a cluster profile
+    owned: bool = False  # nodes of a profile without an instance type
+
+    @property
+    def bills_waiting(self) -> bool:
+        """Whether nodes are paid while a run waits in the queue for its next attempt.
+
+        Nodes on demand are started for a job. Those of a capacity block and reserved ones are paid
+        for the whole term, and owned ones anyway.
+        """
+        return self.owned or self.option in ("capacity_block", "1y", "3y")
+
+    @property
+    def waiting_term(self) -> str:
+        """What nodes are paid while they wait, for messages."""
+        return "owned nodes" if self.owned else f"nodes at the price {self.option}"
 
     def __str__(self) -> str:
         where = f" in {self.region}" if self.region else ""
@@ -126,7 +141,7 @@ def select_price(
     """
     wanted = choice or PriceChoice()
     if wanted.usd is not None:
-        return NodePrice(wanted.usd)
+        return NodePrice(wanted.usd, owned=cluster.instance_type is None)
     own = [] if table is not None else _own(cluster)
     names = {cluster.instance_type, cluster.name}
     listed = [one for one in (_shipped() if table is None else table) if one.node in names]
@@ -160,10 +175,13 @@ def _own(cluster: Cluster) -> list[NodePrice]:
         return []
     values = {"on_demand": price.on_demand, "3y": price.reserved}
     return [
-        NodePrice(usd, option, None, price.date, price.source or f"profile {cluster.name}")
+        NodePrice(
+            usd, option, None, price.date, price.source or f"profile {cluster.name}",
+            owned=cluster.instance_type is None,
+        )
         for option, usd in values.items()
         if usd is not None
-    ]
+    ]  # fmt: skip
 
 
 @cache

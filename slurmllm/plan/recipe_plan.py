@@ -124,7 +124,8 @@ class Forecaster:
             )
         except ConfigError as error:
             return TrainingForecast(ideal, None, "; ".join(error.faults))
-        real = cost(candidate, self.tokens, price, lost.effective, lost.goodput)
+        paid = self.price is not None and self.price.bills_waiting
+        real = cost(candidate, self.tokens, price, lost.effective, lost.goodput, paid)
         return TrainingForecast(real, lost)
 
     def auto_interval_steps(self, candidate: LayoutEstimate) -> int:

@@ -92,6 +92,16 @@ def test_losses_are_bought_and_waits_are_not() -> None:
             cost(layout, None, 10.0, effective=share)
 
 
+def test_waits_are_bought_where_nodes_are_paid_while_waiting() -> None:
+    layout = candidate("neox_20b", 4, 13.6)
+    free = cost(layout, None, RESERVED, 0.9, 0.8)
+    paid = cost(layout, None, RESERVED, 0.9, 0.8, waits_are_paid=True)
+    assert (free.waiting_usd, paid.hours) == (0, free.hours)
+    assert free.usd is not None
+    assert paid.usd == pytest.approx(paid.hours * 4 * RESERVED)
+    assert paid.waiting_usd == pytest.approx(paid.usd - free.usd)
+
+
 def test_without_a_price() -> None:
     found = cost(candidate("neox_20b", 4, 13.6), 10**9, None)
     assert found.hours > 0

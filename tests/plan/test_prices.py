@@ -89,6 +89,22 @@ def test_a_profile_without_a_price_has_that_of_its_instance_type(tmp_path: Path)
     assert (found.usd, found.region) == (21.957642, "us-east-1")
 
 
+def test_which_nodes_are_paid_while_they_wait(tmp_path: Path) -> None:
+    def billed(profile: str, price: str | None) -> bool:
+        cluster = resolve("tiny_neox", profile).cluster
+        found = select_price(cluster, None if price is None else parse_price(price))
+        assert found is not None
+        return found.bills_waiting
+
+    assert not any(billed(*one) for one in (("p5", None), ("p4d", "on_demand"), ("p5", "40")))
+    assert all(billed(*one) for one in (("trn1", "3y"), ("p5", "capacity_block")))
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: p5\ndevices_per_node: 4\nprice: {on_demand: 20, date: 2026-11-20}\n")
+    assert all(billed(str(mine), price) for price in (None, "12"))
+    mine.write_text(mine.read_text() + "instance_type: p5.4xlarge\n")
+    assert not billed(str(mine), None)
+
+
 def test_an_unknown_price_names_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"--price 1y: unknown for p5\.48xlarge; known: on_demand"
