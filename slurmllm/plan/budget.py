@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.format import format_count, format_days, format_plural
+from slurmllm.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.output import PlanTable, point_cells, point_json, price_lines
 from slurmllm.plan.recipe_plan import RecipePlan, ScalingPoint
 from slurmllm.tables import print_table
@@ -67,46 +67,62 @@ def parse_limits(budget: str | None, deadline: str | None) -> Limits:
 
 
 @dataclass(frozen=True)
-class PricedPlan:
+class TimedPlan:
     """The best layout on some nodes of a profile, with time and cost to the end."""
 
     plan: RecipePlan
     point: ScalingPoint
     hours: float
-    usd: float
+    usd: float | None  # None without a price
 
     @property
     def where(self) -> str:
         return f"{format_plural(self.point.nodes, 'node')} of {self.point.cluster}"
 
+    def __str__(self) -> str:
+        dollars = "" if self.usd is None else f" and ${self.usd:,.0f}"
+        return f"{format_days(self.hours)}{dollars} on {self.where}"
+
 
 @dataclass(frozen=True)
 class PurchasePlan:
-    """Plans of one recipe on several profiles and node counts, compared with the limits."""
+    """Plans of one recipe on several profiles and node counts, compared with the limits.
+
+    They are compared by dollars, or by nodes if the price of any is unknown.
+    """
 
     limits: Limits
-    plans: Sequence[PricedPlan]  # those that reach their end
+    plans: Sequence[TimedPlan]  # those that reach their end
 
     @property
-    def front(self) -> list[PricedPlan]:
-        """The plans that are cheaper than every faster one, fastest first."""
-        found: list[PricedPlan] = []
-        for one in sorted(self.plans, key=lambda one: (one.hours, one.usd)):
-            if not found or one.usd < found[-1].usd:
+    def priced(self) -> bool:
+        return all(one.usd is not None for one in self.plans)
+
+    def price(self, one: TimedPlan) -> float:
+        """What plans are compared by: dollars, or nodes."""
+        return one.usd if one.usd is not None and self.priced else one.point.nodes
+
+    @property
+    def front(self) -> list[TimedPlan]:
+        """The plans that are cheaper (or smaller) than every faster one, fastest first."""
+        found: list[TimedPlan] = []
+        for one in sorted(self.plans, key=lambda one: (one.hours, self.price(one))):
+            if not found or self.price(one) < self.price(found[-1]):
                 found.append(one)
         return found
 
-    def meets(self, one: PricedPlan) -> str:
+    def meets(self, one: TimedPlan) -> str:
         """`yes`, or which limit is exceeded."""
-        over = self.limits.usd is not None and one.usd > self.limits.usd
+        over = self.limits.usd is not None and self.price(one) > self.limits.usd
         late = self.limits.hours is not None and one.hours > self.limits.hours
         return " and ".join(["over the budget"] * over + ["too late"] * late) or "yes"
 
     @property
-    def choices(self) -> dict[str, PricedPlan]:
-        """The cheapest and the fastest plan within the limits; none if nothing meets them."""
+    def choices(self) -> dict[str, TimedPlan]:
+        """The fastest and the cheapest plan within the limits; none if nothing meets them."""
         meeting = [one for one in self.front if self.meets(one) == "yes"]
-        return {"fastest": meeting[0], "cheapest": meeting[-1]} if meeting else {}
+        least = "cheapest" if self.priced else "smallest"
+        return {"fastest": meeting[0], least: meeting[-1]} if meeting else {}
 
     def table(self) -> PlanTable:
         """The Pareto front."""
@@ -123,7 +139,7 @@ class PurchasePlan:
         ]
         headings = (
             "", "cluster", "nodes", "TP", "PP", "DP", "micro", "checkpointing", "tokens/s", "$/h",
-            "time", "$", "within the limits",
+            "time", "node hours", "$", "within the limits",
         )  # fmt: skip
         return PlanTable(headings, rows)
 
@@ -149,9 +165,12 @@ class PurchasePlan:
         """Print the front; something meets the limits."""
         plan, cost = self.plans[0].plan, self.plans[0].point.forecast
         assert cost is not None, "a priced plan has a forecast"
+        what = "cheaper than all faster ones"
+        if not self.priced:
+            what = "on fewer nodes than all faster ones, as a price is unknown"
         click.echo(
             f"{plan.config.recipe.name}, {format_count(cost.cost.tokens)} tokens, {self.limits}: "
-            f"{format_plural(len(self.plans), 'plan')}; those that are cheaper than all faster ones"
+            f"{format_plural(len(self.plans), 'plan')}; those that are {what}"
         )
         print_table(*self.table())
         for line in price_lines(list({id(one.plan): one.plan for one in self.plans}.values())):
@@ -161,32 +180,30 @@ class PurchasePlan:
         """What would meet the limits, if nothing does."""
         usd, hours, front = self.limits.usd, self.limits.hours, self.front
         in_time = [one for one in front if hours is None or one.hours <= hours]
-        in_money = [one for one in front if usd is None or one.usd <= usd]
+        in_money = [one for one in front if usd is None or self.price(one) <= usd]
         faults = []
         if in_time:
-            fault = f"the cheapest{' in time' * (hours is not None)} is {_described(in_time[-1])}"
-            faults.append(f"{fault}; --budget {math.ceil(in_time[-1].usd)} would do")
+            fault = f"the cheapest{' in time' * (hours is not None)} is {in_time[-1]}"
+            faults.append(f"{fault}; --budget {math.ceil(self.price(in_time[-1]))} would do")
         if in_money:
             within = " within the budget" * (usd is not None)
-            fault = f"the fastest{within} is {_described(in_money[0])}"
+            fault = f"the fastest{within} is {in_money[0]}"
             faults.append(f"{fault}; --deadline {_up(in_money[0].hours)} would do")
         if not faults:
             for which, one in (("fastest", front[0]), ("cheapest", front[-1])):
                 need = f"--deadline {_up(one.hours)}" if hours is not None else ""
-                if usd is not None and one.usd > usd:
-                    need = f"{need} --budget {math.ceil(one.usd)}".strip()
-                faults.append(f"the {which} of all is {_described(one)}; {need} would do")
+                if usd is not None and self.price(one) > usd:
+                    need = f"{need} --budget {math.ceil(self.price(one))}".strip()
+                faults.append(f"the {which} of all is {one}; {need} would do")
         name = self.plans[0].plan.config.recipe.name
         return ConfigError(f"no plan of {name} is within the limits: {self.limits}", faults)
 
 
-def _shown(one: PricedPlan) -> list[str]:
+def _shown(one: TimedPlan) -> list[str]:
     cells = point_cells(one.point)
-    return [*cells[:5], cells[8], cells[10], *cells[14:]]
-
-
-def _described(one: PricedPlan) -> str:
-    return f"{format_days(one.hours)} and ${one.usd:,.0f} on {one.where}"
+    assert one.point.forecast is not None, "it reaches its end"
+    node_hours = format_number(one.point.forecast.cost.node_hours)
+    return [*cells[:5], cells[8], cells[10], cells[14], node_hours, cells[15]]
 
 
 def _up(hours: float) -> str:
@@ -200,23 +217,24 @@ def purchase_plan(plans: Sequence[RecipePlan], limits: Limits) -> PurchasePlan:
     """Compare plans with the limits.
 
     Raises:
-        ConfigError: nothing fits into memory or reaches its end, or prices are missing.
+        ConfigError: nothing fits into memory or reaches its end, or prices are missing that a
+            budget needs.
     """
     unpriced = sorted({p.config.cluster.name for p in plans if p.forecaster.price is None})
-    if unpriced:
+    if unpriced and limits.usd is not None:
         raise ConfigError(
-            f"no price of {', '.join(unpriced)}: plans cannot be compared by cost",
+            f"no price of {', '.join(unpriced)}: plans cannot be compared with a budget",
             ["give them with --price DOLLARS or --prices FILE"],
         )
-    priced = [
-        PricedPlan(plan, point, point.forecast.hours, point.forecast.usd)
+    found = [
+        TimedPlan(plan, point, point.forecast.hours, point.forecast.usd)
         for plan in plans
         for point in plan.points()
-        if point.forecast and point.forecast.hours is not None and point.forecast.usd is not None
+        if point.forecast and point.forecast.hours is not None
     ]
-    if not priced and any(plan.fits for plan in plans):
+    if not found and any(plan.fits for plan in plans):
         reasons = [p.forecast.reason for plan in plans for p in plan.points() if p.forecast]
         raise ConfigError("no plan reaches its end", list(dict.fromkeys(reasons)))
-    if not priced:
+    if not found:
         raise plans[0].no_fit_error()
-    return PurchasePlan(limits, priced)
+    return PurchasePlan(limits, found)

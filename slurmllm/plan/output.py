@@ -474,6 +474,7 @@ def point_json(point: ScalingPoint) -> dict[str, Any]:
         "tokens": cost.tokens,
         "days": None if hours is None else hours / 24,
         "hours": hours,
+        "node_hours": None if hours is None else cost.node_hours,
         "usd": point.forecast.usd,
         "waiting_usd": cost.waiting_usd,
     }

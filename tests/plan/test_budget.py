@@ -87,11 +87,34 @@ def test_choices_are_within_the_limits() -> None:
 
 def test_plans_that_cannot_be_compared() -> None:
     unpriced = plan_recipe(resolve("gpt3_125m", "p4d"), [1], lambda _: (), None, None)
-    with pytest.raises(ConfigError, match="no price of p4d: plans cannot be compared"):
+    with pytest.raises(ConfigError, match="no price of p4d: plans cannot be compared with a bud"):
         purchase_plan([unpriced], Limits(1, None))
     large = plan_recipe(resolve("llama2_70b", "trn1"), [1], lambda _: (), NodePrice(1.0), None)
     with pytest.raises(ConfigError, match="no layout of llama2_70b fits"):
         purchase_plan([large], Limits(1, None))
+
+
+@pytest.mark.parametrize("prices", [(None, None), (20.0, None)])
+def test_a_deadline_needs_no_price(prices: tuple[float | None, float | None]) -> None:
+    some = [
+        plan_recipe(resolve("gpt3_125m", name), [1, 2, 4], lambda _: (), price, 10**10)
+        for name, usd in zip(("p4d", "p5"), prices, strict=True)
+        for price in [None if usd is None else NodePrice(usd)]
+    ]
+    every = purchase_plan(some, Limits(None, 1e6))
+    nodes = [one.point.nodes for one in every.front]
+    assert nodes == sorted(set(nodes), reverse=True)
+    assert every.choices == {"fastest": every.front[0], "smallest": every.front[-1]}
+    assert every.choices["smallest"].point.nodes == 1
+    middle = purchase_plan(some, Limits(None, every.front[1].hours))
+    assert middle.choices["smallest"] == every.front[1]
+    table = every.table()
+    assert table.rows[0][table.headings.index("$")] == "-"
+    row = every.rows()[0]
+    assert (row["usd"], row["node_hours"] > 0) == (None, True)
+    assert draw_purchase(every).axes[0].get_ylabel() == "nodes"
+    late = str(purchase_plan(some, Limits(None, 0.001)).no_plan_error())
+    assert "$" not in late and "the fastest is " in late and "--deadline " in late
 
 
 def test_the_picture_has_a_line_per_profile_and_the_limits() -> None:
