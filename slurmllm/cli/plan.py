@@ -240,7 +240,7 @@ def _plan(
         return _submit_command(plan, layout, recipe, profile)
 
     fits = any(one.fits for one in plans)
-    purchase = None if limit is None else budget.purchase_plan(plans, limit)
+    purchase = None if limit is None else budget.purchase_plan(plans, limit, rank)
     if plot is not None and fits:
         from slurmllm.pictures import write_picture
         from slurmllm.plan import plot as drawing

@@ -12,8 +12,9 @@ import click
 
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import format_count, format_days, format_number, format_plural
+from slurmllm.plan.evidence import at_lower_end
 from slurmllm.plan.output import PlanTable, point_cells, point_json, price_lines
-from slurmllm.plan.recipe_plan import RecipePlan, ScalingPoint
+from slurmllm.plan.recipe_plan import Rank, RecipePlan, ScalingPoint, TrainingForecast
 from slurmllm.tables import print_table
 
 NODES = tuple(1 << power for power in range(10))  # node counts without --nodes: 1 to 512
@@ -72,6 +73,7 @@ class TimedPlan:
 
     plan: RecipePlan
     point: ScalingPoint
+    # What is compared with the limits: predicted, or at the lower end of the interval.
     hours: float
     usd: float | None  # None without a price
 
@@ -91,8 +93,14 @@ class PurchasePlan:
     They are compared by dollars, or by nodes if the price of any is unknown.
     """
 
+    rank: Rank  # `lower`: time and dollars are those at the lower end of the interval
     limits: Limits
     plans: Sequence[TimedPlan]  # those that reach their end
+
+    @property
+    def where(self) -> str:
+        """At which end of the interval time and dollars are compared with the limits."""
+        return " at the lower end of the interval" if self.rank == "lower" else ""
 
     @property
     def priced(self) -> bool:
@@ -132,16 +140,27 @@ class PurchasePlan:
                 ", ".join(name for name, chosen in choices.items() if chosen is one),
                 one.point.cluster,
                 str(one.point.nodes),
-                *_shown(one),
+                *self._shown(one),
                 self.meets(one),
             )
             for one in self.front
         ]
         headings = (
-            "", "cluster", "nodes", "TP", "PP", "DP", "micro", "checkpointing", "tokens/s", "$/h",
-            "time", "node hours", "$", "within the limits",
+            "", "cluster", "nodes", "TP", "PP", "DP", "micro", "checkpointing", "tokens/s", "seq/s",
+            "90 %", "evidence", "$/h", "time", "node hours", "$",
+            *(["time, lower end", "$, lower end"] if self.rank == "lower" else []),
+            "within the limits",
         )  # fmt: skip
         return PlanTable(headings, rows)
+
+    def _shown(self, one: TimedPlan) -> list[str]:
+        cells = point_cells(one.point)
+        assert one.point.forecast is not None, "it reaches its end"
+        node_hours = format_number(one.point.forecast.cost.node_hours)
+        shown = [*cells[:5], cells[8], *cells[5:8], cells[10], cells[14], node_hours, cells[15]]
+        if self.rank == "lower":
+            shown += [format_days(one.hours), "-" if one.usd is None else f"{one.usd:,.0f}"]
+        return shown
 
     def rows(self) -> list[dict[str, Any]]:
         """The figures of the front, for JSON and CSV."""
@@ -150,6 +169,8 @@ class PurchasePlan:
             {
                 "choice": [name for name, chosen in choices.items() if chosen is one],
                 **point_json(one.point),
+                "hours_compared": one.hours,
+                "usd_compared": one.usd,
                 "within_limits": self.meets(one) == "yes",
             }
             for one in self.front
@@ -157,7 +178,7 @@ class PurchasePlan:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "budget_usd": self.limits.usd, "deadline_hours": self.limits.hours,
+            "budget_usd": self.limits.usd, "deadline_hours": self.limits.hours, "rank": self.rank,
             "front": self.rows(),
         }  # fmt: skip
 
@@ -168,6 +189,7 @@ class PurchasePlan:
         what = "cheaper than all faster ones"
         if not self.priced:
             what = "on fewer nodes than all faster ones, as a price is unknown"
+        what += f"; time and dollars{self.where} are compared" * bool(self.where)
         click.echo(
             f"{plan.config.recipe.name}, {format_count(cost.cost.tokens)} tokens, {self.limits}: "
             f"{format_plural(len(self.plans), 'plan')}; those that are {what}"
@@ -196,14 +218,8 @@ class PurchasePlan:
                     need = f"{need} --budget {math.ceil(self.price(one))}".strip()
                 faults.append(f"the {which} of all is {one}; {need} would do")
         name = self.plans[0].plan.config.recipe.name
-        return ConfigError(f"no plan of {name} is within the limits: {self.limits}", faults)
-
-
-def _shown(one: TimedPlan) -> list[str]:
-    cells = point_cells(one.point)
-    assert one.point.forecast is not None, "it reaches its end"
-    node_hours = format_number(one.point.forecast.cost.node_hours)
-    return [*cells[:5], cells[8], cells[10], cells[14], node_hours, cells[15]]
+        title = f"no plan of {name} is within the limits{self.where}: {self.limits}"
+        return ConfigError(title, faults)
 
 
 def _up(hours: float) -> str:
@@ -213,8 +229,13 @@ def _up(hours: float) -> str:
     return f"{math.ceil(10 * hours) / 10:g}h"
 
 
-def purchase_plan(plans: Sequence[RecipePlan], limits: Limits) -> PurchasePlan:
+def purchase_plan(
+    plans: Sequence[RecipePlan], limits: Limits, rank: Rank = "speed"
+) -> PurchasePlan:
     """Compare plans with the limits.
+
+    Args:
+        rank: `lower` compares time and dollars at the lower end of the interval of throughput.
 
     Raises:
         ConfigError: nothing fits into memory or reaches its end, or prices are missing that a
@@ -227,14 +248,21 @@ def purchase_plan(plans: Sequence[RecipePlan], limits: Limits) -> PurchasePlan:
             ["give them with --price DOLLARS or --prices FILE"],
         )
     found = [
-        TimedPlan(plan, point, point.forecast.hours, point.forecast.usd)
+        TimedPlan(plan, point, compared.hours, compared.usd)
         for plan in plans
         for point in plan.points()
-        if point.forecast and point.forecast.hours is not None
+        if (compared := _compared(plan, point, rank)) and compared.hours is not None
     ]
     if not found and any(plan.fits for plan in plans):
         reasons = [p.forecast.reason for plan in plans for p in plan.points() if p.forecast]
         raise ConfigError("no plan reaches its end", list(dict.fromkeys(reasons)))
     if not found:
         raise plans[0].no_fit_error()
-    return PurchasePlan(limits, found)
+    return PurchasePlan(rank, limits, found)
+
+
+def _compared(plan: RecipePlan, point: ScalingPoint, rank: Rank) -> TrainingForecast | None:
+    """The forecast that is compared with the limits; None if nothing fits."""
+    if point.candidate is None or rank == "speed":
+        return point.forecast
+    return plan.forecaster.forecast(at_lower_end(point.candidate))

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from slurmllm.format import format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.parameters import parameters
-from slurmllm.plan.step import step_time
+from slurmllm.plan.step import StepTime, step_time
 
 FILE = Path(__file__).parent / "published_runs.csv"
 _QUANTILE = 0.9
@@ -211,6 +211,15 @@ def evidence(candidate: LayoutEstimate) -> Evidence:
     status: Status = "beyond" if far else "extrapolated" if reasons else "interpolated"
     speed = candidate.seq_per_s
     return Evidence(status, tuple(reasons), near, speed / factor, speed * factor)
+
+
+def at_lower_end(candidate: LayoutEstimate) -> LayoutEstimate:
+    """The layout at the lower end of its interval; unchanged without published runs."""
+    if (lower := evidence(candidate).lower) is None:
+        return candidate
+    slower = candidate.seq_per_s / lower
+    parts = {name: slower * seconds for name, seconds in candidate.step.parts().items()}
+    return replace(candidate, step=StepTime(**parts))
 
 
 def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:

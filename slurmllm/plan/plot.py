@@ -176,20 +176,21 @@ _TIMES = {
 
 @rc_context(fname=PICTURE_STYLE)
 def draw_purchase(purchase: PurchasePlan) -> Figure:
-    """Time against dollars or nodes: a line per cluster profile, the Pareto front, and the limits."""
+    """Time against dollars or nodes: a line per cluster profile, the front, and the limits."""
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     axes: Axes = figure.subplots()
     front, limits = purchase.front, purchase.limits
     axes.plot(
-        [one.hours for one in front], [purchase.price(one) for one in front], color="#bbbbbb", linewidth=8,
-        alpha=0.6, solid_capstyle="round", zorder=1, label="Pareto front",
+        [one.hours for one in front], [purchase.price(one) for one in front], color="#bbbbbb",
+        linewidth=8, alpha=0.6, solid_capstyle="round", zorder=1, label="Pareto front",
     )  # fmt: skip
     colors = [color for color in _COLORS if color != "#f0e442"]  # yellow lines are hard to see
     for number, name in enumerate(dict.fromkeys(one.point.cluster for one in purchase.plans)):
         own = [one for one in purchase.plans if one.point.cluster == name]
         axes.plot(
             [one.hours for one in own], [purchase.price(one) for one in own], label=name,
-            linewidth=1.6, color=colors[number % len(colors)], marker=_MARKERS[number % len(_MARKERS)],
+            linewidth=1.6, color=colors[number % len(colors)],
+            marker=_MARKERS[number % len(_MARKERS)],
         )  # fmt: skip
         for one in own:
             axes.annotate(
@@ -210,7 +211,7 @@ def draw_purchase(purchase: PurchasePlan) -> Figure:
             arrowprops={"arrowstyle": "-", "linewidth": 0.8},
         )  # fmt: skip
     axes.set(
-        xscale="log", yscale="log", xlabel="time to the end; at the points: nodes",
+        xscale="log", yscale="log", xlabel=f"time to the end{purchase.where}; at the points: nodes",
         ylabel="dollars to the end" if purchase.priced else "nodes",
     )  # fmt: skip
     axes.margins(0.06, 0.16)

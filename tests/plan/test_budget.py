@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,6 +12,7 @@ from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import format_days
 from slurmllm.plan.budget import Limits, PurchasePlan, parse_limits, purchase_plan
+from slurmllm.plan.evidence import at_lower_end
 from slurmllm.plan.plot import draw_purchase
 from slurmllm.plan.prices import NodePrice
 from slurmllm.plan.recipe_plan import RecipePlan, plan_recipe
@@ -114,7 +117,34 @@ def test_a_deadline_needs_no_price(prices: tuple[float | None, float | None]) ->
     assert (row["usd"], row["node_hours"] > 0) == (None, True)
     assert draw_purchase(every).axes[0].get_ylabel() == "nodes"
     late = str(purchase_plan(some, Limits(None, 0.001)).no_plan_error())
-    assert "$" not in late and "the fastest is " in late and "--deadline " in late
+    assert "$" not in late
+    assert re.search(r"the fastest is .*; --deadline [\d.]+m would do", late)
+
+
+def test_rank_lower_compares_the_lower_end_of_the_interval() -> None:
+    every = purchase_plan(plans(), Limits(None, 1e6), "lower")
+    for one, row in zip(every.front, every.rows(), strict=True):
+        assert row["hours_compared"] == one.hours
+        slower = row["seq_per_s"] / row["seq_per_s_interval"][0]
+        # What a run loses to start-ups does not grow with its steps.
+        assert row["hours"] < one.hours < slower * row["hours"]
+        assert row["usd"] < row["usd_compared"] < slower * row["usd"]
+        assert every.table().rows[every.front.index(one)][-2] == f"{one.usd:,.0f}"
+    fastest = every.front[0]
+    predicted = every.rows()[0]["hours"]
+    between = Limits(None, (predicted + fastest.hours) / 2)
+    assert compared(hours=between.hours).choices["fastest"].point.nodes == fastest.point.nodes
+    late = purchase_plan(plans(), between, "lower")
+    assert not late.choices
+    assert "within the limits at the lower end of the interval" in str(late.no_plan_error())
+    # Without published runs, the prediction is compared.
+    local = plan_recipe(resolve("tiny_neox", "p5"), [1], lambda _: (), None, None, "lower")
+    candidate = local.points()[0].candidate
+    assert candidate is not None
+    cpu = replace(candidate.config, cluster=candidate.config.cluster.model_copy(
+        update={"device": "cpu"}))  # fmt: skip
+    unknown = replace(candidate, config=cpu)
+    assert at_lower_end(unknown) is unknown
 
 
 def test_the_picture_has_a_line_per_profile_and_the_limits() -> None:
