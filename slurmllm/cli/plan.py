@@ -199,7 +199,7 @@ def _plan(
 ) -> None:  # fmt: skip
     """Plan recipes on profiles and node counts, and print or write the tables."""
     from slurmllm.backends.environment import load_environment
-    from slurmllm.errors import UserError
+    from slurmllm.errors import ConfigError, UserError
     from slurmllm.plan import budget, output
     from slurmllm.plan.cost import parse_tokens
     from slurmllm.plan.prices import parse_price, read_prices, select_price
@@ -240,21 +240,24 @@ def _plan(
         return _submit_command(plan, layout, recipe, profile)
 
     fits = any(one.fits for one in plans)
-    purchase = None if limit is None else budget.purchase_plan(plans, limit, rank)
-    if plot is not None and fits:
+    purchase = budget.purchase_plan(plans, limit, rank) if limit is not None and fits else None
+    error = None if fits else _no_fit_error(*found[0])
+    if purchase is not None and not purchase.choices:
+        error = purchase.no_plan_error()
+    if plot is not None and error is None:
         from slurmllm.pictures import write_picture
         from slurmllm.plan import plot as drawing
 
         drawn = drawing.draw(plans) if purchase is None else drawing.draw_purchase(purchase)
         write_picture(drawn, Path(plot), "name another file with --plot")
-    if fits:
+    if error is None:
         rows = output.csv_rows(plans, top) if purchase is None else purchase.rows()
         tables = output.tables(plans, top) if purchase is None else [purchase.table()]
         options.write_tables(outputs, rows, tables, output.price_lines(plans))
     if as_json:
         text = output.plan_json(plans, top or (1 if purchase else None), explain)
         options.echo_json({**text, "budget": purchase.as_json()} if purchase else text)
-    elif fits and "-" not in outputs.values() and (purchase is None or purchase.choices):
+    elif error is None and "-" not in outputs.values():
         if purchase is not None:
             purchase.print()
             for name, one in purchase.choices.items():
@@ -273,10 +276,10 @@ def _plan(
     if not as_json:
         for warning in dict.fromkeys(w for one in plans for w in one.warnings) if fits else ():
             click.echo(f"warning: {warning}", err="-" in outputs.values())
-    if not fits:
-        raise _no_fit_error(*found[0])
-    if purchase is not None and not purchase.choices:
-        raise purchase.no_plan_error()
+    if error is not None:
+        unwritten = [name for name, path in {"--plot": plot, **outputs}.items() if path is not None]
+        note = [f"nothing is written: {', '.join(unwritten)}"] if unwritten else []
+        raise ConfigError(error.title, [*error.faults, *note])
 
 
 def _no_fit_error(recipe: str, cluster: str | None, plan: RecipePlan) -> ConfigError:

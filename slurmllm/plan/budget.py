@@ -232,14 +232,13 @@ def _up(hours: float) -> str:
 def purchase_plan(
     plans: Sequence[RecipePlan], limits: Limits, rank: Rank = "speed"
 ) -> PurchasePlan:
-    """Compare plans with the limits.
+    """Compare plans, of which one fits, with the limits.
 
     Args:
         rank: `lower` compares time and dollars at the lower end of the interval of throughput.
 
     Raises:
-        ConfigError: nothing fits into memory or reaches its end, or prices are missing that a
-            budget needs.
+        ConfigError: nothing reaches its end, or prices are missing that a budget needs.
     """
     unpriced = sorted({p.config.cluster.name for p in plans if p.forecaster.price is None})
     if unpriced and limits.usd is not None:
@@ -253,11 +252,9 @@ def purchase_plan(
         for point in plan.points()
         if (compared := _compared(plan, point, rank)) and compared.hours is not None
     ]
-    if not found and any(plan.fits for plan in plans):
+    if not found:
         reasons = [p.forecast.reason for plan in plans for p in plan.points() if p.forecast]
         raise ConfigError("no plan reaches its end", list(dict.fromkeys(reasons)))
-    if not found:
-        raise plans[0].no_fit_error()
     return PurchasePlan(rank, limits, found)
 
 

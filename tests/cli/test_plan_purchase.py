@@ -136,3 +136,21 @@ def test_waits_that_are_paid_are_shown() -> None:
     assert "\nwaiting: up to " in call(*reserved, "2,4").stdout
     assert all(0 < row["waiting_usd"] < row["usd"] for row in answer(*reserved, "2,4")["scaling"])
     assert "waiting" not in call("gpt3_1.3b", "--cluster", "p5", "--nodes", "2,4").stdout
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ("llama2_7b", "--nodes", "3"),
+        ("llama2_7b", "--nodes", "3", "--budget", "9"),
+        (*BUDGET, "--nodes", "1", "--budget", "1"),
+    ],
+)
+def test_a_failed_plan_writes_nothing(tmp_path: Path, request_: tuple[str, ...]) -> None:
+    picture, markdown = tmp_path / "a.png", tmp_path / "a.md"
+    files = ("--csv", "-", "--plot", str(picture), "--markdown", str(markdown))
+    done = call(*request_, "--cluster", "p5", *files)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.endswith("\n  nothing is written: --plot, --csv, --markdown\n")
+    assert not list(tmp_path.iterdir())
+    assert "nothing is written" not in call(*request_, "--cluster", "p5", "--json").stderr

@@ -92,9 +92,10 @@ def test_plans_that_cannot_be_compared() -> None:
     unpriced = plan_recipe(resolve("gpt3_125m", "p4d"), [1], lambda _: (), None, None)
     with pytest.raises(ConfigError, match="no price of p4d: plans cannot be compared with a bud"):
         purchase_plan([unpriced], Limits(1, None))
-    large = plan_recipe(resolve("llama2_70b", "trn1"), [1], lambda _: (), NodePrice(1.0), None)
-    with pytest.raises(ConfigError, match="no layout of llama2_70b fits"):
-        purchase_plan([large], Limits(1, None))
+    failing = resolve("gpt3_125m", "p4d", ["slurm.time=6"])
+    endless = plan_recipe(failing, [1], lambda _: (), NodePrice(1.0), None)
+    with pytest.raises(ConfigError, match="no plan reaches its end"):
+        purchase_plan([endless], Limits(1, None))
 
 
 @pytest.mark.parametrize("prices", [(None, None), (20.0, None)])
