@@ -14,12 +14,12 @@ from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.evidence import at_lower_end
 from slurmllm.plan.output import PlanTable, point_cells, point_json, price_lines
+from slurmllm.plan.prices import parse_dollars
 from slurmllm.plan.recipe_plan import Rank, RecipePlan, ScalingPoint, TrainingForecast
 from slurmllm.tables import print_table
 
 NODES = tuple(1 << power for power in range(10))  # node counts without --nodes: 1 to 512
 _UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}  # hours
-_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,12 @@ def parse_limits(budget: str | None, deadline: str | None) -> Limits:
     usd = hours = None
     given = ""
     if budget is not None:
-        found = re.fullmatch(r"\$?([0-9][0-9_,]*(?:\.[0-9]+)?)([KMkm]?)", budget.strip(), re.ASCII)
-        usd = float(re.sub("[_,]", "", found[1])) * _FACTORS[found[2].upper()] if found else 0.0
-        if not 0 < usd < math.inf:
-            raise UserError(f"--budget {budget}: dollars above 0, such as 5000 or 12.5K")
+        usd = parse_dollars(budget)
+        if usd is None:
+            raise UserError(
+                f"--budget {budget}: dollars above 0, such as 5000, 12.5K or 1e6 (convert other "
+                "currencies)"
+            )
     if deadline is not None:
         part = r"([0-9]+(?:\.[0-9]+)?) ?([smhdw])"
         whole = re.fullmatch(rf"(?:{part} ?)+", deadline.strip(), re.ASCII)

@@ -25,6 +25,12 @@ _ALIASES = {"reserved": "3y", "1yr": "1y", "3yr": "3y", "capacity_blocks": "capa
 _FIRST_REGION = "us-east-1"  # whose price is used if no region is given
 _OLD_DAYS = 183  # AWS changed prices of GPU nodes by up to 44 % within a year (June 2025)
 _REGION = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
+# Commas only between thousands: 21,50 would be 2,150.
+_DOLLARS = re.compile(
+    r"\$?([0-9]{1,3}(?:,[0-9]{3})+|[0-9_]*)((?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?)([km]?)",
+    re.ASCII | re.IGNORECASE,
+)
+_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
 _KEYS = ("date", "currency", "source", "prices")
 
 
@@ -93,24 +99,31 @@ class PriceChoice:
     region: str | None = None
 
 
+def parse_dollars(text: str) -> float | None:
+    """Dollars above 0: 21.50, $1,000, 12.5K, 1e9; None if it is anything else."""
+    found = _DOLLARS.fullmatch(text.strip())
+    try:
+        usd = float(f"{found[1].replace(',', '')}{found[2]}") if found else 0.0
+    except ValueError:  # no digit
+        return None
+    usd *= _FACTORS[found[3].upper()] if found else 1
+    return usd if 0 < usd < math.inf else None
+
+
 def parse_price(text: str) -> PriceChoice:
     """Read --price: dollars for a node hour, OPTION, REGION or REGION/OPTION.
 
     Raises:
         UserError: it is none of them.
     """
-    try:
-        usd = float(text)
-    except ValueError:
-        region, slash, name = text.strip().rpartition("/")
-        if not slash and _REGION.fullmatch(name) and _option(name) is None:
-            region, name = name, "on_demand"
-        option = _option(name)
-        if option is not None and (not slash or _REGION.fullmatch(region)):
-            return PriceChoice(option=option, region=region or None)
-    else:
-        if 0 < usd < math.inf:
-            return PriceChoice(usd)
+    if (usd := parse_dollars(text)) is not None:
+        return PriceChoice(usd)
+    region, slash, name = text.strip().rpartition("/")
+    if not slash and _REGION.fullmatch(name) and _option(name) is None:
+        region, name = name, "on_demand"
+    option = _option(name)
+    if option is not None and (not slash or _REGION.fullmatch(region)):
+        return PriceChoice(option=option, region=region or None)
     raise UserError(
         f"--price {text}: dollars for an hour of one node, above 0, such as 21.50 (convert other "
         f"currencies); or one of {', '.join(OPTIONS)}, with a region before it, such as "

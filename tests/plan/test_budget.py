@@ -35,7 +35,7 @@ def compared(usd: float | None = None, hours: float | None = None) -> PurchasePl
     [
         ("5000", None, Limits(5000, None)), ("$12,500.5", "90m", Limits(12500.5, 1.5)),
         ("12.5K", "48h", Limits(12500, 48)), (None, "7d", Limits(None, 168)),
-        ("1_000", "5400 s", Limits(1000, 1.5)), (None, "2d12h", Limits(None, 60)),
+        ("1e9", None, Limits(1e9, None)), ("1_000", "5400 s", Limits(1000, 1.5)), (None, "2d12h", Limits(None, 60)),
         (None, "1w 1 d 0.5h", Limits(None, 192.5)),
     ],
 )  # fmt: skip
@@ -43,7 +43,10 @@ def test_limits(budget: str | None, deadline: str | None, limits: Limits) -> Non
     assert parse_limits(budget, deadline) == limits
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "1e5", "€5", "5 000", "9" * 400])
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "-1", "nan", "inf", "1e400", "€5", "5 000", "9" * 400, "21,50", "$", "5000 EUR"],
+)
 def test_what_is_no_limit(text: str) -> None:
     with pytest.raises(UserError, match="dollars above 0, such as 5000"):
         parse_limits(text, None)

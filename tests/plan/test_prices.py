@@ -20,6 +20,7 @@ from slurmllm.plan.prices import (
     NodePrice,
     PriceChoice,
     _shipped,
+    parse_dollars,
     parse_price,
     read_prices,
     select_price,
@@ -117,6 +118,16 @@ def test_an_unknown_price_names_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "usd"),
+    [("21.5", 21.5), ("$21.5", 21.5), ("1,000", 1000), ("$1,234,567.8", 1234567.8), ("1e9", 1e9),
+     ("5k", 5000), ("1.5M", 1.5e6), ("1_000", 1000), (".5", 0.5), ("2.", 2), (" 3 ", 3)],
+)  # fmt: skip
+def test_amounts_of_dollars(text: str, usd: float) -> None:
+    assert parse_dollars(text) == usd
+    assert parse_price(text) == PriceChoice(usd)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",
@@ -130,6 +141,11 @@ def test_an_unknown_price_names_the_known_ones() -> None:
         "a b/1y",
         "us_east",
         "€20",
+        "21,50",
+        "1,00,000",
+        "$",
+        ".",
+        "1e400",
         "20 EUR",
     ],
 )
