@@ -35,8 +35,8 @@ def compared(usd: float | None = None, hours: float | None = None) -> PurchasePl
     [
         ("5000", None, Limits(5000, None)), ("$12,500.5", "90m", Limits(12500.5, 1.5)),
         ("12.5K", "48h", Limits(12500, 48)), (None, "7d", Limits(None, 168)),
-        ("1e9", None, Limits(1e9, None)), ("1_000", "5400 s", Limits(1000, 1.5)), (None, "2d12h", Limits(None, 60)),
-        (None, "1w 1 d 0.5h", Limits(None, 192.5)),
+        ("1_000", "5400 s", Limits(1000, 1.5)), (None, "2d12h", Limits(None, 60)),
+        ("1e9", None, Limits(1e9, None)), (None, "1w 1 d 0.5h", Limits(None, 192.5)),
     ],
 )  # fmt: skip
 def test_limits(budget: str | None, deadline: str | None, limits: Limits) -> None:
