@@ -123,6 +123,30 @@ def nearest(
     return found
 
 
+def no_batch_reason(
+    config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
+) -> str:
+    """Why no global batch fits on a number of nodes; arguments as for `nearest`."""
+    none = f"no other global batch fits on {format_plural(nodes, 'node')}"
+    batch = config.recipe.train.global_batch
+    sizes = sorted(_possible_batches(config, nodes, fixed), key=lambda size: abs(size - batch))
+    if not sizes:
+        devices = nodes * config.cluster.devices_per_node
+        return f"{none}: no product of tensor and pipeline degree divides the {devices:,} workers"
+    changed = [with_value(config, "train", "global_batch", size) for size in sizes]
+    layouts = (
+        one for other in changed for one in smallest_layouts(other, nodes, unsupported, fixed)
+    )
+    least = min(layouts, key=lambda one: one.memory.peak, default=None)
+    if least is None:
+        refused = search(changed[0], nodes, unsupported, fixed).refused
+        return f"{none}: {next(iter(refused), 'no layout is possible')}"
+    return (
+        f"{none}: {describe(least)} needs the least memory, {format_gib(least.memory.peak)} of "
+        f"{format_gib(least.memory.limit)} GiB"
+    )
+
+
 def what_it_takes(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
 ) -> list[str]:

@@ -271,7 +271,7 @@ def print_points(
             elif reasons := most_refused(node_plan.search.refused, limit=1):
                 why += f": {reasons[0][0]}"
             click.echo(f"{name}{format_plural(node_plan.nodes, 'node')}{kind}: {why}")
-            for near in node_plan.nearest:
+            for near in node_plan.near_lines:
                 click.echo(f"  {near}")
         for point in plan.points():
             if point.forecast is not None and point.forecast.lost_time is None:
@@ -396,7 +396,11 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
         "recipe_layouts": recipe_layouts,
         "refused": [{**key, "reasons": dict(node_plan.search.refused)} for key, node_plan in keyed],
         "nearest": [
-            {**key, "would_fit": [one.to_json() for one in node_plan.nearest]}
+            {
+                **key,
+                "would_fit": [one.to_json() for one in node_plan.nearest],
+                "no_batch": node_plan.no_batch,
+            }
             for key, node_plan in keyed
             if not node_plan.fitting
         ],

@@ -17,7 +17,7 @@ from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime
 from slurmllm.plan.lost_time_assumptions import lost_time
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import Nearest, nearest, what_it_takes
+from slurmllm.plan.nearest import Nearest, nearest, no_batch_reason, what_it_takes
 from slurmllm.plan.prices import NodePrice
 from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
 
@@ -50,6 +50,7 @@ class NodePlan:
     fitting: tuple[LayoutEstimate, ...]
     too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
     nearest: tuple[Nearest, ...]  # what would fit; empty if a layout does
+    no_batch: str | None  # why no other batch is among these; None if one is, or a layout fits
 
     @property
     def nodes(self) -> int:
@@ -58,6 +59,11 @@ class NodePlan:
     @property
     def best(self) -> LayoutEstimate | None:
         return self.fitting[0] if self.fitting else None
+
+    @property
+    def near_lines(self) -> list[str]:
+        """What would fit; and if that is no batch, why."""
+        return [*map(str, self.nearest), *[self.no_batch] * bool(self.nearest and self.no_batch)]
 
     def rank(self, candidate: LayoutEstimate) -> int:
         """Position among the fitting layouts; 1 is the best."""
@@ -226,7 +232,7 @@ class RecipePlan:
         near = [
             f"{format_plural(plan.nodes, 'node')}: {one}" if several else str(one)
             for plan in self.node_plans
-            for one in plan.nearest
+            for one in plan.near_lines
         ]
         if not near:
             near = what_it_takes(config, counts[-1], self.unsupported, fixed)
@@ -268,8 +274,14 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
     if rank == "lower":
         # Stable: without published runs, the order of the predictions is kept.
         fitting.sort(key=lambda one: -(evidence(one).lower or 0.0))
-    near = () if fitting else nearest(config, nodes, unsupported, fixed_settings(config))
-    return NodePlan(found, layout, tuple(fitting), tuple(too_large), tuple(near))
+    near: Sequence[Nearest] = ()
+    no_batch = None
+    if not fitting:
+        fixed = fixed_settings(config)
+        near = nearest(config, nodes, unsupported, fixed)
+        if not any("global_batch" in one.options[1] for one in near):
+            no_batch = no_batch_reason(config, nodes, unsupported, fixed)
+    return NodePlan(found, layout, tuple(fitting), tuple(too_large), tuple(near), no_batch)
 
 
 def _recipe_layout(found: SearchResult, unsupported: Unsupported) -> RecipeLayout:

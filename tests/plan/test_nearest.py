@@ -11,6 +11,8 @@ from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.fit_check import mesh_fixes
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.nearest import Nearest, nearest, what_it_takes
+from slurmllm.plan.output import plan_json
+from slurmllm.plan.recipe_plan import plan_recipe
 from slurmllm.plan.search import search, some_fits
 
 RECIPES = ("neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_6.7b", "llama3_8b")
@@ -103,6 +105,31 @@ def test_sequences_too_long_for_a_core() -> None:
     wider = near(resolve("llama2_7b", overrides=["model.seq_len=16384"]), 4)[-1]
     assert wider.options == ("--set", "parallel.tensor=16")
     assert near(resolve("llama3_8b", overrides=longer), 4), "eight nodes do"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "nodes", "settings", "reason"),
+    [
+        ("llama2_70b", "trn1", 1, [], r"TP 8 × PP 4 × DP 1, .* least memory, [\d.]+ of 15\.75 GiB"),
+        ("llama2_7b", "p5", 3, ["parallel.tensor=16"], "no product of .* divides the 24 workers"),
+        ("llama2_7b", "p5", 3, [], None),
+        ("llama2_7b", "p5", 4, [], None),
+    ],
+)
+def test_why_no_batch_helps(
+    recipe: str, cluster: str, nodes: int, settings: list[str], reason: str | None
+) -> None:
+    config = resolve(recipe, cluster, settings)
+    unsupported = load_environment(config.backend).unsupported
+    plan = plan_recipe(config, [nodes], unsupported, None, None)
+    (found,) = plan.node_plans
+    if reason is None:
+        assert found.no_batch is None
+        return
+    assert found.no_batch is not None
+    assert re.search(f"^no other global batch fits on {nodes} nodes?: {reason}$", found.no_batch)
+    assert found.no_batch in plan.no_fit_error().faults
+    assert plan_json([plan], None, False)["nearest"][0]["no_batch"] == found.no_batch
 
 
 def test_a_faster_batch_within_five_percent_is_added() -> None:
