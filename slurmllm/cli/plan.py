@@ -223,7 +223,7 @@ def _plan(
     found = [
         (recipe, profile, plan_recipe(
             config, counts or budget.NODES, load_environment(config.backend).unsupported,
-            select_price(config.cluster, choice, table), total, rank,
+            select_price(config, choice, table), total, rank,
         ))
         for recipe in recipes
         for profile, config in _profiles(recipe, clusters, overrides, choice, table)
@@ -317,7 +317,7 @@ def _profiles(
     for name in available(clusters_dir()) if "all" in clusters else ():
         config = resolve(recipe, name, overrides)
         with suppress(ConfigError):
-            priced = select_price(config.cluster, choice, table) is not None
+            priced = select_price(config, choice, table) is not None
             if priced and config.cluster.hardware and name not in named:
                 yield name, config
 

@@ -108,7 +108,7 @@ def _cluster_row(config: RunConfig) -> dict[str, Any]:
     from slurmllm.plan.prices import select_price
 
     cluster, hardware = config.cluster, config.cluster.hardware
-    price = select_price(cluster, None)
+    price = select_price(config, None)
     figures = ("bf16_tflops", "memory_gib", "memory_gb_s", "node_link_gb_s", "network_gb_s")
     return {
         **cluster.model_dump(

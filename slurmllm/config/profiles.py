@@ -57,8 +57,8 @@ def read_profile(path: Path, folder: Path) -> _Level:
     replace the other's, section by section; null takes a value or section out. Figures of a maker
     that it replaces leave what training reaches of them assumed (`hardware.assumed`), and make them
     other nodes, as do another device and number of devices: then instance type and price are not
-    the other's. A price is never merged with the other's; null takes the instance type out too, by
-    which the tables of prices would have one.
+    the other's. A price is never merged with the other's; null is no price, not even that which the
+    tables have for the instance type.
 
     Args:
         folder: The shipped profiles.
@@ -117,7 +117,8 @@ def _extended(base: _Level, own: _Level) -> _Level:
         changed = [name for name in hardware if name in _MAKERS]
         reached = [one for name in changed for one in _REACHED.get(name, ()) if one in before]
         # A node's links are those of as many devices.
-        reached += [one for one in _REACHED["network_gb_s"] if fewer and one in before]
+        links = ("network_gb_s", *_REACHED["network_gb_s"])
+        reached += [one for one in links if fewer and one in before]
         assumed = dict.fromkeys([*(before.get("assumed") or ()), *reached])
         # What the profile gives itself is assumed only if it lists that itself.
         derived: dict[str, Any] = {"assumed": [one for one in assumed if one not in hardware]}
@@ -127,10 +128,12 @@ def _extended(base: _Level, own: _Level) -> _Level:
         given = {**given, "hardware": {**derived, **hardware}}
     # Not merged: the date and source of the other's price are not this one's.
     dropped = {"price"} if {"price", "instance_type"} & given.keys() else set()
-    if changed or fewer or given.get("price", ...) is None:
+    if changed or fewer:
         dropped |= {"price", "instance_type"}
     values = {key: value for key, value in values.items() if key not in dropped}
     merged = _merged(values, given)
+    if given.get("price", ...) is None:
+        merged["price"] = None  # not the tables' price either
     known = origins | own_origins
     return merged, {path: known[path] for path in flatten(merged) if path in known}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.config.cluster import Cluster, in_the_future
-from slurmllm.config.resolve import shipped_dir
+from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import printable
@@ -138,12 +138,12 @@ def _option(name: str) -> str | None:
 
 
 def select_price(
-    cluster: Cluster, choice: PriceChoice | None, table: Sequence[NodePrice] | None = None
+    config: RunConfig, choice: PriceChoice | None, table: Sequence[NodePrice] | None = None
 ) -> NodePrice | None:
-    """The price of a node of `cluster`.
+    """The price of a node of a run's cluster.
 
     Without a table it is the profile's own, else the shipped tables': of the given region, else of
-    us-east-1, else of any; the newest.
+    us-east-1, else of any; the newest. With `price: null` in the profile it is in no shipped table.
 
     Args:
         choice: None: on demand, if there is such a price.
@@ -152,12 +152,13 @@ def select_price(
     Raises:
         ConfigError: there is no such price.
     """
-    wanted = choice or PriceChoice()
+    wanted, cluster = choice or PriceChoice(), config.cluster
     if wanted.usd is not None:
         return NodePrice(wanted.usd, owned=cluster.instance_type is None)
     own = [] if table is not None else _own(cluster)
     names = {cluster.instance_type, cluster.name}
-    listed = [one for one in (_shipped() if table is None else table) if one.node in names]
+    shipped = () if cluster.price is None and config.is_set("cluster.price") else _shipped()
+    listed = [one for one in (shipped if table is None else table) if one.node in names]
     if wanted.region is None and (found := [p for p in own if p.option == wanted.option]):
         return found[0]
     found = [

@@ -63,7 +63,8 @@ class NodePlan:
     @property
     def near_lines(self) -> list[str]:
         """What would fit; and if that is no batch, why."""
-        return [*map(str, self.nearest), *[self.no_batch] * bool(self.nearest and self.no_batch)]
+        lines = list(map(str, self.nearest))
+        return [*lines, self.no_batch] if lines and self.no_batch else lines
 
     def rank(self, candidate: LayoutEstimate) -> int:
         """Position among the fitting layouts; 1 is the best."""

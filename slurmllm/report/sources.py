@@ -129,7 +129,7 @@ def _read_run(
     paid = None if price is None or price.usd is None else NodePrice(price.usd)
     if config is not None:
         try:
-            paid = select_price(config.cluster, price)
+            paid = select_price(config, price)
         except ConfigError as error:
             warnings.append(" ".join([error.title, *error.faults]))
     usd = None if paid is None else paid.usd

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmllm.config.load import load as load_config
 from slurmllm.config.profiles import available
 from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.errors import ConfigError, UserError
@@ -33,7 +34,7 @@ TABLE: dict[str, Any] = {
 
 
 def cluster(name: str, *overrides: str) -> Any:
-    return resolve("neox_20b", name, [f"cluster.{one}" for one in overrides]).cluster
+    return resolve("neox_20b", name, [f"cluster.{one}" for one in overrides])
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -69,10 +70,10 @@ def test_which_price_is_used(
 
 def test_profiles_have_the_newest_prices_of_the_tables() -> None:
     for name in available(clusters_dir()):
-        profile = cluster(name)
+        profile = cluster(name).cluster
         if profile.price is None or profile.instance_type is None:
             continue
-        listed = select_price(profile, PriceChoice(region="us-east-1"))
+        listed = select_price(cluster(name), PriceChoice(region="us-east-1"))
         assert listed is not None
         assert (profile.price.on_demand, profile.price.date) == (listed.usd, listed.date), name
         assert profile.price.source
@@ -90,10 +91,31 @@ def test_a_profile_without_a_price_has_that_of_its_instance_type(tmp_path: Path)
     assert (found.usd, found.region) == (21.957642, "us-east-1")
 
 
+@pytest.mark.parametrize("own", ["", "instance_type: p5.48xlarge\n", "devices_per_node: 4\n"])
+def test_null_is_no_price(tmp_path: Path, own: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: p5\nprice: null\n{own}")
+    config = cluster(str(path))
+    assert select_price(config, None) is None
+    with pytest.raises(ConfigError, match="no price is known"):
+        select_price(config, parse_price("on_demand"))
+    assert select_price(config, parse_price("9")) is not None
+    # A run's config.yaml is read with the same price.
+    stored = tmp_path / "config.yaml"
+    stored.write_text(config.to_yaml())
+    assert select_price(load_config(stored), None) is None
+    (tmp_path / "two.yaml").write_text("extends: mine.yaml\n")
+    assert select_price(cluster(str(tmp_path / "two.yaml")), None) is None
+    (tmp_path / "two.yaml").write_text("extends: mine.yaml\ninstance_type: p5.48xlarge\n")
+    assert select_price(cluster(str(tmp_path / "two.yaml")), None) is not None
+    (tmp_path / "two.yaml").write_text("extends: p5\n")
+    assert select_price(cluster(str(tmp_path / "two.yaml")), None) is not None
+    assert select_price(cluster("p5", "price=null"), None) is None
+
+
 def test_which_nodes_are_paid_while_they_wait(tmp_path: Path) -> None:
     def billed(profile: str, price: str | None) -> bool:
-        cluster = resolve("tiny_neox", profile).cluster
-        found = select_price(cluster, None if price is None else parse_price(price))
+        found = select_price(cluster(profile), None if price is None else parse_price(price))
         assert found is not None
         return found.bills_waiting
 
