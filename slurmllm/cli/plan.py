@@ -199,6 +199,7 @@ def _plan(
 ) -> None:  # fmt: skip
     """Plan recipes on profiles and node counts, and print or write the tables."""
     from slurmllm.backends.environment import load_environment
+    from slurmllm.cli.progress import Progress
     from slurmllm.errors import ConfigError, UserError
     from slurmllm.plan import budget, output
     from slurmllm.plan.cost import parse_tokens
@@ -220,13 +221,19 @@ def _plan(
             "table of prices, --prices FILE"
         )
     table = None if prices is None else read_prices(Path(prices))
-    found = [
-        (recipe, profile, plan_recipe(
-            config, counts or budget.NODES, load_environment(config.backend).unsupported,
-            select_price(config, choice, table), total, rank,
-        ))
+    requests = [
+        (recipe, profile, config)
         for recipe in recipes
         for profile, config in _profiles(recipe, clusters, overrides, choice, table)
+    ]
+    planned = counts or budget.NODES
+    progress = Progress(len(requests) * len(planned), "node counts planned")
+    found = [
+        (recipe, profile, plan_recipe(
+            config, planned, load_environment(config.backend).unsupported,
+            select_price(config, choice, table), total, rank, progress,
+        ))
+        for recipe, profile, config in requests
     ]  # fmt: skip
     if not found:
         raise UserError(

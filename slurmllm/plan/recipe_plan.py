@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -249,18 +249,23 @@ def plan_recipe(
     price: NodePrice | None,
     tokens: int | None,
     rank: Rank = "speed",
+    on_planned: Callable[[], None] = lambda: None,
 ) -> RecipePlan:
     """Plan a recipe on each of several node counts, ascending.
 
     Args:
         rank: What layouts are ranked by: predicted throughput, or the lower end of its interval.
+        on_planned: Called after each node count.
 
     Raises:
         ConfigError: the profile lacks hardware figures.
     """
     forecaster = Forecaster(price, tokens)
-    node_plans = tuple(_plan_nodes(config, count, unsupported, rank) for count in counts)
-    return RecipePlan(config, unsupported, forecaster, node_plans)
+    node_plans = []
+    for count in counts:
+        node_plans.append(_plan_nodes(config, count, unsupported, rank))
+        on_planned()
+    return RecipePlan(config, unsupported, forecaster, tuple(node_plans))
 
 
 def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: Rank) -> NodePlan:
