@@ -247,7 +247,10 @@ def _plan(
         return _submit_command(plan, layout, recipe, profile)
 
     fits = any(one.fits for one in plans)
-    purchase = budget.purchase_plan(plans, limit, rank) if limit is not None and fits else None
+    purchase = None
+    if limit is not None:
+        budget.require_prices(plans, limit)
+        purchase = budget.purchase_plan(plans, limit, rank) if fits else None
     error = None if fits else _no_fit_error(*found[0])
     if purchase is not None and not purchase.choices:
         error = purchase.no_plan_error()

@@ -231,6 +231,16 @@ def _up(hours: float) -> str:
     return f"{math.ceil(10 * hours) / 10:g}h"
 
 
+def require_prices(plans: Sequence[RecipePlan], limits: Limits) -> None:
+    """Raise ConfigError if prices are missing that a budget needs."""
+    unpriced = sorted({p.config.cluster.name for p in plans if p.forecaster.price is None})
+    if unpriced and limits.usd is not None:
+        raise ConfigError(
+            f"no price of {', '.join(unpriced)}: plans cannot be compared with a budget",
+            ["give them with --price DOLLARS or --prices FILE"],
+        )
+
+
 def purchase_plan(
     plans: Sequence[RecipePlan], limits: Limits, rank: Rank = "speed"
 ) -> PurchasePlan:
@@ -240,14 +250,8 @@ def purchase_plan(
         rank: `lower` compares time and dollars at the lower end of the interval of throughput.
 
     Raises:
-        ConfigError: nothing reaches its end, or prices are missing that a budget needs.
+        ConfigError: nothing reaches its end.
     """
-    unpriced = sorted({p.config.cluster.name for p in plans if p.forecaster.price is None})
-    if unpriced and limits.usd is not None:
-        raise ConfigError(
-            f"no price of {', '.join(unpriced)}: plans cannot be compared with a budget",
-            ["give them with --price DOLLARS or --prices FILE"],
-        )
     found = [
         TimedPlan(plan, point, compared.hours, compared.usd)
         for plan in plans

@@ -11,7 +11,7 @@ import pytest
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import format_days
-from slurmllm.plan.budget import Limits, PurchasePlan, parse_limits, purchase_plan
+from slurmllm.plan.budget import Limits, PurchasePlan, parse_limits, purchase_plan, require_prices
 from slurmllm.plan.evidence import at_lower_end
 from slurmllm.plan.plot import draw_purchase
 from slurmllm.plan.prices import NodePrice
@@ -94,7 +94,8 @@ def test_choices_are_within_the_limits() -> None:
 def test_plans_that_cannot_be_compared() -> None:
     unpriced = plan_recipe(resolve("gpt3_125m", "p4d"), [1], lambda _: (), None, None)
     with pytest.raises(ConfigError, match="no price of p4d: plans cannot be compared with a bud"):
-        purchase_plan([unpriced], Limits(1, None))
+        require_prices([unpriced], Limits(1, None))
+    require_prices([unpriced], Limits(None, 1))
     failing = resolve("gpt3_125m", "p4d", ["slurm.time=6"])
     endless = plan_recipe(failing, [1], lambda _: (), NodePrice(1.0), None)
     with pytest.raises(ConfigError, match="no plan reaches its end"):
