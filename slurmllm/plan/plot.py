@@ -219,7 +219,7 @@ def draw_purchase(purchase: PurchasePlan) -> Figure:
     times = {hours: text for hours, text in _TIMES.items() if least <= hours <= most}
     axes.set_xticks(list(times), list(times.values()))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(_WHOLE)
+    axes.yaxis.set_major_formatter(_WHOLE if purchase.priced else StrMethodFormatter("{x:,g}"))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
     figure.legend(loc="outside right upper", frameon=False)
