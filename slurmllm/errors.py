@@ -4,7 +4,8 @@
     ├── UserError                      2  user
     │   ├── ConfigError                2  user             recipe, --set, cluster profile, mesh
     │   ├── DataError                  2  user             corpus, tokenizer, input files
-    │   └── RunError                   2  user             run names, run directories, metrics files
+    │   ├── RunError                   2  user             run names, run directories, metrics files
+    │   └── PluginError                2  user             a hook of one's own that raised
     ├── InfrastructureError            3  infrastructure
     │   ├── SlurmError                 3  infrastructure   commands absent, failing or refusing
     │   ├── NodeError                  3  infrastructure   a node, its disk or the network
@@ -68,6 +69,10 @@ class DataError(UserError):
 
 class RunError(UserError):
     """An unusable run name or run directory, or a metrics file without readable rows."""
+
+
+class PluginError(UserError):
+    """A hook of another package raised; its traceback is the user's to read."""
 
 
 class InfrastructureError(SlurmllmError):

@@ -7,7 +7,8 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -15,18 +16,22 @@ from pydantic import Field
 from train.gang import small_config
 
 from slurmllm import plugins
+from slurmllm.backends.base import Worker
 from slurmllm.backends.environment import load_environment
 from slurmllm.cli.main import cli
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.load import load
-from slurmllm.config.resolve import resolve
+from slurmllm.config.resolve import change, resolve
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
-from slurmllm.errors import ConfigError
+from slurmllm.errors import ConfigError, NodeError, PluginError
 from slurmllm.plugins import PluginRef
 from slurmllm.records import AttemptRecord, NodeRecord
 from slurmllm.rundir import RunDir
 from slurmllm.submit.plugins import warn_if_changed
+from slurmllm.train.exits import failure_record, format_failure
+from slurmllm.train.hooks import Hook
+from slurmllm.train.hooks.own import OwnHook
 from slurmllm.train.plugins import faults
 
 Install = Callable[..., Path]
@@ -59,7 +64,8 @@ class Lines(Source):
         return joined(parts)
 """
 HOOKS = """
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 from pydantic import Field
 from slurmllm.plugins import register
 from slurmllm.train.hooks import Hook
@@ -341,3 +347,54 @@ def test_submit_checks_in_another_process(
     assert "'unheard' is unknown" in refusals[0]
     assert "momentun: unknown setting; known: momentum" in refusals[1]
     assert "plug_optimizers" not in sys.modules
+
+
+class Noisy(Hook):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def before_step(self, step: int) -> None:
+        raise self.error
+
+    def close(self) -> None:
+        raise self.error
+
+
+def own_hook(error: Exception) -> OwnHook:
+    job: Any = SimpleNamespace(run=RunDir(Path("r")), step=4)
+    return OwnHook(job, "noisy", Noisy(error))
+
+
+def test_a_hook_that_raises_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    hook = own_hook(KeyError("lr"))
+    with pytest.raises(PluginError) as raised:
+        hook.before_step(5)
+    assert str(raised.value) == (
+        f"hooks.noisy: Noisy.before_step of module {__name__} raised KeyError at step 5: 'lr'; a "
+        "hook must not raise: correct it (the traceback is in this worker's log), or train without "
+        "it: `slurmllm resume r --set hooks.noisy=null`"
+    )
+    record = failure_record(raised.value, Worker(0, 1, 0, "n"), 4)
+    assert (record.exit_code, record.blame, record.error) == (2, "user", "PluginError")
+    assert "in before_step" in format_failure(record)
+    assert str(hook) == "Noisy"
+    hook.close()  # would hide how the training ended
+    (message,) = caplog.messages
+    assert message.startswith(f"hooks.noisy: Noisy.close of module {__name__} raised KeyError at")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), NodeError("lost")])
+def test_a_hook_does_not_take_the_blame_of_a_machine(error: Exception) -> None:
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        own_hook(error).before_step(1)
+
+
+def test_null_removes_a_hook_and_an_evaluation_text() -> None:
+    given = ("hooks.one.every=2", "hooks.two={}", "eval.corpora.wiki=a", "eval.corpora.code=b")
+    config = small_config(*given, "hooks.one=null", "eval.corpora.code=null")
+    assert config.recipe.hooks == {"two": {}}
+    assert config.recipe.eval.corpora == {"wiki": "a"}
+    assert not any("hooks.one" in path for path in config.origins)
+    assert change(config, None, ["hooks.two=null"]).recipe.hooks == {}
+    with pytest.raises(ConfigError, match=r"hooks.tow=null: there is no tow in hooks \(one, two\)"):
+        small_config(*given, "hooks.tow=null")

@@ -121,8 +121,9 @@ def failure_record(error: BaseException, worker: Worker, step: int | None) -> Fa
 
 
 def format_failure(record: FailureRecord) -> str:
-    """Format a failure for the log: the message if the user can act on it, else the traceback."""
+    """Format a failure for the log, with the traceback if it is one of code, a plugin's too."""
     head = f"rank {record.rank} on {record.node}: "
-    if record.blame == "code" and record.error not in ("DivergenceError", "OutOfMemoryError"):
+    code = record.blame == "code" and record.error not in ("DivergenceError", "OutOfMemoryError")
+    if code or record.error == "PluginError":
         head = f"{record.traceback.rstrip()}\n{head}{record.error}: "
     return f"{head}{record.message}"

@@ -57,7 +57,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
                 evaluating=evaluating and newest, batch=step.batch,
             )  # fmt: skip
             for hook in hooks:
-                with job.backend.part(f"hook {type(hook).__name__}"):
+                with job.backend.part(f"hook {hook}"):
                     hook.after_step(end)
         if (saving or evaluating) and job.guard.diverged:
             job.decide()  # the others decide in the guard's hook

@@ -17,6 +17,7 @@ from slurmllm.plugins import build
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.train.exits import StopRequest, dump_on_signal, failure_record, format_failure
 from slurmllm.train.hooks import Hook, HookContext
+from slurmllm.train.hooks.own import OwnHook
 from slurmllm.train.job import Job, make_job, open_job
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def make_own_hook(job: Job, name: str, tensorboard: TensorBoardHook | None) -> H
         job.control, job.backend.model_of_hooks, job.run.hook_rows(name, job.attempt),
         tensorboard.add_scalars if tensorboard is not None else lambda step, values: None,
     )  # fmt: skip
-    return build("hooks", name, f"hooks.{name}", Hook, job.config.recipe.hooks[name], context)
+    settings = job.config.recipe.hooks[name]
+    return OwnHook(job, name, build("hooks", name, f"hooks.{name}", Hook, settings, context))
 
 
 def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | None) -> int:

@@ -50,6 +50,9 @@ class Hook:
 
     backends: ClassVar[tuple[str, ...]] = ()
 
+    def __str__(self) -> str:
+        return type(self).__name__
+
     def reads_model(self, step: int) -> bool:
         """Return whether `after_step` reads the weights after a step; the same on all workers.
 
