@@ -32,6 +32,9 @@ RENAMED = {
     "checkpoint.second_tier_keep": "checkpoint.replica_keep",
 }
 
+# Mappings by name that `--set section.name=null` removes an entry from.
+_REMOVED_BY_NULL = ("hooks", "eval.corpora")
+
 _AUTO = {"auto": True}  # the meaning of `parallel: auto`
 
 
@@ -318,11 +321,18 @@ def _assign(
         if not isinstance(tree, dict):
             faults.append(f"{dotted}: {section} is not a section; see `slurmllm recipes NAME`")
             return
-    tree[leaf] = value
     # A whole section may be replaced: the sources of its former values must go.
     for path in [path for path in origins if path.startswith(f"{dotted}.")]:
         del origins[path]
-    origins.update(dict.fromkeys(flatten({dotted: value}), source))
+    if value is not None or ".".join(sections) not in _REMOVED_BY_NULL:
+        tree[leaf] = value
+        origins.update(dict.fromkeys(flatten({dotted: value}), source))
+    elif leaf in tree:
+        del tree[leaf]
+        origins.pop(dotted, None)
+    else:
+        known = ", ".join(sorted(tree)) or "it is empty"
+        faults.append(f"{source}: there is no {leaf} in {'.'.join(sections)} ({known})")
 
 
 def validate(
