@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
@@ -164,6 +164,8 @@ class Submission(Record):
     host: str | None = None  # machine of a local submission
     cancelled_at: float | None = None  # Unix time of `cancel`, s
     from_scratch: bool = False  # earlier checkpoints are not used
+    # Settings of the recipe that this `resume` changed: dotted path → old and new value.
+    changes: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
     restart: Restart = "requeue"
     # chain: the jobs before train_job, oldest first, and the one that follows it.
     earlier_jobs: tuple[JobId, ...] = ()

@@ -310,7 +310,7 @@ def resume(
     from slurmllm.checkpoint.catalogue import require_recorded, usable_steps
     from slurmllm.checkpoint.state import require_same_settings
     from slurmllm.config.load import load
-    from slurmllm.config.resolve import change
+    from slurmllm.config.resolve import change, changed_settings
     from slurmllm.errors import RunError
     from slurmllm.records import JobsRecord
     from slurmllm.rundir import find_run
@@ -387,7 +387,8 @@ def resume(
                 exclude=excluded,
             )
         )
-        prepared = replace(prepared, from_scratch=from_scratch)
+        changes = changed_settings(before, prepared.config)
+        prepared = replace(prepared, from_scratch=from_scratch, changes=changes)
         print_warnings(prepared)
         if excluded:
             click.echo(

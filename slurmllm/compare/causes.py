@@ -80,7 +80,7 @@ def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDi
     candidates = (
         _compare_data(a, b, first),
         *(cause for cause in compare_skips(a, b, alignment.letter) if cause.step <= last),
-        _compare_learning_rates(alignment),
+        _compare_learning_rates(a, b, alignment),
         _compare_tokens(a, b, alignment),
     )
     found = [cause for cause in candidates if cause is not None]
@@ -129,7 +129,28 @@ def _compare_data(a: Curve, b: Curve, first: int) -> SettingDifference | None:
     )
 
 
-def _compare_learning_rates(alignment: Alignment) -> SettingDifference | None:
+def describe_schedule_change(curve: Curve, since: int, until: int) -> str | None:
+    """Describe what resumes changed in the schedule, of attempts after `since` up to `until`."""
+    schedule = setting_table()["lr"].settings
+    texts = []
+    for attempt, changes in sorted(curve.changes.items()):
+        named = [
+            f"{path} {format_setting(old)} → {format_setting(new)}"
+            for path, (old, new) in changes.items()
+            if path in schedule
+        ]
+        if named and since < attempt <= until:
+            texts.append(f"at the resume of attempt {attempt} ({', '.join(named)})")
+    return " and ".join(texts) or None
+
+
+def format_setting(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value:.60}" if isinstance(value, str) else str(value).lower()
+
+
+def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
     lr = alignment.of("lr")
     exact = alignment.method == "exact" and alignment.axis == "step"
     tolerance = _LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
@@ -142,7 +163,12 @@ def _compare_learning_rates(alignment: Alignment) -> SettingDifference | None:
         return None
     i = int(np.argmax(different))
     step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
-    return SettingDifference(step, f"learning rates differ from step {step} ({values})", "lr")
+    text = f"learning rates differ from step {step} ({values})"
+    for letter, curve in (("A", a), (alignment.letter, b)):
+        began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])
+        if (changed := describe_schedule_change(curve, 0, began)) is not None:
+            text += f": the schedule of {letter} was changed {changed}"
+    return SettingDifference(step, text, "lr")
 
 
 def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
@@ -187,13 +213,7 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDiffere
             continue
         name = "" if key in _NAMED_BY_KIND else f"{key.split('.', 1)[-1]} "
         weak = kind in ("mesh", "rounding") or (key == "train.init_from" and None not in values)
-        shown = [
-            f"{value:.6g}" if isinstance(value, float)
-            else f"{value:.60}" if isinstance(value, str)
-            else str(value).lower()
-            for value in values
-        ]  # fmt: skip
-        text = f"{name}{' and '.join(shown)}"
+        text = f"{name}{' and '.join(map(format_setting, values))}"
         groups.setdefault((kind, weak), []).append(text)
     sizes = [{len(nodes) for nodes in curve.nodes.values()} for curve in (a, b)]
     if all(sizes) and sizes[0] != sizes[1]:

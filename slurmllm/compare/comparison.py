@@ -9,7 +9,7 @@ from typing import Literal, Self, get_args
 from pydantic import Field
 
 from slurmllm.compare.alignment import Alignment, Points
-from slurmllm.compare.causes import Cause, Kind, tokens_per_step
+from slurmllm.compare.causes import Cause, Kind, describe_schedule_change, tokens_per_step
 from slurmllm.compare.statistics import Statistics
 from slurmllm.metrics.curves import Axis, Curve, Range, describe_ranges
 from slurmllm.records import Record
@@ -287,6 +287,15 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]
         found += [f"{who}: {warning}" for warning in curve.warnings]
         if curve.gaps:
             found.append(f"{who} lacks steps {describe_ranges(curve.gaps)}")
+        for new in curve.schedules:
+            changed = describe_schedule_change(curve, *new.attempts)
+            found.append(
+                f"{who}: steps from {new.step} were computed again with another learning rate "
+                f"({new.values[0]:.6g} → {new.values[1]:.6g}); the schedule was changed "
+                + (changed or f"at the resume of attempt {new.attempts[1]} or before")
+                + " (certain), so they differ from the first ones, whether the resume was exact or "
+                "not"
+            )
         if curve.overlap_identical is False:
             extent = curve.overlap_max_rel_diff
             by = f" by up to {format_figure(extent)} relative" if extent else ""

@@ -254,6 +254,16 @@ def change(
     return validate(tree, origins, faults, f"run of {config.recipe.name}")
 
 
+def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted path → old and new value of the training's settings that differ."""
+    old, new = (flatten(config.values()) for config in (before, after))
+    return {
+        path: (old.get(path), new.get(path))
+        for path in sorted(old.keys() | new.keys())
+        if old.get(path) != new.get(path) and not path.startswith(("cluster.", "slurm.", "env."))
+    }
+
+
 def _override(
     tree: dict[str, Any], overrides: Iterable[str], origins: dict[str, str], faults: list[str]
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,14 @@ class Convention:
     loss_is_mean: bool = False  # of all steps since the row before
 
 
+class NewSchedule(NamedTuple):
+    """Another learning rate in an attempt than in the attempt before it, for the same step."""
+
+    step: int  # the first
+    attempts: tuple[int, int]  # the one whose row was replaced, and that of the row used
+    values: tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Curve:
     """The metrics of a run, by step."""
@@ -83,6 +91,9 @@ class Curve:
     # Known settings of the training: dotted path in the recipe (`optim.lr`) → value.
     settings: Mapping[str, Setting] = field(default_factory=dict)
     nodes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # by attempt, if recorded
+    schedules: tuple[NewSchedule, ...] = ()  # rows from these steps on are no overlap
+    # Attempt that a `resume` began → dotted path → old and new value of what that changed.
+    changes: Mapping[int, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
     convention: Convention | None = None  # how it counts steps; None: format not recognized
     texts: tuple[
         str, ...

@@ -22,12 +22,15 @@ from slurmllm.metrics.curves import (
     Flags,
     Floats,
     Ints,
+    NewSchedule,
     Range,
     SourceKind,
     bit_identical,
     relative_difference,
 )
 from slurmllm.records import Event, SkippedBatches
+
+_LR_TOLERANCE = 1e-6  # a schedule in single precision
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ def merge_rows(
 ) -> Curve:
     """Merge rows to one per step: the last row read of the latest attempt.
 
-    Rows that a roll-back (`skips`) undid are no overlap. Warnings about the rows are added.
+    Rows that a roll-back (`skips`) undid are no overlap, nor those with another schedule. Warnings
+    about the rows are added.
     """
     columns: dict[str, Floats] = {}
     absent: dict[str, Flags] = {}
@@ -83,6 +87,10 @@ def merge_rows(
         undone &= all_attempts[replaced] <= skip.attempt
         undone &= all_attempts[winners] > skip.attempt
         replaced, winners = replaced[~undone], winners[~undone]
+    schedules = _new_schedules(columns.get("lr"), all_steps, all_attempts, replaced, winners)
+    for one in schedules:
+        other = (all_attempts[winners] == one.attempts[1]) & (all_steps[winners] >= one.step)
+        replaced, winners = replaced[~other], winners[~other]
     identical, largest = compare_overlap(columns, replaced, winners)
     # Without a copy if no row was replaced or out of order: columns of long runs are 100 MB.
     in_order = len(used) == len(all_steps) and bool(np.all(used[1:] > used[:-1]))
@@ -110,6 +118,7 @@ def merge_rows(
         warnings=tuple(warnings),
         kind=kind,
         skips=skips,
+        schedules=schedules,
     )
 
 
@@ -131,6 +140,28 @@ def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
     is_last = np.append(np.diff(steps[order]) != 0, True)
     used, replaced = order[is_last], order[~is_last]
     return used, replaced, used[np.searchsorted(steps[used], steps[replaced])]
+
+
+def _new_schedules(
+    lr: Floats | None, steps: Ints, attempts: Ints, replaced: Ints, winners: Ints
+) -> tuple[NewSchedule, ...]:
+    """Find the attempts that computed steps again with another learning rate."""
+    if lr is None or not replaced.size:
+        return ()
+    differ = relative_difference(lr[replaced], lr[winners]) > _LR_TOLERANCE
+    rows = np.flatnonzero(differ & (attempts[replaced] != attempts[winners]))
+    # The first step of each attempt; of the rows replaced there, that of the latest attempt.
+    rows = rows[np.lexsort((-attempts[replaced[rows]], steps[replaced[rows]]))]
+    _, firsts = np.unique(attempts[winners[rows]], return_index=True)
+    pairs = [(int(replaced[i]), int(winners[i])) for i in rows[firsts]]
+    return tuple(
+        NewSchedule(
+            int(steps[old]),
+            (int(attempts[old]), int(attempts[new])),
+            (float(lr[old]), float(lr[new])),
+        )
+        for old, new in pairs
+    )
 
 
 def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tuple[bool, float]:

@@ -26,7 +26,7 @@ from slurmllm.metrics.tensorboard_logs import (
     read_tensorboard,
 )
 from slurmllm.metrics.text_logs import read_text
-from slurmllm.records import SkipsRecord
+from slurmllm.records import JobsRecord, SkipsRecord
 from slurmllm.rundir import RunDir, find_run, read_all
 from slurmllm.safe_files import open_regular, read_limited, read_lines, reason
 
@@ -228,9 +228,11 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
     run = RunDir(path.parent.parent if is_file else source)
     data, skips = None, SkipsRecord()
     nodes: dict[int, tuple[str, ...]] = {}
+    changes: dict[int, dict[str, tuple[Any, Any]]] = {}
     try:
         data = DataRecord.find(run.data)
         skips = SkipsRecord.find(run.skips) or skips
+        changes = {one.first_attempt: one.changes for one in JobsRecord.of(run).submissions}
     except StorageError as error:
         warnings.append(str(error))
     settings = _read_settings(run, warnings)
@@ -259,6 +261,7 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
         data=data,
         settings=settings,
         nodes=nodes,
+        changes=changes,
         convention=Convention("slurmllm", steps_from=1),
     )
 

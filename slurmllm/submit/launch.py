@@ -53,6 +53,7 @@ def _submission(prepared: PreparedRun, **fields: object) -> Submission:
             "nodes": prepared.mesh.nodes,
             "first_attempt": attempts[-1].number + 1 if attempts else 0,
             "from_scratch": prepared.from_scratch,
+            "changes": prepared.changes,
             "git_commit": _git_commit() if prepared.config.recipe.trackers else None,
             **fields,
         }

@@ -9,10 +9,10 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from slurmllm import plugins
 from slurmllm.artifact_records import GraphManifest
@@ -98,6 +98,7 @@ class PreparedRun:
     is_new: bool = False  # whether `prepare` created the directory
     rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
     from_scratch: bool = False  # whether to start again from step 0, whatever was saved
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # of a resume's settings
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -15,7 +15,7 @@ from slurmllm.compare.comparison import Comparison, Tolerances, format_figure
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve
-from slurmllm.records import SkippedBatches, SkipsRecord
+from slurmllm.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
 
 
 def scaled(rows: list[Row], metric: str, share: float, first: int) -> list[Row]:
@@ -76,6 +76,32 @@ def test_a_resume_that_is_not_exact_is_warned_of(make_run: MakeRun) -> None:
         "B (b): 10 rows recomputed after a restart differ by up to 1e-4 relative from the first "
         "ones; its resume was not bit-exact",
     )
+
+
+def test_a_schedule_changed_at_a_resume_is_not_the_fault_of_the_resume(make_run: MakeRun) -> None:
+    a = read_curve(make_run("a", make_rows(1, 50)).path)
+    second = scaled(make_rows(21, 50, 1), "lr", -0.5, 26)
+    run = make_run("b", make_rows(1, 30), departed(second, 0.1, 27))
+    old = read_curve(run.path)  # its jobs.json does not have the change
+    assert (old.overlap_rows, old.overlap_identical) == (5, True)
+    changes = {"optim.decay_start": (None, 25), "train.log_every": (10, 5)}
+    common = {"nodes": 1, "local": True, "submitted_at": 1.0}
+    first, resumed = (
+        Submission.model_validate({**common, "first_attempt": 0}),
+        Submission.model_validate({**common, "first_attempt": 1, "changes": changes}),
+    )
+    JobsRecord(submissions=(first, resumed)).save(run.jobs)
+    result = compare(a, read_curve(run.path))
+    text = "the schedule was changed at the resume of attempt 1 (optim.decay_start none → 25)"
+    (warning,) = result.warnings
+    assert warning.startswith("B (b): steps from 26 were computed again with another learning rate")
+    assert f"{text} (certain)" in warning
+    assert "bit-exact" not in warning
+    cause = result.causes[0]
+    assert (cause.kind, cause.confidence, cause.step) == ("lr", "certain", 26)
+    assert text.replace("schedule", "schedule of B") in cause.evidence
+    (unrecorded,) = compare(a, old).warnings
+    assert "at the resume of attempt 1 or before (certain)" in unrecorded
 
 
 def test_a_departure_is_found_at_its_step(compared) -> None:
