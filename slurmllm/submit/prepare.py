@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -348,16 +349,18 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     Args:
         root: The folder of all runs; built-in data is stored in its `.data`.
         build: Whether to build `stdlib` if it is missing. Without it, a configuration that names
-            no corpus, or `stdlib`, is returned as it is.
+            no corpus, or `stdlib`, is returned as it is; the texts of `eval` are checked with a
+            temporary `stdlib`.
 
     Raises:
         ConfigError: no corpus is set.
         DataError: an input is missing or unusable.
     """
     data = config.recipe.data
-    if data.corpus is None:
-        if not build:
-            return config
+    texts = config.recipe.eval.corpora
+    paths = [("data.corpus", share.path) for share in data.corpora]
+    paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
+    if data.corpus is None and build:
         raise ConfigError(
             f"{config.recipe.name} has no training data",
             [
@@ -369,20 +372,22 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
                 if getattr(data, name) is None
             ],
         )
+    has_builtin = STDLIB in [*(path for _, path in paths), data.tokenizer]
+    if not build and (data.corpus is None or has_builtin):
+        for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
+            # A tokenized corpus may be named by the common prefix of its two files.
+            prefix, rest = plugins.split_prefix(path)
+            files = (Path(rest), Path(f"{rest}.idx"))
+            found = prefix is not None or any(file.is_file() for file in files)
+            if path != STDLIB and not found:
+                raise DataError(f"{option}: {path!r} is not a file; name one that exists")
+        if data.corpus is not None and config.recipe.eval.every_steps is not None:
+            # Texts are counted in tokens: with the built-in tokenizer, which takes seconds to make.
+            with tempfile.TemporaryDirectory(prefix="slurmllm-") as made:
+                resolve_inputs(config, Path(made), build=True)
+        return config
     builtin: tuple[Path, Path] | None = None
-    texts = config.recipe.eval.corpora
-    if STDLIB in [*(share.path for share in data.corpora), *texts.values(), data.tokenizer]:
-        if not build:
-            paths = [("data.corpus", share.path) for share in data.corpora]
-            paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
-            for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
-                # A tokenized corpus may be named by the common prefix of its two files.
-                prefix, rest = plugins.split_prefix(path)
-                files = (Path(rest), Path(f"{rest}.idx"))
-                found = prefix is not None or any(file.is_file() for file in files)
-                if path != STDLIB and not found:
-                    raise DataError(f"{option}: {path!r} is not a file; name one that exists")
-            return config
+    if has_builtin:
         from slurmllm.corpus.builtin import ensure_stdlib
 
         # Another user's: what is in it need not be the standard library.

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slurmllm.config.resolve import resolve
 from slurmllm.corpus.build import build_corpus
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.readers import ReadOptions
@@ -15,6 +16,7 @@ from slurmllm.data.inspection import check_evaluation_texts
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import DataError
+from slurmllm.submit.prepare import resolve_inputs
 
 TEXTS = [f"document {i} is about the number {i * 7919 % 1000} " * 9 for i in range(200)]
 
@@ -71,3 +73,36 @@ def test_held_out_documents_shorter_than_a_sequence(training: StreamSpec) -> Non
     long = StreamSpec(training.corpora, training.tokenizer, 5000, 8, 1, 320, validation=0.1)
     with pytest.raises(DataError, match=r"data.validation: .* on the held-out side.* raise"):
         check_evaluation_texts(long, {})
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (None, "eval.corpora.other: .* is not a file"),
+        (np.zeros(0, dtype=np.uint16), "eval.corpora.other: "),
+        (np.arange(9), "eval.corpora.other: .* has 9 tokens, fewer than one sequence"),
+        (np.arange(999) % 300, ""),
+    ],
+)
+def test_a_dry_run_checks_them_like_a_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: np.ndarray | None, message: str
+) -> None:
+    made = tmp_path / "stdlib.arrow", tmp_path / "stdlib.json"
+    corpus(tmp_path, "stdlib", TEXTS)
+    made[1].write_text(train_tokenizer(TEXTS, 320))
+    monkeypatch.setattr("slurmllm.corpus.builtin.ensure_stdlib", lambda folder: made)
+    other = tmp_path / "other.npy"
+    if ids is not None:
+        np.save(other, ids.astype(np.uint16))
+    size = ("model.seq_len=32", "train.global_batch=8", "train.micro_batch=1")
+    given = (*size, "eval.every_steps=5", f"eval.corpora.other={other}")
+    config = resolve("tiny_neox", "local", given)
+    for build in (False, True):
+        if message:
+            with pytest.raises(DataError, match=message if not build else "eval.corpora.other: "):
+                resolve_inputs(config, tmp_path, build)
+        else:
+            assert (resolve_inputs(config, tmp_path, build) == config) is not build
+    nothing = resolve("neox_20b", "local", [f"eval.corpora.other={tmp_path}/absent.npy"])
+    with pytest.raises(DataError, match=r"eval.corpora.other: .* is not a file"):
+        resolve_inputs(nothing, tmp_path, build=False)
