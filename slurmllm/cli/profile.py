@@ -62,6 +62,7 @@ def _json(one: RankResult) -> dict[str, object]:
         "last_step": own.last_step,
         "step_s": own.step_s,
         "parts": one.parts,
+        "evaluation_s": own.evaluation_s,
         "waits_for": [{"rank": rank, "seconds": s} for rank, s in one.waits_for.items()],
         "operations": [operation.model_dump() for operation in own.operations[:_SHOWN]],
         "peak_bytes": own.peak_bytes,
@@ -107,6 +108,9 @@ def _print(name: str, found: Profile, shown: RankResult) -> None:
             ("step", format_seconds(own.step_s), ""),
         ],
     )
+    if own.evaluation_s:
+        seconds = format_seconds(own.evaluation_s)
+        print_line(f"evaluation after these steps, not in their time: {seconds}")
     print_line()
     longest = own.operations[:_SHOWN]
     print_table(

@@ -12,6 +12,8 @@ On CUDA, where the host only enqueues work, the device is divided: a kernel belo
 launched it; NCCL's kernels, while no other runs, are `communication`; an idle device is `waiting`,
 or `data` while the host fetches data.
 
+An evaluation after a profiled step is no part of it: its time is taken out, and given by itself.
+
 The format is Chrome's trace event format, times in µs, as kineto writes it (torch 2.9 and 2.13).
 """
 
@@ -21,6 +23,7 @@ import gzip
 import json
 import re
 import zlib
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -35,6 +38,7 @@ from slurmllm.safe_files import open_regular
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting", "other")
 PREFIX = "slurmllm."  # of the names of our annotations
 STEP = f"{PREFIX}step "  # followed by the number
+EVALUATION = "evaluation"
 
 _CHUNK = 1 << 20  # characters read at a time
 _LONGEST_EVENT = 1 << 22
@@ -72,9 +76,10 @@ class RankProfile(Record):
     node: str = ""
     first_step: int
     last_step: int
-    step_s: float  # mean
+    step_s: float  # mean, without evaluations
     parts: dict[str, float]  # seconds a step; their sum is `step_s`
     operations: tuple[Operation, ...]  # longest self time first
+    evaluation_s: float = 0.0  # of all evaluations after these steps
     device: bool  # the parts are those of a device, not of the host
     # Unix time, µs: start and end of the profiled steps; the intervals in any collective, and of
     # them those in which the worker computes nothing.
@@ -110,7 +115,8 @@ def _divide(events: _Events, path: Path, rank: int, node: str) -> RankProfile:
             "'profile.steps=[FIRST, LAST]'`"
         )
     numbers = [int(one.name.removeprefix(STEP)) for one in steps]
-    window = [Interval(steps[0].start, max(one.end for one in steps), "other")]
+    whole = Interval(steps[0].start, max(one.end for one in steps), "other")
+    evaluations, window = take([whole], _take_out_evaluations(events))
     parts = _innermost(
         one._replace(name=one.name.removeprefix(PREFIX))
         for one in events.annotations
@@ -137,14 +143,40 @@ def _divide(events: _Events, path: Path, rank: int, node: str) -> RankProfile:
     return RankProfile(
         rank=rank, node=node, first_step=numbers[0], last_step=numbers[-1],
         step_s=sum(seconds.values()), parts=seconds, device=bool(events.kernels),
+        evaluation_s=_total(evaluations)[EVALUATION] / 1e6,
         operations=tuple(
             Operation(name=name, self_s=us / 1e6 / len(steps), calls=events.calls[name])
             for name, us in longest.most_common(_OPERATIONS)
         ),
-        window=_absolute(window, events.base_us)[0],
+        window=_absolute([whole], events.base_us)[0],
         collectives=_absolute(inside, events.base_us), exposed=_absolute(exposed, events.base_us),
         peak_bytes=events.peak_bytes,
     )  # fmt: skip
+
+
+def _take_out_evaluations(events: _Events) -> list[Interval]:
+    """Remove what ran in evaluations; returns their intervals.
+
+    A device has none of an evaluation's work before it begins, and none when it has its losses.
+    """
+    name = f"{PREFIX}{EVALUATION}"
+    found = [one._replace(name=EVALUATION) for one in events.annotations if one.name == name]
+    found = disjoint(found)
+
+    def outside(intervals: list[Interval]) -> list[Interval]:
+        kept = []
+        for one in intervals:
+            place = bisect_right(found, one.start, key=lambda other: other.start) - 1
+            if place < 0 or found[place].end <= one.start:
+                kept.append(one)
+            else:
+                events.calls[one.name] -= 1
+        return kept
+
+    if found:
+        events.main_thread = outside(events.main_thread)
+        events.kernels = outside(events.kernels)
+    return found
 
 
 class _Events:

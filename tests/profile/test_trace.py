@@ -74,6 +74,28 @@ def test_host(tmp_path: Path) -> None:
     assert not found.device
 
 
+def test_an_evaluation_is_no_part_of_a_step(tmp_path: Path) -> None:
+    hook = [ours("hook EvaluationHook", 950, 3000), ours("evaluation", 951, 2951)]
+    inside = [event("aten::mm", 1000, 2000), ours("forward", 990, 2500)]
+    later = [ours("step 6", 3000, 4000), event("aten::mm", 3100, 3200)]
+    first = STEP[0] | {"dur": 3000.0}
+    found = summarize(write(tmp_path / "t.json.gz", [first, *STEP[1:], *hook, *inside, *later]), 0)
+    assert microseconds(found) == {
+        "data": 50, "forward": 150, "backward": 200, "communication": 0, "optimizer": 50,
+        "waiting": 25, "other": 525,
+    }  # fmt: skip
+    assert found.step_s == pytest.approx(1e-3)
+    assert found.evaluation_s == pytest.approx(2e-3)
+    times = {one.name: (round(one.self_s * 1e6), one.calls) for one in found.operations}
+    assert times == {"aten::mm": (50, 1)}
+    kernels = [event("gemm", start, start + 40, "kernel", correlation=0) for start in (150, 1200)]
+    device = summarize(write(tmp_path / "d.json.gz", [first, *STEP[1:], *hook, *kernels]), 0)
+    assert device.step_s == pytest.approx(1e-3)
+    assert device.operations[0].calls == 1
+    parts = microseconds(device)
+    assert (parts["other"], parts["data"], parts["waiting"]) == (40, 100, 860)
+
+
 def test_device(tmp_path: Path) -> None:
     """A kernel belongs to the part that launched it, whenever it runs."""
     launches = [

@@ -62,7 +62,8 @@ class EvaluationHook(Hook):
     def after_step(self, end: StepEnd) -> None:
         """Evaluate if it is due (collective)."""
         if end.evaluating:
-            self._evaluate()
+            with self._job.backend.part("evaluation"):
+                self._evaluate()
 
     def _evaluate(self) -> None:
         job = self._job
