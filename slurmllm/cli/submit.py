@@ -320,7 +320,7 @@ def resume(
     from slurmllm.submit.prepare import RunRequest, prepare
     from slurmllm.supervise.exclusion import to_avoid
     from slurmllm.supervise.run_lock import locked
-    from slurmllm.train.schedules import check_decay_start
+    from slurmllm.train.schedules import check_decay_start, moved_decay_end
 
     found = find_run(run, runs_dir)
     client = SlurmClient()
@@ -350,6 +350,8 @@ def resume(
             require_same_settings(found, config.recipe, newest)
         if usable:
             check_decay_start(before.recipe, config.recipe, max(usable))
+            if warning := moved_decay_end(before.recipe, config.recipe, max(usable)):
+                log.warning("%s", warning)
             earlier, later = before.recipe.eval, config.recipe.eval
             if later.every_steps is not None and earlier.sequences != later.sequences:
                 log.warning(

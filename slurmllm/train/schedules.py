@@ -96,6 +96,29 @@ def check_decay_start(before: Recipe, after: Recipe, trained: int) -> None:
     raise ConfigError(f"{after.name}: the schedule differs in trained steps", [fault])
 
 
+def moved_decay_end(before: Recipe, after: Recipe, trained: int) -> str | None:
+    """Warn of a resume that moves the end of a decay that has begun; None if it does not.
+
+    Arguments as for `check_decay_start`. The rates of the trained steps are of the former end then.
+    """
+    start = decay_start(before.optim, before.train.steps)
+    old, new = (recipe.optim.decay_steps or recipe.train.steps for recipe in (before, after))
+    if old == new or trained <= start or after.optim.decay == "constant":
+        return None
+    planned, now = (
+        learning_rate(recipe.optim, recipe.train.steps, trained + 1) for recipe in (before, after)
+    )
+    named = {before.optim.decay_steps, after.optim.decay_steps} != {None}
+    return (
+        f"{'optim.decay_steps' if named else 'train.steps'}: the decay began after step "
+        f"{start:.0f}, and its end moves from step {old} to {new}: the learning rate of step "
+        f"{trained + 1} is {now:.3g}, not {planned:.3g}, and no run planned from the start has "
+        f"this schedule; --set optim.decay_steps={old} keeps the planned rates (min_lr, "
+        f"{before.optim.min_lr:g}, after step {old}), or move the checkpoints after step "
+        f"{start:.0f} out of the run's directory to decay anew from there"
+    )
+
+
 class SaveSchedule:
     """The steps after which a checkpoint is saved, the same on all workers.
 

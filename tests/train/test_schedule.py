@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
 from slurmllm.config.recipe import OptimConfig
 from slurmllm.errors import ConfigError
-from slurmllm.train.schedules import check_decay_start, learning_rate
+from slurmllm.train.schedules import check_decay_start, learning_rate, moved_decay_end
 from train.gang import small_config
 
 
@@ -85,6 +86,39 @@ def test_warm_up_by_ratio() -> None:
     for step in (1, 5, 11, 12, 60, 110):
         assert learning_rate(ratio, 110, step) == learning_rate(optim(warmup_steps=11), 110, step)
     assert optim(warmup_steps=0, warmup_ratio=0.07).warmup(100) == 7, "0.07 · 100 is above 7"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "trained", "message"),
+    [
+        ((), ("train.steps=200",), 70, r"train.steps: .* after step 4, .* from step 100 to 200"),
+        ((), ("train.steps=80",), 70, "optim.decay_steps=100 keeps the planned rates"),
+        ((), ("train.steps=200",), 100, "learning rate of step 101 is"),  # it was done
+        ((), ("train.steps=200", "optim.decay_steps=100"), 70, None),
+        (
+            ("optim.decay_steps=90",),
+            ("optim.decay_steps=95",),
+            70,
+            "optim.decay_steps: .* 90 to 95",
+        ),
+        (("optim.decay_steps=90",), ("optim.decay_steps=90", "train.steps=200"), 70, None),
+        (("optim.decay_start=60",), ("optim.decay_start=60", "train.steps=200"), 60, None),
+        (("optim.decay_start=60",), ("optim.decay_start=60", "train.steps=200"), 61, "step 60"),
+        (("optim.decay=constant",), ("optim.decay=constant", "train.steps=200"), 61, None),
+    ],
+)
+def test_the_end_of_a_decay_that_has_begun(
+    before: tuple[str, ...], after: tuple[str, ...], trained: int, message: str | None
+) -> None:
+    old, new = (small_config(STEPS, *overrides).recipe for overrides in (before, after))
+    found = moved_decay_end(old, new, trained)
+    same = [
+        learning_rate(old.optim, old.train.steps, step)
+        == learning_rate(new.optim, new.train.steps, step)
+        for step in range(1, trained + 1)
+    ]
+    assert all(same) is (found is None), "without a warning, as if it had been planned"
+    assert found is None if message is None else re.search(message, found or "")
 
 
 CONSTANT, STEPS = "optim.decay=constant", "train.steps=100"
