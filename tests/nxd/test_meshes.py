@@ -17,6 +17,10 @@ from nxd.conftest import Reference
 pytestmark = pytest.mark.nxd
 
 TOLERANCE = 1e-5
+# Adam with the recipe's eps of 1e-8 divides the smallest gradients by their own size, so that their
+# rounding becomes whole updates: here the gradient norms of the first step agree to 2e-8, those of
+# 20 steps to 1.9e-5 (with eps 1e-5: 2e-6).
+ROUNDED = 4e-5
 SEQUENCE, WHOLE = "parallel.sequence=true", "parallel.zero=0"
 FULL = "train.activation_checkpointing=full"
 SELECTIVE = "train.activation_checkpointing=selective"
@@ -73,7 +77,9 @@ def test_same_training(pool: MeshPool, native: Reference, mesh: tuple[str, int, 
     family, tensor, pipeline, data, *overrides = mesh
     expected = native(family, *(o for o in overrides if o.startswith(("model.", "data."))))
     found = pool.run(Case(small_run(family, tensor, pipeline, data, "backend=nxd", *overrides)))
-    assert max(deviation(found, expected)) < TOLERANCE
+    rounded = mesh == ("qwen3", 4, 1, 1, KV2)
+    assert max(deviation(found, expected)) < (ROUNDED if rounded else TOLERANCE)
+    assert not rounded or max(deviation(_first(found, 1), _first(expected, 1))) < 1e-6
     assert all(outcome.rows == found[0].rows for outcome in found), "all workers see the same"
 
 

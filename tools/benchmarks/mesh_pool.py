@@ -52,11 +52,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "model.rope_scaling={kind: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, "
         "original_max_position_embeddings: 16}",
     ),
-    # Adam with eps 1e-8 turns the rounding of its smallest gradients into 2e-5 of the norm in 20
-    # steps; Megatron-Bridge's recipes have 1e-5.
     "qwen3": (
         "model.family=qwen3", "model.rotary_pct=1.0", "model.num_kv_heads=4", "model.head_dim=16",
-        "optim.eps=1e-5",
     ),
     "gpt3": ("model.family=gpt3", "model.rotary_pct=0.0"),
 }  # fmt: skip
