@@ -353,7 +353,7 @@ def resume(
             if warning := moved_decay_end(before.recipe, config.recipe, max(usable)):
                 log.warning("%s", warning)
             earlier, later = before.recipe.eval, config.recipe.eval
-            if later.every_steps is not None and earlier.sequences != later.sequences:
+            if later.every_steps and earlier.every_steps and earlier.sequences != later.sequences:
                 log.warning(
                     "eval.sequences: changed from %d to %d; losses of evaluations before and after "
                     "are means over different sequences", earlier.sequences, later.sequences,
