@@ -184,7 +184,10 @@ def plan(
             "layouts; leave it out, or name one with --nodes and --cluster"
         )
     if not counts and not limited:
-        raise UserError("--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16")
+        raise UserError(
+            "--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16, "
+            "or give --budget or --deadline"
+        )
     _plan(
         list(dict.fromkeys(recipes)), counts, clusters, overrides, tokens, price, prices, top,
         rank, explain, plot, outputs, (budget, deadline) if limited else None, as_json,

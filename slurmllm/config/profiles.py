@@ -13,7 +13,7 @@ from slurmllm.errors import ConfigError
 
 _Level = tuple[dict[str, Any], dict[str, str]]  # a profile's values, and `file:line` of each
 
-# Figure of a device's maker → what training reaches of it, which was measured with that figure.
+# Figure of a data sheet → constants that were fitted with it: assumed if a profile changes it.
 _REACHED = {
     "bf16_tflops": ("matrix_efficiency", "matrix_half", "attention_efficiency"),
     "memory_gb_s": ("memory_efficiency",),
@@ -111,14 +111,14 @@ def _extended(base: _Level, own: _Level) -> _Level:
     """Own values over those of the extended profile."""
     (values, origins), (given, own_origins) = base, own
     hardware, before = given.get("hardware", {}), values.get("hardware")
-    fewer = any(key in given and given[key] != values.get(key) for key in _NODES)
+    other_nodes = any(key in given and given[key] != values.get(key) for key in _NODES)
     changed: list[str] = []
-    if isinstance(hardware, Mapping) and isinstance(before, Mapping) and (hardware or fewer):
+    if isinstance(hardware, Mapping) and isinstance(before, Mapping) and (hardware or other_nodes):
         changed = [name for name in hardware if name in _MAKERS]
         reached = [one for name in changed for one in _REACHED.get(name, ()) if one in before]
         # A node's links are those of as many devices.
         links = ("network_gb_s", *_REACHED["network_gb_s"])
-        reached += [one for one in links if fewer and one in before]
+        reached += [one for one in links if other_nodes and one in before]
         assumed = dict.fromkeys([*(before.get("assumed") or ()), *reached])
         # What the profile gives itself is assumed only if it lists that itself.
         derived: dict[str, Any] = {"assumed": [one for one in assumed if one not in hardware]}
@@ -128,7 +128,7 @@ def _extended(base: _Level, own: _Level) -> _Level:
         given = {**given, "hardware": {**derived, **hardware}}
     # Not merged: the date and source of the other's price are not this one's.
     dropped = {"price"} if {"price", "instance_type"} & given.keys() else set()
-    if changed or fewer:
+    if changed or other_nodes:
         dropped |= {"price", "instance_type"}
     values = {key: value for key, value in values.items() if key not in dropped}
     merged = _merged(values, given)

@@ -219,9 +219,9 @@ def tensor_divides_ffn(tensor: int, ffn: int, family: str, heads: int) -> str | 
     block = gate_block(ffn) if FAMILIES[family].gated else 1
     if ffn // block % tensor == 0:
         return None
-    blocks = f", which is {ffn // block} blocks of {block} gates" if block > 1 else ""
+    blocks = f"the {ffn // block} blocks of {block} gates of " if block > 1 else ""
     return (
-        f"parallel.tensor: {tensor} does not divide model.ffn_hidden_size {ffn}{blocks}; "
+        f"parallel.tensor: {tensor} does not divide {blocks}model.ffn_hidden_size {ffn}; "
         f"{choose(divisors(math.gcd(heads, ffn // block)))}"
     )
 

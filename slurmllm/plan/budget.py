@@ -207,7 +207,7 @@ class PurchasePlan:
         in_money = [one for one in front if usd is None or self.price(one) <= usd]
         faults = []
         if in_time:
-            fault = f"the cheapest{' in time' * (hours is not None)} is {in_time[-1]}"
+            fault = f"the cheapest{' within the deadline' * (hours is not None)} is {in_time[-1]}"
             faults.append(f"{fault}; --budget {math.ceil(self.price(in_time[-1]))} would do")
         if in_money:
             within = " within the budget" * (usd is not None)

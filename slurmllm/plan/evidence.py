@@ -117,12 +117,15 @@ def interval_text(found: Evidence) -> str:
 
 
 def evidence_text(candidate: LayoutEstimate) -> str:
-    """`15.02–19.04 seq/s for 9 of 10 published runs; interpolated between …`."""
+    """`15.02–19.04 seq/s (90 % interval, …); interpolated between …`."""
     found = evidence(candidate)
     why = f": {'; '.join(found.reasons)}" if found.reasons else ""
     span = ""
     if found.lower is not None:
-        span = f"{interval_text(found)} seq/s, by the errors of 9 of 10 published runs; "
+        span = (
+            f"{interval_text(found)} seq/s (90 % interval, by the errors on published runs left "
+            "out of the fit); "
+        )
     return f"{span}{_STATUS[found.status]}{why}"
 
 
@@ -131,10 +134,13 @@ def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
     found = evidence(candidate)
     yield f"evidence       {evidence_text(candidate)}"
     if (near := found.nearest) is not None:
+        runs = (run for run in published_runs() if run.profile == near.profile)
+        same = [run.seq_per_s for run in runs if run.point == near.point]
+        several = f"; {len(same)} such runs: {min(same):.4g}–{max(same):.4g} seq/s"
         yield (
             f"nearest run    {near.name}: {near.model} on {format_plural(near.nodes, 'node')}, "
             f"sequence {near.sequence:,}, TP {near.tensor} × PP {near.pipeline}: "
-            f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %"
+            f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %{several * (len(same) > 1)}"
         )
     if (span := network_range(candidate)) is not None:
         hardware = candidate.config.cluster.hardware

@@ -68,8 +68,8 @@ def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
 # Parts of a worker's memory whose names do not say what they are.
 PARTS = {
     "programs": "instructions, DMA rings and collectives' memory of the compiled graphs, assumed",
-    "buffers": "what passes within one block's backward pass, or through the collectives of the "
-    "optimizer's step",
+    "buffers": "the larger of one block's temporary tensors in the backward pass and what the "
+    "collectives of the optimizer's step have in flight",
     "pipeline buffers": "received activations and gradients, one per micro batch each way",
     "whole weights": "what FSDP gathers within a step",
     "output or block": "the logits and their gradients, or the largest need of one block",
@@ -189,7 +189,7 @@ def _memory_lines(
     if fastest.memory.tight and fastest is not best:
         percent = 100 * (fastest.seq_per_s / best.seq_per_s - 1)
         why = f"{describe(fastest)}: {_share(fastest.memory)}"
-        yield f"tight, and {percent:.1f} % faster: {why}"
+        yield f"{percent:.1f} % faster, but ranked lower because tight: {why}"
     layouts = (*fitting, *too_large)
     larger = [c for c in layouts if differing_settings(c, best) == {"micro_batch"}]
     larger = [c for c in larger if c.mesh.micro_batch > best.mesh.micro_batch]

@@ -198,8 +198,12 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
         ((part, share) for part, share in lost.shares.items() if part != "productive"),
         key=lambda row: -row[1],
     )
+    # Not to be confused with that of activations, of which the table above has a column.
+    names = {"recomputation": "recomputation of lost steps"}
     parts = ", ".join(
-        f"{part.replace('_', ' ')} {100 * s:.2f} %" for part, s in shares if s >= 5e-5
+        f"{names.get(part, part).replace('_', ' ')} {100 * share:.2f} %"
+        for part, share in shares
+        if share >= 5e-5
     )
     click.echo(
         f"utilization    {100 * lost.effective:.2f} % of the node hours "

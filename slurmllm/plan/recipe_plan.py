@@ -19,7 +19,7 @@ from slurmllm.plan.lost_time_assumptions import lost_time
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.nearest import Nearest, nearest, no_batch_reason, what_it_takes
 from slurmllm.plan.prices import NodePrice
-from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
+from slurmllm.plan.search import VARIED, SearchResult, Unsupported, as_ranked, order, search
 
 Rank = Literal["speed", "lower"]
 
@@ -279,7 +279,7 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
         too_large.sort(key=lambda one: one.memory.peak)
     if rank == "lower":
         # Stable: without published runs, the order of the predictions is kept.
-        fitting.sort(key=lambda one: -(evidence(one).lower or 0.0))
+        fitting.sort(key=lambda one: -as_ranked(one, evidence(one).lower or 0.0))
     near: Sequence[Nearest] = ()
     no_batch = None
     if not fitting:
@@ -337,7 +337,7 @@ def most_refused(refused: Mapping[str, int], limit: int = 4) -> list[tuple[str, 
         groups.setdefault(re.sub(r"\d+", "#", reason), []).append((reason, count))
     rows = []
     for group in groups.values():
-        similar = f" (and {len(group) - 1} more like this)" if len(group) > 1 else ""
+        similar = f" (one of {len(group)} such reasons)" if len(group) > 1 else ""
         rows.append((group[0][0] + similar, sum(count for _, count in group)))
     rows.sort(key=lambda row: -row[1])
     rest = sum(count for _, count in rows[limit:])

@@ -109,8 +109,12 @@ def search(
 
 def order(candidate: LayoutEstimate) -> tuple[float, int]:
     """Sorts layouts that fit, the best first: by throughput, tight ones as if slower."""
-    cost = _TIGHT_COST if candidate.memory.tight else 0.0
-    return -candidate.seq_per_s * (1 - cost), candidate.memory.peak
+    return -as_ranked(candidate, candidate.seq_per_s), candidate.memory.peak
+
+
+def as_ranked(candidate: LayoutEstimate, seq_per_s: float) -> float:
+    """A layout's throughput, or an end of its interval, less what being tight costs."""
+    return seq_per_s * (1 - (_TIGHT_COST if candidate.memory.tight else 0.0))
 
 
 def some_fits(

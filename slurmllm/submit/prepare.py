@@ -122,7 +122,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise ConfigError(
             f"cluster profile {config.cluster.name} is for planning only",
             [
-                f"cluster.planning_only: {config.cluster.planning_only}; choose another --cluster "
+                f"{config.cluster.planning_only}; choose another --cluster "
                 "(`slurmllm recipes --clusters`)"
             ],
         )

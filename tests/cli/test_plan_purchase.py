@@ -84,7 +84,7 @@ def test_a_job_for_the_budget(tmp_path: Path) -> None:
         ("--deadline 1m --nodes 1,2", ["the fastest is"]),
         (
             "--budget 780 --deadline 3h --nodes 1,2,4,8,16",
-            ["the cheapest in time is", "the fastest within the budget is"],
+            ["the cheapest within the deadline is", "the fastest within the budget is"],
         ),
         (
             "--budget 1 --deadline 1m --nodes 1,2",

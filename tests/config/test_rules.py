@@ -163,14 +163,14 @@ SCALING = (
         (
             "tiny_llama",
             "parallel.tensor=6 model.vocab_size=4098",
-            "parallel.tensor: 6 does not divide model.ffn_hidden_size 512, which is 32 blocks of "
-            "16 gates; choose 1 or 2",
+            "parallel.tensor: 6 does not divide the 32 blocks of 16 gates of "
+            "model.ffn_hidden_size 512; choose 1 or 2",
         ),
         (
             "tiny_llama",
             "parallel.tensor=2 model.ffn_hidden_size=528",
-            "parallel.tensor: 2 does not divide model.ffn_hidden_size 528, which is 33 blocks of "
-            "16 gates; choose 1 or 3",
+            "parallel.tensor: 2 does not divide the 33 blocks of 16 gates of "
+            "model.ffn_hidden_size 528; choose 1 or 3",
         ),
         (
             "tiny_neox",

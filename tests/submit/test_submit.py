@@ -53,7 +53,7 @@ def test_submit_tells_what_to_type_next(fake: FakeSlurm, inputs: tuple[str, ...]
 
 
 def test_profiles_for_planning_alone_are_refused(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
-    why = "trn2 is for planning only\n  cluster.planning_only: neuronx-distributed as this project"
+    why = "trn2 is for planning only\n  neuronx-distributed as this project"
     for more in ((), ("--dry-run",)):
         assert why in fails(2, "submit", "neox_20b", "--nodes", "4", "--cluster", "trn2", *more)
     call("submit", "tiny_neox", "--nodes", "2", "--name", "first", *inputs)
