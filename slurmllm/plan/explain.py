@@ -18,7 +18,7 @@ from slurmllm.config.recipe import TrainConfig
 from slurmllm.format import format_bytes, format_gib, format_seconds
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, hybrid, known_hardware
 from slurmllm.plan.evidence import evidence_text
-from slurmllm.plan.search import CHECKPOINTING
+from slurmllm.plan.search import CHECKPOINTING, TIGHT_COST
 from slurmllm.plan.step import (
     Group,
     StepTime,
@@ -184,7 +184,10 @@ def _memory_lines(
     """Memory of the best layout, and of the next larger micro batch and of less checkpointing."""
     yield f"memory: {describe_memory(best.memory)}"
     if best.memory.tight:
-        yield f"tight: {_share(best.memory)}; layouts with more left are over 3 % slower"
+        roomy = max((one.seq_per_s for one in fitting if not one.memory.tight), default=0.0)
+        why = "; layouts with more left are over 3 % slower"
+        why *= roomy < (1 - TIGHT_COST) * best.seq_per_s  # --rank lower prefers others too
+        yield f"tight: {_share(best.memory)}{why}"
     fastest = max(fitting, key=lambda c: c.seq_per_s)
     if fastest.memory.tight and fastest is not best:
         percent = 100 * (fastest.seq_per_s / best.seq_per_s - 1)

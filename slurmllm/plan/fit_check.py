@@ -15,7 +15,7 @@ from slurmllm.format import format_gib, format_plural
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import figures, why_too_large
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
-from slurmllm.plan.nearest import nearest, what_it_takes
+from slurmllm.plan.nearest import fitting_changes, what_it_takes
 from slurmllm.plan.search import VARIED, Unsupported, order, search
 
 # A layout below this share of the best one's throughput gets a warning. Two predictions that are
@@ -192,9 +192,9 @@ def _suggest_fixes(
     other = _best_layout(config, nodes, unsupported, free)
     found = [_suggest_layout(config, other)] if other is not None else []
     degrees = [] if config.recipe.parallel.auto else ["parallel=auto"]
-    near = nearest(config, nodes, unsupported, fixed)
+    near = fitting_changes(config, nodes, unsupported, fixed)
     if not near and other is None:
-        near = nearest(config, nodes, unsupported, free)
+        near = fitting_changes(config, nodes, unsupported, free)
         degrees += ["train.activation_checkpointing=full", "train.micro_batch=auto"]
     also = "".join(f" --set {setting}" for setting in degrees)
     found += [f"{one}{' with' * bool(also)}{also}" for one in near]
@@ -212,7 +212,7 @@ def mesh_fixes(
     fixed = _fixed_training(config) + _BATCH * resumes
     best = _best_layout(config, nodes, unsupported, fixed)
     found = [] if best is None else [_suggest_layout(config, best)]
-    near = map(str, nearest(config, nodes, unsupported, [*_DEGREES, *fixed]))
+    near = map(str, fitting_changes(config, nodes, unsupported, [*_DEGREES, *fixed]))
     if not (found := [*found, *near]):
         return _suggest_fixes(config, nodes, unsupported, fixed)
     if best is None and not resumes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.flops import up_width
-from slurmllm.plan.mesh import Mesh, single_worker
+from slurmllm.plan.mesh import Mesh, without_fsdp
 from slurmllm.plan.parameters import parameter_counts
 from slurmllm.plan.step import formats
 
@@ -88,7 +88,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     steps = _StepMemory(config, mesh, rank)
     transient = 0 if until_last else rest + 2 * largest_block
     gathered = rest + 2 * largest_block if dropped else whole
-    if single_worker(config, mesh):
+    if without_fsdp(config, mesh):
         converted = width.computed != width.kept
         gathered, transient, rest = (whole, own.largest, 0) if converted else (0, 0, 0)
         carried = stored * width.kept if several else 0

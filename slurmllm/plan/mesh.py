@@ -125,8 +125,8 @@ def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
     return found
 
 
-def single_worker(config: RunConfig, mesh: Mesh) -> bool:
-    """Whether the native backend trains without FSDP (its `single_worker.py`).
+def without_fsdp(config: RunConfig, mesh: Mesh) -> bool:
+    """Whether the native backend trains without FSDP (its `unsharded.py`).
 
     Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
     """

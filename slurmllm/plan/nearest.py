@@ -30,7 +30,7 @@ _FASTER = 1.03
 
 
 @dataclass(frozen=True)
-class Nearest:
+class FittingChange:
     """A change of a request with which a layout fits."""
 
     options: tuple[str, str]  # of the command line: `--nodes 8`, `--set train.global_batch=264`
@@ -62,9 +62,9 @@ class Nearest:
         }
 
 
-def nearest(
+def fitting_changes(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
-) -> list[Nearest]:
+) -> list[FittingChange]:
     """The nearest node counts and global batches, below and above, with which a layout fits.
 
     A side on which there is none is left out. A batch that is farther away, but by less than 5 %,
@@ -77,12 +77,12 @@ def nearest(
         unsupported: As for `search`.
         fixed: As for `search`; with `train.global_batch`, no batches are tried.
     """
-    found: list[Nearest] = []
+    found: list[FittingChange] = []
 
     def add(
         options: tuple[str, str], change: str, ratio: float, config: RunConfig, nodes: int
     ) -> None:
-        found.append(Nearest(options, change, ratio, config, nodes, unsupported, fixed))
+        found.append(FittingChange(options, change, ratio, config, nodes, unsupported, fixed))
 
     below, above = next_to(nodes, _possible_nodes(config, fixed))
     for counts in (below, above):
@@ -94,16 +94,16 @@ def nearest(
             add(("--nodes", str(count)), change, count / nodes, config, count)
     batch, where = config.recipe.train.global_batch, f"on {format_plural(nodes, 'node')}"
 
-    def with_batch(size: int) -> Nearest | None:
+    def with_batch(size: int) -> FittingChange | None:
         changed = with_value(config, "train", "global_batch", size)
         if not some_fits(changed, nodes, unsupported, fixed):
             return None
         change = f"{format_change(size, batch)} sequences a step, {where}"
         options = "--set", f"train.global_batch={size}"
-        return Nearest(options, change, size / batch, changed, nodes, unsupported, fixed)
+        return FittingChange(options, change, size / batch, changed, nodes, unsupported, fixed)
 
-    closest: list[Nearest] = []
-    farther: list[Nearest] = []
+    closest: list[FittingChange] = []
+    farther: list[FittingChange] = []
     for sizes in next_to(batch, _possible_batches(config, nodes, fixed)):
         fitting = (one for size in sizes if (one := with_batch(size)) is not None)
         closest += islice(fitting, 1)
@@ -118,7 +118,7 @@ def nearest(
             setting = f"parallel.tensor={changed.recipe.parallel.tensor}"
             change = f"no published run of {config.cluster.name} has that degree, {where}"
             options = "--set", setting
-            found.append(Nearest(options, change, 1.0, changed, nodes, unsupported, given))
+            found.append(FittingChange(options, change, 1.0, changed, nodes, unsupported, given))
             break
     return found
 

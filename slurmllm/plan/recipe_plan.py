@@ -17,9 +17,9 @@ from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime
 from slurmllm.plan.lost_time_assumptions import lost_time
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import Nearest, nearest, no_batch_reason, what_it_takes
+from slurmllm.plan.nearest import FittingChange, fitting_changes, no_batch_reason, what_it_takes
 from slurmllm.plan.prices import NodePrice
-from slurmllm.plan.search import VARIED, SearchResult, Unsupported, as_ranked, order, search
+from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
 
 Rank = Literal["speed", "lower"]
 
@@ -49,7 +49,7 @@ class NodePlan:
     # All layouts that fit into memory, the recipe's own included, the best first.
     fitting: tuple[LayoutEstimate, ...]
     too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
-    nearest: tuple[Nearest, ...]  # what would fit; empty if a layout does
+    nearest: tuple[FittingChange, ...]  # what would fit; empty if a layout does
     no_batch: str | None  # why no other batch is among these; None if one is, or a layout fits
 
     @property
@@ -279,12 +279,12 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
         too_large.sort(key=lambda one: one.memory.peak)
     if rank == "lower":
         # Stable: without published runs, the order of the predictions is kept.
-        fitting.sort(key=lambda one: -as_ranked(one, evidence(one).lower or 0.0))
-    near: Sequence[Nearest] = ()
+        fitting.sort(key=lambda one: -(evidence(one).lower or 0.0))
+    near: Sequence[FittingChange] = ()
     no_batch = None
     if not fitting:
         fixed = fixed_settings(config)
-        near = nearest(config, nodes, unsupported, fixed)
+        near = fitting_changes(config, nodes, unsupported, fixed)
         if not any("global_batch" in one.options[1] for one in near):
             no_batch = no_batch_reason(config, nodes, unsupported, fixed)
     return NodePlan(found, layout, tuple(fitting), tuple(too_large), tuple(near), no_batch)

@@ -27,7 +27,7 @@ VARIED = (
 LARGEST = 4096  # nodes
 _LARGEST_MICRO_BATCH = 64
 # A tight layout is ranked as if it were slower by this: the next one is preferred if it costs less.
-_TIGHT_COST = 0.03
+TIGHT_COST = 0.03
 # Tensor-parallel degrees of AWS's training examples on trn1, and none. For others (2 is valid too)
 # no published run exists to validate a prediction; they are predicted if fixed.
 _NEURON_TENSOR = (1, 8, 32)
@@ -109,12 +109,8 @@ def search(
 
 def order(candidate: LayoutEstimate) -> tuple[float, int]:
     """Sorts layouts that fit, the best first: by throughput, tight ones as if slower."""
-    return -as_ranked(candidate, candidate.seq_per_s), candidate.memory.peak
-
-
-def as_ranked(candidate: LayoutEstimate, seq_per_s: float) -> float:
-    """A layout's throughput, or an end of its interval, less what being tight costs."""
-    return seq_per_s * (1 - (_TIGHT_COST if candidate.memory.tight else 0.0))
+    cost = TIGHT_COST if candidate.memory.tight else 0.0
+    return -candidate.seq_per_s * (1 - cost), candidate.memory.peak
 
 
 def some_fits(

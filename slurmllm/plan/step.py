@@ -34,7 +34,7 @@ from slurmllm.plan.flops import (
     head_product,
     up_width,
 )
-from slurmllm.plan.mesh import Mesh, single_worker
+from slurmllm.plan.mesh import Mesh, without_fsdp
 from slurmllm.plan.parameters import block_parameters, rest_parameters
 
 _BF16, _FP32 = 2, 4
@@ -194,7 +194,7 @@ class _Step:
         self.mesh, self.hardware = mesh, hardware
         self.model, self.recipe = config.recipe.model, config.recipe
         self.nxd = config.backend == "nxd"
-        self.single_worker = single_worker(config, mesh)
+        self.without_fsdp = without_fsdp(config, mesh)
         self.formats = formats(config)
         self.tokens = mesh.micro_batch * self.model.seq_len
         self.layers = self.model.num_layers // mesh.pipeline
@@ -318,7 +318,7 @@ class _Step:
         gathers = scatters = 1
         if not self.nxd and self.mesh.pipeline == 1 and zero > 1:
             gathers, scatters = (2 * micro_batches if zero == 3 else 1), micro_batches
-        if self.single_worker:
+        if self.without_fsdp:
             width = self.formats
             converted = 0 if width.computed == width.kept else 1 + micro_batches
             return converted * numbers * (width.kept + width.computed) / self.bandwidth

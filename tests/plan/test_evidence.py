@@ -100,11 +100,7 @@ def test_an_assumed_network_gives_a_range() -> None:
 def test_ranking_by_the_lower_end() -> None:
     config = resolve("llama2_70b")
     plan = plan_recipe(config, [32], lambda _: [], None, None, "lower")
-    fitting = plan.node_plans[0].fitting
-    found = [evidence(one).lower or 0 for one in fitting if not one.memory.tight]
+    found = [evidence(one).lower or 0 for one in plan.node_plans[0].fitting]
     assert found == sorted(found, reverse=True)
-    largest = max(fitting, key=lambda one: evidence(one).lower or 0)
-    assert largest.memory.tight, "less than 3 % better than the best one with room"
-    assert not fitting[0].memory.tight
     speeds = [one.seq_per_s for one in plan.node_plans[0].fitting]
     assert speeds != sorted(speeds, reverse=True)

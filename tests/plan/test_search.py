@@ -15,7 +15,7 @@ from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import predict
 from slurmllm.plan.explain import explain
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import nearest
+from slurmllm.plan.nearest import fitting_changes
 from slurmllm.plan.search import CHECKPOINTING, VARIED, SearchResult, search, some_fits
 
 
@@ -119,14 +119,14 @@ def test_the_minimum_is_the_fewest_nodes_that_fit() -> None:
     config = resolve("llama2_70b", overrides=["train.activation_checkpointing=selective"])
     fixed = {"train.activation_checkpointing"}
     assert not plan(config, 4, fixed).fitting
-    (more, *_) = nearest(config, 4, load_environment("nxd").unsupported, fixed)
+    (more, *_) = fitting_changes(config, 4, load_environment("nxd").unsupported, fixed)
     assert more.change.endswith("nodes, the minimum")
     fewest = more.best.mesh.nodes
     assert fewest > 4
     assert plan(config, fewest, fixed).fitting
     assert not any(plan(config, nodes, fixed).fitting for nodes in range(1, fewest))
     never = resolve("llama2_70b", overrides=["cluster.hardware.memory_gib=0.5"])
-    assert not nearest(never, 4, load_environment("nxd").unsupported)
+    assert not fitting_changes(never, 4, load_environment("nxd").unsupported)
 
 
 def test_faults() -> None:

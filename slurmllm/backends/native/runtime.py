@@ -42,14 +42,14 @@ from slurmllm.backends.native.parallel import (
     total_norm,
 )
 from slurmllm.backends.native.save_plan import MeshPlace
-from slurmllm.backends.native.single_worker import SingleWorkerWeights
+from slurmllm.backends.native.unsharded import UnshardedWeights
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
 from slurmllm.host_memory import Memory, host_memory
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize, local_part
-from slurmllm.plan.mesh import Mesh, pipelines, single_worker
+from slurmllm.plan.mesh import Mesh, pipelines, without_fsdp
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or
 # write a checkpoint meanwhile.
@@ -69,7 +69,7 @@ class NativeBackend(Backend):
     chunks: list[Decoder]
     model: nn.Module  # all chunks as one module
     pipeline: Pipeline | None
-    weights: SingleWorkerWeights | None = None  # None: FSDP's
+    weights: UnshardedWeights | None = None  # None: FSDP's
     # Another one: torch's stages would be prepared anew at each change between training and this.
     evaluation_pipeline: Pipeline | None = None
     tied_group: dist.ProcessGroup | None = None
@@ -125,17 +125,17 @@ class NativeBackend(Backend):
             "mp_policy": precision.sharding_policy(recipe.train.precision),
             "reshard_after_forward": recipe.parallel.zero == 3,
         }
-        single = single_worker(self.config, mesh)
+        unsharded = without_fsdp(self.config, mesh)
         for chunk in self.chunks:
-            if not single:
+            if not unsharded:
                 for block in chunk.blocks():
                     fully_shard(block, **fsdp)
                 fully_shard(chunk, **fsdp)
             chunk.to_empty(device=self.device)
         self.model = combine_chunks(self.chunks)
-        if single:
+        if unsharded:
             dtype = precision.compute_dtype(recipe.train.precision)
-            self.weights = SingleWorkerWeights(self.model, self.device_mesh["data"], dtype)
+            self.weights = UnshardedWeights(self.model, self.device_mesh["data"], dtype)
         for chunk in self.chunks:
             initialize(chunk, recipe.model, recipe.train.seed)
         self.pipeline = self._make_pipeline() if mesh.pipeline > 1 else None

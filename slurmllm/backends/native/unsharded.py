@@ -38,7 +38,7 @@ class _Weight:
         whole.grad = None
 
 
-class SingleWorkerWeights:
+class UnshardedWeights:
     """Makes a model's parameters DTensors, as FSDP does, which are whole tensors in `whole()`.
 
     Args:
