@@ -132,17 +132,31 @@ def is_evidence(case: Case) -> bool:
     return (row.model, row.mesh.tensor, row.mesh.pipeline) in chosen_meshes()
 
 
-def layouts(found: Iterable[Case]) -> list[Case]:
-    """One case for each layout and number of nodes: the median of its rows."""
+def _by_layout(found: Iterable[Case]) -> list[list[Case]]:
     grouped = defaultdict(list)
     for case in found:
         recipe = case.row.config.recipe
         layout = (case.row.mesh, recipe.model, recipe.train, recipe.parallel)
         grouped[case.row.model, case.profile, repr(layout)].append(case)
-    medians = {key: statistics.median(c.row.measured for c in of) for key, of in grouped.items()}
+    return list(grouped.values())
+
+
+def _median(of: Iterable[Case]) -> float:
+    return statistics.median(case.row.measured for case in of)
+
+
+def layouts(found: Iterable[Case]) -> list[Case]:
+    """One case for each layout and number of nodes: the median of its rows."""
     return [
-        replace(of[0], row=replace(of[0].row, measured=medians[key])) for key, of in grouped.items()
+        replace(of[0], row=replace(of[0].row, measured=_median(of))) for of in _by_layout(found)
     ]
+
+
+def spread(found: Iterable[Case]) -> float:
+    """The mean error of one that knew each layout's median, but not the release of the SDK."""
+    return statistics.mean(
+        abs(_median(of) / case.row.measured - 1) for of in _by_layout(found) for case in of
+    )
 
 
 def shipped(group: str, found: Sequence[Case]) -> list[float]:
@@ -295,6 +309,7 @@ def main() -> None:
             others = [case for case in every if not is_evidence(case)]
             off = statistics.mean(abs(case.ratio() - 1) for case in others)
             print(f"{'trn1 not counted':<24} {len(others):4}  {'':17}{off:7.1%}")
+            print(f"{'medians, row by row':<24} {len(found):4}  {spread(found):7.1%}")
         if options.rows:
             _print_rows(results, within)
     report.append(_summary("all", kept, hits))
