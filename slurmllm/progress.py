@@ -1,4 +1,4 @@
-"""A progress bar on the terminal, or one line per minute without a terminal."""
+"""A progress bar on the terminal; for inputs, without one, a line per minute."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
@@ -33,6 +34,26 @@ def input_progress(title: str, total_bytes: int) -> Iterator[OnProgress]:
     """Show the progress of reading an input, on stderr."""
     with stage_progress() as show:
         yield lambda done_bytes: show(title, done_bytes, total_bytes)
+
+
+@contextlib.contextmanager
+def count_progress(title: str, total: int) -> Iterator[Callable[[], object]]:
+    """Show how many of `total` parts are done, on stderr, on a terminal only.
+
+    Yields what to call after each part.
+    """
+    console = Console(file=sys.__stderr__)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from slurmllm.rundir import RunDir
 from slurmllm.submit.plugins import warn_if_changed
 from slurmllm.train.exits import failure_record, format_failure
 from slurmllm.train.hooks import Hook
-from slurmllm.train.hooks.own import OwnHook
+from slurmllm.train.hooks.plugin import PluginHook
 from slurmllm.train.plugins import faults
 
 Install = Callable[..., Path]
@@ -360,9 +360,9 @@ class Noisy(Hook):
         raise self.error
 
 
-def own_hook(error: Exception) -> OwnHook:
+def own_hook(error: Exception) -> PluginHook:
     job: Any = SimpleNamespace(run=RunDir(Path("r")), step=4)
-    return OwnHook(job, "noisy", Noisy(error))
+    return PluginHook(job, "noisy", Noisy(error))
 
 
 def test_a_hook_that_raises_is_named(caplog: pytest.LogCaptureFixture) -> None:

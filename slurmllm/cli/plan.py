@@ -202,12 +202,12 @@ def _plan(
 ) -> None:  # fmt: skip
     """Plan recipes on profiles and node counts, and print or write the tables."""
     from slurmllm.backends.environment import load_environment
-    from slurmllm.cli.progress import Progress
     from slurmllm.errors import ConfigError, UserError
     from slurmllm.plan import budget, output
     from slurmllm.plan.cost import parse_tokens
     from slurmllm.plan.prices import parse_price, read_prices, select_price
     from slurmllm.plan.recipe_plan import plan_recipe
+    from slurmllm.progress import count_progress
 
     limit = None if limits is None else budget.parse_limits(*limits)
     total = None if tokens is None else parse_tokens(tokens)
@@ -230,14 +230,14 @@ def _plan(
         for profile, config in _profiles(recipe, clusters, overrides, choice, table)
     ]
     planned = counts or budget.NODES
-    progress = Progress(len(requests) * len(planned), "node counts planned")
-    found = [
-        (recipe, profile, plan_recipe(
-            config, planned, load_environment(config.backend).unsupported,
-            select_price(config, choice, table), total, rank, progress,
-        ))
-        for recipe, profile, config in requests
-    ]  # fmt: skip
+    with count_progress("planning node counts", len(requests) * len(planned)) as on_planned:
+        found = [
+            (recipe, profile, plan_recipe(
+                config, planned, load_environment(config.backend).unsupported,
+                select_price(config, choice, table), total, rank, on_planned,
+            ))
+            for recipe, profile, config in requests
+        ]  # fmt: skip
     if not found:
         raise UserError(
             f"--cluster all: no shipped profile has hardware figures and the price "

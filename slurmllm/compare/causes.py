@@ -13,6 +13,7 @@ import yaml
 
 from slurmllm.compare.alignment import Alignment
 from slurmllm.metrics.curves import (
+    LR_TOLERANCE,
     Curve,
     Floats,
     Ints,
@@ -28,8 +29,6 @@ Kind = Literal[
 ]  # fmt: skip
 Confidence = Literal["certain", "likely", "possible"]
 
-# Backends may compute a schedule in single precision: two equal schedules then differ by 1e-7.
-_LR_TOLERANCE = 1e-6
 # Between logged points a schedule is not linear, and at the end of a warm-up it has a corner.
 _LR_TOLERANCE_INTERPOLATED = 2e-2
 _CORNER_POINTS = 2
@@ -153,7 +152,7 @@ def format_setting(value: object) -> str:
 def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
     lr = alignment.of("lr")
     exact = alignment.method == "exact" and alignment.axis == "step"
-    tolerance = _LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
+    tolerance = LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
     different = ~bit_identical(lr.a, lr.b)
     different &= ~(relative_difference(lr.a, lr.b) <= tolerance)
     if alignment.method != "exact":

@@ -61,6 +61,10 @@ class Convention:
     loss_is_mean: bool = False  # of all steps since the row before
 
 
+# Backends may compute a schedule in single precision: two equal schedules then differ by 1e-7.
+LR_TOLERANCE = 1e-6
+
+
 class NewSchedule(NamedTuple):
     """Another learning rate in an attempt than in the attempt before it, for the same step."""
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from slurmllm.metrics.curves import (
     COLUMNS,
+    LR_TOLERANCE,
     REPRODUCED,
     VAL_LOSS,
     Curve,
@@ -29,8 +30,6 @@ from slurmllm.metrics.curves import (
     relative_difference,
 )
 from slurmllm.records import Event, SkippedBatches
-
-_LR_TOLERANCE = 1e-6  # a schedule in single precision
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def _new_schedules(
     """Find the attempts that computed steps again with another learning rate."""
     if lr is None or not replaced.size:
         return ()
-    differ = relative_difference(lr[replaced], lr[winners]) > _LR_TOLERANCE
+    differ = relative_difference(lr[replaced], lr[winners]) > LR_TOLERANCE
     rows = np.flatnonzero(differ & (attempts[replaced] != attempts[winners]))
     # The first step of each attempt; of the rows replaced there, that of the latest attempt.
     rows = rows[np.lexsort((-attempts[replaced[rows]], steps[replaced[rows]]))]

@@ -126,7 +126,7 @@ def fitting_changes(
 def no_batch_reason(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
 ) -> str:
-    """Why no global batch fits on a number of nodes; arguments as for `nearest`."""
+    """Why no global batch fits on a number of nodes; arguments as for `fitting_changes`."""
     none = f"no other global batch fits on {format_plural(nodes, 'node')}"
     batch = config.recipe.train.global_batch
     sizes = sorted(_possible_batches(config, nodes, fixed), key=lambda size: abs(size - batch))

@@ -192,7 +192,8 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
         if cost.waiting_usd:
             term = forecaster.price.waiting_term
             click.echo(
-                f"waiting        ${cost.waiting_usd:,.2f} of it pays for waits in the queue: {term}"
+                f"waiting        ${cost.waiting_usd:,.2f} of the cost is for {term}, paid while "
+                "the job is pending"
             )
     shares = sorted(
         ((part, share) for part, share in lost.shares.items() if part != "productive"),
@@ -288,7 +289,7 @@ def print_points(
 
 
 def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
-    """The price of each profile, and how much of the dollars pays for waits in the queue."""
+    """The price of each profile, and the share of the cost while jobs are pending."""
     lines = []
     for plans in _by_cluster(recipe_plans):
         name, price = plans[0].config.cluster.name, plans[0].forecaster.price
@@ -300,8 +301,8 @@ def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
         shares = [cost.waiting_usd / cost.usd for cost in costs if cost.waiting_usd and cost.usd]
         if shares:
             lines.append(
-                f"waiting: up to {100 * max(shares):.2g} % of the dollars pays for waits in the "
-                f"queue: {price.waiting_term}"
+                f"waiting: up to {100 * max(shares):.2g} % of the cost is for "
+                f"{price.waiting_term}, paid while jobs are pending"
             )
     return lines
 

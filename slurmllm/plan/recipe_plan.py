@@ -249,7 +249,7 @@ def plan_recipe(
     price: NodePrice | None,
     tokens: int | None,
     rank: Rank = "speed",
-    on_planned: Callable[[], None] = lambda: None,
+    on_planned: Callable[[], object] = lambda: None,
 ) -> RecipePlan:
     """Plan a recipe on each of several node counts, ascending.
 

@@ -112,10 +112,10 @@ def moved_decay_end(before: Recipe, after: Recipe, trained: int) -> str | None:
     return (
         f"{'optim.decay_steps' if named else 'train.steps'}: the decay began after step "
         f"{start:.0f}, and its end moves from step {old} to {new}: the learning rate of step "
-        f"{trained + 1} is {now:.3g}, not {planned:.3g}, and no run planned from the start has "
-        f"this schedule; --set optim.decay_steps={old} keeps the planned rates (min_lr, "
-        f"{before.optim.min_lr:g}, after step {old}), or move the checkpoints after step "
-        f"{start:.0f} out of the run's directory to decay anew from there"
+        f"{trained + 1} is {now:.3g}, not {planned:.3g}, so the schedule has a jump here. To "
+        f"keep the planned rates (min_lr, {before.optim.min_lr:g}, after step {old}), add --set "
+        f"optim.decay_steps={old}; to restart the decay, move the checkpoints after step "
+        f"{start:.0f} out of the run's directory before the resume"
     )
 
 

@@ -17,7 +17,7 @@ from slurmllm.plugins import build
 from slurmllm.rundir import AttemptDir, RunDir, Stage
 from slurmllm.train.exits import StopRequest, dump_on_signal, failure_record, format_failure
 from slurmllm.train.hooks import Hook, HookContext
-from slurmllm.train.hooks.own import OwnHook
+from slurmllm.train.hooks.plugin import PluginHook
 from slurmllm.train.job import Job, make_job, open_job
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def make_own_hook(job: Job, name: str, tensorboard: TensorBoardHook | None) -> H
         tensorboard.add_scalars if tensorboard is not None else lambda step, values: None,
     )  # fmt: skip
     settings = job.config.recipe.hooks[name]
-    return OwnHook(job, name, build("hooks", name, f"hooks.{name}", Hook, settings, context))
+    return PluginHook(job, name, build("hooks", name, f"hooks.{name}", Hook, settings, context))
 
 
 def _fail(error: BaseException, attempt: AttemptDir, worker: Worker, job: Job | None) -> int:

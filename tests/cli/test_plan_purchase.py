@@ -132,7 +132,7 @@ def test_waits_that_are_paid_are_shown() -> None:
     reserved = ("gpt3_1.3b", "--cluster", "trn1", "--price", "3y", "--nodes")
     (line,) = (one for one in call(*reserved, "4").stdout.splitlines() if one.startswith("waiting"))
     (best,) = answer(*reserved, "4", "--top", "1")["candidates"]
-    assert f"${best['waiting_usd']:,.2f} of it pays for waits in the queue: nodes at the" in line
+    assert f"${best['waiting_usd']:,.2f} of the cost is for nodes at the price" in line
     assert "\nwaiting: up to " in call(*reserved, "2,4").stdout
     assert all(0 < row["waiting_usd"] < row["usd"] for row in answer(*reserved, "2,4")["scaling"])
     assert "waiting" not in call("gpt3_1.3b", "--cluster", "p5", "--nodes", "2,4").stdout

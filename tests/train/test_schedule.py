@@ -92,7 +92,7 @@ def test_warm_up_by_ratio() -> None:
     ("before", "after", "trained", "message"),
     [
         ((), ("train.steps=200",), 70, r"train.steps: .* after step 4, .* from step 100 to 200"),
-        ((), ("train.steps=80",), 70, "optim.decay_steps=100 keeps the planned rates"),
+        ((), ("train.steps=80",), 70, "keep the planned rates .*--set optim.decay_steps=100;"),
         ((), ("train.steps=200",), 100, "learning rate of step 101 is"),  # it was done
         ((), ("train.steps=200", "optim.decay_steps=100"), 70, None),
         (

@@ -14,10 +14,10 @@ from slurmllm.train.job import Job
 log = logging.getLogger(__name__)
 
 
-class OwnHook(Hook):
-    """Calls a hook of another package; a PluginError if it raises.
+class PluginHook(Hook):
+    """Calls a hook of another package; what that raises is raised again as a PluginError.
 
-    What the machines or slurmllm cause (a lost peer, a full disk) is raised as it is.
+    Errors of the infrastructure (a lost peer, a full disk) and of slurmllm pass unchanged.
     """
 
     def __init__(self, job: Job, name: str, hook: Hook) -> None:
