@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
 from slurmllm.rundir import RUN_NAME, RunDir, write_atomic
@@ -68,7 +68,6 @@ RunName = Annotated[str, Field(pattern=rf"^{RUN_NAME.pattern}$")]
 # Not 0 and not negative: kill(2) takes these for groups of processes. proc(5): at most 2^22.
 ProcessId = Annotated[int, Field(gt=0, le=1 << 22)]
 Seconds = Annotated[float, Field(gt=-1e10, lt=1e10)]  # 300 years: sums are finite
-_NEW_GRAPHS = AliasChoices("new_graphs", "graphs_added")  # the second: runs of 0.1
 
 
 class Record(BaseModel):
@@ -275,7 +274,7 @@ class AttemptRecord(Record):
     # `workers`: from the launchers' start to their end.
     phases_s: dict[str, float] = Field(default_factory=dict)
     # Graphs compiled in training that the archive lacked.
-    new_graphs: tuple[str, ...] = Field(default=(), validation_alias=_NEW_GRAPHS)
+    new_graphs: tuple[str, ...] = ()
 
 
 class WorkerPhase(Record):
@@ -303,10 +302,8 @@ class HangRecord(Record):
     waited_s: float  # since they began that phase
     limit_s: float
     behind: tuple[int, ...] = ()  # ranks; empty if all are equal
-    # The nodes whose launchers stopped responding; called silent_nodes by runs of 0.1.
-    unresponsive_nodes: tuple[NodeName, ...] = Field(
-        default=(), validation_alias=AliasChoices("unresponsive_nodes", "silent_nodes")
-    )
+    # The nodes whose launchers stopped responding.
+    unresponsive_nodes: tuple[NodeName, ...] = ()
     suspects: tuple[NodeName, ...] = ()  # nodes blamed for the hang
 
 
@@ -367,7 +364,7 @@ class NodeRecord(Record):
     versions: dict[str, str] = Field(default_factory=dict)  # of driver, runtime, …
     graphs: tuple[str, ...] = ()  # precompile: folders in the cache
     # Names of the graphs that this node compiled in training and submitted.
-    new_graphs: tuple[str, ...] = Field(default=(), validation_alias=_NEW_GRAPHS)
+    new_graphs: tuple[str, ...] = ()
     pids: dict[int, int] = Field(default_factory=dict)  # rank → process id
     # Rank → exit code; negative: ended by that signal.
     exit_codes: dict[int, int] = Field(default_factory=dict)

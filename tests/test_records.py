@@ -10,20 +10,17 @@ from pydantic import ValidationError
 
 from slurmllm.artifact_records import GraphManifest
 from slurmllm.errors import StorageError
-from slurmllm.records import ExcludedNode, HangRecord, JobsRecord, NodeRecord, Record, Submission
+from slurmllm.records import ExcludedNode, JobsRecord, Record, Submission
 
 MANIFEST = {
     "complete": True, "backend": "native", "versions": {}, "graphs": 0, "archive_bytes": 0,
     "archive_sha256": "", "cold_first_step_s": 1.0, "files": [],
 }  # fmt: skip
-HANG = {"found_at": 1.0, "phase": "stepping", "step": 3, "waited_s": 9.0, "limit_s": 5.0}
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "old", "new", "value"),
     [
-        (NodeRecord, {"node": "n1"}, "graphs_added", "new_graphs", ["a"]),
-        (HangRecord, HANG, "silent_nodes", "unresponsive_nodes", ["n1"]),
         (GraphManifest, MANIFEST, "absent_nodes", "missing_nodes", ["n1"]),
         (GraphManifest, MANIFEST, "taken_from", "reused_from", "other"),
     ],

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -25,8 +24,6 @@ from slurmllm.diagnose.login_node import import_torch
 from slurmllm.errors import NodeError, StorageError
 from slurmllm.evaluate.executor import exported
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef
-from slurmllm.metrics import column_cache
-from slurmllm.metrics.merge import RowBlock
 from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir
 from slurmllm.safe_files import read_limited, write_whole
@@ -246,30 +243,6 @@ def test_nothing_is_written_into_ones_own_folder_through_a_run_of_another_user(
     with pytest.raises(PermissionError, match=r"a link of nobody .* to a folder of"):
         write_whole(run / "reports_mine" / "report.md", b"new")
     assert (mine / "report.md").read_text() == "precious"
-
-
-def test_a_cache_of_columns_changes_no_other_file_s_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whose owner put a link to it in place of the temporary file."""
-    secret, metrics = tmp_path / "secret", tmp_path / "metrics.jsonl"
-    secret.write_text("key")
-    secret.chmod(0o600)
-    monkeypatch.setattr(column_cache, "MIN_BYTES", 1)
-    metrics.write_text("x" * 100)
-    os.utime(metrics, (0, 0))
-    checksum = column_cache._checksum
-
-    def swapped(content: bytes) -> bytes:
-        (temporary,) = tmp_path.glob(".metrics.jsonl.*.tmp")
-        temporary.unlink()
-        temporary.symlink_to(secret)
-        return checksum(content)
-
-    monkeypatch.setattr(column_cache, "_checksum", swapped)
-    block = RowBlock(np.array([1]), np.array([0]), {"loss": np.array([1.0])})
-    column_cache.store_columns(metrics, 0, metrics.stat(), [block])
-    assert secret.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_script_that_is_replaced_is_not_run(tmp_path: Path) -> None:

@@ -41,9 +41,8 @@ _MOST_NODES = 65536
 )
 @options.price
 @click.option(
-    "--prices", metavar="FILE",
-    help="Table of prices to use: ours in YAML, or AWS's price list of AmazonEC2 in JSON.",
-)  # fmt: skip
+    "--prices", metavar="FILE", help="YAML table of prices to use instead of the shipped ones."
+)
 @click.option(
     "--budget", metavar="USD",
     help="The most that the training may cost: compares profiles and node counts (1 to 512).",

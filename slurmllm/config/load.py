@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.recipe import Recipe
-from slurmllm.config.resolve import RENAMED, RunConfig, validate
+from slurmllm.config.resolve import RunConfig, validate
 from slurmllm.config.variables import MASK
 from slurmllm.config.yaml_source import LARGEST_YAML, flatten, parse_yaml, read_yaml
 from slurmllm.errors import ConfigError
@@ -76,17 +76,10 @@ def _insert_secrets(tree: Mapping[str, Any], path: Path) -> None:
 
 
 def _read(path: Path, trusted: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values and their origins, fields of earlier versions under their new names."""
+    """Return the values and their origins."""
     tree, _ = read_yaml(path, trusted=trusted)
     origins = tree.pop("origin", {})
-    origins = origins if isinstance(origins, dict) else {}
-    for old, new in RENAMED.items():
-        section, _, field = old.partition(".")
-        fields = tree.get(section)
-        if isinstance(fields, dict) and field in fields:
-            fields[new.rpartition(".")[2]] = fields.pop(field)
-            origins[new] = origins.pop(old, "default")
-    return tree, origins
+    return tree, origins if isinstance(origins, dict) else {}
 
 
 @dataclass(frozen=True)

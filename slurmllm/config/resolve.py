@@ -26,12 +26,6 @@ M = TypeVar("M", bound=BaseModel)
 
 PLANNER = "planner: "  # prefix of the origins of the planner's choices
 
-# Fields of earlier versions. A recipe must use the new name; `load` translates old runs.
-RENAMED = {
-    "checkpoint.second_tier": "checkpoint.replica",
-    "checkpoint.second_tier_keep": "checkpoint.replica_keep",
-}
-
 # Mappings by name that `--set section.name=null` removes an entry from.
 _REMOVED_BY_NULL = ("hooks", "eval.corpora")
 
@@ -454,8 +448,6 @@ def _describe(
     model: type[BaseModel], dotted: str, path: str, item: dict[str, Any], origins: Mapping[str, str]
 ) -> str:
     where = f" ({origins[dotted]})" if dotted in origins else ""
-    if dotted in RENAMED:
-        return f"{dotted}: renamed{where}; write {RENAMED[dotted]}"
     if item["type"] == "extra_forbidden":
         *sections, name = path.split(".")
         for section in sections:

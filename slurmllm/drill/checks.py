@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import AliasChoices, Field
-
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Tolerances
@@ -45,9 +43,7 @@ class DrillResult(Record):
     ending: EndingClass | None = None  # class of the attempt it hit
     attempts: int = 0  # number of attempts of the run
     steps_lost: int | None = None  # beyond the last checkpoint
-    steps_recomputed: int = Field(
-        default=0, validation_alias=AliasChoices("steps_recomputed", "steps_made_again")
-    )
+    steps_recomputed: int = 0
     recovery: RecoveryTimes | None = None
 
 

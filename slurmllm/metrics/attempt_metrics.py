@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.csv
 
 from slurmllm.format import format_plural
-from slurmllm.metrics.column_cache import load_columns, store_columns
 from slurmllm.metrics.curves import COLUMNS
 from slurmllm.metrics.merge import FileRows, RowBlock
 from slurmllm.metrics.row_reader import (
@@ -55,7 +54,6 @@ class _Block:
     faults: list[LineFault] = field(default_factory=list)
     unknown_values: list[LineFault] = field(default_factory=list)  # skipped
     empty: bool = False  # all lines are blank
-    uniform: bool = False  # read by the fast reader
 
 
 def read_attempts(
@@ -106,10 +104,6 @@ def _read_file(
     index: int, path: Path, many: Callable[..., Iterable[_Block]], lenient: bool, fast: bool
 ) -> tuple[list[RowBlock], list[str]]:
     """Returns the rows of a file, and its warnings; `many` maps over its blocks."""
-    # Before reading, so that no cache entry of a file modified meanwhile is ever used.
-    status = path.stat()
-    if (cached := load_columns(path, index, status)) is not None:
-        return cached, []
     with open_regular(path) as stream:
         # Begin and end, in bytes, of blocks of whole lines
         spans, begin, size = [], 0, os.fstat(stream.fileno()).st_size
@@ -123,10 +117,7 @@ def _read_file(
             begin = end
         read = partial(_read_block, stream.fileno(), index, lenient, fast)
         whole, warnings = _collect(path, many(read, spans), lenient)
-    rows = [block.rows for block in whole if block.rows is not None]
-    if all(block.uniform for block in whole):
-        store_columns(path, index, status, rows)
-    return rows, warnings
+    return [block.rows for block in whole if block.rows is not None], warnings
 
 
 def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[_Block], list[str]]:
@@ -176,7 +167,7 @@ def _read_block(
     text = os.pread(descriptor, span[1] - span[0], span[0])
     rows = read_uniform(text, attempt) if fast else None
     if rows is not None:
-        return _Block(text.count(b"\n"), rows, uniform=True)
+        return _Block(text.count(b"\n"), rows)
     return _read_lines(text, attempt, lenient)
 
 

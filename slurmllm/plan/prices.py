@@ -16,7 +16,6 @@ from slurmllm.config.resolve import RunConfig, shipped_dir
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import printable
-from slurmllm.plan.aws_price_list import read_price_list
 
 OPTIONS = {
     "on_demand": "on demand", "capacity_block": "capacity block", "1y": "1 year", "3y": "3 years",
@@ -205,22 +204,13 @@ def _shipped() -> tuple[NodePrice, ...]:
 
 
 def read_prices(path: Path) -> list[NodePrice]:
-    """Read a table of prices: ours in YAML, or AWS's price list of AmazonEC2 in JSON.
+    """Read a table of prices.
 
     Raises:
         ConfigError: it cannot be read, or has faults.
     """
-    if path.suffix == ".json":
-        found, day, source = read_price_list(path)
-        return [
-            NodePrice(usd, option, region, day, source, node)
-            for (node, region, option), usd in found.items()
-        ]
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(
-            f"--prices {path}: neither a table of prices in YAML nor AWS's price list in JSON; the "
-            "name must end in .yaml or .json"
-        )
+        raise ConfigError(f"--prices {path}: a table of prices is YAML; its name must end in .yaml")
     tree = read_yaml(path, form=f"a table of prices has {', '.join(_KEYS)}")[0]
     faults = list(_faults(tree))
     if faults:

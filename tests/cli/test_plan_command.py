@@ -220,7 +220,7 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("gpt3_125m --nodes 1 --price cheap", "--price cheap: dollars for an hour"),
         ("gpt3_125m --nodes 1 --price -2", "--price -2: dollars for an hour of one node, above 0"),
         ("gpt3_125m --nodes 1 --price 2 --prices x.yaml", "leave one out"),
-        ("gpt3_125m --nodes 1 --prices x.txt", "must end in .yaml or .json"),
+        ("gpt3_125m --nodes 1 --prices x.txt", "must end in .yaml"),
         ("gpt3_125m --nodes 1 --prices x.yaml", "cannot read x.yaml"),
         ("neox_20b --nodes 4 --plot plan.pdf", "use plan.png"),
         ("neox_20b --nodes 4 --plot no/where/plan.png", "`mkdir -p no/where` first"),

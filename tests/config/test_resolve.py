@@ -193,8 +193,6 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ),
         ("train.steps.more=1", "is not a section"),
         ("trian.steps=1", "unknown field"),
-        ("checkpoint.second_tier=/x", "write checkpoint.replica"),
-        ("checkpoint.second_tier_keep=3", "write checkpoint.replica_keep"),
     ],
 )
 def test_a_bad_value_is_named_with_its_rule(override: str, message: str) -> None:
@@ -291,14 +289,3 @@ def test_one_form_of_equal_lists_of_recomputed_parts(
     assert (train.recomputed, train.checkpointing_text) == (recomputed, text)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert load(tmp_path / "config.yaml").recipe == config.recipe
-
-
-def test_a_run_of_an_earlier_version_is_read_by_its_new_names(tmp_path: Path) -> None:
-    config = resolve("tiny_neox", overrides=["checkpoint.replica=/copies"])
-    path = tmp_path / "config.yaml"
-    path.write_text(config.to_yaml().replace("replica", "second_tier"))
-    assert "second_tier_keep" in path.read_text()
-    again = load(path)
-    assert again.recipe == config.recipe
-    assert again.is_set("checkpoint.replica")
-    assert not again.is_set("checkpoint.replica_keep")

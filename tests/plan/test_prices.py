@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from slurmllm.config.load import load as load_config
 from slurmllm.config.profiles import available
 from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.plan import aws_price_list
 from slurmllm.plan.prices import (
     NodePrice,
     PriceChoice,
@@ -224,116 +222,3 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
 def test_faults_of_a_table(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_prices(write(tmp_path, **changes))
-
-
-# --- AWS's price list, in the form of AWS Billing's user guide.
-
-
-def product(sku: str, node: str, **changes: str) -> dict[str, Any]:
-    attributes = {
-        "servicecode": "AmazonEC2", "location": "US East (N. Virginia)", "regionCode": "us-east-1",
-        "locationType": "AWS Region", "instanceType": node, "operatingSystem": "Linux",
-        "tenancy": "Shared", "preInstalledSw": "NA", "capacitystatus": "Used",
-    }  # fmt: skip
-    return {"sku": sku, "productFamily": "Compute Instance", "attributes": attributes | changes}
-
-
-def term(sku: str, number: int, *dimensions: tuple[str, str], **attributes: str) -> dict[str, Any]:
-    code = f"{sku}.T{number}"
-    return {
-        code: {
-            "offerTermCode": f"T{number}", "sku": sku, "effectiveDate": "2026-10-01T00:00:00Z",
-            "priceDimensions": {
-                f"{code}.{at}": {
-                    "rateCode": f"{code}.{at}", "unit": unit, "description": "…",
-                    "appliesTo": [], "pricePerUnit": {"USD": usd},
-                }
-                for at, (unit, usd) in enumerate(dimensions)
-            },
-            "termAttributes": attributes,
-        }
-    }  # fmt: skip
-
-
-def offer() -> dict[str, Any]:
-    three = {"LeaseContractLength": "3yr", "OfferingClass": "standard"}
-    return {
-        "formatVersion": "v1.0", "disclaimer": "…", "offerCode": "AmazonEC2",
-        "version": "20261120000000", "publicationDate": "2026-11-20T03:04:05Z",
-        "products": {
-            "A": product("A", "p5.48xlarge"),
-            "B": product("B", "p5.48xlarge", operatingSystem="Windows"),
-            "C": product("C", "p5.48xlarge", capacitystatus="UnusedCapacityReservation"),
-            "D": product("D", "p5.48xlarge", regionCode="eu-north-1"),
-            "E": {"sku": "E", "productFamily": "Data Transfer", "attributes": {"group": "…"}},
-        },
-        "terms": {
-            "OnDemand": {
-                "A": term("A", 1, ("Hrs", "54.1000000000")),
-                "B": term("B", 1, ("Hrs", "99.0")),
-                "C": term("C", 1, ("Hrs", "0.0000000000")),
-                "D": term("D", 1, ("Hrs", "60.5")),
-                "E": term("E", 1, ("GB", "0.02")),
-            },
-            "Reserved": {
-                "A": {
-                    **term("A", 2, ("Hrs", "30.0"), PurchaseOption="No Upfront", **three),
-                    **term("A", 3, ("Quantity", "657000"), ("Hrs", "0.0"),
-                           PurchaseOption="All Upfront", **three),
-                    **term("A", 4, ("Hrs", "40.0"), LeaseContractLength="1yr"),
-                },
-            },
-        },
-    }  # fmt: skip
-
-
-def write_offer(folder: Path, content: Any) -> Path:
-    path = folder / "index.json"
-    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("chunk", [7, 1 << 20])
-def test_awss_price_list(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aws_price_list, "_CHUNK", chunk)
-    table = read_prices(write_offer(tmp_path, offer()))
-    found = {(one.region, one.option): one.usd for one in table}
-    assert found == {
-        ("us-east-1", "on_demand"): 54.1, ("eu-north-1", "on_demand"): 60.5,
-        ("us-east-1", "3y"): pytest.approx(657000 / (3 * 8760)), ("us-east-1", "1y"): 40.0,
-    }  # fmt: skip
-    price = select_price(cluster("p5"), parse_price("3y"), table)
-    assert price is not None
-    assert str(price) == (
-        "$25.00 per node hour, 3 years in us-east-1, 2026-11-20 (AWS's price list, index.json)"
-    )
-
-
-def test_awss_price_list_with_faults(tmp_path: Path) -> None:
-    def refused(content: Any, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            read_prices(write_offer(tmp_path, content))
-
-    undated, other, empty, negative, yuan = (offer() for _ in range(5))
-    del undated["publicationDate"]
-    refused(undated, "no publicationDate, so its prices have no date")
-    refused({**other, "offerCode": "AmazonS3"}, "offerCode is 'AmazonS3', not 'AmazonEC2'")
-    empty["products"] = {}
-    refused(empty, "no price of a Linux node")
-    terms = negative["terms"]["OnDemand"]
-    terms["A"] = term("A", 1, ("Hrs", "-3"))
-    refused(negative, "p5.48xlarge costs -3: a price is 0 or more")
-    for one in yuan["terms"]["OnDemand"]["A"].values():
-        one["priceDimensions"]["A.T1.0"]["pricePerUnit"] = {"CNY": "3"}
-    refused(yuan, "prices in CNY, not in USD: use a list in dollars")
-    refused({"terms": {}, "products": {}}, "its terms come before its products")
-    refused([1], r"'\[' in place of '\{'")
-    path = write_offer(tmp_path, offer())
-    path.write_text(path.read_text("utf-8")[:-40], encoding="utf-8")
-    with pytest.raises(ConfigError, match="AmazonEC2 in JSON: it ends early; download"):
-        read_prices(path)
-    path.write_text('{"products": {"A": {x}}}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="in JSON: Expecting property name"):
-        read_prices(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_prices(tmp_path / "missing.json")

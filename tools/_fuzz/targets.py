@@ -127,21 +127,6 @@ def framed_value(path: Path) -> None:
         logs(framed)
 
 
-def column_cache(path: Path) -> None:
-    """The columns of a metrics file, with the checksum that they must have."""
-    from slurmllm.metrics import column_cache
-
-    rows = path.with_name("attempt_000.jsonl")
-    rows.write_bytes(b"{}")
-    checksum = column_cache._checksum(path.read_bytes())
-    path.with_name(".attempt_000.jsonl.arrow").write_bytes(path.read_bytes() + checksum)
-    with (
-        mock.patch.object(column_cache, "MIN_BYTES", 0),
-        mock.patch.object(column_cache, "_metadata", return_value={}),
-    ):
-        column_cache.load_columns(rows, 0, rows.stat())
-
-
 def mlflow(path: Path) -> None:
     folder = path.parent / "metrics"
     folder.mkdir(exist_ok=True)
@@ -334,7 +319,7 @@ TARGETS: dict[str, Target] = {
     "records": records, "config": config, "recipe": recipe, "profile": profile, "suite": suite,
     "metrics": metrics, "events": events, "logs": logs, "tensorboard": logs,
     "tensorboard_event": framed_event, "wandb_value": framed_value, "mlflow": mlflow,
-    "column_cache": column_cache, "tokens": tokens, "arrow": arrow,
+    "tokens": tokens, "arrow": arrow,
     "corpus": corpus, "tokenizer": tokenizer, "chat": chat, "safetensors": safetensors,
     "safetensors_header": safetensors_header, "dcp": dcp, "huggingface": huggingface,
     "slurm": slurm, "lines": lines, "probe": probe, "phase": probe, "plan": plan, "scores": scores,

@@ -3,9 +3,9 @@
 python tools/benchmarks/reading.py [--steps 500000] [--tensorboard-steps 500000] [--folder DIR]
 
 Writes two runs, each with a restart that makes 2 % of the steps again, and an event file of five
-tags, into a temporary folder (or DIR, where they are kept and used again); reads each in a process
-of its own, and runs `slurmllm compare` on the two runs. "again": from the columns that the first
-reading left beside the files; all else reads without them. Peak memory is that of the process.
+tags, into a temporary folder (or DIR, where they are kept and reused); reads each in a process
+of its own, and runs `slurmllm compare` on the two runs. Peak memory is that of
+the process.
 """
 
 from __future__ import annotations
@@ -96,28 +96,19 @@ def read(what: str, path: Path) -> None:
     print(json.dumps([seconds, peak_mib]))
 
 
-def forget(runs: Path) -> None:
-    """Remove the columns that a reading left."""
-    for kept in runs.glob("*/metrics/.*.arrow"):
-        kept.unlink()
-
-
 def measured(what: str, path: Path, times: int) -> tuple[float, float]:
     """Median seconds and largest peak memory, MiB, of several readings."""
     found = []
     for _ in range(times):
-        forget(path if what == "both runs" else path.parent)
         command = [sys.executable, __file__, "--read", what, str(path)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found.append(json.loads(output))
     return statistics.median(s for s, _ in found), max(peak for _, peak in found)
 
 
-def compare_seconds(runs: Path, options: list[str], *, again: bool) -> float:
+def compare_seconds(runs: Path, options: list[str]) -> float:
     """Wall time of `slurmllm compare` on the two runs, s."""
     command = [sys.executable, "-m", "slurmllm", "compare", "a", "b", "--runs-dir", str(runs)]
-    if not again:
-        forget(runs)
     began = time.perf_counter()
     done = subprocess.run([*command, "--json", *options], capture_output=True, text=True)
     if done.returncode not in (0, 1):
@@ -143,11 +134,10 @@ def benchmark(folder: Path, steps: int, tensorboard_steps: int, times: int) -> N
     ):
         took[what], peak = measured(what, path, number)
         print(f"{what:<34} {took[what]:9.2f} {peak:9.0f}")
-    for again in (False, True):
-        for options in ([], ["--no-plot"]):
-            name = " ".join(["slurmllm compare a b", *options, *(["(again)"] if again else [])])
-            seconds = [compare_seconds(runs, options, again=again) for _ in range(times)]
-            print(f"{name:<34} {statistics.median(seconds):9.2f}")
+    for options in ([], ["--no-plot"]):
+        name = " ".join(["slurmllm compare a b", *options])
+        seconds = [compare_seconds(runs, options) for _ in range(times)]
+        print(f"{name:<34} {statistics.median(seconds):9.2f}")
     ratio = took["event accumulator"] / took["event file"]
     print(f"event file: {ratio:.0f} times faster than EventAccumulator")
 
