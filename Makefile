@@ -44,6 +44,7 @@ check: dev
 	MYPYPATH=tools $(BIN)/mypy --strict tools/fuzz
 	$(BIN)/mypy --strict tools/benchmarks/departures
 	MYPYPATH=tools/benchmarks $(BIN)/mypy --strict tools/reproduce
+	$(BIN)/python tools/house.py --check
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
 	$(MAKE) --no-print-directory docs
 

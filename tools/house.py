@@ -1,9 +1,10 @@
-"""Print how the package reads in figures: files, lines, functions called once, comments, terms.
+"""Print how large and how plain the code is, and hold it to the budget in pyproject.toml.
 
-    python tools/house.py [--before REV] [--rooms]
+    python tools/house.py [--before REV] [--rooms] [--hard] [--check]
 
-`--before` puts the figures of another commit next to those of the work tree, as the table in
-docs/architecture.md has them. `--rooms` prints a row for each package of the tree.
+`--before` puts the figures of another commit next to those of the work tree. `--rooms` prints a row
+for each package of the tree, `--hard` the functions over 60 lines or 25 branches. `--check` fails
+if a figure is above its budget (`[tool.house]`); who raises one says in the commit what it buys.
 """
 
 from __future__ import annotations
@@ -16,114 +17,56 @@ import re
 import statistics
 import subprocess
 import sys
+import tarfile
 import tokenize
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "slurmllm/"
-# The terms that issue 15 counted; docs/glossary.md says what to write instead.
-TERMS = {
-    "words": r"\bwords?\b",
-    "says, said, tells, told": r"\b(?:says?|said|tells?|told)\b",
-    "lies, stands": r"\b(?:lies?|lay|stands?|stood|standing)\b",
-    "None where": r"\b[Nn]one where\b",
-    "beside": r"\bbesides?\b",
-    "settle": r"\bsettl(?:es?|ed|ing)\b",
-}
-_SKIPPED = {
+# Participles and pronouns that say nothing of the value; docs/glossary.md has nouns for them.
+PRONOUNS = frozenset(
+    ("found", "one", "own", "given", "known", "kept", "several", "again", "wanted")
+)
+MOST_LINES, MOST_BRANCHES = 60, 25
+_BRANCHES = (
+    ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.match_case,
+)  # fmt: skip
+_LAYOUT = {
     tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
 }  # fmt: skip
-_NAMING_TERMS = ("docs/glossary.md",)
 _DIRECTIVES = ("# noqa", "# fmt:", "# type:", "#!")  # for tools, not for readers
 
 Sources = Mapping[str, str]  # path relative to the top of the tree → its text
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What is counted of a set of modules.
-
-    Attributes:
-        modules: Number of files.
-        lines: Lines of all of them, blank ones included.
-        median: Lines of the median file.
-        code: Lines with code: no blank lines, comments or docstrings.
-        comments: Comments for readers; directives such as `noqa` are not counted.
-        once: Private functions that their own module names once, at their only call.
-        repeated: Class names that two modules define.
-        terms: Occurrences of each term of `TERMS`.
-    """
-
-    modules: int
-    lines: int
-    median: float
-    code: int
-    comments: int
-    once: int
-    repeated: int
-    terms: Mapping[str, int]
-
-    @property
-    def once_per_1000(self) -> float:
-        """Private functions called once in 1,000 lines of code."""
-        return 1000 * self.once / max(self.code, 1)
-
-    @property
-    def comment_share(self) -> float:
-        """Comments as a percentage of the lines of code."""
-        return 100 * self.comments / max(self.code, 1)
-
-
-def measure(sources: Sources) -> Figures:
-    """Count one set of modules."""
-    code = comments = once = 0
-    classes: collections.Counter[str] = collections.Counter()
-    for text in sources.values():
-        tree = ast.parse(text)
-        own_code, own_comments = code_and_comments(text, tree)
-        code, comments = code + own_code, comments + own_comments
-        once += len(called_once(text, tree))
-        classes.update({node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)})
-    sizes = [len(text.splitlines()) for text in sources.values()]
-    return Figures(
-        modules=len(sources),
-        lines=sum(sizes),
-        median=statistics.median(sizes) if sizes else 0,
-        code=code,
-        comments=comments,
-        once=once,
-        repeated=sum(count > 1 for count in classes.values()),
-        terms=count_terms(sources.values()),
-    )
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def code_and_comments(text: str, tree: ast.Module) -> tuple[int, int]:
-    """Return the number of lines with code, docstrings left out, and of comments."""
+    """Return the number of lines with code, docstrings left out, and of comments for readers."""
     code: set[int] = set()
     comments = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             comments += not token.string.startswith(_DIRECTIVES)
-        elif token.type not in _SKIPPED:
+        elif token.type not in _LAYOUT:
             code.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree):
-        holder = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        holder = ast.Module | ast.ClassDef | Function
         if isinstance(node, holder) and ast.get_docstring(node, clean=False) is not None:
             code.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return len(code), comments
 
 
 def called_once(text: str, tree: ast.Module) -> list[str]:
-    """Private functions and methods that occur only once after their definition.
+    """Return private functions that occur only once after their definition.
 
     Decorated ones are left out: a property, a validator or a click callback is called by others.
     """
     names = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+        if not isinstance(node, Function) or node.decorator_list:
             continue
         if node.name.startswith("_") and not node.name.startswith("__"):
             uses = len(re.findall(rf"(?<!\w){re.escape(node.name)}(?!\w)", text)) - 1
@@ -132,120 +75,190 @@ def called_once(text: str, tree: ast.Module) -> list[str]:
     return names
 
 
-def count_terms(texts: Iterable[str]) -> dict[str, int]:
-    """Occurrences of each term of `TERMS`."""
-    joined = "\n".join(texts)
-    return {term: len(re.findall(pattern, joined)) for term, pattern in TERMS.items()}
+def pronouns(tree: ast.Module) -> int:
+    """Return how often a value or a parameter is named by one of `PRONOUNS`."""
+    return sum(
+        (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PRONOUNS)
+        or (isinstance(node, ast.arg) and node.arg in PRONOUNS)
+        for node in ast.walk(tree)
+    )
+
+
+def hard_functions(tree: ast.Module) -> list[tuple[str, int, int]]:
+    """Return name, lines and branches of the functions above `MOST_LINES` or `MOST_BRANCHES`."""
+    hard = []
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            parts = list(ast.walk(node))
+            branches = sum(isinstance(part, _BRANCHES) for part in parts)
+            branches += sum(len(part.values) - 1 for part in parts if isinstance(part, ast.BoolOp))
+            if lines > MOST_LINES or branches > MOST_BRANCHES:
+                hard.append((node.name, lines, branches))
+    return hard
 
 
 def file_cycles(sources: Sources) -> list[list[str]]:
-    """Groups of modules that import each other, imports inside functions included."""
+    """Return the groups of modules that import each other, imports in functions included."""
     modules = {
         path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): text
         for path, text in sources.items()
     }
     imports: dict[str, set[str]] = {}
     for module, text in modules.items():
-        found = set()
+        targets = set()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}"
-                    found.add(whole if whole in modules else node.module)
-        imports[module] = found & set(modules) - {module}
+                    targets.add(whole if whole in modules else node.module)
+        imports[module] = targets & set(modules) - {module}
     reached = {module: set(direct) for module, direct in imports.items()}
     changed = True
     while changed:
         changed = False
-        for module, found in reached.items():
-            further = set().union(*(imports[one] for one in found)) if found else set()
-            if not further <= found:
-                reached[module] = found | further
+        for module, targets in reached.items():
+            further = set().union(*(imports[target] for target in targets)) if targets else set()
+            if not further <= targets:
+                reached[module] = targets | further
                 changed = True
-    cyclic = sorted(module for module, found in reached.items() if module in found)
-    groups = {tuple(other for other in cyclic if other in reached[one]) for one in cyclic}
+    cyclic = sorted(module for module, targets in reached.items() if module in targets)
+    groups = {tuple(b for b in cyclic if b in reached[a]) for a in cyclic}
     return sorted(list(group) for group in groups)
 
 
-def read_tree(pattern: str) -> dict[str, str]:
-    """The files of the work tree that git knows."""
-    listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "--", pattern)
-    paths = [path for path in listed.splitlines() if (ROOT / path).is_file()]
-    return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
-
-
-def read_revision(revision: str, pattern: str) -> dict[str, str]:
-    """The files of a commit."""
-    listed = _git("ls-tree", "-r", "--name-only", revision).splitlines()
-    match = re.compile(re.escape(pattern).replace(r"\*", ".*") + "$")
-    return {path: _git("show", f"{revision}:{path}") for path in listed if match.match(path)}
-
-
-def _prose(pages: Sources) -> Sources:
-    """Return the pages without the glossary and the table of figures, which name the terms."""
+def figures(package: Sources) -> dict[str, float]:
+    """Return the figures of a set of modules by name."""
+    code = comments = once = dialect = hard = 0
+    classes: collections.Counter[str] = collections.Counter()
+    for text in package.values():
+        tree = ast.parse(text)
+        file_code, file_comments = code_and_comments(text, tree)
+        code, comments = code + file_code, comments + file_comments
+        once += len(called_once(text, tree))
+        dialect += pronouns(tree)
+        hard += len(hard_functions(tree))
+        classes.update({node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)})
+    sizes = [len(text.splitlines()) for text in package.values()]
     return {
-        path: re.sub(r"^\| (?:term: |these terms).*$", "", text, flags=re.MULTILINE)
-        for path, text in pages.items()
-        if path not in _NAMING_TERMS
+        "modules": len(package),
+        "package lines": sum(sizes),
+        "median file, lines": statistics.median(sizes) if sizes else 0,
+        "pronouns as names": dialect,
+        "fmt: skip": sum(text.count("# fmt: " + "skip") for text in package.values()),
+        "functions over 60 lines or 25 branches": hard,
+        "class names defined twice": sum(count > 1 for count in classes.values()),
+        "groups of files that import each other": len(file_cycles(package)),
+        "private functions called once, in 1,000 lines of code": 1000 * once / max(code, 1),
+        "comments, % of the lines of code": 100 * comments / max(code, 1),
     }
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout
+def tree_figures(read: Reader) -> dict[str, float]:
+    """Return all figures of a tree, whose files `read` returns by prefix."""
+    scripts = [text for path, text in read("tools/").items() if _is_python(path, text)]
+    tests = [text for path, text in read("tests/").items() if path.endswith(".py")]
+    pages = {**read("docs/"), **read("README.md")}
+    return figures({p: text for p, text in read(PACKAGE).items() if p.endswith(".py")}) | {
+        "tools lines": _lines(scripts),
+        "tests lines": _lines(tests),
+        "docs words": sum(len(t.split()) for path, t in pages.items() if path.endswith(".md")),
+    }
 
 
-def rows(package: Sources, prose: Sources) -> Iterator[tuple[str, str]]:
-    """The lines of the table: what is counted, and the figure."""
-    found = measure(package)
-    yield "modules", f"{found.modules}"
-    yield "lines", f"{found.lines:,}"
-    yield "median file, lines", f"{found.median:g}"
-    yield "private functions called once, in 1,000 lines of code", f"{found.once_per_1000:.1f}"
-    yield "class names defined twice", f"{found.repeated}"
-    yield "comments, share of the lines of code", f"{found.comment_share:.1f} %"
-    yield "groups of files that import each other", f"{len(file_cycles(package))}"
-    for term, count in found.terms.items():
-        yield f"term: {term}", f"{count}"
-    yield "these terms in docs and README", f"{sum(count_terms(prose.values()).values())}"
+def _is_python(path: str, text: str) -> bool:
+    return path.endswith(".py") or text.startswith("#!/usr/bin/env python")
 
 
-def print_rooms(sources: Sources) -> None:
-    """Print a row for each package."""
+def _lines(texts: Iterable[str]) -> int:
+    return sum(len(text.splitlines()) for text in texts)
+
+
+class Reader:
+    """Reads the text files of the work tree, as far as git knows them, or of a commit.
+
+    Args:
+        revision: The commit; None for the work tree.
+    """
+
+    def __init__(self, revision: str | None = None) -> None:
+        self.revision = revision
+
+    def __call__(self, prefix: str) -> dict[str, str]:
+        """Return path → text of the files whose path begins with `prefix`."""
+        contents = self._of_commit(prefix) if self.revision else self._of_work_tree(prefix)
+        return {path: data.decode(errors="replace") for path, data in contents if b"\0" not in data}
+
+    def _of_work_tree(self, prefix: str) -> Iterator[tuple[str, bytes]]:
+        listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "--", prefix)
+        for path in listed.decode().splitlines():
+            if (ROOT / path).is_file():
+                yield path, (ROOT / path).read_bytes()
+
+    def _of_commit(self, prefix: str) -> Iterator[tuple[str, bytes]]:
+        archive = io.BytesIO(_git("archive", str(self.revision), prefix))
+        with tarfile.open(fileobj=archive) as tar:
+            for member in tar:
+                if (file := tar.extractfile(member)) is not None:
+                    yield member.name, file.read()
+
+
+def _git(*arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
+
+
+def over_budget(now: Mapping[str, float], budget: Mapping[str, float]) -> Iterator[str]:
+    """Yield a line for each figure above its budget, and for each budget without a figure."""
+    for name, most in budget.items():
+        if name not in now:
+            yield f"[tool.house] {name}: no such figure; there are {', '.join(now)}"
+        elif now[name] > most:
+            yield f"{name}: {now[name]:,g}, budget {most:,g} ([tool.house] in pyproject.toml)"
+
+
+def _print_rooms(package: Sources) -> None:
     rooms: dict[str, dict[str, str]] = collections.defaultdict(dict)
-    for path, text in sources.items():
+    for path, text in package.items():
         parts = path.removeprefix(PACKAGE).split("/")
-        rooms[parts[0] if len(parts) > 1 else "(ground floor)"][path] = text
-    print("room            modules   lines  median  once/1,000  comments  terms")
-    for room, own in sorted(rooms.items()):
-        found = measure(own)
-        print(
-            f"{room:<15}{found.modules:>8}{found.lines:>8,}{found.median:>8g}"
-            f"{found.once_per_1000:>12.1f}{found.comment_share:>8.1f} %"
-            f"{sum(found.terms.values()):>7}"
-        )
+        rooms[parts[0] if len(parts) > 1 else "(top)"][path] = text
+    print(f"{'room':<14}{'modules':>9}{'lines':>9}{'pronouns':>10}{'fmt: skip':>11}{'hard':>6}")
+    for room, sources in sorted(rooms.items()):
+        modules, lines, _, names, skips, hard, *_ = figures(sources).values()
+        print(f"{room:<14}{modules:>9,}{lines:>9,}{names:>10}{skips:>11}{hard:>6}")
+
+
+def _print_hard(package: Sources) -> None:
+    for path, text in sorted(package.items()):
+        for name, lines, branches in hard_functions(ast.parse(text)):
+            print(f"{path}: {name}: {lines} lines, {branches} branches")
 
 
 def main() -> int:
-    """Print the table."""
+    """Print the figures; with --check return 1 if one is above its budget."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--before", metavar="REV", help="a commit to compare with")
     parser.add_argument("--rooms", action="store_true", help="a row for each package")
+    parser.add_argument("--hard", action="store_true", help="the functions that are too long")
+    parser.add_argument("--check", action="store_true", help="fail above the budget")
     options = parser.parse_args()
-    package = read_tree(f"{PACKAGE}*.py")
-    if options.rooms:
-        print_rooms(package)
+    read = Reader()
+    if options.rooms or options.hard:
+        package = {path: text for path, text in read(PACKAGE).items() if path.endswith(".py")}
+        (_print_rooms if options.rooms else _print_hard)(package)
         return 0
-    now = dict(rows(package, _prose(read_tree("docs/*.md") | read_tree("README.md"))))
-    if options.before is None:
-        for name, figure in now.items():
-            print(f"{name:<55}{figure:>10}")
-        return 0
-    prose = read_revision(options.before, "docs/*.md") | read_revision(options.before, "README.md")
-    before = dict(rows(read_revision(options.before, f"{PACKAGE}*.py"), _prose(prose)))
-    print("| | before | now |\n|---|---|---|")
-    for name, figure in now.items():
-        print(f"| {name} | {before[name]} | {figure} |")
+    now = tree_figures(read)
+    if options.check:
+        settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+        faults = list(over_budget(now, settings["tool"]["house"]))
+        for fault in faults:
+            print(fault, file=sys.stderr)
+        return bool(faults)
+    before = tree_figures(Reader(options.before)) if options.before else {}
+    heading = ("", "before", "now") if before else ("", "now")
+    print(f"| {' | '.join(heading)} |\n|{'---|' * len(heading)}")
+    for name in now:
+        cells = (f"{round(values[name], 1):,}" for values in (before, now) if values)
+        print(f"| {name} | {' | '.join(cells)} |")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def public() -> int:
 
 
 def _once() -> int:
-    """Returns None where there is none; words, words."""
+    """Return the other."""
     return other()
 
 
@@ -44,12 +45,24 @@ class Plan:
 
 
 def test_what_is_counted() -> None:
-    found = house.measure({"slurmllm/a.py": FIRST, "slurmllm/b.py": SECOND})
-    assert (found.modules, found.lines, found.median) == (2, 29, 14.5)
-    assert (found.once, found.repeated, found.comments) == (1, 1, 1)
-    assert found.code == 12
-    assert found.terms["words"] == 3
-    assert found.terms["None where"] == 1
+    figures = house.figures({"slurmllm/a.py": FIRST, "slurmllm/b.py": SECOND})
+    assert (figures["modules"], figures["package lines"]) == (2, 29)
+    assert figures["class names defined twice"] == 1
+    assert figures["fmt: skip"] == 1
+    assert figures["private functions called once, in 1,000 lines of code"] == 1000 / 12
+    assert figures["comments, % of the lines of code"] == 100 / 12
+
+
+def test_pronouns_are_counted_where_they_name_a_value() -> None:
+    text = "for one in runs:\n    found = one\ndef f(given, *, kept=3): return lambda own: found\n"
+    assert house.pronouns(ast.parse(text)) == 5
+
+
+def test_long_and_branching_functions() -> None:
+    branching = "def f(a):\n    return " + " or ".join(f"a == {n}" for n in range(27)) + "\n"
+    long = "def g():\n" + "    h()\n" * 60
+    assert house.hard_functions(ast.parse(branching + long)) == [("f", 2, 26), ("g", 61, 0)]
+    assert house.hard_functions(ast.parse("def g():\n" + "    h()\n" * 59)) == []
 
 
 def test_modules_that_import_each_other() -> None:
@@ -58,18 +71,15 @@ def test_modules_that_import_each_other() -> None:
     assert house.file_cycles({**sources, "slurmllm/b.py": "x = 1\n"}) == []
 
 
-def test_no_modules_of_this_tree_import_each_other() -> None:
-    assert house.file_cycles(house.read_tree("slurmllm/*.py")) == []
+def test_a_figure_above_its_budget() -> None:
+    assert list(house.over_budget({"modules": 3, "lines": 5}, {"modules": 3, "lines": 5})) == []
+    assert list(house.over_budget({"modules": 4}, {"modules": 3, "rooms": 1})) == [
+        "modules: 4, budget 3 ([tool.house] in pyproject.toml)",
+        "[tool.house] rooms: no such figure; there are modules",
+    ]
 
 
 def test_the_table_of_this_tree() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "house.py")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.startswith("modules ")
-    rooms = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "house.py"), "--rooms"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "checkpoint" in rooms.stdout
+    command = [sys.executable, str(ROOT / "tools/house.py"), "--before", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("|  | before | now |\n|---|---|---|\n| modules | ")
