@@ -15,10 +15,13 @@ from amounts import amount
 from click.testing import CliRunner, Result
 from mesh_pool import Case, MeshPool, Outcome, deviation
 from mesh_pool import small_run as small
+from rounding import training_rounding
 from train.gang import Gang, curve, make_data, make_run, small_config
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import RunConfig
+
+pytestmark = pytest.mark.numerics
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "slurmllm_muon"
 MUON = ("optim.name=muon", "optim.lr=0.02", "optim.settings.adamw_lr=3e-3")
