@@ -29,6 +29,9 @@ MUON = ("optim.name=muon", "optim.lr=0.02", "optim.settings.adamw_lr=3e-3")
 FP32 = (*MUON, "optim.settings.ns_precision=fp32")
 FEW, SEQUENCE = "train.micro_batch=4", "parallel.sequence=true"
 STEPS, LR = amount(6, of=12), 0.02
+# Each of Muon's five iterations multiplies small singular values by 3.4, and their rounding with
+# them; those are the least of the loss and of its gradient.
+ROUNDING = 3.4445 * training_rounding(small("llama"), STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def case(installed: Path, config: RunConfig, **settings: object) -> Case:
 def test_sharded_is_unsharded(
     pool: MeshPool, installed: Path, unsharded: list[Outcome], config: RunConfig
 ) -> None:
-    assert max(deviation(pool.run(case(installed, config, last=STEPS)), unsharded)) < 1e-5
+    assert max(deviation(pool.run(case(installed, config, last=STEPS)), unsharded)) < ROUNDING
 
 
 def test_resumes_bit_for_bit_and_on_another_mesh(
@@ -78,7 +81,7 @@ def test_resumes_bit_for_bit_and_on_another_mesh(
     assert found[0].rows == whole[0].rows[3:]
     other = small("llama", 1, 1, 4, *FP32, "parallel.zero=3")
     found = pool.run(case(installed, other, first=3, last=STEPS, load=tmp_path))
-    assert max(deviation(found, unsharded)) < 1e-5
+    assert max(deviation(found, unsharded)) < ROUNDING
 
 
 def test_plain_tensors_have_the_bits_of_pytorch(
