@@ -144,7 +144,7 @@ class Gang:
             process = _start(entry, argv, {**os.environ, **secret, **variables, **(env or {})}, log)
             self.processes.append(process)
 
-    def wait(self, timeout_s: float = 200) -> list[int]:
+    def wait(self, timeout_s: float = 600) -> list[int]:
         """The exit codes by rank; workers that do not end in time are killed and fail the test."""
         deadline = time.monotonic() + timeout_s
         try:
