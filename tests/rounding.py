@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
 
-# In units of the bound's standard deviation; exceeded with a probability below 2 exp(-λ²/2), 1e-3.
+# Exceeded with a probability below 2 exp(-λ² / 2) = 7e-4, were all roundings as large as u.
 _LAMBDA = 4
 
 
