@@ -165,7 +165,7 @@ class MeshPool:
     ) -> None:
         self.close()
 
-    def run(self, case: Case, timeout_s: float = 240) -> list[Outcome]:
+    def run(self, case: Case, timeout_s: float = 600) -> list[Outcome]:
         """Train a case.
 
         Returns:
