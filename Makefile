@@ -1,6 +1,7 @@
 # make demo    train tiny_neox here, kill it once, resume, compare with an unbroken run
 # make test    all tests, on a real Slurm where one may be installed
-# make test-all  the long tests too: samples of the chaos suite
+# make test-all  the long tests too: samples of the chaos suite; then `make numerics`
+# make numerics  the tests of what torch computes, as up to four other processors compute it
 # make check   ruff, mypy, shellcheck, the documentation
 # make docs    the documentation as a site in build/site
 # make audit   installed packages with known vulnerabilities, by pip-audit; needs its database
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all check docs audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix install dev slurm browser clean
+.PHONY: demo test test-all numerics check docs audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -31,6 +32,28 @@ test: dev slurm browser
 
 test-all: dev slurm browser
 	SLURMLLM_TEST_ALL=1 $(PYTEST) --durations 40
+	$(MAKE) --no-print-directory numerics
+
+# Instructions of ATen, oneDNN and MKL, and threads. `$(PROCESSOR_sse)` is computed anywhere, the last
+# only where the processor has the instructions: ATen uses them unasked.
+PROCESSOR_sse := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 \
+  MKL_ENABLE_INSTRUCTIONS=SSE4_2 OMP_NUM_THREADS=1
+PROCESSOR_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+  MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2
+PROCESSOR_compatible := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+  MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=8
+PROCESSOR_avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE \
+  MKL_ENABLE_INSTRUCTIONS=AVX512 OMP_NUM_THREADS=4
+has = $(filter-out 0,$(shell grep -cm1 $(1) /proc/cpuinfo 2>/dev/null))
+PROCESSORS := sse $(if $(call has,avx2),avx2 compatible) $(if $(call has,avx512vl),avx512)
+
+numerics: $(PROCESSORS:%=numerics-%)
+
+# A cache for each: kernels that Inductor compiled for one processor are wrong on another.
+numerics-%: dev
+	@cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; \
+	  set -x; env $(PROCESSOR_$*) SLURMLLM_TEST_ALL=0 OMP_WAIT_POLICY=passive TORCHINDUCTOR_CACHE_DIR="$$cache" \
+	  $(PYTEST) -m numerics
 
 check: dev
 	$(BIN)/ruff check .

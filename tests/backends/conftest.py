@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -57,7 +58,7 @@ def new_backend() -> Iterator[NewBackend]:
 @pytest.fixture(scope="package")
 def pool() -> Iterator[MeshPool]:
     """Four processes for any mesh that they can make."""
-    with MeshPool(4) as workers:
+    with MeshPool(4, threads=int(os.environ["OMP_NUM_THREADS"])) as workers:
         yield workers
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 from mesh_pool import Case, MeshPool, evaluated
 from mesh_pool import small_run as small
+from rounding import training_rounding
+
+from backends.conftest import LABELS
+
+pytestmark = pytest.mark.numerics
 
 FEW, SEQUENCE = "train.micro_batch=4", "parallel.sequence=true"
 DOCUMENTS, INTERLEAVED = "data.mask=document", "parallel.virtual_pipeline=2"
@@ -28,5 +33,7 @@ def test_same_loss_and_same_training(pool: MeshPool, mesh: tuple[str, int, int, 
     found = pool.run(Case(small(*mesh), last=STEPS, between=evaluated))
     assert [one.rows for one in found] == [one.rows for one in plain], "bit-identical"
     for one in found:
-        assert one.between == pytest.approx(expected.between, rel=1e-5)
+        # Of two in three sequences, whose prompts are not learnt.
+        tolerance = training_rounding(small(*mesh), STEPS, targets=LABELS // 4)
+        assert one.between == pytest.approx(expected.between, rel=tolerance)
     assert len(set(expected.between)) == STEPS

@@ -21,6 +21,8 @@ from slurmllm.backends.native import parallel, runtime
 from slurmllm.backends.native.device import DeviceNumber, send
 from slurmllm.model.init import local_part
 
+pytestmark = pytest.mark.numerics
+
 CASES = [
     ("neox", 1, 1, 1),
     ("llama", 1, 1, 2, "train.precision=bf16_mixed"),

@@ -15,10 +15,13 @@ from amounts import amount
 from click.testing import CliRunner, Result
 from mesh_pool import Case, MeshPool, Outcome, deviation
 from mesh_pool import small_run as small
+from rounding import training_rounding
 from train.gang import Gang, curve, make_data, make_run, small_config
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import RunConfig
+
+pytestmark = pytest.mark.numerics
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "slurmllm_muon"
 MUON = ("optim.name=muon", "optim.lr=0.02", "optim.settings.adamw_lr=3e-3")
@@ -26,6 +29,8 @@ MUON = ("optim.name=muon", "optim.lr=0.02", "optim.settings.adamw_lr=3e-3")
 FP32 = (*MUON, "optim.settings.ns_precision=fp32")
 FEW, SEQUENCE = "train.micro_batch=4", "parallel.sequence=true"
 STEPS, LR = amount(6, of=12), 0.02
+# Muon makes the rounding of small singular values larger, of which loss and norm have the least.
+ROUNDING = training_rounding(small("llama"), STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,7 @@ def case(installed: Path, config: RunConfig, **settings: object) -> Case:
 def test_sharded_is_unsharded(
     pool: MeshPool, installed: Path, unsharded: list[Outcome], config: RunConfig
 ) -> None:
-    assert max(deviation(pool.run(case(installed, config, last=STEPS)), unsharded)) < 1e-5
+    assert max(deviation(pool.run(case(installed, config, last=STEPS)), unsharded)) < ROUNDING
 
 
 def test_resumes_bit_for_bit_and_on_another_mesh(
@@ -75,7 +80,7 @@ def test_resumes_bit_for_bit_and_on_another_mesh(
     assert found[0].rows == whole[0].rows[3:]
     other = small("llama", 1, 1, 4, *FP32, "parallel.zero=3")
     found = pool.run(case(installed, other, first=3, last=STEPS, load=tmp_path))
-    assert max(deviation(found, unsharded)) < 1e-5
+    assert max(deviation(found, unsharded)) < ROUNDING
 
 
 def test_plain_tensors_have_the_bits_of_pytorch(

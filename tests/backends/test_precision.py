@@ -21,6 +21,8 @@ from slurmllm.backends.native.precision import (
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.model.init import local_part
 
+pytestmark = pytest.mark.numerics
+
 MODES = ("fp32", "bf16_mixed", "bf16_sr", "bf16")
 PURE = ("bf16_sr", "bf16")
 

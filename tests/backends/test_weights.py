@@ -14,6 +14,8 @@ from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize
 
+pytestmark = pytest.mark.numerics
+
 
 def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()

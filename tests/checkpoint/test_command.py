@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rounding import assert_rounded, forward_terms
 from torch import nn
 from torch.optim import AdamW
 from train.gang import make_data, make_run, small_config
@@ -95,9 +96,10 @@ def same_logits(folder: Path, model: nn.Module) -> None:
     tokens = torch.randint(0, 500, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         found, expected = loaded(tokens).logits, model(tokens)[..., :500]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_rounded(found, expected, forward_terms(model.config))
 
 
+@pytest.mark.numerics
 def test_a_run_s_checkpoint_in_transformers(
     run: Run, trained: tuple[RunDir, dict[int, nn.Module]]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import assert_rounded, forward_terms
 from torch import nn
 
 from checkpoint import hub
@@ -27,6 +28,8 @@ from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import StorageError
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.model.init import fill
+
+pytestmark = pytest.mark.numerics
 
 AutoModel = hub.transformers.AutoModelForCausalLM
 FAMILIES = ("neox", "llama", "qwen3", "gpt3")
@@ -65,13 +68,13 @@ def test_there_and_back(family: str, data: st.DataObject) -> None:
         assert config.family == family
         found = ours(folder / "ours", config)(hub.tokens(original))
         expected = original(hub.tokens(original)).logits
-        torch.testing.assert_close(found[..., : config.vocab_size], expected, rtol=1e-5, atol=1e-5)
+        assert_rounded(found[..., : config.vocab_size], expected, forward_terms(config))
         run_export(plan_export(folder / "ours", TokenizerFiles({})), folder / "back", size)
         back = AutoModel.from_pretrained(folder / "back")
         assert type(back) is type(original)
         equal(original, back)
         again = back.eval()(hub.tokens(original)).logits
-        torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
+        assert_rounded(again, expected, forward_terms(config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,7 +153,7 @@ def test_biases_that_only_theirs_has_become_0(
     run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 10**9)
     back = AutoModel.from_pretrained(tmp_path / "back").eval()
     found = ours(tmp_path / "ours", config)(hub.tokens(back))
-    torch.testing.assert_close(found, back(hub.tokens(back)).logits, rtol=1e-5, atol=1e-5)
+    assert_rounded(found, back(hub.tokens(back)).logits, forward_terms(config))
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from end_to_end.bench import SLOWLY, SMALL, Bench, processes_with
+from rounding import rounding
 
 from slurmllm.checkpoint.formats.weights import open_training
 from slurmllm.checkpoint.state import MOMENTS, read_origin
@@ -177,6 +178,7 @@ def test_a_setup_line_that_fails_ends_the_run_with_its_number(
     assert bench.endings("unset")[-1] == ("done", "finish")
 
 
+@pytest.mark.numerics
 def test_validation_while_training_has_the_numbers_of_evaluate(
     bench: Bench, inputs: tuple[str, ...]
 ) -> None:
@@ -192,4 +194,5 @@ def test_validation_while_training_has_the_numbers_of_evaluate(
     )
     rows = json.loads(evaluated[evaluated.index("{") :])["suites"][0]["rows"]
     loss = next(row for row in rows if row["metric"] == "loss")["scores"]["40"]
-    assert found["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=1e-6)
+    # The sum over the targets of 8 sequences, in other batches.
+    assert found["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=rounding(8 * 128))

@@ -32,6 +32,7 @@ pytestmark = needs_harness
 Evaluate = Callable[..., Result]
 
 
+@pytest.mark.numerics
 def test_the_numbers_are_the_harness_s_own(learnt: Learnt, tmp_path: Path) -> None:
     export = ["checkpoint", "export", "180", "--run", str(learnt.run.path)]
     done = CliRunner().invoke(cli, [*export, "--out", str(tmp_path / "hub")])

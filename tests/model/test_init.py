@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import assert_rounded, forward_terms, gradient_terms
 from train.gang import small_config
 
 from slurmllm.config.families import FAMILIES
@@ -16,6 +17,8 @@ from slurmllm.config.resolve import resolve
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize, normal
 from slurmllm.plan.parameters import parameters
+
+pytestmark = pytest.mark.numerics
 
 CONFIG = small_config("model.hidden_size=128", "model.ffn_hidden_size=512").recipe.model
 
@@ -134,12 +137,13 @@ def test_padding_of_the_vocabulary_changes_nothing(family: str) -> None:
             parameter[: len(values)] = values  # the rows beyond stay as they were drawn
     text = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(5))
     losses = [model(text[:, :-1], text[:, 1:]) for model in (ours, wider)]
-    torch.testing.assert_close(*losses, rtol=0, atol=1e-7)
+    # A wider product may be computed in other blocks.
+    assert_rounded(*losses, forward_terms(padded) + 32)
     for loss in losses:
         loss.backward()
     for name, parameter in wider.named_parameters():
         grad, expected = parameter.grad, ours.get_parameter(name).grad
         assert grad is not None
         assert expected is not None
-        torch.testing.assert_close(grad[: len(expected)], expected, rtol=1e-5, atol=1e-8)
+        assert_rounded(grad[: len(expected)], expected, gradient_terms(padded, 32), name=name)
         assert grad[len(expected) :].eq(0).all(), name

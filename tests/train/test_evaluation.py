@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rounding import rounding
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slurmllm.backends.base import IGNORED
@@ -42,6 +43,7 @@ def evaluations(run: RunDir, *attempts: int) -> dict[int, Event]:
     return {event.step: event for event in found if event.kind == "evaluation"}
 
 
+@pytest.mark.numerics
 def test_the_numbers_of_evaluate_and_the_same_training(
     tmp_path: Path, data: tuple[str, str], other: str
 ) -> None:
@@ -69,7 +71,8 @@ def test_the_numbers_of_evaluate_and_the_same_training(
         for name, text in texts.items():
             with stream_spec(text, run.checkpoint(step), None) as spec:
                 expected = held_out_loss(run.checkpoint(step), spec, 41, None, "cpu")
-            assert event.values[name] == pytest.approx(expected.loss, rel=1e-6)
+            # The sum over the targets of 41 sequences, in other batches.
+            assert event.values[name] == pytest.approx(expected.loss, rel=rounding(41 * 32))
     assert first[20].values != first[40].values
 
 

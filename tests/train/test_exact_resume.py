@@ -9,13 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rounding import training_rounding
 
 from slurmllm.artifact_records import CheckpointManifest
+from slurmllm.config.load import load
 from slurmllm.errors import EXIT_REQUEUE
 from slurmllm.records import FailureRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from train.conftest import LONG
 from train.gang import Gang, curve, rows
+
+pytestmark = pytest.mark.numerics
 
 NewRun = Callable[..., RunDir]
 TWO = ("cluster.devices_per_node=2", *LONG)
@@ -78,8 +82,9 @@ def test_truncated_checkpoint_on_another_world_size(
     record = WorkerRecord.load(run.attempt("train", 1).worker(0))
     assert record.resumed_from == 40
     assert len(record.skipped_checkpoints) == 1
+    tolerance = training_rounding(load(run.config), 60 - 40)
     for step, values in curve(run, 1).items():
-        assert values == pytest.approx(curve(unbroken)[step], rel=1e-5)
+        assert values == pytest.approx(curve(unbroken)[step], rel=tolerance)
     assert not leftover.exists()
     manifest = CheckpointManifest.load(run.checkpoint(50) / "manifest.json")
     assert manifest.world_size == 1, "the damaged one was replaced when its step came again"

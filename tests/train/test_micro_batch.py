@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from rounding import training_rounding
 
 from slurmllm.artifact_records import MicroBatchCandidate, MicroBatchRecord
 from slurmllm.backends.base import Worker
@@ -197,6 +198,7 @@ def tried(record: MicroBatchRecord) -> Sequence[int]:
     return [candidate.micro_batch for candidate in record.candidates]
 
 
+@pytest.mark.numerics
 def test_found_once_and_kept_at_other_node_counts(new_run: NewRun, unbroken: RunDir) -> None:
     run = new_run(
         "train.micro_batch=auto", "train.steps=6", "optim.decay_steps=60",
@@ -222,11 +224,11 @@ def test_found_once_and_kept_at_other_node_counts(new_run: NewRun, unbroken: Run
     plan(run, nodes=1)
     assert json.loads(run.plan.read_text())["global_batch"] == 8
     Gang(run, attempt=1).finish()
-    reference = curve(unbroken)
+    reference, tolerance = curve(unbroken), training_rounding(load(run.config), 6)
     assert sorted(curve(run, 1)) == [4, 5, 6]
     for attempt in (0, 1):
         for step, values in curve(run, attempt).items():
-            assert values == pytest.approx(reference[step], rel=1e-5), f"step {step}"
+            assert values == pytest.approx(reference[step], rel=tolerance), f"step {step}"
 
 
 def test_measured_on_an_interleaved_pipeline(new_run: NewRun) -> None:

@@ -6,11 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rounding import training_rounding
 
 from slurmllm.backends.native.environment import graphs
+from slurmllm.config.load import load
 from slurmllm.records import WorkerRecord
 from slurmllm.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
+
+pytestmark = pytest.mark.numerics
 
 COMPILED = ("train.compile=true", "train.steps=8", "optim.decay_steps=60")
 
@@ -43,8 +47,9 @@ def test_precompile_on_one_worker_train_on_two(
     assert second.first_step_s < first.first_step_s
 
     reference = curve(unbroken)  # not compiled
+    tolerance = training_rounding(load(two.config), 8)
     for step, values in curve(two).items():
-        assert values == pytest.approx(reference[step], rel=1e-5)
+        assert values == pytest.approx(reference[step], rel=tolerance)
 
     shutil.rmtree(two.checkpoint(8))
     Gang(two, world=2, attempt=1, env=env).finish()
@@ -66,5 +71,6 @@ def test_one_tensor_parallel_replica_serves_others(
     assert record.cache_misses == 0
     # Of all four workers: two of them are another tensor-parallel group than precompile's.
     assert sorted(path.name for path in (tmp_path / "cache").rglob("*.so")) == kernels
+    tolerance = training_rounding(load(two.config), 5)
     for step, values in curve(two).items():
-        assert values == pytest.approx(curve(unbroken)[step], rel=1e-5)
+        assert values == pytest.approx(curve(unbroken)[step], rel=tolerance)

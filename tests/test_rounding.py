@@ -1,0 +1,65 @@
+"""The tolerances of tests: wide enough for any order of a sum, too narrow for a fault."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mesh_pool import small_run
+from rounding import assert_rounded, gradient_terms, rounding, training_rounding
+
+pytestmark = pytest.mark.numerics
+
+
+def sums(terms: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """500 sums of as many numbers: one after the other, from the end, and of halves."""
+    numbers = torch.rand(terms, 500, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    def add(rows: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(rows[0])
+        for row in rows:
+            total = total + row
+        return total
+
+    half = (terms + 1) // 2
+    return [add(numbers), add(numbers.flip(0)), add(numbers[:half]) + add(numbers[half:])]
+
+
+# Longer sums of bf16 stop to grow: each term is below half of the spacing, and all round down.
+@pytest.mark.parametrize(
+    ("terms", "dtype"),
+    [*((n, torch.float32) for n in (3, 30, 1000)), (3, torch.bfloat16), (30, torch.bfloat16)],
+)
+def test_sums_in_any_order(terms: int, dtype: torch.dtype) -> None:
+    results = [total.double() for total in sums(terms, dtype, seed=1)]
+    apart = max(float((a / b - 1).abs().max()) for a in results for b in results)
+    assert apart < rounding(terms, dtype)
+    assert apart > rounding(terms, dtype) / 50, "the bound is of the size of what it bounds"
+
+
+@settings(max_examples=20, derandomize=True)
+@given(terms=st.integers(2, 300), seed=st.integers(0, 99))
+def test_means_are_nearer(terms: int, seed: int) -> None:
+    a, b, _ = (total.double() for total in sums(terms, torch.float32, seed))
+    assert abs(float(a.mean() / b.mean() - 1)) < rounding(terms, mean_of=500)
+
+
+def test_a_fault_is_not_rounding() -> None:
+    """A ten-thousandth, of a gradient or of a training."""
+    config = small_run("qwen3")
+    gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    terms = gradient_terms(config.recipe.model, 256)
+    assert_rounded(gradient * (1 + 1e-6), gradient, terms)
+    with pytest.raises(AssertionError, match=r"^head: .* apart, .* allowed of 3\.\d+"):
+        assert_rounded(gradient * (1 + 1e-4), gradient, terms, name="head")
+    assert training_rounding(config, 20) < 2e-5
+
+
+def test_this_process_computes_as_it_was_asked_to() -> None:
+    """A misspelt variable of `make numerics` would have no effect."""
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+    if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+        assert torch.backends.cpu.get_cpu_capability() == capability.upper()
