@@ -31,9 +31,9 @@ _SAVES = 5
 def learning_rate(optim: OptimConfig, total_steps: int, step: int) -> float:
     """Return the learning rate of a step, from 1: linear warm-up, `lr`, the decay, then `min_lr`.
 
-    The first step of a warm-up over n steps has lr / n, the n-th lr; `optim.step_count` gives NeMo's
-    and transformers' rates instead. The decay ends at `total_steps` of the run if decay_steps is
-    not set.
+    The first step of a warm-up over n steps has lr / n, the n-th lr, unless `optim.step_count`
+    gives NeMo's or transformers' rates. The decay ends at `total_steps` of the run if decay_steps
+    is not set.
     """
     warmup, late = optim.warmup(total_steps), _counts_from_0(optim)
     rise = warmup + (optim.step_count == "nemo")

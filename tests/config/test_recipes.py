@@ -118,8 +118,8 @@ def test_nemo_pads_to_a_multiple_of_the_tensor_degree_as_well(
 def test_schedules_count_steps_as_their_source() -> None:
     counts = {name: recipe(name).optim.step_count for name in available(recipes_dir())}
     assert {name for name, count in counts.items() if count == "nemo"} == {
-        "neox_20b", "neox_20b_finetune", "pythia_6.9b", "llama2_7b_nemo", "llama2_13b", "llama2_70b",
-        "llama3_70b", "llama3.1_8b", "gpt3_23b", "gpt3_46b",
+        "neox_20b", "neox_20b_finetune", "pythia_6.9b", "llama2_7b_nemo", "llama2_13b",
+        "llama2_70b", "llama3_70b", "llama3.1_8b", "gpt3_23b", "gpt3_46b",
     }  # fmt: skip
     # HLAT's scheduler.py and transformers' get_linear_schedule_with_warmup
     assert {name for name, count in counts.items() if count == "transformers"} == {
