@@ -176,10 +176,7 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
 
 
 def _step_counts(lr: Points) -> list[str] | None:
-    """Return `optim.step_count` of both schedules if they differ in nothing else.
-
-    Needs all steps from within the warm-up to behind its end; None if some are not there.
-    """
+    """Return `optim.step_count` of both if nothing else differs; needs the warm-up's end."""
     if len(lr) < 3 or (np.diff(lr.steps) != 1).any():
         return None
     peaks, origins = list[int](), list[float]()

@@ -35,7 +35,7 @@ def learning_rate(optim: OptimConfig, total_steps: int, step: int) -> float:
     gives NeMo's or transformers' rates. The decay ends at `total_steps` of the run if decay_steps
     is not set.
     """
-    warmup, late = optim.warmup(total_steps), _counts_from_0(optim)
+    warmup, late = optim.warmup(total_steps), optim.step_count != "from_1"
     rise = warmup + (optim.step_count == "nemo")
     if rise and step <= warmup + late:
         return optim.lr * (step - (optim.step_count == "transformers")) / rise
@@ -53,11 +53,7 @@ def decay_start(optim: OptimConfig, total_steps: int) -> float:
     if optim.decay == "constant":
         return math.inf
     start = optim.warmup(total_steps) if optim.decay_start is None else optim.decay_start
-    return start + _counts_from_0(optim)
-
-
-def _counts_from_0(optim: OptimConfig) -> bool:
-    return optim.step_count != "from_1"  # NeMo and transformers: the decay is a step later
+    return start + (optim.step_count != "from_1")
 
 
 _SHAPES: dict[str, Callable[[float], float]] = {  # progress of the decay → share of lr left
