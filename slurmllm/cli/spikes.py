@@ -51,8 +51,7 @@ def spikes(
     Also finds the restarts, skipped batches and gradient-norm changes that coincide with them.
 
     A step is in a spike if its value exceeds the mean of the --window steps before it by more than
-    --threshold. The defaults are those of AWS's post on GPT-NeoX (2023-12-12), for the gradient
-    norm.
+    --threshold. The defaults are those of HLAT, AWS's Llama 2 7B (2024), for the gradient norm.
 
     SOURCE is a run's name, a run directory, or a log of another framework, as for `compare`.
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import yaml
 
-from slurmllm.compare.alignment import Alignment
+from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.metrics.curves import (
     LR_TOLERANCE,
     Curve,
@@ -163,11 +163,40 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
     i = int(np.argmax(different))
     step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
     text = f"learning rates differ from step {step} ({values})"
+    if (counts := _step_counts(lr)) is not None:
+        text += (
+            f": the schedules differ only in how they count steps, A as {counts[0]} and "
+            f"{alignment.letter} as {counts[1]} (optim.step_count)"
+        )
     for letter, curve in (("A", a), (alignment.letter, b)):
         began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])
         if (changed := describe_schedule_change(curve, 0, began)) is not None:
             text += f": the schedule of {letter} was changed {changed}"
     return SettingDifference(step, text, "lr")
+
+
+def _step_counts(lr: Points) -> list[str] | None:
+    """Return `optim.step_count` of both if nothing else differs; needs the warm-up's end."""
+    if len(lr) < 3 or (np.diff(lr.steps) != 1).any():
+        return None
+    peaks, origins = list[int](), list[float]()
+    for rates in (lr.a, lr.b):
+        peak = int(np.argmax(rates >= (1 - LR_TOLERANCE) * rates.max()))
+        line = np.linspace(rates[0], rates[peak], peak + 1)
+        if not 0 < peak < len(rates) - 1 or not np.allclose(rates[: peak + 1], line, 1e-4, 0):
+            return None
+        peaks.append(peak)
+        origins.append(float(lr.steps[0] - rates[0] * peak / (rates[peak] - rates[0])))
+    length = len(lr) - max(peaks)
+    decays = (rates[peak:][:length] for rates, peak in zip((lr.a, lr.b), peaks, strict=True))
+    whole = np.allclose(origins, np.round(origins), 0, 0.05)
+    if abs(peaks[0] - peaks[1]) > 1 or not whole or not np.allclose(*decays, 1e-4, 0):
+        return None
+    counts = [
+        "transformers" if round(origin) else "nemo" if peak == max(peaks) else "from_1"
+        for origin, peak in zip(origins, peaks, strict=True)
+    ]
+    return counts if counts[0] != counts[1] and {*np.round(origins)} <= {0, 1} else None
 
 
 def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:

@@ -300,6 +300,10 @@ class OptimConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0  # Steps of linear rise from 0.
     # Warm-up as a share of train.steps, rounded to whole steps; in place of warmup_steps.
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    # How the schedule counts: from_1, step n of the warm-up has lr · n / warmup_steps; nemo, lr · n
+    # / (warmup_steps + 1); transformers, lr · (n - 1) / warmup_steps, so 0 at step 1. With the last
+    # two the decay begins and ends one step later.
+    step_count: Literal["from_1", "nemo", "transformers"] = "from_1"
     # The way down from lr to min_lr; 1-sqrt: min_lr + (lr - min_lr) · (1 - sqrt(progress)).
     decay: Literal["cosine", "linear", "1-sqrt", "constant"] = "cosine"
     # Last step at lr before the decay; by default the last step of the warm-up.
@@ -309,7 +313,10 @@ class OptimConfig(Section):
     # Adam's averaging constants.
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8  # Adam's epsilon.
-    weight_decay: NonNegativeFloat = 0.01  # Decoupled weight decay.
+    # Weight decay as in PyTorch's AdamW: each step takes lr · weight_decay of the weights, with the
+    # lr of that step. Composer's DecoupledAdamW takes lr / (largest lr) · weight_decay: divide its
+    # value by optim.lr for the same decay (1e-5 there is 0.0167 here at lr 6e-4).
+    weight_decay: NonNegativeFloat = 0.01
     # Whether norms and biases decay too (HLAT: every parameter).
     decay_norms_and_biases: bool = False
     # Largest gradient 2-norm over all parameters; 0 clips nothing.

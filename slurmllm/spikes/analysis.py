@@ -20,9 +20,9 @@ Direction = Literal["rising", "falling", "neither"]
 Metric = Literal["loss", "grad_norm"]
 NAMES: dict[Metric, str] = {"loss": "loss", "grad_norm": "gradient norm"}
 # Shown with the metric that it is of, and with no other.
-REFERENCES: dict[Metric, str] = {"grad_norm": "AWS, GPT-NeoX on trn1, 2023: over 86%"}
+REFERENCES: dict[Metric, str] = {"grad_norm": "AWS, HLAT (Llama 2 7B on trn1), 2024: over 86%"}
 SHOWN = 10  # spikes in a table
-MOST_GROWTH = 3.0  # of the gradient norm's running mean: AWS's post takes more as a warning
+MOST_GROWTH = 3.0  # of the gradient norm's running mean: HLAT's post takes more as a warning
 
 _NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not reach
 # Blocks of the last half of a run, for the slope and the direction of the parameter norm

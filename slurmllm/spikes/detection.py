@@ -1,7 +1,7 @@
 """Spikes of the loss and of the gradient norm.
 
-The definition is that of AWS's post on GPT-NeoX and Pythia ("Frugality meets Accuracy", 2023-12-12)
-for the gradient norm, applied to either:
+The definition is that of AWS's training of HLAT (Llama 2 7B; Fan et al. 2024, arXiv 2404.10630) for
+the gradient norm, applied to either:
 
 1. The running mean before a step is over the `window` logged steps before it (20), those inside
    spikes included. After a jump that stays, the mean has caught up within a window.

@@ -31,16 +31,18 @@ _SAVES = 5
 def learning_rate(optim: OptimConfig, total_steps: int, step: int) -> float:
     """Return the learning rate of a step, from 1: linear warm-up, `lr`, the decay, then `min_lr`.
 
-    The first step of a warm-up over n steps has lr / n, the n-th lr. The decay ends at
-    `total_steps` of the run if decay_steps is not set.
+    The first step of a warm-up over n steps has lr / n, the n-th lr, unless `optim.step_count`
+    gives NeMo's or transformers' rates. The decay ends at `total_steps` of the run if decay_steps
+    is not set.
     """
-    warmup = optim.warmup(total_steps)
-    if step <= warmup:
-        return optim.lr * step / warmup
+    warmup, late = optim.warmup(total_steps), optim.step_count != "from_1"
+    rise = warmup + (optim.step_count == "nemo")
+    if rise and step <= warmup + late:
+        return optim.lr * (step - (optim.step_count == "transformers")) / rise
     start = decay_start(optim, total_steps)
     if step <= start:
         return optim.lr
-    end = optim.decay_steps or total_steps
+    end = (optim.decay_steps or total_steps) + late
     return optim.min_lr + (optim.lr - optim.min_lr) * _SHAPES[optim.decay](
         min(1.0, (step - start) / (end - start))
     )
@@ -50,7 +52,8 @@ def decay_start(optim: OptimConfig, total_steps: int) -> float:
     """Return the step after which the decay begins; infinity without a decay."""
     if optim.decay == "constant":
         return math.inf
-    return optim.warmup(total_steps) if optim.decay_start is None else optim.decay_start
+    start = optim.warmup(total_steps) if optim.decay_start is None else optim.decay_start
+    return start + (optim.step_count != "from_1")
 
 
 _SHAPES: dict[str, Callable[[float], float]] = {  # progress of the decay → share of lr left

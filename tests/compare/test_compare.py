@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -12,10 +13,12 @@ from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 from slurmllm.artifact_records import DataRecord
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Comparison, Tolerances, format_figure
+from slurmllm.config.recipe import OptimConfig
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve
 from slurmllm.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
+from slurmllm.train.schedules import learning_rate
 
 
 def scaled(rows: list[Row], metric: str, share: float, first: int) -> list[Row]:
@@ -175,6 +178,40 @@ def test_another_learning_rate_is_the_cause(compared) -> None:
     cause = "learning rates differ from step 20 (0.001 and 0.002)"
     assert result.settings == (cause,)
     assert result.reason.endswith(f"; cause (certain): {cause}")
+
+
+def schedule(step_count: str, **fields: object) -> list[float]:
+    values = {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10, "step_count": step_count, **fields}
+    optim = OptimConfig.model_validate(values)
+    return [float(f"{learning_rate(optim, 100, step):.5g}") for step in range(1, 51)]
+
+
+@pytest.mark.parametrize("decay", ["cosine", "constant"])
+@pytest.mark.parametrize(
+    ("one", "other"), list(itertools.permutations(("from_1", "nemo", "transformers"), 2))
+)
+def test_schedules_that_count_steps_differently(compared, one: str, other: str, decay: str) -> None:
+    """With the five digits of another framework's log."""
+    a, b = (
+        [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
+        for rates in (schedule(one, decay=decay), schedule(other, decay=decay))
+    )
+    (cause,) = compared(a, departed(b, 0.05, 21)).settings
+    text = f"the schedules differ only in how they count steps, A as {one} and B as {other}"
+    assert cause.endswith(f": {text} (optim.step_count)")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"warmup_steps": 20}, {"min_lr": 5e-4}, {"lr": 9.9e-4}, {"decay": "linear"}]
+)
+def test_other_schedules_are_not_called_another_count(compared, fields) -> None:
+    a, b = (
+        [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
+        for rates in (schedule("from_1"), schedule("nemo", **fields))
+    )
+    (cause,) = compared(a, departed(b, 0.05, 21)).settings
+    assert cause.startswith("learning rates differ from step 1 ")
+    assert "count" not in cause
 
 
 def test_a_later_change_of_learning_rate_is_no_cause(compared) -> None:

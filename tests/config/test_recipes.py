@@ -85,15 +85,51 @@ def test_what_all_share(name: str) -> None:
 
 def test_vocabularies() -> None:
     padded = {name: recipe(name).model.padded_vocab_size for name in available(recipes_dir())}
-    assert padded["neox_20b"] == padded["pythia_6.9b"] == 50264  # GPT-2's, for TP 8
     assert padded["neox_20b_finetune"] == recipe("neox_20b_finetune").model.vocab_size == 50432
     assert padded["pythia_70m"] == padded["gpt3_125m"] == 50304
     assert padded["llama2_7b"] == padded["llama2_70b"] == 32000
 
 
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "divisible_by", "rows"),
+    [
+        # make_vocab_size_divisible_by as the scripts pass it, or as their configuration files have
+        # it (128 of megatron_gpt_config.yaml, 8 of megatron_llama_config.yaml).
+        ("neox_20b", 50257, 8, 50304),
+        ("pythia_6.9b", 50257, 8, 50304),
+        ("neox_20b_finetune", 50277, 256 // 8, 50432),
+        ("gpt3_23b", 50257, 128, 51200),
+        ("gpt3_46b", 50257, 128, 51200),
+        ("llama2_7b_nemo", 32000, 8, 32000),
+        ("llama2_13b", 32000, 8, 32000),
+    ],
+)
+def test_nemo_pads_to_a_multiple_of_the_tensor_degree_as_well(
+    name: str, tokenizer: int, divisible_by: int, rows: int
+) -> None:
+    """As `_vocab_size_with_padding` of NeMo's megatron_base_model.py."""
+    found = recipe(name)
+    padded = tokenizer
+    while padded % (divisible_by * found.parallel.tensor):
+        padded += 1
+    assert found.model.padded_vocab_size == padded == rows
+
+
+def test_schedules_count_steps_as_their_source() -> None:
+    counts = {name: recipe(name).optim.step_count for name in available(recipes_dir())}
+    assert {name for name, count in counts.items() if count == "nemo"} == {
+        "neox_20b", "neox_20b_finetune", "pythia_6.9b", "llama2_7b_nemo", "llama2_13b",
+        "llama2_70b", "llama3_70b", "llama3.1_8b", "gpt3_23b", "gpt3_46b",
+    }  # fmt: skip
+    # HLAT's scheduler.py and transformers' get_linear_schedule_with_warmup
+    assert {name for name, count in counts.items() if count == "transformers"} == {
+        "llama2_7b", "llama2_7b_finetune", "llama3_8b",
+    }  # fmt: skip
+
+
 def test_llama2_7b_is_hlats() -> None:
     found = recipe("llama2_7b")
-    assert (found.model.init_std, found.model.scaled_init) == (0.02, True)
+    assert (found.model.init_std, found.model.scaled_init) == (0.021, True)
     assert (found.optim.eps, found.optim.decay_steps) == (1e-5, 480_000)
     assert found.optim.decay_norms_and_biases
     assert (found.train.precision, found.parallel.zero) == ("bf16_sr", 0)

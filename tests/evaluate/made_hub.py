@@ -138,16 +138,6 @@ def _piqa(_: str, i: int) -> Row:
     }
 
 
-def _siqa(_: str, i: int) -> Row:
-    answers = zip(("answerA", "answerB", "answerC"), _mixed(i, 3), strict=True)
-    return {
-        "context": f"Ann painted door {i}.",
-        "question": "Which colour did she take?",
-        **dict(answers),
-        "label": str(1 + i % 3),
-    }
-
-
 def _hellaswag(_: str, i: int) -> Row:
     return {
         "ind": i,
@@ -191,16 +181,6 @@ def _openbookqa(_: str, i: int) -> Row:
     }
 
 
-def _commonsense_qa(_: str, i: int) -> Row:
-    return {
-        "id": str(i),
-        "question": f"Which colour has car {i}?",
-        "question_concept": "car",
-        "choices": _lettered(i, 5),
-        "answerKey": "ABCDE"[i % 5],
-    }
-
-
 def _nq_open(_: str, i: int) -> Row:
     return {"question": f"what colour is the flag of land {i}", "answer": _mixed(i, 2)}
 
@@ -238,18 +218,6 @@ def _super_glue(part: str, i: int) -> Row:
         "span2_text": "it",
         "idx": i,
         "label": i % 2,
-    }
-
-
-def _squad(_: str, i: int) -> Row:
-    (colour,) = _mixed(i, 1)
-    return {
-        "doc_id": str(i),
-        "title": "Houses",
-        "context": f"House {i} is {colour}.",
-        "question": f"What colour is house {i}?",
-        "text": f" House {i} is {colour}. The colour of house {i} is ",
-        "value": f" {colour} ",
     }
 
 
@@ -310,10 +278,7 @@ ROWS: dict[str, Callable[[str, int], Row]] = {
     "baber/piqa": _piqa,
     "cais/mmlu": _mmlu,
     "google-research-datasets/nq_open": _nq_open,
-    "hazyresearch/based-squad": _squad,
-    "lighteval/siqa": _siqa,
     "mandarjoshi/trivia_qa": _trivia_qa,
     "openai/gsm8k": _gsm8k,
     "openai/openai_humaneval": _humaneval,
-    "tau/commonsense_qa": _commonsense_qa,
 }

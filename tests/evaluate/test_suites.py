@@ -17,6 +17,7 @@ from slurmllm.evaluate.plot import draw
 from slurmllm.evaluate.request import task_key
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable, score_tables
 from slurmllm.evaluate.suites import (
+    AVERAGE,
     LocatedSuite,
     SuiteTask,
     find_suite,
@@ -81,6 +82,56 @@ def test_shipped_suites_are_sound() -> None:
                 assert all(
                     0 < error < reference.figures[group][row] for row, error in errors.items()
                 )
+
+
+# AWS's post "End-to-end LLM training on instance clusters with over 100 nodes using AWS Trainium":
+# row, shots, metric, and for HLAT 7B and OpenLLaMA 2 7B the score and its standard error, percent.
+HLAT_TABLE = """
+MMLU                           5 accuracy              41.318 3.602 41.075 3.611
+BBH                            3 multiple_choice_grade 36.565 1.845 35.502 1.861
+common reasoning               0 accuracy              56.152 1.194 56.893 1.195
+common reasoning, normalized   0 accuracy_norm         59.455 1.206 61.262 1.190
+world knowledge                5 exact_match           38.846 0.534 37.023 0.520
+reading comprehension          0 accuracy              72.508 0.781 72.416 0.782
+math                           8 accuracy               9.401 0.804  5.231 0.613
+code                           0 pass@1                 7.62  -      9.06  -
+code                           0 pass@10               19.83  -     23.58  -
+code                           0 pass@100              34.15  -     40.24  -
+"""
+METRICS = {
+    "accuracy": {"acc", "exact_match,strict-match"}, "accuracy_norm": {"acc_norm"},
+    "multiple_choice_grade": {"exact_match,get-answer"},  # the one metric that differs
+}  # fmt: skip
+
+
+def test_hlat_has_the_rows_of_the_post_and_of_the_page() -> None:
+    suite = find_suite("hlat").suite
+    references = {one.model: one for one in suite.references}
+    page = []
+    for line in HLAT_TABLE.strip().splitlines():
+        name, (shots, metric, *figures) = line[:30].strip(), line[30:].split()
+        (group,) = [one for one in suite.groups if one.name == name]
+        tasks = [one for one in group.tasks if name != "code" or one.metric == metric]
+        assert {one.shots for one in tasks} == {int(shots)}
+        (ours,) = {one.metric for one in tasks}
+        assert ours in METRICS.get(metric, {metric})
+        row = AVERAGE if group.average else tasks[0].title
+        cells = []
+        for model, published in zip(
+            ("HLAT 7B", "OpenLLaMA 2 7B of AWS"), (figures[:2], figures[2:]), strict=True
+        ):
+            score = references[model].figures[name][row]
+            error = references[model].errors.get(name, {}).get(row)
+            assert score == pytest.approx(float(published[0]) / 100)
+            assert (error is None) == (published[1] == "-")
+            assert error is None or error == pytest.approx(float(published[1]) / 100)
+            cells.append(f"{score}" if error is None else f"{score} ± {error}")
+        named = ", ".join(dict.fromkeys(one.task for one in tasks))
+        page.append(f"| {name} | {named} | {shots} | {ours} | {' | '.join(cells)} |")
+    text = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text()
+    assert "\n".join(page) in text
+    shown = {one.name for one in suite.groups} - {"held-out text"}
+    assert shown == {line[:30].strip() for line in HLAT_TABLE.strip().splitlines()}
 
 
 def test_all_faults_at_once(tmp_path: Path) -> None:

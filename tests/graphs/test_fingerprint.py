@@ -74,6 +74,7 @@ def test_nodes_count_where_the_graphs_or_the_threads_hold_them() -> None:
         ("env.FI_PROVIDER=tcp", False), ("train.seed=5", False),
         ("env.NEURON_RT_EXEC_TIMEOUT=7", False), ("train.z_loss=1e-4", True),
         ("optim.decay_start=9000", False), ("optim.decay=constant", False),
+        ("optim.step_count=from_1", False),
     ],
 )  # fmt: skip
 def test_what_changes_graphs_on_neuron_devices(override: str, changes: bool) -> None:

@@ -15,7 +15,7 @@ from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import resolve
 from slurmllm.model.decoder import build_model
-from slurmllm.model.init import initialize, normal
+from slurmllm.model.init import initialize, normal, standard_deviation
 from slurmllm.plan.parameters import parameters
 
 pytestmark = pytest.mark.numerics
@@ -111,6 +111,42 @@ def test_meta_construction_takes_no_memory() -> None:
     tensors = [*model.parameters(), *model.buffers()]
     assert all(tensor.is_meta for tensor in tensors)
     assert sum(p.numel() for p in model.parameters()) == parameters(config) > 20e9
+
+
+def expected_norm(config: ModelConfig) -> float:
+    """The parameter norm at step 0: norms' weights are 1, biases 0, matrices sqrt(size) · std."""
+    with torch.device("meta"):
+        named = list(build_model(config).named_parameters())
+    squares = 0.0
+    for name, parameter in named:
+        matrix = parameter.dim() > 1
+        std = standard_deviation(config, name) if matrix else float(name.endswith("norm.weight"))
+        squares += parameter.numel() * std**2
+    return math.sqrt(squares)
+
+
+def test_initial_parameter_norm_of_hlat() -> None:
+    """AWS's post on HLAT reports an initial parameter norm of around 1,600."""
+    config = resolve("llama2_7b").recipe.model
+    elements = 32 * (3 * 4096**2 + 2 * 4096 * 11008) + 2 * 32000 * 4096
+    scaled = 32 * (4096**2 + 4096 * 11008) / (2 * 32)
+    by_hand = math.sqrt((elements + scaled) * 0.021**2 + (2 * 32 + 1) * 4096)
+    assert expected_norm(config) == pytest.approx(by_hand, rel=1e-12)
+    assert by_hand == pytest.approx(1542, abs=0.5)
+    paper = expected_norm(config.model_copy(update={"init_std": 0.02}))
+    assert paper == pytest.approx(1477, abs=0.5)
+
+    small = config.model_copy(
+        update={
+            "num_layers": 3, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 4,
+            "ffn_hidden_size": 688, "vocab_size": 2000,
+        }
+    )  # fmt: skip
+    model = build_model(small)
+    initialize(model, small, seed=1234)
+    norm = math.sqrt(sum(float(p.detach().double().pow(2).sum()) for p in model.parameters()))
+    # 3 million normal numbers: the norm's relative standard error is 1 / sqrt(2 · 3e6) = 4e-4.
+    assert norm == pytest.approx(expected_norm(small), rel=2e-3)
 
 
 def test_vocabulary_is_padded() -> None:

@@ -94,7 +94,7 @@ TRIED = (
     ("llama2_70b", 1),
     ("llama2_70b", 1, "parallel.pipeline=1"),
     ("neox_20b", 1, "parallel.tensor=1", "parallel.zero=0"),
-    ("pythia_6.9b", 1, "train.activation_checkpointing=none", "train.micro_batch=8"),
+    ("pythia_6.9b", 1, "train.activation_checkpointing=none", "train.micro_batch=16"),
     ("neox_20b", 3, "parallel.pipeline=4", "parallel.tensor=8", "train.micro_batch=4"),
 )
 

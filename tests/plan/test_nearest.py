@@ -47,18 +47,18 @@ def test_a_batch_on_either_side_of_what_the_nodes_cannot_share(nodes: int) -> No
     config = resolve("neox_20b")
     unsupported = load_environment("nxd").unsupported
     batches = [one for one in near(config, nodes) if "global_batch" in one.options[1]]
-    below, above = (one.best.mesh.global_batch for one in batches)
+    below, above = (one.best.mesh.global_batch for one in batches[:2])  # a third: farther, faster
     assert below < 256 < above
     for batch in range(below, above + 1):
         changed = resolve("neox_20b", overrides=[f"train.global_batch={batch}"])
         assert bool(search(changed, nodes, unsupported).fitting) == (batch in (below, above))
-    for one, percent in zip(batches, (256 - below, above - 256), strict=True):
+    for one, percent in zip(batches[:2], (256 - below, above - 256), strict=True):
         assert str(one).startswith(f"--set {one.options[1]}: {100 * percent / 256:.2g} % ")
 
 
 def test_the_issue_s_batch_of_264_on_12_nodes() -> None:
     lines = list(map(str, near(resolve("neox_20b"), 12)))
-    assert re.match(r"--set train.global_batch=264: 3.1 % more sequences a step, on 12", lines[3])
+    assert re.match(r"--set train.global_batch=264: 3.1 % more sequences a step, on 12", lines[-1])
     assert re.match(r"--nodes 16: 33 % more nodes; [\d.]+ seq/s predicted$", lines[1])
 
 

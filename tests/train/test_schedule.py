@@ -51,6 +51,29 @@ def test_decay_may_end_before_training_and_after_it() -> None:
     assert learning_rate(optim(decay_steps=210), 110, 110) == pytest.approx(0.55)
 
 
+def test_step_counts_of_nemo_and_of_transformers() -> None:
+    """Both frameworks' formulas, with their count of finished steps, from 0 to 109."""
+
+    def nemo(done: int) -> float:  # CosineAnnealing of nemo/core/optim/lr_scheduler.py
+        if done <= 10:
+            return (done + 1) / (10 + 1)
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (done - 10) / (110 - 10)))
+
+    def transformers(done: int) -> float:  # get_linear_schedule_with_warmup
+        return done / 10 if done < 10 else (110 - done) / (110 - 10)
+
+    rates = [learning_rate(optim(step_count="nemo"), 110, done + 1) for done in range(110)]
+    assert rates == pytest.approx([nemo(done) for done in range(110)], rel=1e-14)
+    linear = optim(step_count="transformers", decay="linear", min_lr=0.0)
+    rates = [learning_rate(linear, 110, done + 1) for done in range(110)]
+    assert rates == pytest.approx([transformers(done) for done in range(110)], rel=1e-13, abs=1e-15)
+    for count in ("nemo", "transformers"):
+        assert learning_rate(optim(step_count=count, warmup_steps=0), 110, 1) == 1.0
+        late = optim(step_count=count, decay_start=70, decay_steps=90)
+        assert [learning_rate(late, 110, step) for step in (71, 91, 110)] == [1.0, 0.1, 0.1]
+        assert learning_rate(late, 110, 72) < 1.0
+
+
 @pytest.mark.parametrize(
     ("decay", "left"),
     [

@@ -224,7 +224,8 @@ def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -
     ]
 
 
-_SCHEDULE = {"min_lr", "warmup_steps", "warmup_ratio", "decay", "decay_start", "decay_steps"}
+_SCHEDULE = {"min_lr", "warmup_steps", "warmup_ratio", "step_count"}
+_SCHEDULE |= {"decay", "decay_start", "decay_steps"}
 
 
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:

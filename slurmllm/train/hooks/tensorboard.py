@@ -76,7 +76,7 @@ _FROM_RECIPE = (
     *("train.steps", "train.global_batch", "train.seed", "train.precision"),
     *("train.activation_checkpointing", "train.z_loss"),
     *("optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.warmup_ratio"),
-    *("optim.decay", "optim.decay_start", "optim.decay_steps"),
+    *("optim.step_count", "optim.decay", "optim.decay_start", "optim.decay_steps"),
     *("optim.betas", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
     *("parallel.sequence", "parallel.zero"),
 )
