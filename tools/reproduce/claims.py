@@ -1,0 +1,175 @@
+"""The claims of the four source documents (claims.yaml), and what this project prints for each.
+
+    python tools/reproduce claims                  list them
+    python tools/reproduce claims --run N3 L14     run the commands of some, compare the output
+    python tools/reproduce claims --all            run all: about an hour
+    python tools/reproduce claims --write          write the table of docs/reproduce.md again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIMS = Path(__file__).parent / "claims.yaml"
+PAGE = ROOT / "docs" / "reproduce.md"
+VERDICTS = ("works", "on CPU", "predicted", "needs Trainium")
+_HEADING = "| | claim | command | prints | verdict |"
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a source document.
+
+    Attributes:
+        id: Letter of the document and number in it.
+        prints: Part of the command's output. `…` stands for any text, a space for any blanks.
+        tolerance: Relative, for the numbers of `prints`.
+        seconds: How long the command takes on two cores, about.
+    """
+
+    id: str
+    claim: str
+    command: str
+    prints: str
+    verdict: str
+    seconds: int
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Document:
+    """A source document and its claims."""
+
+    title: str
+    url: str
+    claims: Sequence[Claim]
+
+
+def read_claims(path: Path = CLAIMS) -> Mapping[str, Document]:
+    """Return the source documents by their letter."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {
+        letter: Document(
+            values["title"],
+            values["url"],
+            [Claim(f"{letter}{i}", **row) for i, row in enumerate(values["claims"], 1)],
+        )
+        for letter, values in content.items()
+    }
+
+
+def is_printed(prints: str, output: str, tolerance: float = 0.0) -> bool:
+    """Whether `output` has the text `prints`, with numbers within a relative tolerance."""
+    expected = [_value(number) for number in _NUMBER.findall(prints)]
+    words = [
+        ".*?" if word == "…" else _NUMBER.pattern.join(map(re.escape, _NUMBER.split(word)))
+        for word in re.sub("…", " … ", prints).split()
+    ]
+    pattern = re.compile(
+        r"\s*".join(words).replace(_NUMBER.pattern, f"({_NUMBER.pattern})"), re.DOTALL
+    )
+    start = 0
+    while match := pattern.search(output, start):
+        values = map(_value, match.groups())
+        if all(abs(a - b) <= tolerance * abs(b) for a, b in zip(values, expected, strict=True)):
+            return True
+        start = match.start() + 1
+    return False
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def table(documents: Mapping[str, Document]) -> str:
+    """Return the table of docs/reproduce.md, in Markdown."""
+    lines = [_HEADING, "|---|---|---|---|---|"]
+    for document in documents.values():
+        lines.append(f"| | **[{document.title}]({document.url})** | | | |")
+        for claim in document.claims:
+            cells = [claim.id, claim.claim, f"`{claim.command}`", f"`{claim.prints}`"]
+            cells = [cell.replace("|", r"\|") for cell in cells]
+            lines.append(f"| {' | '.join([*cells, claim.verdict])} |")
+    return "\n".join(lines)
+
+
+def write_table(documents: Mapping[str, Document], page: Path = PAGE) -> None:
+    """Replace the table of the page."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    start = lines.index(_HEADING)
+    end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
+    lines[start:end] = table(documents).splitlines()
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def run_claim(claim: Claim) -> tuple[bool, str]:
+    """Run a claim's command; return whether it prints what it should, and its output."""
+    program, *arguments = shlex.split(claim.command)
+    command = {
+        "slurmllm": [sys.executable, "-m", "slurmllm"],
+        "pytest": [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        "python": [sys.executable],
+    }[program]
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    output = done.stdout + done.stderr
+    return not done.returncode and is_printed(claim.prints, output, claim.tolerance), output
+
+
+def main(arguments: Sequence[str]) -> int:
+    """List or run claims; returns 1 if one is not printed."""
+    parser = argparse.ArgumentParser(
+        prog="reproduce claims",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--run", nargs="+", metavar="ID", default=[])
+    parser.add_argument("--all", action="store_true", help="run all")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/reproduce.md")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the whole output")
+    options = parser.parse_args(arguments)
+    documents = read_claims()
+    claims = {claim.id: claim for document in documents.values() for claim in document.claims}
+    unknown = [name for name in options.run if name not in claims]
+    if unknown:
+        parser.error(f"no claim {', '.join(unknown)}; there are {', '.join(claims)}")
+    if options.write:
+        write_table(documents)
+        return 0
+    results = list(_run(list(claims.values()) if options.all else [claims[i] for i in options.run]))
+    if options.json:
+        rows = results or [{"id": claim.id, **vars(claim)} for claim in claims.values()]
+        print(json.dumps(rows, indent=1))
+    elif not results:
+        for claim in claims.values():
+            print(f"{claim.id:4} {claim.verdict:14} {claim.claim}: {claim.command}")
+    else:
+        print(f"{sum(row['ok'] for row in results)} of {len(results)} print what the table has")
+    return int(any(not row["ok"] for row in results))
+
+
+def _run(claims: Sequence[Claim]) -> Iterator[dict[str, object]]:
+    for claim in claims:
+        start = time.monotonic()
+        ok, output = run_claim(claim)
+        seconds = time.monotonic() - start
+        print(f"{claim.id:4} {'pass' if ok else 'FAIL'} {seconds:5.0f} s  {claim.claim}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        if not ok:
+            print(f"     {claim.command}\n     expected {claim.prints!r} in\n{output[-3000:]}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+        yield {"id": claim.id, "ok": ok, "seconds": round(seconds, 1), "output": output}
