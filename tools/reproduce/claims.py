@@ -36,7 +36,7 @@ class Claim:
     Attributes:
         id: Letter of the document and number in it.
         prints: Part of the command's output. `…` stands for any text, a space for any blanks.
-        tolerance: Relative, for the numbers of `prints`.
+        tolerance: Relative, for the numbers of `prints`, which then has no `…`.
         seconds: How long the command takes on two cores, about.
     """
 
@@ -73,21 +73,27 @@ def read_claims(path: Path = CLAIMS) -> Mapping[str, Document]:
 
 def is_printed(prints: str, output: str, tolerance: float = 0.0) -> bool:
     """Whether `output` has the text `prints`, with numbers within a relative tolerance."""
-    expected = [_value(number) for number in _NUMBER.findall(prints)]
     words = [
-        ".*?" if word == "…" else _NUMBER.pattern.join(map(re.escape, _NUMBER.split(word)))
-        for word in re.sub("…", " … ", prints).split()
+        ".*?" if word == "…" else _pattern(word, tolerance)
+        for word in prints.replace("…", " … ").split()
     ]
-    pattern = re.compile(
-        r"\s*".join(words).replace(_NUMBER.pattern, f"({_NUMBER.pattern})"), re.DOTALL
+    # Not from or to the middle of a number.
+    text = r"\s*".join(words)
+    pattern = re.compile(rf"(?<![\d.,]){text}(?!\d)", re.DOTALL)
+    expected = [_value(number) for number in _NUMBER.findall(prints)]
+    return any(
+        all(
+            abs(_value(number) - value) <= tolerance * abs(value)
+            for number, value in zip(match.groups(), expected, strict=bool(tolerance))
+        )
+        for match in pattern.finditer(output)
     )
-    start = 0
-    while match := pattern.search(output, start):
-        values = map(_value, match.groups())
-        if all(abs(a - b) <= tolerance * abs(b) for a, b in zip(values, expected, strict=True)):
-            return True
-        start = match.start() + 1
-    return False
+
+
+def _pattern(word: str, tolerance: float) -> str:
+    if not tolerance:
+        return re.escape(word)
+    return f"({_NUMBER.pattern})".join(map(re.escape, _NUMBER.split(word)))
 
 
 def _value(number: str) -> float:
