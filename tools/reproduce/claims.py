@@ -1,9 +1,9 @@
 """The claims of the four source documents (claims.yaml), and what this project prints for each.
 
-    python tools/reproduce claims                  list them
-    python tools/reproduce claims --run N3 L14     run the commands of some, compare the output
-    python tools/reproduce claims --all            run all: about an hour
-    python tools/reproduce claims --write          write the table of docs/reproduce.md again
+python tools/reproduce claims                  list them
+python tools/reproduce claims --run N3 L14     run the commands of some, compare the output
+python tools/reproduce claims --all            run all: about an hour
+python tools/reproduce claims --write          write the table of docs/reproduce.md again
 """
 
 from __future__ import annotations
