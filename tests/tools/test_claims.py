@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -18,10 +17,9 @@ TWO_CORES_S = 3600  # all commands together
 
 
 @pytest.fixture(autouse=True)
-def _tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
     # After tests/, which has packages of the same names as tools/.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tools")])
-    yield
 
 
 def test_the_table_of_the_page() -> None:
@@ -65,7 +63,7 @@ def test_every_command_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prints", "output", "tolerance", "found"),
+    ("prints", "output", "tolerance", "printed"),
     [
         ("1 passed", "1 passed in 2.1s", 0.0, True),
         ("1 passed", "11 passed in 2.1s", 0.0, False),
@@ -79,10 +77,10 @@ def test_every_command_exists() -> None:
         ("31,317 node hours", "31,000 node hours", 0.02, True),
     ],
 )
-def test_what_is_printed(prints: str, output: str, tolerance: float, found: bool) -> None:
+def test_what_is_printed(prints: str, output: str, tolerance: float, printed: bool) -> None:
     from reproduce.claims import is_printed
 
-    assert is_printed(prints, output, tolerance) == found
+    assert is_printed(prints, output, tolerance) == printed
 
 
 def test_a_claim_that_is_not_printed(
@@ -98,9 +96,9 @@ def test_a_claim_that_is_not_printed(
     monkeypatch.setattr(claims, "read_claims", lambda: {"N": document})
     assert claims.main(["--run", "N1"]) == 0
     assert claims.main(["--all"]) == 1
-    out, error = capsys.readouterr()
+    out = capsys.readouterr().out
     assert "1 of 2 print what the table has" in out
-    assert "expected 'family: llama'" in error
+    assert "expected 'family: llama'" in out
     with pytest.raises(SystemExit):
         claims.main(["--run", "N9"])
     assert "no claim N9; there are N1, N2" in capsys.readouterr().err

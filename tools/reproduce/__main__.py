@@ -3,7 +3,7 @@
     python tools/reproduce FIGURE… [--out DIR] [--runs-dir DIR] [--json]
     python tools/reproduce all
     python tools/reproduce --list
-    python tools/reproduce claims [--run ID… | --all | --write] [--json]
+    python tools/reproduce claims [--run ID… | --all | --write]
 
 A figure trains the runs that it needs by `slurmllm submit --local`, unless they are complete, and
 draws by slurmllm's own verbs; each command is printed. Figures of published rows train nothing.

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from reproduce.runs import TrainingError, slurmllm
 from slurmllm.drill.injector import signal_worker
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.rundir import RunDir
-
-from reproduce.runs import TrainingError, slurmllm
 
 Shown = list[tuple[str, str]]  # commands and what they printed
 

@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from slurmllm.errors import SlurmllmError
-
 from reproduce import demonstrations, published, runs
 from reproduce.runs import RunSpec
+from slurmllm.errors import SlurmllmError
 
 CATALOGUE = Path(__file__).parent / "figures.yaml"
 
