@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_list_and_unknown_figures() -> None:
 
 
 def test_the_catalogue_holds_together() -> None:
-    from reproduce import published
+    from reproduce import demonstrations, published
     from reproduce.figures import read_catalogue
 
     from slurmllm.cli.main import cli
@@ -125,8 +126,10 @@ def test_the_catalogue_holds_together() -> None:
     used, verbs = set(), {*cli.list_commands(click.Context(cli))}
     for figure in catalogue.figures.values():
         assert figure.post in catalogue.posts
-        assert bool(figure.commands) != bool(figure.published)
+        shown_by = (figure.published, figure.demonstration)
+        assert bool(figure.commands) + sum(map(bool, shown_by)) == 1
         assert figure.published is None or callable(getattr(published, figure.published))
+        assert figure.demonstration is None or getattr(demonstrations, figure.demonstration)
         for run in figure.runs:
             assert any(run in command.split() for command in figure.commands)
         assert {command.split()[0] for command in figure.commands} <= verbs
@@ -140,7 +143,7 @@ def test_the_page_has_each_figure_with_its_command() -> None:
     page = (DOCS / "reproduce.md").read_text(encoding="utf-8")
     for name, figure in read_catalogue().figures.items():
         assert f"$ python tools/reproduce {name}\n" in page, name
-        if figure.picture:
+        if figure.picture and not figure.demonstration:
             picture = f"images/reproduce/{name}.png"
             assert f"]({picture})" in page
             assert (DOCS / picture).stat().st_size < 120_000
@@ -188,3 +191,11 @@ def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "error: one: slurmllm submit tiny_neox failed" in done.stderr
     assert "optim.lrr: unknown field" in done.stderr
+
+
+def test_a_frozen_worker_is_missed(tmp_path: Path) -> None:
+    done = reproduce("watchdog", "--runs-dir", str(tmp_path), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\n0 .* 1–2\d .* hang +requeue +no progress for 3 s .* rank 1: ", done.stdout)
+    assert re.search(r"\n1 .* 21–60 .* done +finish", done.stdout)
+    assert "attempt 0, rank 1, differs from the others\nno answer; state T" in done.stdout

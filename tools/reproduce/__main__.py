@@ -3,6 +3,7 @@
     python tools/reproduce FIGURE… [--out DIR] [--runs-dir DIR] [--json]
     python tools/reproduce all
     python tools/reproduce --list
+    python tools/reproduce claims [--run ID… | --all | --write]
 
 A figure trains the runs that it needs by `slurmllm submit --local`, unless they are complete, and
 draws by slurmllm's own verbs; each command is printed. Figures of published rows train nothing.
@@ -23,11 +24,15 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+from reproduce import claims
 from reproduce.figures import Catalogue, FigureError, draw_figure, read_catalogue
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Draw the figures named; returns 1 if one could not be drawn."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["claims"]:
+        return claims.main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="reproduce",
         description=__doc__,

@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from reproduce import published, runs
+from reproduce import demonstrations, published, runs
 from reproduce.runs import RunSpec
+from slurmllm.errors import SlurmllmError
 
 CATALOGUE = Path(__file__).parent / "figures.yaml"
 
@@ -32,6 +33,7 @@ class Figure:
         runs: Names of the runs that it shows.
         commands: Verbs of slurmllm with their arguments; `{out}` and `{name}` are replaced.
         published: A function of published.py that draws it instead.
+        demonstration: A function of demonstrations.py that shows it instead; there is no picture.
         picture: The file that the commands write; empty: none, the figure is a table.
     """
 
@@ -40,6 +42,7 @@ class Figure:
     runs: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     published: str | None = None
+    demonstration: str | None = None
     picture: str = "{out}/{name}.png"
 
 
@@ -86,8 +89,12 @@ def draw_figure(
         command = f"python tools/reproduce {name} --out {out}"
         return {"commands": [command], "output": [text], "picture": picture}
     try:
+        if figure.demonstration is not None:
+            shown = getattr(demonstrations, figure.demonstration)(runs_dir.absolute())
+            texts = {"commands": [command for command, _ in shown]}
+            return {**texts, "output": [text for _, text in shown], "picture": ""}
         runs.train_missing(catalogue.runs, figure.runs, catalogue.common, runs_dir, steps)
-    except runs.TrainingError as error:
+    except (runs.TrainingError, SlurmllmError) as error:
         raise FigureError(str(error)) from error
     commands = [command.format(out=out, name=name) for command in figure.commands]
     output = [_call(command, runs_dir) for command in commands]

@@ -73,7 +73,7 @@ def _train(
     run = RunDir(runs_dir / name)
     if run.config.is_file():
         if _state(name, runs_dir) != "done":
-            _slurmllm("resume", name, "--local", "--runs-dir", str(runs_dir))
+            slurmllm("resume", name, "--local", "--runs-dir", str(runs_dir))
         return
     settings = [*common, *spec.set, *spec.also]
     if spec.corpus == "smoke":
@@ -87,15 +87,15 @@ def _train(
     command = ["submit", spec.recipe, "--local", "--name", name, "--nodes", str(spec.nodes)]
     for setting in settings:
         command += ["--set", setting]
-    _slurmllm(*command, "--runs-dir", str(runs_dir))
+    slurmllm(*command, "--runs-dir", str(runs_dir))
 
 
 def _state(name: str, runs_dir: Path) -> str:
-    text = _slurmllm("status", name, "--json", "--runs-dir", str(runs_dir))
+    text = slurmllm("status", name, "--json", "--runs-dir", str(runs_dir))
     return str(json.loads(text)["state"])
 
 
-def _slurmllm(*arguments: str) -> str:
+def slurmllm(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "slurmllm", *arguments], check=False, capture_output=True, text=True
     )
@@ -119,7 +119,7 @@ def smoke_corpus(folder: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         tokenizer.write_text(train_tokenizer(texts, 400), encoding="utf-8")
-        _slurmllm("data", "build", str(source), "--out", str(corpus))
+        slurmllm("data", "build", str(source), "--out", str(corpus))
     return [f"data.corpus={corpus.absolute()}", f"data.tokenizer={tokenizer.absolute()}"]
 
 
