@@ -258,10 +258,13 @@ def test_recorded_precisions_are_not_overruled(runs: dict[str, Floats], make_run
         directory = make_run(name, rows)
         paths.append(directory.path)
         directory.config.write_text(yaml.safe_dump({"train": {"precision": name}}))
-    paths = [Path("runs") / name for name in ("bf16_mixed", "bf16_sr")]
-    answer = json.loads(run(*paths, "--json").stdout)
+    result = run(*paths, "--json")
+    assert result.stdout, result.exception
+    answer = json.loads(result.stdout)
     assert (answer["basis"]["kind"], answer["verdict"]) == ("precision", "match")
-    typed = json.loads(run(*paths, "--json", "--tolerance", "1e-3").stdout)
+    result = run(*paths, "--json", "--tolerance", "1e-3")
+    assert result.stdout, result.exception
+    typed = json.loads(result.stdout)
     assert typed["basis"]["kind"] == "tolerance"
     wrong = run(*paths, "--precision", "fp32,bf16_sr")
     assert "A (bf16_mixed) was trained in bf16_mixed" in str(wrong.exception)
