@@ -42,6 +42,16 @@ _HEADINGS = (
     "Repeatable.",
 )  # fmt: skip
 @click.option(
+    "--as", "basis", type=click.Choice(["tolerance", "precision"]),
+    help="What may differ: no more than the tolerances, or the roundings of two precisions.  "
+    "[default: precision if both runs are recorded and differ in nothing else, else tolerance]",
+)  # fmt: skip
+@click.option(
+    "--precision", metavar="P,P…",
+    help="Precisions of A, B, … for --as precision: fp32, bf16_mixed, bf16_sr or bf16.  "
+    "[default: as recorded]",
+)  # fmt: skip
+@click.option(
     "--by", type=click.Choice(["step", "tokens", "samples"]), default="step", show_default=True,
     help="Axis by which the runs are aligned.",
 )  # fmt: skip
@@ -62,7 +72,8 @@ _HEADINGS = (
 def compare(
     ctx: click.Context, *, a: str, others: tuple[str, ...], tolerance: float | None,
     grad_norm_tolerance: float | None, require: Literal["identical", "match", "equivalent"] | None,
-    exact: bool, seeds: tuple[str, ...], by: Literal["step", "tokens", "samples"],
+    exact: bool, seeds: tuple[str, ...], basis: Literal["tolerance", "precision"] | None,
+    precision: str | None, by: Literal["step", "tokens", "samples"],
     tags: tuple[str, ...], patterns: tuple[str, ...], shifts: tuple[str, ...],
     from_step: int | None, to_step: int | None, plot: str | None, no_plot: bool,
     runs_dir: Path, as_json: bool,
@@ -103,6 +114,19 @@ def compare(
             raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
     if exact and require not in (None, "identical"):
         raise UserError(f"--exact requires identical runs; leave out --require {require}")
+    formats = (precision or "," * len(others)).split(",")
+    if len(formats) != 1 + len(others):
+        raise UserError(
+            f"--precision {precision}: give {1 + len(others)}, one for each of A, B, …, such as "
+            f"{','.join(['bf16_mixed'] + ['bf16_sr'] * len(others))}"
+        )
+    if precision is not None and basis == "tolerance":
+        raise UserError("--precision is for --as precision; leave out --as tolerance")
+    basis = "precision" if precision is not None else basis
+    if basis == "precision" and (exact or seeds):
+        raise UserError("--as precision excludes --exact and --seed; leave them out")
+    if basis is None and not tolerance is grad_norm_tolerance is None:
+        basis = "tolerance"  # the user's own limits
     if seeds and (exact or tolerance is not None or grad_norm_tolerance is not None):
         raise UserError(
             "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
@@ -142,9 +166,12 @@ def compare(
     comparisons = [
         stage.compare(
             *(curves[0], curve, tolerances), axis=by, from_step=from_step, to_step=to_step,
-            seeds=own, letter=letter, shifts=(moves[0], move),
+            seeds=own, letter=letter, basis=basis, shifts=(moves[0], move),
+            precisions=(formats[0], other),
         )
-        for curve, letter, move in zip(curves[1:], letters, moves[1:], strict=True)
+        for curve, letter, move, other in zip(
+            curves[1:], letters, moves[1:], formats[1:], strict=True
+        )
     ]  # fmt: skip
     if not no_plot:
         comparisons = _draw(curves, comparisons, plot, from_step, to_step, own)
@@ -194,6 +221,7 @@ def _draw(
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     from rich.text import Text
 
+    from slurmllm.compare.comparison import format_figure
     from slurmllm.tables import print_line, print_table
 
     print_line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
@@ -205,6 +233,15 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     speed = comparison.statistics.get("seq_per_s") or comparison.statistics.get("tokens_per_s")
     if speed is not None and speed.ratio is not None:
         print_line(f"throughput: {letter} at {speed.ratio:.3g} times that of A (median)")
+    basis = comparison.basis
+    if basis.precisions is not None:
+        limits = (
+            f"{name} {format_figure(metric.tolerance)} lasting and "
+            f"{format_figure(metric.scatter.allowed)} from point to point"
+            for name, metric in comparison.metrics.items()
+        )
+        which = " and ".join(basis.precisions)
+        print_line(f"band: precision ({which}; {basis.reason}): {', '.join(limits)}")
     print_line()
     color = "green" if comparison.match else "red"
     runs = "" if alone else f"A and {letter} "
@@ -266,7 +303,7 @@ def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     # The others have no tolerance: they do not decide the verdict.
     validation = [name for name in comparison.statistics if name.startswith("val_loss")]
-    for name in (*comparison.metrics, "param_norm", "lr", *validation):
+    for name in dict.fromkeys((*comparison.metrics, "param_norm", "lr", *validation)):
         one, metric = comparison.statistics.get(name), comparison.metrics.get(name)
         if one is None:
             continue

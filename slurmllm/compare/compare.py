@@ -22,6 +22,7 @@ from slurmllm.compare.causes import Cause, compare_skips, find_differences
 from slurmllm.compare.comparison import Comparison, MetricComparison, Tolerances
 from slurmllm.compare.diagnosis import explain
 from slurmllm.compare.divergence import DivergenceResult, detect_divergence
+from slurmllm.compare.precision_band import Limits, precision_basis, precision_limits
 from slurmllm.compare.seed_band import SeedBand
 from slurmllm.compare.statistics import Statistics, roughness, shared_noise, statistics
 from slurmllm.errors import RunError
@@ -53,6 +54,8 @@ def compare(
     seeds: Sequence[Curve] = (),
     letter: str = "B",
     shifts: tuple[int | None, int | None] = (None, None),
+    basis: comparison.BasisKind | None = None,
+    precisions: tuple[str, str] = ("", ""),
 ) -> Comparison:
     """Compare two curves at their common points.
 
@@ -62,9 +65,13 @@ def compare(
         to_step: Last step to compare, included; None: all.
         seeds: More runs of A's training with other seeds: their spread is the tolerance then.
         shifts: What to add to the steps of A and B; None: by their formats and values.
+        basis: `precision` or `tolerance`; None: `precision` if both runs are recorded and nothing
+            else can have made the curves differ.
+        precisions: Of A and B; empty: as recorded.
 
     Raises:
         RunError: no point in common, no loss, or the positions on the axis are unknown.
+        UserError: a precision that the basis needs is unknown.
     """
     tolerances = tolerances or Tolerances()
     for curve in (a, b):
@@ -82,7 +89,23 @@ def compare(
     warnings = comparison.warnings_of(alignment, points)
     if tolerances.exact:
         warnings += comparison.precision_warnings((a, b), letter)
-    compared = {name: points[name] for name in METRICS if name in points}
+    # Seeds allow for another seed.
+    settings = [
+        setting
+        for setting in find_differences(a, b, alignment)
+        if not seeds or setting.kind != "seed"
+    ]
+    measure = comparison.Basis(
+        kind="exact" if tolerances.exact else "seeds" if seeds else "tolerance"
+    )
+    if measure.kind == "tolerance" and basis != "tolerance":
+        asked = basis == "precision" or any(precisions)
+        measure = precision_basis((a, b), precisions, settings, asked, letter) or measure
+    names = METRICS if measure.precisions is None else (*METRICS, "param_norm")
+    compared = {name: points[name] for name in names if name in points}
+    limits = {name: Limits(tolerances.of(name)) for name in compared}
+    if measure.precisions is not None:
+        limits = precision_limits(a, measure.precisions, compared, differences, tolerances)
     band: comparison.Band | None = None
     if seeds:
         of_seeds = SeedBand(a, [shift_steps(one, matched[0].shift) for one in seeds], axis)
@@ -97,7 +120,7 @@ def compare(
     changed = min((step for step in changes if step is not None), default=math.inf)
     metrics = {
         name: compare_metric(
-            *(one, shown_differences[name], described[name], tolerances.of(name), changed),
+            *(one, shown_differences[name], described[name], limits[name], changed),
             exact=bit_identical(shown[name].a, shown[name].b) if tolerances.exact else None,
             interpolated=alignment.method == "interpolated",
             band=None if band is None else band.metrics[name],
@@ -112,10 +135,6 @@ def compare(
     elif band is not None or any(metric.scattered for metric in metrics.values()):
         verdict = "equivalent"
     match = verdict != "differ"
-    # The band allows for another seed.
-    settings = [
-        one for one in find_differences(a, b, alignment) if band is None or one.kind != "seed"
-    ]
     causes: tuple[Cause, ...] = ()
     if not match or (verdict == "equivalent" and band is None):
         onsets = [one.onset_step for one in metrics.values() if one.onset_step is not None]
@@ -128,7 +147,11 @@ def compare(
             letter=letter,
         )
     if match:
-        warnings += [f"the curves match although {one.text}" for one in settings if not one.weak]
+        warnings += [
+            f"the curves match although {setting.text}"
+            for setting in settings
+            if not setting.weak and setting.kind != measure.kind
+        ]
     data = None
     if a.data is not None and b.data is not None:
         skips = (one.text for one in compare_skips(a, b, letter))
@@ -143,13 +166,14 @@ def compare(
         bit_identical_to_step=identical_to,
         power={name: metric.power for name, metric in metrics.items()},
         reason=comparison.reason(
-            *(verdict, metrics, tolerances, band, () if match else causes, letter, identical_to)
+            *(verdict, metrics, measure, band, () if match else causes, letter, identical_to)
         ),
         causes=causes,
         diagnosis=None if match else comparison.Diagnosis.of(causes[0]),
         settings=tuple(one.text for one in settings),
         data=data,
         tolerance=tolerances,
+        basis=measure,
         a=_side(matched[0]),
         b=_side(matched[1]),
         steps_compared=len(alignment.steps),
@@ -213,20 +237,20 @@ def compare_metric(
     points: Points,
     signed: Floats,
     described: Statistics,
-    tolerance: float,
+    limits: Limits,
     changed: float,
     *,
     exact: Flags | None,
     interpolated: bool,
     band: comparison.BandOfMetric | None,
 ) -> MetricComparison:
-    """Apply the tolerance, or the band of seeds, to the points of a metric.
+    """Apply the limits, or the band of seeds, to the points of a metric.
 
     `signed` are their relative differences, `exact` the points that are the same if they must be,
     both as far as the logs have digits; `described` are their statistics; `changed` is the first
     step at which any metric differs; `band` is B's place in the band, None without seeds.
     """
-    steps, finite = points.steps, np.isfinite(signed)
+    steps, finite, tolerance = points.steps, np.isfinite(signed), limits.bias
     same = bit_identical(points.a, points.b)
     # Two NaNs have the same bits and yet do not match: neither run has a value there.
     beyond = ~finite | (np.abs(signed) > tolerance if exact is None else ~exact)
@@ -234,10 +258,11 @@ def compare_metric(
     result, shared = DivergenceResult(), None
     if finite.any():
         a, b, r = points.a[finite], points.b[finite], signed[finite]
-        rough = roughness(a, b) if interpolated else 0.0
+        rough = max(0.0, limits.scatter - tolerance) + (roughness(a, b) if interpolated else 0.0)
         shared = shared_noise(a, b, r)
-        known = 1.0 if shared is None else shared
-        identical = int(np.searchsorted(steps, changed))
+        known = 1.0 if shared is None else 0.0 if limits.unstable else shared
+        # After a change of precision there is noise.
+        identical = 0 if limits.scatter else int(np.searchsorted(steps, changed))
         result = detect_divergence(r, tolerance, rough, identical, known)
     at = steps[finite]
     rule: comparison.RuleName | None = result.rule
@@ -273,8 +298,11 @@ def compare_metric(
         rule=rule,
         noise=result.noise,
         bias=result.mean,
-        scattered=result.scattered and rule in (None, result.rule),
-        scatter=comparison.Scattering(size=result.noise, correlation=shared),
+        scattered=rule in (None, result.rule)
+        and (result.scattered or (limits.unstable and rule is None)),
+        scatter=comparison.Scattering(
+            size=result.noise, correlation=shared, allowed=max(tolerance, limits.scatter)
+        ),
         power=result.power if band is None else band.power,
         onset_step=None if rule is None else onset,
         lasting_departure_step=None if lasting is None else int(at[lasting.first]),

@@ -16,6 +16,7 @@ from slurmllm.records import Record
 
 Verdict = Literal["identical", "match", "equivalent", "differ"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # from the strongest
+BasisKind = Literal["tolerance", "precision", "seeds", "exact"]
 RuleName = Literal["not_finite", "exact", "pointwise", "lasting", "noise", "outlier", "band"]
 
 
@@ -30,7 +31,15 @@ class Tolerances(Record):
         """The relative tolerance of a metric; 0 if `exact`."""
         if self.exact:
             return 0.0
-        return self.loss if metric == "loss" else self.grad_norm
+        return self.grad_norm if metric == "grad_norm" else self.loss
+
+
+class Basis(Record):
+    """What a verdict is measured by."""
+
+    kind: BasisKind
+    reason: str = ""  # why the precisions are
+    precisions: tuple[str, str] | None = None  # of A and B; None unless the kind is `precision`
 
 
 class Side(Record):
@@ -63,6 +72,7 @@ class Scattering(Record):
     size: float | None  # as `noise`
     # Of the noise of A and B: 1 if their batches are the same, 0 if independent.
     correlation: float | None
+    allowed: float  # size up to which it is no difference of the runs
 
 
 class MetricComparison(Record):
@@ -156,6 +166,7 @@ class Comparison(Record):
     settings: tuple[str, ...]  # recorded settings that differ
     data: DataComparison | None  # None if a run has no data.json
     tolerance: Tolerances
+    basis: Basis
     a: Side
     b: Side
     steps_compared: int
@@ -180,7 +191,7 @@ def curve_letter(position: int) -> str:
 def reason(
     verdict: Verdict,
     metrics: Mapping[str, MetricComparison],
-    tolerances: Tolerances,
+    basis: Basis,
     band: Band | None,
     causes: Sequence[Cause],
     letter: str,
@@ -193,10 +204,12 @@ def reason(
         verb = "is" if len(metrics) == 1 else "are"
         return f"{' and '.join(metrics)} {verb} bit-identical at {steps}"
     if verdict != "differ":
-        if tolerances.exact:
+        if basis.kind == "exact":
             return f"{' and '.join(metrics)} are the same at {steps}, as far as both logs show it"
         if band is None:
             texts = [" and ".join(_describe_match(*item) for item in metrics.items())]
+            if basis.precisions is not None:
+                texts[0] = f"as {' and '.join(basis.precisions)}, {texts[0]}"
         else:
             spreads = [
                 f"{name} (spread {format_figure(metric.spread)} relative)"
@@ -208,7 +221,7 @@ def reason(
         texts.append(f"a lasting bias of {' or '.join(power)} would have been found")
     else:
         texts = [
-            _describe_divergence(name, metric, tolerances, band, letter)
+            _describe_divergence(name, metric, basis, band, letter)
             for name, metric in metrics.items()
             if metric.departs
         ]
@@ -245,7 +258,7 @@ def _describe_match(name: str, metric: MetricComparison) -> str:
 
 
 def _describe_divergence(
-    name: str, metric: MetricComparison, tolerances: Tolerances, band: Band | None, letter: str
+    name: str, metric: MetricComparison, basis: Basis, band: Band | None, letter: str
 ) -> str:
     if band is not None and metric.rule == "band":
         of_band = band.metrics[name]
@@ -265,7 +278,7 @@ def _describe_divergence(
     if metric.first_departure_rel_diff is None:
         return f"{name} {not_finite}"
     rule = f"tolerance {format_figure(metric.tolerance)}"
-    if tolerances.exact:
+    if basis.kind == "exact":
         rule = "bit-identical values required"
     step, size = metric.first_departure_step, metric.first_departure_rel_diff
     if metric.lasting_departure_rel_diff and metric.onset_step != step:

@@ -253,8 +253,9 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
                 label=label if alone else f"{each.label}, {label}",
             )  # fmt: skip
     for metric in metrics:
-        tolerance = drawn[0].comparison.tolerance.of(metric)
-        if tolerance > 0 and drawn[0].comparison.band is None:
+        first = drawn[0].comparison
+        tolerance = first.metrics[metric].tolerance if metric in first.metrics else 0.0
+        if tolerance > 0 and first.band is None:
             label = f"tolerance {in_figures(tolerance)}, {_LABELS[metric].split(' (')[0]}"
             style = (0, (5, 3))
             axes.axhline(

@@ -92,7 +92,7 @@ def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_ru
     assert set(answer) == {
         "verdict", "match", "reason", "causes", "data", "tolerance", "a", "b", "steps_compared",
         "first_step", "last_step", "only_in_a", "only_in_b", "metrics", "overlaps", "warnings",
-        "alignment", "band", "diagnosis", "settings", "statistics", "power",
+        "alignment", "band", "basis", "diagnosis", "settings", "statistics", "power",
         "bit_identical_to_step",
         "plot",
     }  # fmt: skip

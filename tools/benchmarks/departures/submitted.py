@@ -1,4 +1,4 @@
-"""Ten small runs by `slurmllm submit --local`, and what compare answers with all their records.
+"""Small runs by `slurmllm submit --local`, and what compare answers with all their records.
 
 One rank's backward pass is made wrong from a step on without a change to the package: a
 sitecustomize module, which Python imports by itself, scales the gradient that enters the backward
@@ -139,6 +139,9 @@ def train(runs: Path, steps: int, at: int) -> None:
     submit(runs, "bad_rank", full, nodes=2, environment=bad)
     submit(runs, "other_seed", full, "train.seed=7")
     submit(runs, "bf16", full, "train.precision=bf16")
+    submit(runs, "mixed", full, "train.precision=bf16_mixed")
+    submit(runs, "stochastic", full, "train.precision=bf16_sr")
+    submit(runs, "stochastic_lr", full, "train.precision=bf16_sr", "optim.lr=2.04e-3")
     submit(runs, "other_batch", full, "train.global_batch=16")
     submit(runs, "from_weights", full, weights)
     submit(runs, "shuffled", full, weights, "train.seed=99")
@@ -191,6 +194,15 @@ def cases(at: int) -> list[Case]:
         Case("another seed", "base", "other_seed", "seed", 1, equivalent=True),
         Case("bf16", "base", "bf16", "precision", 1),
         Case("the same, nothing recorded", "base-bare", "bf16-bare", "precision", 1),
+        Case("bf16_mixed and bf16_sr", "mixed", "stochastic", None, None),
+        Case(
+            "the same, learning rate 2 % higher",
+            "mixed",
+            "stochastic_lr",
+            "lr",
+            1,
+            options=("--as", "precision"),
+        ),
         Case("another global batch", "base", "other_batch", "batches", 1, 20),
         Case("shuffled data", "from_weights", "shuffled", "data", 1, equivalent=True),
         Case(
