@@ -378,7 +378,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             # A tokenized corpus may be named by the common prefix of its two files.
             prefix, rest = plugins.split_prefix(path)
             files = (Path(rest), Path(f"{rest}.idx"))
-            found = prefix is not None or any(file.is_file() for file in files)
+            found = prefix is not None or any(file.exists() for file in files)
             if path != STDLIB and not found:
                 raise DataError(f"{option}: {path!r} is not a file; name one that exists")
         if data.corpus is not None and config.recipe.eval.every_steps is not None:
