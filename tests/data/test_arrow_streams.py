@@ -115,11 +115,10 @@ def test_null_rows_and_batches_without_rows(tmp_path: Path, tokenizer: Path, kin
     table = pa.table({"text": column.cast(STRINGS[kind])})
     path = tmp_path / "n.arrow"
     with pa.ipc.new_stream(str(path), table.schema) as writer:
-        for begin, end in ((0, 0), (0, 3), (3, 3), (3, 4), (4, 4)):
-            writer.write_batch(table.slice(begin, end - begin).combine_chunks().to_batches()[0]
-                               if end > begin else table.schema.empty_table().to_batches()[0]
-                               if table.schema.empty_table().to_batches()
-                               else pa.RecordBatch.from_pylist([], schema=table.schema))  # fmt: skip
+        empty = pa.RecordBatch.from_pylist([], schema=table.schema)
+        for batch in (empty, *table.to_batches(max_chunksize=3)[:1], empty,
+                      *table.slice(3).to_batches(), empty):  # fmt: skip
+            writer.write_batch(batch)
     encoder = TokenEncoder(tokenizer)
     source = open_source(path, encoder, None)
     assert [len(whole(source, row)) for row in range(4)] == [
@@ -149,15 +148,15 @@ def test_truncated_streams(tmp_path: Path, tokenizer: Path) -> None:
         path.write_bytes(content[:size])
         with pytest.raises(DataError, match=r"cut\.arrow is not a complete Arrow file: ") as info:
             open_source(path, encoder, None)
-        reason = str(info.value).partition("Arrow file: ")[2].partition("; was it cut")[0]
-        reasons.add(" ".join(word for word in reason.split() if not word[0].isdigit()))
-        with pytest.raises(DataError, match="not a readable Arrow file|not an Arrow file"):
+        reasons.add(str(info.value).partition("Arrow file: ")[2])
+        with pytest.raises(DataError, match=r"not a readable Arrow file|not an Arrow file"):
             built(path)
         whole_batches = max(0, sum(begin <= size for begin in begins) - 2)
         documents, errors = built(path, skip_bad=True)
         assert documents == TEXTS[: 2 * whole_batches]
         assert len(errors) == 1
-    assert any("no end marker" in reason for reason in reasons)
+    for text in ("no end marker", "ends in the header of batch", "bytes of batch 2 are missing"):
+        assert any(text in reason for reason in reasons)
     path.write_bytes(content[: begins[3]])
     with pytest.raises(DataError, match=r"no end marker: it was cut off, .* 2 batches, 4 rows"):
         open_source(path, encoder, None)
@@ -181,9 +180,7 @@ def test_damage_in_a_later_batch(tmp_path: Path, tokenizer: Path) -> None:
     path.write_bytes(content[:at] + (1 << 20).to_bytes(8, "little") + content[at + 8 :])
     source = open_source(path, TokenEncoder(tokenizer), None)
     assert whole(source, 0)
-    with pytest.raises(
-        StorageError, match=r"document 161 of .* its batch cannot be read: .*length"
-    ):
+    with pytest.raises(StorageError, match=r"document 161 of .* batch cannot be read: .*length"):
         whole(source, 300)
 
 
