@@ -149,33 +149,37 @@ def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> No
 
 
 @checkpoint.command("import")
-@click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("source", metavar="DIR", type=click.Path())
 @out
 @dtype
 @shard_size
 @options.as_json
 def import_(
-    source: Path, out: str, dtype: torch.dtype | None, shard_size: int, as_json: bool
+    source: str, out: str, dtype: torch.dtype | None, shard_size: int, as_json: bool
 ) -> None:
     """Import the Hugging Face model folder DIR as a checkpoint.
 
+    DIR may be hf://ORG/NAME[@REVISION], a model of the hub, which is downloaded into its cache.
     GPTNeoXForCausalLM, LlamaForCausalLM and GPT2LMHeadModel, with weights in safetensors files.
     A run starts from the result by train.init_from=DIR.
     """
     from slurmllm.checkpoint.folder import require_absent
-    from slurmllm.checkpoint.formats.importing import plan_import, run_import
+    from slurmllm.checkpoint.formats.hub import model_folder
     from slurmllm.progress import input_progress
 
     target, began = Path(out), time.monotonic()
     require_absent(target)
-    plan = plan_import(source, dtype)
+    folder = model_folder(source)  # before torch is imported, which takes seconds
+    from slurmllm.checkpoint.formats.importing import plan_import, run_import
+
+    plan = plan_import(folder, dtype)
     with input_progress("importing", plan.read_bytes) as on_progress:
         manifest = run_import(plan, target, shard_size, on_progress)
     num_bytes, seconds = sum(file.bytes for file in manifest.files), time.monotonic() - began
     num_files = len(manifest.files) + 1  # the manifest does not list itself
     if as_json:
         options.echo_json({
-            "checkpoint": str(target), "source": str(source),
+            "checkpoint": str(target), "source": source,
             "architecture": plan.config.architecture,
             "model": plan.config.model.model_dump(mode="json"),
             "tokenizer": sorted(plan.tokenizer.files), "files": num_files, "bytes": num_bytes,

@@ -251,7 +251,9 @@ class TrainConfig(Section):
     # A checkpoint folder whose weights the run starts from, at step 0: one that `slurmllm
     # checkpoint import` made, or another run's.
     init_from: str | None = None
-    finetune: bool = False  # Whether train.init_from must be set before the run can start.
+    # Whether train.init_from must be set before the run can start; or the published weights that
+    # it is to name, as for `slurmllm checkpoint import`.
+    finetune: bool | Annotated[str, Field(pattern=r"^hf://[^/]+/[^/]+$")] = False
     # Seed of the initial weights and of the data order.
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     # fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; bf16_sr: bf16

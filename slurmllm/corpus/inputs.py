@@ -1,23 +1,17 @@
-"""Input files: found from files, folders and globs, and classified by their endings.
-
-Folders made by Hugging Face's `Dataset.save_to_disk` are read without the `datasets` package. Such
-a folder holds Arrow stream files, listed in their order by `state.json`; `cache-*.arrow` files in
-it are not part of the dataset. A folder with `dataset_dict.json` holds one such folder per split;
-with a single split it is read as that split.
-"""
+"""Input files: found from files, folders and globs, and classified by their endings."""
 
 from __future__ import annotations
 
 import glob
-import json
 import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from slurmllm.data.sources.dataset_folder import INFO, SPLITS, STATE, dataset_files, is_dataset
 from slurmllm.errors import DataError
 
 Format = Literal["text", "jsonl", "csv", "parquet", "arrow"]
@@ -30,11 +24,6 @@ ENDINGS: dict[str, Format] = {
     ".arrow": "arrow", ".feather": "arrow",
 }  # fmt: skip
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-
-
-STATE = "state.json"
-SPLITS = "dataset_dict.json"
-_INFO = "dataset_info.json"
 
 
 @dataclass(frozen=True)
@@ -209,67 +198,12 @@ def _is_metadata(path: Path) -> bool:
     """Whether a file is JSON about other files: a corpus's manifest, a dataset's state."""
     if path.name.endswith((".arrow.json", ".bin.json")):
         return True
-    if path.name not in (STATE, SPLITS, _INFO):
+    if path.name not in (STATE, SPLITS, INFO):
         return False
     try:
         return dataset_files(path.parent) is not None
     except DataError:
         return True
-
-
-def is_dataset(names: list[str]) -> bool:
-    """Whether a folder with these file names may be a saved dataset, or several splits of one."""
-    return STATE in names or SPLITS in names
-
-
-def dataset_files(folder: Path) -> list[Path] | None:
-    """The Arrow files of a saved dataset in their order; None if the folder is not one.
-
-    Raises:
-        DataError: the folder has several splits, or lacks files that its state lists.
-    """
-    if (folder / SPLITS).is_file():
-        content = _load(folder / SPLITS)
-        splits = content.get("splits") if isinstance(content, dict) else None
-        if isinstance(splits, list) and len(splits) == 1:
-            split = folder / str(splits[0])
-            files = dataset_files(split)
-            if files is None:
-                raise DataError(
-                    f"{folder / SPLITS} names the split {split.name}, which is missing or was not "
-                    "saved by `save_to_disk`; copy it too"
-                )
-            return files
-        if isinstance(splits, list) and splits:
-            choices = " or ".join(str(folder / str(split)) for split in splits)
-            raise DataError(
-                f"{folder} has a dataset of several splits; name the one to read: {choices}"
-            )
-    if not (folder / STATE).is_file():
-        return None
-    content = _load(folder / STATE)
-    listed = content.get("_data_files") if isinstance(content, dict) else None
-    if not isinstance(listed, list):
-        return None
-    if content.get("_indices_data_files"):  # written by datasets 1: rows chosen by an index file
-        raise DataError(
-            f"{folder} keeps its rows in another order than its files do (`_indices_data_files` "
-            f"in {STATE}); save it again with `dataset.flatten_indices().save_to_disk(...)`"
-        )
-    paths = [folder / str(entry.get("filename")) for entry in listed if isinstance(entry, dict)]
-    for path in paths:
-        if not path.is_file():
-            raise DataError(f"{folder / STATE} names {path.name}, which is missing; copy it too")
-    return paths
-
-
-def _load(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError):
-        return None  # some other file of that name
 
 
 def read_list(path: str) -> list[str]:

@@ -4,10 +4,11 @@ Token ids become Megatron-LM's indexed dataset, `<name>.bin` and `<name>.idx`
 (megatron/core/datasets/indexed_dataset.py, `_IndexWriter`; GPT-NeoX has the same format); a
 sequence is a document.
 
-Text becomes an Arrow IPC file of one record batch, larger than memory. Arrow writes it from
-placeholder buffers: slices of a memory-mapped sparse file, of the right sizes, which are never
-read. When Arrow passes such a buffer to the sink, its content is streamed instead. Schema, metadata
-and footer are therefore Arrow's own.
+Text becomes an Arrow stream of one record batch, larger than memory, and the footer of Arrow's file
+format: readers of streams (Hugging Face datasets) stop before the footer, and readers of files find
+the batch by it. Arrow writes both from placeholder buffers: slices of a memory-mapped sparse file,
+of the right sizes, which are never read. When Arrow passes such a buffer to the sink, its content
+is streamed instead. Schema, metadata and footer are therefore Arrow's own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import pyarrow.ipc
 from slurmllm.corpus.finished_shard import FinishedShard, mark_duplicates
 from slurmllm.corpus.options import BuildOptions, TokenDtype
 from slurmllm.corpus.work_folder import OutputFile, WorkFolder, write_error
+from slurmllm.data.sources.arrow_batches import FILE_BEGIN, move_blocks
 from slurmllm.data.sources.tokenized import (
     MEGATRON_HEADER,
     MEGATRON_MAGIC,
@@ -254,12 +256,16 @@ def write_arrow(
         sink = _StreamedFile(file, streamed, on_progress)
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
+        sink.finish()
     assert not sink.missing, "Arrow did not write the buffers as they were passed"
     return batch.schema
 
 
 class _StreamedFile(io.RawIOBase):
-    """A file that writes `contents` instead of buffers, by the buffers' address and size."""
+    """A sink that makes a stream with a footer of an Arrow file.
+
+    It writes `contents` instead of buffers, by the buffers' address and size.
+    """
 
     def __init__(
         self,
@@ -268,18 +274,18 @@ class _StreamedFile(io.RawIOBase):
         on_progress: Callable[[int], None],
     ) -> None:
         self._file, self._contents, self._on_progress = file, contents, on_progress
+        self._last = bytearray()  # what Arrow wrote since the last content
         self.missing = {key for key in contents if key[1]}
 
     def writable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._file.tell()
-
     def write(self, data: Any) -> int:
         key = (data.address, data.size) if isinstance(data, pa.Buffer) else None
         if key not in self._contents:
-            return self._file.write(data)
+            self._last += memoryview(data)
+            return len(memoryview(data))
+        self._flush()
         begin = self._file.size_bytes
         for part in self._contents[key]:
             self._file.write(part)
@@ -288,6 +294,15 @@ class _StreamedFile(io.RawIOBase):
         written = self._file.size_bytes - begin
         assert written == data.size, f"{written} bytes for a buffer of {data.size}"
         return written
+
+    def finish(self) -> None:
+        """Write what is left, the end marker and the footer."""
+        move_blocks(self._last, -len(FILE_BEGIN))
+        self._flush()
+
+    def _flush(self) -> None:
+        self._file.write(bytes(self._last[0 if self._file.size_bytes else len(FILE_BEGIN) :]))
+        self._last.clear()
 
 
 def _placeholders(sparse: Any, sizes: Sequence[int], last: dict[int, int]) -> list[pa.Buffer]:

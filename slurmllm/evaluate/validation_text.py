@@ -13,6 +13,7 @@ from typing import Any
 from slurmllm.checkpoint.formats.tokenizer_files import TOKENIZER, TOKENIZER_FOLDER
 from slurmllm.checkpoint.state import read_origin
 from slurmllm.config.load import load
+from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import DataError, UserError
 from slurmllm.evaluate.request import ValidationText
@@ -59,7 +60,7 @@ def cache_key_parts(text: ValidationText, tokenizer: Path | None) -> dict[str, A
     """What the loss depends on, apart from the checkpoint, its data order and tokenizer name."""
     parts: dict[str, Any] = {"loop": LOOP}
     if text.corpus is not None:
-        parts["corpus"] = _digest(text.corpus)
+        parts["corpus"] = "".join(map(_digest, corpus_files(text.corpus)))
     elif text.run is not None:
         parts["validation"] = load(RunDir(text.run).config).recipe.data.validation
     if tokenizer is not None:
@@ -113,7 +114,7 @@ def stream_spec(
 @contextlib.contextmanager
 def _as_corpus(path: Path) -> Iterator[Path]:
     """A corpus, or one that is built from a text, JSON lines, CSV or Parquet file."""
-    if path.suffix in _CORPORA:
+    if path.suffix in _CORPORA or path.is_dir():
         yield path
         return
     from slurmllm.corpus.build import build_corpus

@@ -77,7 +77,7 @@ def _small_inputs(config: RunConfig) -> Iterator[tuple[Path, int]]:
         stem = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
         yield stem.with_name(f"{stem.name}.idx"), MAX_FILE_BYTES
         yield stem.with_name(f"{stem.name}.bin"), MAX_CORPUS_BYTES
-        if stem == path:
+        if stem == path and not path.is_dir():
             yield path, MAX_CORPUS_BYTES
 
 

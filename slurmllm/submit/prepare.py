@@ -150,11 +150,16 @@ def prepare(request: RunRequest) -> PreparedRun:
         fixes = mesh_fixes(config, nodes, unsupported, resumes=request.run is not None)
         raise ConfigError(error.title, [error.rule, *fixes]) from None
     reasons = list(unsupported(config))
-    if config.recipe.train.finetune and config.recipe.train.init_from is None:
+    weights = config.recipe.train.finetune
+    if weights and config.recipe.train.init_from is None:
+        fix = "add --set train.init_from=FOLDER, a checkpoint of another run or one that "
+        fix += "`slurmllm checkpoint import` made"
+        if isinstance(weights, str):
+            fix = f"get them with `slurmllm checkpoint import {weights} --out weights`, then add "
+            fix += "--set train.init_from=weights"
         reasons.append(
             "train.init_from: not set, and this recipe starts from trained weights "
-            "(train.finetune); add --set train.init_from=FOLDER, a checkpoint of another run or "
-            "one that `slurmllm checkpoint import` made"
+            f"(train.finetune); {fix}"
         )
     profile, workers = config.recipe.profile, prepared.mesh.world_size
     if profile.steps is not None and max(profile.ranks) >= workers:
@@ -378,7 +383,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
             # A tokenized corpus may be named by the common prefix of its two files.
             prefix, rest = plugins.split_prefix(path)
             files = (Path(rest), Path(f"{rest}.idx"))
-            found = prefix is not None or any(file.is_file() for file in files)
+            found = prefix is not None or any(file.exists() for file in files)
             if path != STDLIB and not found:
                 raise DataError(f"{option}: {path!r} is not a file; name one that exists")
         if data.corpus is not None and config.recipe.eval.every_steps is not None:

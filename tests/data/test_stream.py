@@ -189,7 +189,7 @@ def version_1(corpus: Path, rank: PackedStream) -> State:
     now = saved([rank])
     kept = {key: now[key] for key in ("seed", "global_batch", "tokenizer", "first_slot")}
     slots = [[visit, offset] for visit, _, offset in now["slots"]]
-    return {**kept, "version": 1, "corpus": ArrowFile(corpus).footer, "slots": slots}
+    return {**kept, "version": 1, "corpus": ArrowFile(corpus).layout, "slots": slots}
 
 
 def test_a_state_of_version_1_resumes(corpus: Path, tokenizer: Path) -> None:

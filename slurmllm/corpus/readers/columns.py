@@ -1,13 +1,12 @@
 """Parquet and Arrow files: one row per document, of one string column or two, or of messages.
 
-The first bytes of an Arrow file decide whether it is an IPC file or stream. Rows count from 1.
+Rows count from 1.
 """
 
 from __future__ import annotations
 
 import io
-import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -26,12 +25,11 @@ from slurmllm.corpus.readers.base import (
     missing_column,
     no_column,
 )
+from slurmllm.data.sources.arrow_batches import FILE_BEGIN, ArrowBatches
 
 _MOST_ROWS = 1 << 16
 # Rows of messages read at once: they become Python objects.
 _CONVERSATIONS = 1 << 8
-_ARROW_FILE = b"ARROW1\0\0"
-_FEATHER_1 = b"FEA1"
 
 # Called with the fraction of the file that is read, 0 … 1.
 OnFraction = Callable[[float], None]
@@ -73,14 +71,17 @@ def read_arrow(
     row = 0
     try:
         mapped = None
+        batches: Iterable[pa.RecordBatch]
         if stream.file.compression is None:
-            mapped = _MappedFile(stream)
-            batches = mapped.batches()
+            # Mapped: a batch may be as large as the file.
+            mapped = ArrowBatches(stream.file.path)
+            count = len(mapped.rows)
+            batches = map(mapped.__getitem__, range(count))
         else:
             # The file format is the stream format between eight bytes and a footer, so a
             # compressed file can be read as a stream.
-            magic = stream.read(len(_ARROW_FILE))
-            source = stream if magic == _ARROW_FILE else _Prefixed(magic, stream)
+            magic = stream.read(len(FILE_BEGIN))
+            source = stream if magic == FILE_BEGIN else _Prefixed(magic, stream)
             batches = pa.ipc.open_stream(pa.PythonFile(source, "r"))
         for index, batch in enumerate(batches):
             keys, reason = _columns(options, batch.schema)
@@ -102,7 +103,9 @@ def read_arrow(
                 row += end - begin
                 if mapped:
                     mapped.release()
-                    on_fraction(mapped.fraction(index, end / batch.num_rows))
+                    on_fraction((index + end / batch.num_rows) / count)
+        if mapped and mapped.fault:
+            raise pa.ArrowInvalid(mapped.fault)
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
         on_error(f"{name}: not a readable Arrow file: {error}", "rest" if row else "file")
 
@@ -156,37 +159,6 @@ def _check_bounds(column: pa.Array) -> None:
 
 def _on_row(name: str, on_error: OnError) -> Callable[[int, str], None]:
     return lambda row, reason: on_error(f"{name}: row {row} {reason}")
-
-
-class _MappedFile:
-    """A memory-mapped Arrow file: a batch may be as large as the file."""
-
-    def __init__(self, stream: OpenedInput) -> None:
-        with stream.file.path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._source = pa.BufferReader(pa.py_buffer(self._map))
-        self._count = 0  # number of batches, 0 for a stream
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        if self._map[: len(_ARROW_FILE)] == _ARROW_FILE:
-            reader = pa.ipc.open_file(self._source)
-            self._count = reader.num_record_batches
-            for index in range(self._count):
-                yield reader.get_batch(index)
-        elif self._map[: len(_FEATHER_1)] == _FEATHER_1:
-            raise pa.ArrowInvalid("Feather version 1; write it again as version 2")
-        else:
-            yield from pa.ipc.open_stream(self._source)
-
-    def fraction(self, index: int, of_batch: float) -> float:
-        """Fraction of the file that is read, 0 … 1."""
-        if self._count:
-            return (index + of_batch) / self._count
-        return float(self._source.tell() / len(self._map))
-
-    def release(self) -> None:
-        """Release the pages, which count as memory of this process until then."""
-        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class _Prefixed(io.RawIOBase):

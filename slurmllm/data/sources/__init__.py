@@ -26,9 +26,10 @@ def open_source(
     """Open a corpus.
 
     Args:
-        path: An Arrow corpus, of texts, of prompts and completions or of conversations; a Megatron
-            `.idx`, its `.bin` or the name of both without the ending; a `.npy`; `name:path` for the
-            data source of this name, another package's.
+        path: An Arrow corpus (a file, a stream, or a folder of Hugging Face datasets), of texts, of
+            prompts and completions, of conversations or of token ids; a Megatron `.idx`, its `.bin`
+            or the name of both without the ending; a `.npy`; `name:path` for the data source of
+            this name, another package's.
         encoder: Tokenizes texts; not needed for token ids.
         vocab_size: Upper bound of the ids of tokenized corpora.
         modules: The recipe's `plugins`, which may register data sources.
@@ -57,7 +58,7 @@ def open_source(
     if path.suffix == ".npy" or magic == NPY_MAGIC:
         return NumpySource(path, encoder, vocab_size)
     # 0.1 s of imports that token ids do not need.
-    from slurmllm.data.sources.arrow import ArrowFile
+    from slurmllm.data.sources.arrow import ArrowFile, ArrowTokenSource
     from slurmllm.data.sources.text import (
         ConversationSource,
         PromptSource,
@@ -67,6 +68,8 @@ def open_source(
     )
 
     file = ArrowFile(path)
+    if file.has_tokens() and not is_prompts(file) and not {"text", "messages"} & {*file.names}:
+        return ArrowTokenSource(file, encoder, vocab_size)
     if encoder is None:
         raise DataError(
             f"{path} has text, and no tokenizer is set; name a tokenizer.json in data.tokenizer "

@@ -49,7 +49,7 @@ class _ArrowSource(Source):
 
     def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
         self.path = file.path
-        self.fingerprint = fingerprint([file.path], file.footer)
+        self.fingerprint = fingerprint(file.files, file.layout)
         self._file, self._ids, self._encoder = file, file.ids(), encoder
 
     def __len__(self) -> int:
@@ -80,12 +80,12 @@ class TextSource(_ArrowSource):
 
     def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
         super().__init__(file, encoder)
-        self.former_fingerprint = file.footer
+        self.former_fingerprint = file.layout
         self._texts = file.strings("text")
 
     @property
     def total_size(self) -> int:
-        return self._texts.total_bytes
+        return self._texts.total_size
 
     def document_size(self, document: int) -> int:
         return self._texts.size(document)
@@ -195,7 +195,7 @@ class PromptSource(_ArrowSource):
 
     @property
     def total_size(self) -> int:
-        return self._prompts.total_bytes + self._completions.total_bytes
+        return self._prompts.total_size + self._completions.total_size
 
     def document_size(self, document: int) -> int:
         return self._prompts.size(document) + self._completions.size(document)
@@ -256,7 +256,7 @@ class ConversationSource(_ArrowSource):
 
     @property
     def total_size(self) -> int:
-        return self._messages.total_bytes
+        return self._messages.total_size
 
     def document_size(self, document: int) -> int:
         return self._messages.size(document)

@@ -1,0 +1,206 @@
+"""The record batches of an Arrow file, mapped into memory and read by their index.
+
+The stream format (`pa.ipc.new_stream`, Hugging Face datasets) is a sequence of messages: a schema,
+dictionaries, record batches, an end marker. The file format is a stream between a magic and a
+footer. `data build` writes a stream and the footer: readers of both formats read such a file.
+(https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc)
+
+To open a file, only the header of each message is read, one page per batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+
+from slurmllm.safe_files import open_regular
+
+_MAGIC = b"ARROW1"
+FILE_BEGIN = _MAGIC + b"\0\0"  # of the file format
+_FOOTER_END = 4 + len(_MAGIC)  # after the footer: its length (int32) and the magic
+_FEATHER_1 = b"FEA1"
+_CONTINUATION = b"\xff\xff\xff\xff"  # before each message since Arrow 0.15
+_INT32, _INT64, _UINT16 = struct.Struct("<i"), struct.Struct("<q"), struct.Struct("<H")
+# Kinds of messages, and fields of the Flatbuffers tables, by number (format/Message.fbs).
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
+_KIND, _HEADER, _BODY_LENGTH = 1, 2, 3
+_ROWS, _COMPRESSION = 0, 3
+_FOOTER_BLOCKS = (2, 3)  # dictionaries and record batches (format/File.fbs)
+
+_Data = mmap.mmap | bytearray
+
+
+class _FaultError(Exception):
+    """What is missing or wrong in a file."""
+
+
+class ArrowBatches:
+    """The record batches of a stream or a file, by index.
+
+    Attributes:
+        schema: The columns.
+        rows: Number of rows of each batch.
+        compressed: Whether a batch is decompressed when it is read, instead of mapped.
+        largest_bytes: Size of the largest batch in the file.
+        fault: What is missing or wrong behind the last batch; None if the file is complete.
+
+    Raises:
+        OSError: the file cannot be read.
+        pa.ArrowException, UnicodeDecodeError: it is not an Arrow file, or its schema is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open_regular(path) as stream:
+            if not stream.peek(1):
+                raise pa.ArrowInvalid("it is empty")
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        if self._map[: len(_FEATHER_1)] == _FEATHER_1:
+            raise pa.ArrowInvalid("Feather version 1; write it again as version 2")
+        self.rows: list[int] = []
+        self.compressed, self.largest_bytes = False, 0
+        self._begins: list[int] = []
+        self._dictionaries: list[int] = []  # before which batch each is
+        begin = len(FILE_BEGIN) if self._map[: len(FILE_BEGIN)] == FILE_BEGIN else 0
+        self.fault = self._scan(begin)
+        self._source = pa.BufferReader(pa.py_buffer(self._map))
+        self._source.seek(begin)
+        self._reader = pa.ipc.open_stream(self._source)
+        self.schema: pa.Schema = self._reader.schema
+        self._held: list[pa.RecordBatch] | None = None
+        if any(self._dictionaries):  # replaced or extended later: only reading in order knows them
+            self._held = [self._reader.read_next_batch() for _ in self.rows]
+        elif self._dictionaries and self.rows:
+            self._reader.read_next_batch()  # reads the dictionaries too
+
+    def __getitem__(self, index: int) -> pa.RecordBatch:
+        """Read a batch; raises pa.ArrowException if it is damaged."""
+        if self._held is not None:
+            batch = self._held[index]
+        else:
+            self._source.seek(self._begins[index])
+            batch = self._reader.read_next_batch()
+        # Buffers as long as the rows need, in constant time: Arrow reads what is beyond them.
+        batch.validate()
+        return batch
+
+    def release(self) -> None:
+        """Release the pages, which count as memory of this process until then."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def layout(self) -> str:
+        """Hex digest of the file's size and footer, or of the places and rows of its batches."""
+        size = len(self._map)
+        footer = _footer_length(self._map)
+        if footer:
+            digest = hashlib.sha256(self._map[size - _FOOTER_END - footer : -_FOOTER_END])
+        else:
+            digest = hashlib.sha256(np.array([self._begins, self.rows], "<i8").tobytes())
+        digest.update(str(size).encode())
+        return digest.hexdigest()[:16]
+
+    def _scan(self, at: int) -> str | None:
+        """Find the messages from the offset `at` on; returns the fault behind the last batch."""
+        data, has_schema = self._map, False
+        while True:
+            part = f"batch {len(self.rows)}" if has_schema else "the schema"
+            begin = at
+            try:
+                if at == len(data):
+                    raise _FaultError(
+                        "it has no end marker: it was cut off, or its writer did not close it"
+                    )
+                at += 4 * (data[at : at + 4] == _CONTINUATION)
+                (length,) = _INT32.unpack_from(data, at)
+                at += 4
+                if length == 0:
+                    return self._fault_after(at)
+                message = _target(data, at)
+                kind = data[_field(data, message, _KIND)]
+                header = _target(data, _field(data, message, _HEADER))
+                body, rows = (
+                    _INT64.unpack_from(data, place)[0] if place else 0
+                    for place in (
+                        _field(data, message, _BODY_LENGTH),
+                        _field(data, header, _ROWS) if kind == _BATCH else 0,
+                    )
+                )
+                expected = (_DICTIONARY, _BATCH) if has_schema else (_SCHEMA,)
+                if kind not in expected or min(length, body, rows) < 0:
+                    raise _FaultError(f"the header of {part} is damaged")
+                at += length + body
+                if at > len(data):
+                    raise _FaultError(f"the last {at - len(data):,} bytes of {part} are missing")
+            except (struct.error, IndexError, _FaultError) as error:
+                if not has_schema and data[begin : begin + 4] != _CONTINUATION:
+                    raise pa.ArrowInvalid(f"it begins with {data[:8]!r}") from None
+                reason = (
+                    str(error) if isinstance(error, _FaultError) else
+                    f"it ends in the header of {part}"
+                )  # fmt: skip
+                if not has_schema:
+                    raise pa.ArrowInvalid(reason) from None
+                return f"{reason} (complete: {len(self.rows):,} batches, {sum(self.rows):,} rows)"
+            if kind == _DICTIONARY:
+                self._dictionaries.append(len(self.rows))
+            elif kind == _BATCH:
+                self._begins.append(begin)
+                self.rows.append(rows)
+                self.compressed |= bool(_field(data, header, _COMPRESSION))
+                self.largest_bytes = max(self.largest_bytes, body)
+            has_schema = True
+
+    def _fault_after(self, end: int) -> str | None:
+        """The fault in what follows the end marker; None if it is nothing or a footer."""
+        data, rest = self._map, len(self._map) - end
+        if rest == 0 and data[: len(_MAGIC)] != _MAGIC:
+            return None
+        footer = _footer_length(data)
+        if footer and footer + _FOOTER_END <= rest:
+            return None
+        return f"{rest:,} bytes follow its end marker, and they are not a whole footer"
+
+
+def _footer_length(data: _Data) -> int:
+    """Bytes of the footer at the end of a file; 0 if there is none."""
+    if len(data) < _FOOTER_END or data[-len(_MAGIC) :] != _MAGIC:
+        return 0
+    (length,) = _INT32.unpack_from(data, len(data) - _FOOTER_END)
+    return int(length) if 0 < length <= len(data) - _FOOTER_END else 0
+
+
+def move_blocks(file: bytearray, distance: int) -> None:
+    """Add `distance` bytes to the offset of each block in the footer that ends a file."""
+    footer = len(file) - _FOOTER_END - _footer_length(file)
+    for number in _FOOTER_BLOCKS:
+        if place := _field(file, _target(file, footer), number):
+            blocks = _target(file, place)  # an int32 count, then 24 bytes each
+            (count,) = _INT32.unpack_from(file, blocks)
+            for at in range(blocks + 4, blocks + 4 + 24 * count, 24):
+                _INT64.pack_into(file, at, _INT64.unpack_from(file, at)[0] + distance)
+
+
+# Flatbuffers: a buffer begins with the offset of its root table, a table with the distance back to
+# its vtable: uint16 sizes of vtable and table, then of each field its offset in the table.
+# (https://flatbuffers.dev/internals/)
+
+
+def _target(data: _Data, at: int) -> int:
+    """The place that the offset stored at `at` refers to."""
+    return at + int(_INT32.unpack_from(data, at)[0])
+
+
+def _field(data: _Data, table: int, number: int) -> int:
+    """The place of a table's field; 0 if it has its default value."""
+    vtable = table - _INT32.unpack_from(data, table)[0]
+    slot = 4 + 2 * number
+    if vtable < 0 or slot >= _UINT16.unpack_from(data, vtable)[0]:
+        return 0
+    offset = _UINT16.unpack_from(data, vtable + slot)[0]
+    return table + offset if offset else 0

@@ -1,0 +1,124 @@
+"""Folders of Hugging Face datasets, read without the `datasets` package.
+
+A folder of `save_to_disk` has Arrow streams, listed in their order by `state.json`; several splits
+are such folders below one with `dataset_dict.json`. A folder of the cache, which `load_dataset`
+fills, has the streams of all splits, and a `dataset_info.json` that names the splits. In both,
+files named `cache-*.arrow` hold the results of `map` and are no part of the dataset.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from slurmllm.errors import DataError
+
+STATE = "state.json"
+SPLITS = "dataset_dict.json"
+INFO = "dataset_info.json"
+
+
+def corpus_files(path: Path) -> list[Path]:
+    """The files of an Arrow corpus: the path itself, or those of a dataset's folder.
+
+    Raises:
+        DataError: a folder without a dataset, or with several splits.
+    """
+    if not path.is_dir():
+        return [path]
+    files = dataset_files(path)
+    if not files:
+        raise DataError(
+            f"{path} is a folder, and not of Hugging Face's `save_to_disk`; name a file, or build "
+            f"a corpus of its files with `slurmllm data build {path} --out corpus.arrow`"
+        )
+    return files
+
+
+def is_dataset(names: Collection[str]) -> bool:
+    """Whether a folder with these file names may be a dataset, or several splits of one."""
+    return not {STATE, SPLITS, INFO}.isdisjoint(names)
+
+
+def dataset_files(folder: Path) -> list[Path] | None:
+    """The Arrow files of a dataset in their order; None if the folder is not one.
+
+    Raises:
+        DataError: the folder has several splits, or lacks files that its state lists.
+    """
+    if (folder / SPLITS).is_file():
+        splits = _load(folder / SPLITS).get("splits")
+        if isinstance(splits, list) and len(splits) == 1:
+            split = folder / str(splits[0])
+            files = dataset_files(split)
+            if files is None:
+                raise DataError(
+                    f"{folder / SPLITS} names the split {split.name}, which is missing or was not "
+                    "saved by `save_to_disk`; copy it too"
+                )
+            return files
+        if isinstance(splits, list) and splits:
+            choices = " or ".join(str(folder / str(split)) for split in splits)
+            raise DataError(
+                f"{folder} has a dataset of several splits; name the one to read: {choices}"
+            )
+    if not (folder / STATE).is_file():
+        return _cached_files(folder)
+    state = _load(folder / STATE)
+    listed = state.get("_data_files")
+    if not isinstance(listed, list):
+        return None
+    if state.get("_indices_data_files"):  # written by datasets 1: rows chosen by an index file
+        raise DataError(
+            f"{folder} keeps its rows in another order than its files do (`_indices_data_files` "
+            f"in {STATE}); save it again with `dataset.flatten_indices().save_to_disk(...)`"
+        )
+    paths = [folder / str(entry.get("filename")) for entry in listed if isinstance(entry, dict)]
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{folder / STATE} names {path.name}, which is missing; copy it too")
+    return paths
+
+
+def _cached_files(folder: Path) -> list[Path] | None:
+    """The files of a folder of the cache: `NAME-SPLIT.arrow`, or `NAME-SPLIT-00000-of-00002.arrow`.
+
+    Raises:
+        DataError: it has several splits, or lacks a file of one.
+    """
+    splits = _load(folder / INFO).get("splits") if (folder / INFO).is_file() else None
+    files: dict[str, list[Path]] = {}
+    num_files: dict[str, int] = {}
+    for path in sorted(folder.glob("*.arrow")):
+        match = re.fullmatch(r"(?!cache-).*?-([\w.]+)(?:-\d+-of-(\d+))?\.arrow", path.name)
+        if match and isinstance(splits, dict) and match[1] in splits:
+            files.setdefault(match[1], []).append(path)
+            num_files[match[1]] = int(match[2] or 1)
+    if not files:
+        return None
+    split, paths = next(iter(files.items()))
+    if len(files) > 1:
+        raise DataError(
+            f"{folder} has the splits {', '.join(files)}; name the files of one, such as "
+            f"{paths[0]}, or write it to a folder with `dataset[{split!r}].save_to_disk(...)`"
+        )
+    if len(paths) != num_files[split]:
+        raise DataError(
+            f"{folder} has {len(paths)} of the {num_files[split]} files of its split {split}; "
+            "copy the others too"
+        )
+    return paths
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; empty if some other file has that name."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

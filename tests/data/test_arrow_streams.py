@@ -1,0 +1,333 @@
+"""Arrow streams and folders of Hugging Face datasets as corpora, and ours in their readers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pytest
+
+from slurmllm.corpus.inputs import input_file
+from slurmllm.corpus.options import InputErrors
+from slurmllm.corpus.readers import DocumentReader, ReadOptions
+from slurmllm.data.sources import arrow, open_source
+from slurmllm.data.sources.arrow import ArrowFile
+from slurmllm.data.sources.arrow_batches import ArrowBatches
+from slurmllm.data.sources.base import Source
+from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.errors import DataError, StorageError
+
+from .conftest import make_corpus
+
+TEXTS = ["one", "größer", "", "three words here", "one", "🙂 " * 30, "last"]
+
+
+def write(path: Path, table: pa.Table, rows: int, stream: bool = True, **options: Any) -> Path:
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(str(path), table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, rows)
+    return path
+
+
+def whole(source: Source, document: int) -> list[int]:
+    pieces = [(document, piece) for piece in range(source.num_pieces(document))]
+    return [int(token) for token in source.read(pieces).tokens]
+
+
+def built(path: Path, skip_bad: bool = False) -> tuple[list[str | None], list[str]]:
+    """The documents that `data build` reads, and the errors."""
+    errors = InputErrors(skip_bad)
+    reader = DocumentReader(input_file(path), ReadOptions(), errors.add)
+    return [text for (chunk,) in reader for text in chunk.to_pylist()], errors.examples
+
+
+STRINGS = {
+    "string": pa.string(),
+    "large_string": pa.large_string(),
+    "string_view": pa.string_view(),
+    "dictionary": pa.dictionary(pa.int32(), pa.large_string()),
+    "uint8_dictionary": pa.dictionary(pa.uint8(), pa.string()),
+}
+
+
+@pytest.mark.parametrize("kind", STRINGS)
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+def test_streams_and_files_of_the_same_rows_are_equal(
+    tmp_path: Path, tokenizer: Path, kind: str, rows: int, compression: str | None
+) -> None:
+    column = pa.array(TEXTS, pa.string()).cast(pa.large_string())
+    is_dictionary = pa.types.is_dictionary(STRINGS[kind])
+    column = column.dictionary_encode().cast(STRINGS[kind]) if is_dictionary else column.cast(
+        STRINGS[kind]
+    )  # fmt: skip
+    table = pa.table({"n": list(range(len(TEXTS))), "text": column})
+    encoder = TokenEncoder(tokenizer)
+    expected = [[*encoder.encode(text)] for text in TEXTS]
+    for stream in (True, False):
+        path = write(tmp_path / f"{stream}.arrow", table, rows, stream, compression=compression)
+        source = open_source(path, encoder, None)
+        # Not in the order of the file.
+        order = [3, 0, 6, 5, 1, 2, 4, 0]
+        assert [whole(source, row) for row in order] == [expected[row] for row in order]
+        assert len(source) == len(TEXTS)
+        assert source.total_size == sum(len(text.encode()) for text in TEXTS)
+        assert built(path) == (TEXTS, [])
+        batches = ArrowBatches(path)
+        assert batches.compressed == (compression is not None)
+        read = pa.Table.from_batches([batches[i] for i in range(len(batches.rows))])
+        assert read.equals(table)
+
+
+def test_dictionaries_that_change(tmp_path: Path, tokenizer: Path) -> None:
+    parts = [["a", "b", "a"], ["c", "b"], ["c", "d", "a"]]
+    for deltas in (False, True):
+        path = tmp_path / "d.arrow"
+        schema = pa.schema({"text": pa.dictionary(pa.int32(), pa.string())})
+        options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=deltas)
+        words: list[str] = []
+        with pa.ipc.new_stream(str(path), schema, options=options) as writer:
+            for part in parts:
+                # Longer than the one before, or another one.
+                words = [*words, *sorted({*part} - {*words})] if deltas else sorted({*part})
+                indices = pa.array([words.index(word) for word in part], pa.int32())
+                column = pa.DictionaryArray.from_arrays(indices, pa.array(words))
+                writer.write_batch(pa.record_batch([column], schema=schema))
+        texts = [text for part in parts for text in part]
+        source = open_source(path, TokenEncoder(tokenizer), None)
+        read = [TokenEncoder(tokenizer).decode(np.array(whole(source, row)[:-1]))
+                for row in (7, 0, 3, 5, 1, 2, 4, 6)]  # fmt: skip
+        assert read == [texts[row] for row in (7, 0, 3, 5, 1, 2, 4, 6)]
+        assert built(path)[0] == texts
+
+
+@pytest.mark.parametrize("kind", STRINGS)
+def test_null_rows_and_batches_without_rows(tmp_path: Path, tokenizer: Path, kind: str) -> None:
+    texts = ["one", None, "two", None]
+    column = pa.array(texts, pa.string())
+    if pa.types.is_dictionary(STRINGS[kind]):
+        column = column.dictionary_encode()
+    table = pa.table({"text": column.cast(STRINGS[kind])})
+    path = tmp_path / "n.arrow"
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        empty = pa.RecordBatch.from_pylist([], schema=table.schema)
+        for batch in (empty, *table.to_batches(max_chunksize=3)[:1], empty,
+                      *table.slice(3).to_batches(), empty):  # fmt: skip
+            writer.write_batch(batch)
+    encoder = TokenEncoder(tokenizer)
+    source = open_source(path, encoder, None)
+    assert [len(whole(source, row)) for row in range(4)] == [
+        len(encoder.encode(text or "")) for text in texts
+    ]
+    with pytest.raises(DataError, match=r"row 2 of column 'text' is null"):
+        built(path)
+    assert built(path, skip_bad=True)[0] == ["one", "two"]
+
+
+def test_streams_without_rows(tmp_path: Path, tokenizer: Path) -> None:
+    table = pa.table({"text": pa.array([], pa.large_string())})
+    path = write(tmp_path / "e.arrow", table, 1)
+    with pytest.raises(DataError, match=r"e\.arrow has no documents"):
+        open_source(path, TokenEncoder(tokenizer), None)
+    assert built(path) == ([], [])
+
+
+def test_truncated_streams(tmp_path: Path, tokenizer: Path) -> None:
+    """At every byte: an error that says what is the matter, and --skip-bad reads what is whole."""
+    table = pa.table({"text": TEXTS})
+    content = write(tmp_path / "s.arrow", table, 2).read_bytes()
+    begins = [index for index in range(0, len(content), 8)
+              if content[index : index + 4] == b"\xff" * 4]  # fmt: skip
+    path, encoder, reasons = tmp_path / "cut.arrow", TokenEncoder(tokenizer), set()
+    for size in {*range(0, len(content), 23), *begins, *(begin + 4 for begin in begins)}:
+        path.write_bytes(content[:size])
+        with pytest.raises(DataError, match=r"cut\.arrow is not a complete Arrow file: ") as info:
+            open_source(path, encoder, None)
+        reasons.add(str(info.value).partition("Arrow file: ")[2])
+        with pytest.raises(DataError, match=r"not a readable Arrow file|not an Arrow file"):
+            built(path)
+        whole_batches = max(0, sum(begin <= size for begin in begins) - 2)
+        documents, errors = built(path, skip_bad=True)
+        assert documents == TEXTS[: 2 * whole_batches]
+        assert len(errors) == 1
+    for text in ("no end marker", "ends in the header of batch", "bytes of batch 2 are missing"):
+        assert any(text in reason for reason in reasons)
+    path.write_bytes(content[: begins[3]])
+    with pytest.raises(DataError, match=r"no end marker: it was cut off, .* 2 batches, 4 rows"):
+        open_source(path, encoder, None)
+    path.write_bytes(content[: begins[3] - 8])
+    with pytest.raises(DataError, match=r"the last 8 bytes of batch 1 are missing .* 1 batches"):
+        open_source(path, encoder, None)
+    path.write_bytes(content + content)
+    with pytest.raises(DataError, match=r"bytes follow its end marker"):
+        open_source(path, encoder, None)
+    path.write_bytes(b"PAR1 and the rest of some other file")
+    with pytest.raises(DataError, match=r"it begins with b'PAR1 and'"):
+        open_source(path, encoder, None)
+
+
+def test_damage_in_a_later_batch(tmp_path: Path, tokenizer: Path) -> None:
+    path = write(tmp_path / "s.arrow", pa.table({"text": TEXTS * 46}), 161)
+    node = b"".join(number.to_bytes(8, "little") for number in (161, 0))  # rows and nulls
+    content = path.read_bytes()
+    assert content.count(node) == 2
+    at = content.rfind(node)
+    path.write_bytes(content[:at] + (1 << 20).to_bytes(8, "little") + content[at + 8 :])
+    source = open_source(path, TokenEncoder(tokenizer), None)
+    assert whole(source, 0)
+    with pytest.raises(StorageError, match=r"document 161 of .* batch cannot be read: .*length"):
+        whole(source, 300)
+
+
+def test_a_damaged_index_of_a_dictionary(tmp_path: Path, tokenizer: Path) -> None:
+    column = pa.array(["a", "b", "a"]).dictionary_encode()
+    path = write(tmp_path / "s.arrow", pa.table({"text": column}), 3)
+    content = path.read_bytes()
+    at = content.rfind(np.array([0, 1, 0], np.int32).tobytes()) + 4
+    for index in (2, -1, 1 << 30):
+        path.write_bytes(content[:at] + np.int32(index).tobytes() + content[at + 4 :])
+        source = open_source(path, TokenEncoder(tokenizer), None)
+        with pytest.raises(StorageError, match=r"document 1 of .* is damaged"):
+            whole(source, 1)
+        assert len(whole(source, 2)) == 2
+
+
+LISTS: dict[str, Callable[[], pa.DataType]] = {
+    "list": lambda: pa.list_(pa.int32()),
+    "large_list": lambda: pa.large_list(pa.int64()),
+    "uint16": lambda: pa.list_(pa.uint16()),
+    "fixed": lambda: pa.list_(pa.int64(), 3),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_lists_of_token_ids(tmp_path: Path, kind: str, compression: str | None) -> None:
+    rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+    if kind != "fixed":
+        rows[1:3] = [[], [7]]
+    table = pa.table({"input_ids": pa.array(rows, LISTS[kind]()), "length": [1, 2, 3, 4]})
+    for stream in (True, False):
+        path = write(tmp_path / "t.arrow", table, 2, stream, compression=compression)
+        source = open_source(path, None, 20)
+        assert [whole(source, row) for row in (3, 0, 2, 1)] == [rows[row] for row in (3, 0, 2, 1)]
+        assert source.total_size == sum(map(len, rows))
+        assert (source.size_unit, source.knows_documents) == ("tokens", True)
+        with pytest.raises(DataError, match=r"token 0 of document 3 of .* is 10, .*0 … 9"):
+            whole(open_source(path, None, 10), 3)
+    nulls = pa.table({"input_ids": pa.array([[1, None, 2]], pa.list_(pa.int32()))})
+    with pytest.raises(DataError, match="has null among the token ids of column 'input_ids'"):
+        whole(open_source(write(tmp_path / "n.arrow", nulls, 1), None, 20), 0)
+    nulls = pa.table({"input_ids": pa.array([[1], None, [2]], pa.list_(pa.int32()))})
+    source = open_source(write(tmp_path / "n.arrow", nulls, 2), None, 20)
+    assert [whole(source, row) for row in range(3)] == [[1], [], [2]]
+
+
+def test_a_large_compressed_batch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrow, "_LARGEST_COPY", 1000)
+    texts = pa.table({"text": np.random.default_rng(1).bytes(4000).hex()[:4000].split("0")})
+    path = write(tmp_path / "c.arrow", texts, 10_000, compression="zstd")
+    with pytest.raises(DataError, match=r"c\.arrow is compressed with a batch of .* build it"):
+        ArrowFile(path)
+    assert len(ArrowFile(write(path, texts, 20, compression="zstd"))) == len(texts)
+    assert len(ArrowFile(write(path, texts, 10_000))) == len(texts)
+
+
+def test_opening_reads_headers_and_reading_one_batch(tmp_path: Path) -> None:
+    """A hundred megabytes in 400 batches: neither copied nor read."""
+    table = pa.table({"text": ["x" * 250_000]})
+    path = tmp_path / "m.arrow"
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        for _ in range(400):
+            writer.write_table(table)
+    before = pa.total_allocated_bytes()
+    column = ArrowFile(path).strings("text")
+    assert [len(column.data(row)) for row in (399, 0, 200)] == [250_000] * 3
+    assert column.total_size == 100_000_000
+    assert pa.total_allocated_bytes() - before < 1 << 20
+
+
+def test_ours_open_in_all_readers(tmp_path: Path, texts: list[str], tokenizer: Path) -> None:
+    path = make_corpus(tmp_path, texts)
+    streamed = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    as_file = pa.ipc.open_file(pa.memory_map(str(path)))
+    assert as_file.num_record_batches == 1
+    assert streamed.equals(as_file.read_all())
+    assert streamed["text"].to_pylist() == texts
+    assert {*streamed["source"].to_pylist()} == {str(tmp_path / "corpus.jsonl")}
+    # Those of earlier versions were files, with the same content.
+    former = write(tmp_path / "former.arrow", streamed, 10_000, stream=False)
+    sources = [open_source(each, TokenEncoder(tokenizer), None) for each in (path, former)]
+    assert [whole(sources[0], row) for row in range(20)] == [
+        whole(sources[1], row) for row in range(20)
+    ]
+    assert built(path)[0] == built(former)[0] == texts
+    datasets = pytest.importorskip("datasets")
+    ours = datasets.Dataset.from_file(str(path))
+    assert ours["text"][:] == texts
+    assert ours["id"][:] == streamed["id"].to_pylist()
+    lengths = ours.map(lambda row: {"length": len(row["text"])}, cache_file_name=None)
+    assert lengths["length"][:] == [len(text) for text in texts]
+
+
+@pytest.fixture
+def dataset(texts: list[str]) -> Any:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    return datasets.Dataset.from_dict({"text": texts, "n": list(range(len(texts)))})
+
+
+def test_saved_datasets_are_corpora(
+    tmp_path: Path, texts: list[str], tokenizer: Path, dataset: Any
+) -> None:
+    encoder = TokenEncoder(tokenizer)
+    dataset.save_to_disk(tmp_path / "d", num_shards=3)
+    source = open_source(tmp_path / "d", encoder, None)
+    for row in (96, 0, 50, 31, 32, 33, 65):
+        assert whole(source, row) == [*encoder.encode(texts[row])]
+    assert len(source) == len(texts)
+    other = open_source(tmp_path / "d", encoder, None)
+    assert source.fingerprint == other.fingerprint
+    assert len({*source.document_hashes(np.arange(97)).tolist()}) == 97
+    tokens = dataset.map(
+        lambda row: {"input_ids": encoder.encode(row["text"]).tolist()}, remove_columns=["text"]
+    )
+    tokens.save_to_disk(tmp_path / "t")
+    ids = open_source(tmp_path / "t", None, 320)
+    assert [whole(ids, row) for row in (96, 3)] == [whole(source, row) for row in (96, 3)]
+    shard = sorted((tmp_path / "d").glob("*.arrow"))[1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    with pytest.raises(DataError, match=rf"{shard.name} is not a complete Arrow file"):
+        open_source(tmp_path / "d", encoder, None)
+    write(shard, pa.table({"text": [1]}), 1)
+    with pytest.raises(DataError, match=rf"{shard.name} has other columns than data-00000"):
+        open_source(tmp_path / "d", encoder, None)
+
+
+def test_folders_of_the_cache(tmp_path: Path, tokenizer: Path, dataset: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(2500)))
+    loaded = datasets.load_dataset(
+        "json", data_files={"train": str(lines)}, cache_dir=str(tmp_path / "cache")
+    )["train"]
+    loaded.map(lambda row: {"text": row["text"] + " mapped"})  # cache-*.arrow in the same folder
+    folder = Path(loaded.cache_files[0]["filename"]).parent
+    assert list(folder.glob("cache-*.arrow"))
+    source = open_source(folder, TokenEncoder(tokenizer), None)
+    assert len(source) == 2500
+    assert whole(source, 2345) == [*TokenEncoder(tokenizer).encode("row 2345")]
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["splits"]["test"] = {"name": "test"}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    (folder / "json-test.arrow").write_bytes((folder / "json-train.arrow").read_bytes())
+    with pytest.raises(DataError, match=r"has the splits test, train; name the files of one"):
+        open_source(folder, TokenEncoder(tokenizer), None)
