@@ -49,10 +49,11 @@ PROCESSORS := sse $(if $(call has,avx2),avx2 compatible) $(if $(call has,avx512v
 
 numerics: $(PROCESSORS:%=numerics-%)
 
-# A cache for each: kernels that Inductor compiled for one processor are wrong on another.
+# MKL_DYNAMIC: or it lets torch have no more threads than there are cores. A cache for each: kernels
+# that Inductor compiled for one processor are wrong on another.
 numerics-%: dev
 	@cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; \
-	  set -x; env $(PROCESSOR_$*) SLURMLLM_TEST_ALL=0 OMP_WAIT_POLICY=passive TORCHINDUCTOR_CACHE_DIR="$$cache" \
+	  set -x; env $(PROCESSOR_$*) SLURMLLM_TEST_ALL=0 MKL_DYNAMIC=FALSE OMP_WAIT_POLICY=passive TORCHINDUCTOR_CACHE_DIR="$$cache" \
 	  $(PYTEST) -m numerics
 
 check: dev

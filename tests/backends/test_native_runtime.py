@@ -31,7 +31,9 @@ pytestmark = pytest.mark.numerics
 
 def norm_of(tensors: Iterable[torch.Tensor | None]) -> float:
     """Summed in fp64: torch sums norms in fp32."""
-    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors if t is not None))
+    return math.sqrt(
+        sum(float(t.detach().double().square().sum()) for t in tensors if t is not None)
+    )
 
 
 def train(backend: Backend, steps: int, *, first: int = 0, micro_batch: int = 2) -> list[float]:

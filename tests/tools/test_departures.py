@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -39,6 +40,14 @@ SINCE = 11
 # Of a loss or norm of the last steps: see `training_rounding`, for a model of this size.
 _TERMS = LAYERS * (4 * HIDDEN + 3 * 32 + FFN) + HIDDEN + VOCABULARY
 ROUNDING = rounding((STEPS - SINCE + 1) * (2 * _TERMS + 8 * 32), mean_of=8 * 32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads() -> Iterator[None]:
+    """Restore the threads of this process, of which these trainings take one."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
