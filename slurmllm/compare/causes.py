@@ -188,9 +188,9 @@ def _step_counts(lr: Points) -> list[str] | None:
         peaks.append(peak)
         origins.append(float(lr.steps[0] - rates[0] * peak / (rates[peak] - rates[0])))
     length = len(lr) - max(peaks)
-    decays = (rates[peak:][:length] for rates, peak in zip((lr.a, lr.b), peaks, strict=True))
+    decay_a, decay_b = lr.a[peaks[0] :][:length], lr.b[peaks[1] :][:length]
     whole = np.allclose(origins, np.round(origins), 0, 0.05)
-    if abs(peaks[0] - peaks[1]) > 1 or not whole or not np.allclose(*decays, 1e-4, 0):
+    if abs(peaks[0] - peaks[1]) > 1 or not whole or not np.allclose(decay_a, decay_b, 1e-4, 0):
         return None
     counts = [
         "transformers" if round(origin) else "nemo" if peak == max(peaks) else "from_1"
