@@ -140,8 +140,11 @@ def compare(
         onsets = [one.onset_step for one in metrics.values() if one.onset_step is not None]
         # Scatter of their own came before the departure: its causes are not those of the scatter.
         apart = not match and all(one.scattered for one in metrics.values() if one.departs)
+        # The band allows for another precision, so that anything else is the cause.
+        others = [setting for setting in settings if setting.kind != measure.kind]
+        suspects = settings if all(setting.weak for setting in others) else others
         causes = explain(
-            *(a, b, shown, shown_differences, settings, min(onsets, default=None)),
+            *(a, b, shown, shown_differences, suspects, min(onsets, default=None)),
             exact=alignment.method == "exact",
             shared=band is None and not apart,
             letter=letter,

@@ -70,7 +70,8 @@ def as_precision(a: Floats, b: Floats, *precisions: str) -> Comparison:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("pair", list(combinations(("fp32", "bf16_mixed", "bf16_sr"), 2)))
 def test_precisions_match(runs: dict[str, Floats], model: str, pair: tuple[str, str]) -> None:
-    comparison = as_precision(*(runs[f"{model}-{precision}"] for precision in pair), *pair)
+    a, b = (runs[f"{model}-{precision}"] for precision in pair)
+    comparison = as_precision(a, b, *pair)
     assert comparison.verdict == "match", comparison.reason
     assert comparison.basis.precisions == pair
     assert set(comparison.metrics) == set(COLUMNS)
@@ -171,6 +172,11 @@ def test_chosen_if_nothing_else_that_is_recorded_differs(runs: dict[str, Floats]
     asked = compare(mixed, decayed, basis="precision")
     assert asked.basis.precisions == ("bf16_mixed", "bf16_sr")
     assert any("optimizers differ" in warning for warning in asked.warnings)
+    # Of a difference the band allows for the precision: the rest is the cause.
+    far = make_curve(b * 1.05, "far", train__precision="bf16_sr", optim__weight_decay=0.1)
+    named = compare(mixed, far, basis="precision")
+    assert named.verdict == "differ"
+    assert "precision differs" not in named.reason
 
 
 @pytest.fixture

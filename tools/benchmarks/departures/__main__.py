@@ -8,7 +8,7 @@
 The first trains more than 100 kinds of departure, each from the start and from a step in the
 middle, with a transformer of two layers in a loop of its own, and compares their logs as foreign
 ones: no setting is recorded in them. DIR keeps the trainings; comparing again trains nothing. The
-second counts false alarms and what is found in simulated noise. The third makes ten runs by
+second counts false alarms and what is found in simulated noise. The third makes small runs by
 `slurmllm submit --local` and compares them with all their records. The last compares published
 curves that the user fetched: golden values of Megatron-LM's tests, and runs that differ in the
 seed.
