@@ -155,13 +155,13 @@ def test_truncated_streams(tmp_path: Path, tokenizer: Path) -> None:
         documents, errors = built(path, skip_bad=True)
         assert documents == TEXTS[: 2 * whole_batches]
         assert len(errors) == 1
-    for text in ("no end marker", "ends in the header of batch", "bytes of batch 2 are missing"):
+    for text in ("no end marker", "metadata bytes, but only read", "for message body, got"):
         assert any(text in reason for reason in reasons)
     path.write_bytes(content[: begins[3]])
     with pytest.raises(DataError, match=r"no end marker: it was cut off, .* 2 batches, 4 rows"):
         open_source(path, encoder, None)
     path.write_bytes(content[: begins[3] - 8])
-    with pytest.raises(DataError, match=r"the last 8 bytes of batch 1 are missing .* 1 batches"):
+    with pytest.raises(DataError, match=r"for message body, got .* 1 batches, 2 rows"):
         open_source(path, encoder, None)
     path.write_bytes(content + content)
     with pytest.raises(DataError, match=r"bytes follow its end marker"):
@@ -234,7 +234,7 @@ def test_a_large_compressed_batch_is_refused(
     monkeypatch.setattr(arrow, "_LARGEST_COPY", 1000)
     texts = pa.table({"text": np.random.default_rng(1).bytes(4000).hex()[:4000].split("0")})
     path = write(tmp_path / "c.arrow", texts, 10_000, compression="zstd")
-    with pytest.raises(DataError, match=r"c\.arrow is compressed with a batch of .* build it"):
+    with pytest.raises(DataError, match=r"c\.arrow is compressed, .* in a batch of .* build it"):
         ArrowFile(path)
     assert len(ArrowFile(write(path, texts, 20, compression="zstd"))) == len(texts)
     assert len(ArrowFile(write(path, texts, 10_000))) == len(texts)
@@ -328,6 +328,5 @@ def test_folders_of_the_cache(tmp_path: Path, tokenizer: Path, dataset: Any) -> 
     info = json.loads((folder / "dataset_info.json").read_text())
     info["splits"]["test"] = {"name": "test"}
     (folder / "dataset_info.json").write_text(json.dumps(info))
-    (folder / "json-test.arrow").write_bytes((folder / "json-train.arrow").read_bytes())
-    with pytest.raises(DataError, match=r"has the splits test, train; name the files of one"):
+    with pytest.raises(DataError, match=r"several splits \(train, test\); name the files of one"):
         open_source(folder, TokenEncoder(tokenizer), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurmllm.checkpoint.formats.tokenizer_files import FILES
-from slurmllm.errors import DataError, InfrastructureError, StorageError, UserError
+from slurmllm.errors import DataError, InfrastructureError, UserError
 
 _PREFIX = "hf://"
 # The tokenizer, configuration and safetensors of a model: no pickles, nor other programs' weights.
@@ -21,8 +21,7 @@ def model_folder(source: str) -> Path:
 
     Raises:
         UserError: the model cannot be named, seen or used like this.
-        InfrastructureError: the hub does not answer, or the download failed.
-        StorageError: the cache cannot be written.
+        InfrastructureError: the hub does not answer, or the cache cannot be written.
     """
     if not source.startswith(_PREFIX):
         return Path(source)
@@ -53,29 +52,21 @@ def model_folder(source: str) -> Path:
             "and for a private model log in with `hf auth login`, or set HF_TOKEN"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        at = f" --revision {revision}" if revision else ""
-        include = " ".join(f"--include '{pattern}'" for pattern in _PATTERNS[:4])
-        command = f"`hf download {name}{at} {include} --include 'token*'`"
-        cache = constants.HF_HUB_CACHE
-        if constants.HF_HUB_OFFLINE:
-            raise DataError(
-                f"{source} is not (completely) in the cache {cache}, and HF_HUB_OFFLINE is set; "
-                f"unset it, or run {command} where there is a network, and copy the cache"
-            ) from error
-        raise InfrastructureError(
-            f"{source} is not in the cache {cache}, and {constants.ENDPOINT} does not answer; "
-            f"try again, or run {command} where there is a network, and copy the cache"
+        offline = constants.HF_HUB_OFFLINE
+        reason = (
+            "HF_HUB_OFFLINE is set; unset it" if offline
+            else f"{constants.ENDPOINT} does not answer; try again"
+        )  # fmt: skip
+        version = f" --revision {revision}" if revision else ""
+        raise (DataError if offline else InfrastructureError)(
+            f"{source} is not in the cache as a whole, and {reason}, or run `hf download "
+            f"{name}{version} --exclude '*.bin'` where there is a network, and copy the cache "
+            f"{constants.HF_HUB_CACHE}"
         ) from error
-    except errors.HfHubHTTPError as error:
+    except OSError as error:  # also of the hub; a download continues where it ended
         raise InfrastructureError(
-            f"{source} cannot be downloaded: {error}; run the same command again, which continues"
-        ) from error
-    except OSError as error:  # behind those of the hub, which are OSErrors
-        if error.filename is None:
-            raise InfrastructureError(f"{source} cannot be downloaded: {error}") from error
-        raise StorageError(
-            f"{source} cannot be downloaded to {constants.HF_HUB_CACHE}: {error}; free space, or "
-            "set HF_HOME to another folder"
+            f"{source} cannot be downloaded to {constants.HF_HUB_CACHE}: {error}; run the same "
+            "command again, if the disk is full with HF_HOME in another place"
         ) from error
     if not any(folder.glob("*.safetensors")):
         raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,9 +47,7 @@ class ArrowFile:
                 part = ArrowBatches(local_copy(file))
                 if part.fault is not None:
                     raise pa.ArrowInvalid(part.fault)
-                if part.compressed:
-                    self._refuse_large_copies("compressed", part)
-                elif part.rows:
+                if part.rows and not part.compressed:
                     part[0]  # raises an error if it is damaged
                 self._parts.append(part)
         except FileNotFoundError as error:
@@ -64,11 +63,18 @@ class ArrowFile:
             ) from error
         self._schema = self._parts[0].schema
         self.names: list[str] = self._schema.names
+        copied = pa.string_view() in self._schema.types
         for file, part in zip(self.files, self._parts, strict=True):
             if not part.schema.equals(self._schema):
                 raise DataError(
                     f"{file} has other columns than {self.files[0].name} ({part.schema.names} and "
                     f"{self.names}, or of other types); {_FIX}"
+                )
+            copied |= part.compressed
+            if copied and part.largest_bytes > _LARGEST_COPY:
+                raise DataError(
+                    f"{file} is compressed, or of the type string_view, in a batch of "
+                    f"{part.largest_bytes / 1e6:,.0f} MB, which cannot be mapped; {_FIX}"
                 )
         self._first_batch = np.cumsum([0, *(len(part.rows) for part in self._parts)]).tolist()
         # [batches + 1], the index of each batch's first row
@@ -76,50 +82,41 @@ class ArrowFile:
         self.first: list[int] = np.cumsum(rows).tolist()
         if len(self) == 0:
             raise DataError(f"{path} has no documents; {_FIX} from files with text")
-        copies = any(part.compressed for part in self._parts)
         # How many batches of a column stay open.
-        self.open_batches = _OPEN_COPIES if copies else _OPEN_BATCHES
+        self.open_batches = _OPEN_COPIES if copied else _OPEN_BATCHES
         self.batch = lru_cache(self.open_batches)(self._read)
 
     def __len__(self) -> int:
         return self.first[-1]
 
-    def strings(self, name: str) -> Strings:
+    def strings(self, name: str) -> Column:
         """A column of text; a DataError if there is none of this name and type."""
-        index = self._schema.get_field_index(name)
-        kind = self._schema.field(index).type if index >= 0 else None
-        if kind is not None and pa.types.is_dictionary(kind):
+        kind = self._type(name)
+        if pa.types.is_dictionary(kind):
             kind = kind.value_type
         if kind not in (pa.string(), pa.large_string(), pa.string_view()):
             raise DataError(
                 f"{self.path} has no string column {name!r} (columns: {', '.join(self.names)}); "
                 f"{_FIX}, whose --text-key names the column of the text"
             )
-        if kind == pa.string_view():
-            self.open_batches = _OPEN_COPIES
-            self._refuse_large_copies("of the type string_view", *self._parts)
-        return Strings(self, name)
+        return Column(self, name)
 
     def ids(self) -> DocumentIds | None:
         """The hashes of the documents that `data build` writes, None if the file has none."""
-        if not self.has("id", pa.uint64()) or self.batch(0).column("id").null_count:
+        if self._type("id") != pa.uint64() or self.batch(0).column("id").null_count:
             return None  # or an `id` of another tool
         return DocumentIds(self)
 
-    def has(self, name: str, *types: pa.DataType) -> bool:
-        """Whether there is exactly one column of this name, of one of these types."""
-        index = self._schema.get_field_index(name)
-        return index >= 0 and self._schema.field(index).type in types
-
     def has_tokens(self) -> bool:
         """Whether the documents are lists of token ids."""
-        index = self._schema.get_field_index(_TOKENS)
-        kind = self._schema.field(index).type if index >= 0 else None
-        is_list = kind is not None and (
-            pa.types.is_list(kind) or pa.types.is_large_list(kind)
-            or pa.types.is_fixed_size_list(kind)
-        )  # fmt: skip
-        return is_list and pa.types.is_integer(kind.value_type)
+        kind = self._type(_TOKENS)
+        is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+        return any(check(kind) for check in is_list) and pa.types.is_integer(kind.value_type)
+
+    def _type(self, name: str) -> pa.DataType:
+        """The type of a column; null if there is not exactly one of this name."""
+        index = self._schema.get_field_index(name)
+        return self._schema.field(index).type if index >= 0 else pa.null()
 
     @property
     def layout(self) -> str:
@@ -157,16 +154,6 @@ class ArrowFile:
         except (pa.ArrowException, OSError) as error:
             raise self.damaged(self.first[index], f"its batch cannot be read: {error}") from error
 
-    def _refuse_large_copies(self, what: str, *parts: ArrowBatches) -> None:
-        """Raise a DataError if a batch is too large to be copied by every process."""
-        largest = max(part.largest_bytes for part in parts)
-        if largest > _LARGEST_COPY:
-            raise DataError(
-                f"{self.path} is {what} with a batch of {largest / 1e6:,.0f} MB, which cannot be "
-                f"mapped into memory; {_FIX}, or write it in batches of up to "
-                f"{_LARGEST_COPY >> 20} MiB"
-            )
-
 
 class _View(NamedTuple):
     """A batch of a column: row r is `values[offsets[r] : offsets[r + 1]]`.
@@ -182,16 +169,12 @@ class _View(NamedTuple):
     indices: memoryview | None
 
 
-class _Column:
-    """A column of values of any length, by row."""
+class Column:
+    """A column of text, as UTF-8 bytes, or of lists of token ids, as arrays; by row."""
 
     def __init__(self, file: ArrowFile, name: str) -> None:
         self._file, self._name, self._first = file, name, file.first
         self._view: Callable[[int], _View] = lru_cache(file.open_batches)(self._open)
-
-    def _open(self, batch: int) -> _View:
-        """The column of a batch, not copied where it can be mapped."""
-        raise NotImplementedError
 
     def data(self, row: int) -> Any:
         """The value of a row, not copied; that of a null is empty."""
@@ -210,9 +193,6 @@ class _Column:
             )
         return values[begin:end]
 
-    def __len__(self) -> int:
-        return self._first[-1]
-
     def size(self, row: int) -> int:
         return len(self.data(row))
 
@@ -220,25 +200,20 @@ class _Column:
     def total_size(self) -> int:
         """Size of all rows, from the first and last offset of each batch."""
         total = 0
-        for batch, begin in enumerate(self._first[:-1]):
-            rows, view = self._first[batch + 1] - begin, self._view(batch)
+        for batch, (begin, end) in enumerate(pairwise(self._first)):
+            view = self._view(batch)
             if view.indices is not None:
-                total += sum(self.size(row) for row in range(begin, begin + rows))
-            elif rows:
-                total += view.offsets[rows] - view.offsets[0]
+                total += sum(self.size(row) for row in range(begin, end))
+            elif begin < end:
+                total += view.offsets[end - begin] - view.offsets[0]
         return total
 
-
-class Strings(_Column):
-    """A column of text, as UTF-8 bytes."""
-
     def _open(self, batch: int) -> _View:
+        """The column of a batch, not copied where it can be mapped."""
         array = self._file.batch(batch).column(self._name)
         rows, indices = array if array.null_count else None, None
         if pa.types.is_dictionary(array.type):
-            numbers = array.indices
-            kind = np.dtype(numbers.type.to_pandas_dtype())
-            indices = np.frombuffer(numbers.buffers()[1] or b"", kind, len(array)).data
+            indices = _values(array.indices).data
             array = array.dictionary
         if array.type == pa.string_view():
             try:
@@ -246,50 +221,39 @@ class Strings(_Column):
             except pa.ArrowException as error:
                 raise self._file.damaged(self._first[batch], str(error)) from error
             array = array.cast(pa.large_string())
-        _, offsets, values = array.buffers()
-        kind = np.int64 if array.type == pa.large_string() else np.int32
-        return _View(_bounds(offsets, kind, len(array)), _bytes(values), rows, indices)
-
-
-class TokenLists(_Column):
-    """A column of lists of token ids."""
-
-    def _open(self, batch: int) -> _View:
-        array = self._file.batch(batch).column(self._name)
-        kind, child = array.type, array.values
-        values = np.frombuffer(
-            _bytes(child.buffers()[1]), child.type.to_pandas_dtype(), len(child)
-        )  # fmt: skip
+        kind, count = array.type, len(array)
         offsets: memoryview | range
         if pa.types.is_fixed_size_list(kind):
-            offsets = range(0, (len(array) + 1) * kind.list_size, kind.list_size)
+            offsets = range(0, (count + 1) * kind.list_size, kind.list_size)
         else:
-            width = np.int64 if pa.types.is_large_list(kind) else np.int32
-            offsets = _bounds(array.buffers()[1], width, len(array))
-        if child.null_count:
+            width = pa.types.is_large_string(kind) or pa.types.is_large_list(kind)
+            # Indexing a memoryview yields an int without a numpy scalar, which is slower.
+            offsets = np.frombuffer(
+                array.buffers()[1] or b"", np.int64 if width else np.int32, count and count + 1
+            ).data
+        if kind in (pa.string(), pa.large_string()):
+            return _View(offsets, memoryview(array.buffers()[2] or b"").cast("B"), rows, indices)
+        if array.values.null_count:
             raise DataError(
                 f"{self._file.path} has null among the token ids of column {self._name!r} "
                 f"(documents from {self._first[batch]} on); remove them, or write it again"
             )
-        return _View(offsets, values, array if array.null_count else None, None)
+        return _View(offsets, _values(array.values), rows, indices)
 
 
-def _bytes(buffer: pa.Buffer | None) -> memoryview:
-    return memoryview(b"") if buffer is None else memoryview(buffer).cast("B")
-
-
-def _bounds(buffer: pa.Buffer | None, kind: type[np.integer[Any]], rows: int) -> memoryview:
-    """The offsets of rows. Indexing a memoryview yields an int without a numpy scalar."""
-    return np.frombuffer(_bytes(buffer), kind, rows + 1 if rows else 0).data
+def _values(array: pa.Array) -> npt.NDArray[Any]:
+    """The values of an array of integers, not copied, whether null or not."""
+    # Not `to_numpy`: it imports pandas if it is installed, a third of a second of a start.
+    return np.frombuffer(array.buffers()[1] or b"", array.type.to_pandas_dtype(), len(array))
 
 
 class DocumentIds:
     """Hashes of documents, by row."""
 
     def __init__(self, file: ArrowFile) -> None:
-        self._file, self._first = file, file.first
+        self._first = file.first
         self._open: Callable[[int], npt.NDArray[np.uint64]] = lru_cache(file.open_batches)(
-            self._values
+            lambda batch: _values(file.batch(batch).column("id"))
         )
 
     def __getitem__(self, row: int) -> int:
@@ -303,11 +267,6 @@ class DocumentIds:
             here = batches == batch
             taken[here] = self._open(int(batch))[rows[here] - self._first[batch]]
         return taken
-
-    def _values(self, batch: int) -> npt.NDArray[np.uint64]:
-        # Not `to_numpy`: it imports pandas if it is installed, a third of a second of a start.
-        array = self._file.batch(batch).column("id")
-        return np.frombuffer(array.buffers()[1] or b"", np.uint64, len(array))
 
 
 class ArrowTokenSource(TokenizedSource):
@@ -323,10 +282,10 @@ class ArrowTokenSource(TokenizedSource):
         super().__init__(None if encoder is None else encoder.end_of_document, vocab_size)
         self.path = file.path
         self.fingerprint = fingerprint(file.files, file.layout)
-        self._rows = TokenLists(file, _TOKENS)
+        self._rows, self._documents = Column(file, _TOKENS), len(file)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._documents
 
     @property
     def total_size(self) -> int:

@@ -24,20 +24,11 @@ from slurmllm.safe_files import open_regular
 _MAGIC = b"ARROW1"
 FILE_BEGIN = _MAGIC + b"\0\0"  # of the file format
 _FOOTER_END = 4 + len(_MAGIC)  # after the footer: its length (int32) and the magic
-_FEATHER_1 = b"FEA1"
-_CONTINUATION = b"\xff\xff\xff\xff"  # before each message since Arrow 0.15
+_CONTINUATION = b"\xff\xff\xff\xff"  # before each message
+# Fields of the Flatbuffers tables, by number (format/Message.fbs, format/File.fbs).
+_HEADER, _ROWS, _COMPRESSION = 2, 0, 3
+_FOOTER_BLOCKS = (2, 3)  # dictionaries and record batches
 _INT32, _INT64, _UINT16 = struct.Struct("<i"), struct.Struct("<q"), struct.Struct("<H")
-# Kinds of messages, and fields of the Flatbuffers tables, by number (format/Message.fbs).
-_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
-_KIND, _HEADER, _BODY_LENGTH = 1, 2, 3
-_ROWS, _COMPRESSION = 0, 3
-_FOOTER_BLOCKS = (2, 3)  # dictionaries and record batches (format/File.fbs)
-
-_Data = mmap.mmap | bytearray
-
-
-class _FaultError(Exception):
-    """What is missing or wrong in a file."""
 
 
 class ArrowBatches:
@@ -60,15 +51,16 @@ class ArrowBatches:
             if not stream.peek(1):
                 raise pa.ArrowInvalid("it is empty")
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        if self._map[: len(_FEATHER_1)] == _FEATHER_1:
-            raise pa.ArrowInvalid("Feather version 1; write it again as version 2")
+        begin = len(FILE_BEGIN) if self._map[: len(FILE_BEGIN)] == FILE_BEGIN else 0
+        if self._map[begin : begin + 4] != _CONTINUATION:
+            raise pa.ArrowInvalid(f"it begins with {self._map[: begin + 8]!r}")
         self.rows: list[int] = []
         self.compressed, self.largest_bytes = False, 0
         self._begins: list[int] = []
         self._dictionaries: list[int] = []  # before which batch each is
-        begin = len(FILE_BEGIN) if self._map[: len(FILE_BEGIN)] == FILE_BEGIN else 0
-        self.fault = self._scan(begin)
         self._source = pa.BufferReader(pa.py_buffer(self._map))
+        self._source.seek(begin)
+        self.fault = self._scan()
         self._source.seek(begin)
         self._reader = pa.ipc.open_stream(self._source)
         self.schema: pa.Schema = self._reader.schema
@@ -79,7 +71,7 @@ class ArrowBatches:
             self._reader.read_next_batch()  # reads the dictionaries too
 
     def __getitem__(self, index: int) -> pa.RecordBatch:
-        """Read a batch; raises pa.ArrowException if it is damaged."""
+        """Read a batch; raises pa.ArrowException or an OSError if it is damaged."""
         if self._held is not None:
             batch = self._held[index]
         else:
@@ -96,78 +88,44 @@ class ArrowBatches:
     @property
     def layout(self) -> str:
         """Hex digest of the file's size and footer, or of the places and rows of its batches."""
-        size = len(self._map)
         footer = _footer_length(self._map)
         if footer:
-            digest = hashlib.sha256(self._map[size - _FOOTER_END - footer : -_FOOTER_END])
+            digest = hashlib.sha256(self._map[-_FOOTER_END - footer : -_FOOTER_END])
         else:
             digest = hashlib.sha256(np.array([self._begins, self.rows], "<i8").tobytes())
-        digest.update(str(size).encode())
+        digest.update(str(len(self._map)).encode())
         return digest.hexdigest()[:16]
 
-    def _scan(self, at: int) -> str | None:
-        """Find the messages from the offset `at` on; returns the fault behind the last batch."""
-        data, has_schema = self._map, False
-        while True:
-            part = f"batch {len(self.rows)}" if has_schema else "the schema"
-            begin = at
-            try:
-                if at == len(data):
-                    raise _FaultError(
-                        "it has no end marker: it was cut off, or its writer did not close it"
-                    )
-                at += 4 * (data[at : at + 4] == _CONTINUATION)
-                (length,) = _INT32.unpack_from(data, at)
-                at += 4
-                if length == 0:
-                    return self._fault_after(at)
-                message = _target(data, at)
-                kind = data[_field(data, message, _KIND)]
-                header = _target(data, _field(data, message, _HEADER))
-                body, rows = (
-                    _INT64.unpack_from(data, place)[0] if place else 0
-                    for place in (
-                        _field(data, message, _BODY_LENGTH),
-                        _field(data, header, _ROWS) if kind == _BATCH else 0,
-                    )
-                )
-                expected = (_DICTIONARY, _BATCH) if has_schema else (_SCHEMA,)
-                if kind not in expected or min(length, body, rows) < 0:
-                    raise _FaultError(f"the header of {part} is damaged")
-                at += length + body
-                if at > len(data):
-                    raise _FaultError(f"the last {at - len(data):,} bytes of {part} are missing")
-            except (struct.error, IndexError, _FaultError) as error:
-                if not has_schema and data[begin : begin + 4] != _CONTINUATION:
-                    raise pa.ArrowInvalid(f"it begins with {data[:8]!r}") from None
-                reason = (
-                    str(error) if isinstance(error, _FaultError) else
-                    f"it ends in the header of {part}"
-                )  # fmt: skip
-                if not has_schema:
-                    raise pa.ArrowInvalid(reason) from None
-                return f"{reason} (complete: {len(self.rows):,} batches, {sum(self.rows):,} rows)"
-            if kind == _DICTIONARY:
-                self._dictionaries.append(len(self.rows))
-            elif kind == _BATCH:
-                self._begins.append(begin)
-                self.rows.append(rows)
-                self.compressed |= bool(_field(data, header, _COMPRESSION))
-                self.largest_bytes = max(self.largest_bytes, body)
-            has_schema = True
-
-    def _fault_after(self, end: int) -> str | None:
-        """The fault in what follows the end marker; None if it is nothing or a footer."""
-        data, rest = self._map, len(self._map) - end
-        if rest == 0 and data[: len(_MAGIC)] != _MAGIC:
-            return None
-        footer = _footer_length(data)
-        if footer and footer + _FOOTER_END <= rest:
-            return None
-        return f"{rest:,} bytes follow its end marker, and they are not a whole footer"
+    def _scan(self) -> str | None:
+        """Find the batches; returns the fault behind the last one."""
+        fault = None
+        try:
+            while True:
+                begin = self._source.tell()
+                message = pa.ipc.read_message(self._source)
+                if message.type == "dictionary":
+                    self._dictionaries.append(len(self.rows))
+                elif message.type == "record batch":
+                    data = memoryview(message.metadata)
+                    batch = _target(data, _field(data, _target(data, 0), _HEADER))
+                    place = _field(data, batch, _ROWS)
+                    self._begins.append(begin)
+                    self.rows.append(_INT64.unpack_from(data, place)[0] if place else 0)
+                    self.compressed |= bool(_field(data, batch, _COMPRESSION))
+                    self.largest_bytes = max(self.largest_bytes, self._source.tell() - begin)
+        except EOFError:
+            end, size = self._source.tell(), len(self._map)
+            footer, is_file = _footer_length(self._map), self._map[: len(_MAGIC)] == _MAGIC
+            if end == begin:
+                fault = "it has no end marker: it was cut off, or its writer did not close it"
+            elif (end < size or is_file) and not 0 < footer <= size - end - _FOOTER_END:
+                fault = f"{size - end:,} bytes follow its end marker, and not a whole footer"
+        except (pa.ArrowException, OSError, struct.error) as error:
+            fault = f"after byte {begin:,} of {len(self._map):,}: {error}"
+        return fault and f"{fault} (complete: {len(self.rows):,} batches, {sum(self.rows):,} rows)"
 
 
-def _footer_length(data: _Data) -> int:
+def _footer_length(data: mmap.mmap | bytearray) -> int:
     """Bytes of the footer at the end of a file; 0 if there is none."""
     if len(data) < _FOOTER_END or data[-len(_MAGIC) :] != _MAGIC:
         return 0
@@ -191,16 +149,16 @@ def move_blocks(file: bytearray, distance: int) -> None:
 # (https://flatbuffers.dev/internals/)
 
 
-def _target(data: _Data, at: int) -> int:
+def _target(data: memoryview | bytearray, at: int) -> int:
     """The place that the offset stored at `at` refers to."""
     return at + int(_INT32.unpack_from(data, at)[0])
 
 
-def _field(data: _Data, table: int, number: int) -> int:
+def _field(data: memoryview | bytearray, table: int, number: int) -> int:
     """The place of a table's field; 0 if it has its default value."""
     vtable = table - _INT32.unpack_from(data, table)[0]
     slot = 4 + 2 * number
-    if vtable < 0 or slot >= _UINT16.unpack_from(data, vtable)[0]:
+    if slot >= _UINT16.unpack_from(data, vtable)[0]:
         return 0
     offset = _UINT16.unpack_from(data, vtable + slot)[0]
     return table + offset if offset else 0

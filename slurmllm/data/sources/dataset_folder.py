@@ -9,7 +9,6 @@ files named `cache-*.arrow` hold the results of `map` and are no part of the dat
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -84,33 +83,16 @@ def dataset_files(folder: Path) -> list[Path] | None:
 
 
 def _cached_files(folder: Path) -> list[Path] | None:
-    """The files of a folder of the cache: `NAME-SPLIT.arrow`, or `NAME-SPLIT-00000-of-00002.arrow`.
-
-    Raises:
-        DataError: it has several splits, or lacks a file of one.
-    """
     splits = _load(folder / INFO).get("splits") if (folder / INFO).is_file() else None
-    files: dict[str, list[Path]] = {}
-    num_files: dict[str, int] = {}
-    for path in sorted(folder.glob("*.arrow")):
-        match = re.fullmatch(r"(?!cache-).*?-([\w.]+)(?:-\d+-of-(\d+))?\.arrow", path.name)
-        if match and isinstance(splits, dict) and match[1] in splits:
-            files.setdefault(match[1], []).append(path)
-            num_files[match[1]] = int(match[2] or 1)
-    if not files:
+    files = sorted(path for path in folder.glob("*.arrow") if not path.name.startswith("cache-"))
+    if not files or not isinstance(splits, dict):
         return None
-    split, paths = next(iter(files.items()))
-    if len(files) > 1:
+    if len(splits) > 1:
         raise DataError(
-            f"{folder} has the splits {', '.join(files)}; name the files of one, such as "
-            f"{paths[0]}, or write it to a folder with `dataset[{split!r}].save_to_disk(...)`"
+            f"{folder} has a dataset of several splits ({', '.join(splits)}); name the files of "
+            "one, or write it to a folder of its own with `dataset[SPLIT].save_to_disk(...)`"
         )
-    if len(paths) != num_files[split]:
-        raise DataError(
-            f"{folder} has {len(paths)} of the {num_files[split]} files of its split {split}; "
-            "copy the others too"
-        )
-    return paths
+    return files
 
 
 def _load(path: Path) -> dict[str, Any]:
