@@ -183,17 +183,14 @@ def _restarts(leaves_s: float, mtbf_s: float, share: float) -> Iterator[tuple[fl
     Failures restart the workers at the rate share / M and end the job at (1 - share) / M, so that
     exp(-(1 - share)·s/M)·share/M restarts are expected at s. The points divide their integral.
     """
-    ends = 1 - share
-    begins = leaves_s / mtbf_s
-    integral = begins if ends == 0 else -math.expm1(-ends * begins) / ends
-    if share == 0 or math.isinf(integral):  # the same attempt for ever
+    ends, whole = 1 - share, leaves_s / mtbf_s
+    integral = -math.expm1(-ends * whole) / ends if ends else whole
+    if math.isinf(integral):  # the same attempt for ever
         return
-    for number in range(_POINTS):
+    for number in range(_POINTS if share else 0):
         part = (number + 0.5) / _POINTS * integral
-        yield (
-            share * integral / _POINTS,
-            mtbf_s * (part if ends == 0 else -math.log1p(-ends * part) / ends),
-        )
+        begins = -math.log1p(-ends * part) / ends if ends else part
+        yield share * integral / _POINTS, mtbf_s * begins
 
 
 class _Attempt:

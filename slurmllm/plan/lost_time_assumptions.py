@@ -109,16 +109,13 @@ def restarts(config: RunConfig, nodes: int, leaves_s: float) -> float:
         return 0.0
     total, stays = sum(counts.values()), counts["network"] + counts["hang"]
     broken = (counts["device"] + counts["node"]) * (1 - 1 / nodes)
-    # By Poisson: the probabilities that a job sees 1, 2, … failures of those that may end it, all
-    # of which break a node.
     mean = nodes * leaves_s / (config.cluster.node_mtbf_hours * HOUR_S) * (1 - stays / total)
-    share = broken / (total - stays)
-    term = below = math.exp(-mean)
-    asks = [-math.expm1(-mean) * share]
-    for number in range(1, slurm.spare_nodes + 1):
+    # By Poisson: the probabilities that 1, 2, … nodes break in a job before anything else ends it.
+    fewer, term, asks = 0.0, math.exp(-mean), list[float]()
+    for number in range(1, slurm.spare_nodes + 2):
+        fewer += term
         term *= mean / number
-        below += term
-        asks.append(max(0.0, 1 - below) * share ** (number + 1))
+        asks.append((1 - fewer) * (broken / (total - stays)) ** number)
     replaced = math.fsum(asks[:-1]) / (math.fsum(asks) or 1.0)
     return (stays + broken * replaced) / total
 

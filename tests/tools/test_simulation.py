@@ -129,10 +129,11 @@ def test_a_job_restarts_with_its_healthy_nodes() -> None:
     assert third.started_at == pytest.approx((second.ended_at or 0) + 125)
     # The third is the first of its job; a job of restarts has no time of its own.
     assert third.ending == "advance_signal"
-    assert (third.ended_at or 0) - third.started_at == pytest.approx(6 * HOUR_S - 300, abs=60)
+    lead_s = recipe().slurm.signal_lead_s
+    assert (third.ended_at or 0) - third.started_at == pytest.approx(6 * HOUR_S - lead_s, abs=60)
     limited = scripted(Scripted("network", 5000, training=True), time_limit_s=3 * HOUR_S)
     ends = [a.ended_at for a in limited.attempts if a.ending == "advance_signal"]
-    assert ends[0] == pytest.approx(3 * HOUR_S - 300, abs=60)
+    assert ends[0] == pytest.approx(3 * HOUR_S - lead_s, abs=60)
 
 
 def test_a_node_that_hangs_twice_is_kept_off() -> None:
