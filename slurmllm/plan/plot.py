@@ -166,13 +166,33 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
 
 @rc_context(fname=PICTURE_STYLE)
 def draw_matrix_utilization(products: Sequence[Mapping[str, Any]], profile: str) -> Figure:
-    """Share of the peak by matrix size, as `plan --matrix-figure --json` has it."""
-    figure = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
-    axes: Axes = figure.subplots()
-    for number, precision in enumerate(dict.fromkeys(one["precision"] for one in products)):
-        rows = [one for one in products if one["precision"] == precision]
+    """Share of the peak by matrix size, as `plan --matrix-figure --json` has it.
+
+    Left: k and n grow together, as in feed-forward matrices; right, if measured: k for some n.
+    """
+    together, alone = dict[str, list[Mapping[str, Any]]](), dict[str, list[Mapping[str, Any]]]()
+    for one in products:
+        if one["n"] == 4 * one["k"]:
+            name = f"{one['precision']}, peak {one['peak_tflops']:.4g} TFLOP/s"
+            together.setdefault(name, []).append(one)
+        if one["precision"] == products[0]["precision"]:
+            alone.setdefault(f"n = {one['n']:,}", []).append(one)
+    most = max(map(len, alone.values()))
+    panels = {"4k": together}
+    if most > 1:
+        panels["n"] = {name: rows for name, rows in alone.items() if len(rows) == most}
+    figure = Figure(figsize=(1 + 6 * len(panels), 4.2), dpi=100, layout="constrained")
+    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (n, lines) in zip(drawn, panels.items(), strict=True):
+        _draw_shares(axes, lines)
+        axes.set_xlabel(f"k of products {products[0]['m']:,} × k × {n}")
+    figure.axes[0].set(ylabel="share of the peak, %", title=f"profile {profile}")
+    return figure
+
+
+def _draw_shares(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    for number, (name, rows) in enumerate(lines.items()):
         widths, color = [one["k"] for one in rows], _COLORS[number]
-        name = f"{precision}, peak {rows[0]['peak_tflops']:.4g} TFLOP/s"
         for kind, marker, style in (("measured", _MARKERS[number], "-"), ("planner", "", ":")):
             shares = [one[f"{kind}_utilization"] for one in rows]
             if None not in shares:
@@ -184,10 +204,7 @@ def draw_matrix_utilization(products: Sequence[Mapping[str, Any]], profile: str)
     axes.xaxis.set_minor_locator(NullLocator())
     # Above 100 % if the profile's peak is too low.
     axes.set_ylim(0, max(100.0, axes.get_ylim()[1]))
-    axes.set(xlabel=f"k of products {rows[0]['m']:,} × k × 4k", ylabel="share of the peak, %")
-    axes.set_title(f"profile {profile}")
     axes.legend(frameon=False)
-    return figure
 
 
 # Marks of a logarithmic axis of time: hours → label.
