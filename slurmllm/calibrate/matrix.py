@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.calibrate.fits import product_flops
-from slurmllm.calibrate.node import PRODUCT_SIZES, Sample
+from slurmllm.calibrate.node import PRODUCT_SIZES, Sample, product_grid
 from slurmllm.calibrate.run import run_task, task_of
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
@@ -39,17 +39,15 @@ def measure_products(config: RunConfig, show: Callable[[str], None]) -> list[Sam
 
 
 def predicted_products(hardware: Hardware, device: str) -> list[dict[str, Any]]:
-    """What products of feed-forward matrices in bf16 reach of the peak, by the planner's curve."""
-    tokens, widths = PRODUCT_SIZES["cpu" if device == "cpu" else "cuda"]
-    sizes = [(max(tokens), 4 * width, width) for width in widths]
+    """What products in bf16 reach of the peak, by the planner's curve."""
+    sizes = product_grid(*PRODUCT_SIZES["cpu" if device == "cpu" else "cuda"])
     return [_row(hardware, "bf16", size, None) for size in sizes]
 
 
 def measured_products(hardware: Hardware, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """The same as measured, in both precisions, with the planner's curve."""
     largest = max(sample.sizes[0] for sample in samples)
-    # Feed-forward matrices; the head is left out.
-    shown = [s for s in samples if s.sizes[0] == largest and s.sizes[1] == 4 * s.sizes[2]]
+    shown = [s for s in samples if s.sizes[0] == largest]  # without the head
     return [
         _row(hardware, s.of, s.sizes, product_flops(s) / s.value / 1e12)
         for s in sorted(shown, key=lambda s: (s.of, s.sizes))

@@ -138,19 +138,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def products(
-    device: torch.device, tokens: tuple[int, ...], widths: tuple[int, ...], vocabulary: int
-) -> Iterator[Item]:
-    """Forward products and both their gradients: feed-forward matrices, and a head.
-
-    Sizes are [m, n, k] of the forward product; the seconds are those of all three.
-    """
-    middling = widths[len(widths) // 2]
-    shapes = [(many, 4 * width, width) for many in tokens for width in widths]
+def products(device: torch.device, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Item]:
+    """Forward products of sizes [m, n, k]; the seconds are those of both their gradients too."""
     for precision, kind in _DTYPES.items():
         if device.type == "cpu" and kind == torch.bfloat16 and slow_bf16():
             kind = torch.float32  # as compiled blocks compute them there
-        for m, n, k in (*shapes, (tokens[0], vocabulary, middling)):
+        for m, n, k in sizes:
             # In turn, as the layers of a model come: none finds its matrices in a cache.
             width = torch.empty((), dtype=kind).element_size()
             count = max(1, min(_LAYERS, _COLD_BYTES // ((m * k + n * k + m * n) * width)))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -39,6 +40,12 @@ PRODUCT_SIZES = {
     "cuda": ((2048, 8192), (256, 512, 1024, 2048, 4096, 8192)),
     "cpu": ((512, 2048), (64, 128, 256, 512, 1024)),
 }
+
+
+def product_grid(tokens: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """[m, n, k] of feed-forward matrices (n = 4k), and of products of which k alone varies."""
+    columns = [4 * width for width in (widths[0], widths[len(widths) // 2], widths[-1])]
+    return sorted({(max(tokens), n, k) for k in widths for n in (4 * k, *columns)})
 
 
 class Task(BaseModel):

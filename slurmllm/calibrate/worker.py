@@ -26,7 +26,7 @@ from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.calibrate import measuring
 from slurmllm.calibrate.measuring import Item, Scale, measure, scale_of
-from slurmllm.calibrate.node import Sample, Task
+from slurmllm.calibrate.node import Sample, Task, product_grid
 from slurmllm.config.resolve import resolve
 from slurmllm.host_memory import host_memory
 from slurmllm.model.decoder import build_model
@@ -105,10 +105,11 @@ def _measurements(
 ) -> dict[str, Callable[[], Iterable[Item]]]:
     """Name → measurements, created lazily: their tensors would not fit all at once."""
     model, precision, batch = scale.model, task.precision, scale.batch
+    widths = scale.widths
+    feed_forward = [(tokens, 4 * width, width) for tokens in scale.tokens for width in widths]
+    head = (scale.tokens[0], model.padded_vocab_size, widths[len(widths) // 2])
     found: dict[str, Callable[[], Iterable[Item]]] = {
-        "matrix products": lambda: measuring.products(
-            device, scale.tokens, scale.widths, model.padded_vocab_size
-        ),
+        "matrix products": lambda: measuring.products(device, [*feed_forward, head]),
         "attention": lambda: [measuring.attention(model, precision, device, batch)],
         "memory": lambda: [measuring.copy(device, scale.copied_bytes)],
         "elementwise work": lambda: measuring.elementwise(
@@ -116,7 +117,8 @@ def _measurements(
         ),
     }
     if task.products_only:
-        return {name: items for name, items in found.items() if name == "matrix products"}
+        grid = product_grid(scale.tokens, widths)
+        return {"matrix products": lambda: measuring.products(device, grid)}
     if task.nodes * task.workers > 1:
         found["collectives"] = lambda: measuring.collectives(
             task.nodes, task.workers, device, scale.collective_bytes

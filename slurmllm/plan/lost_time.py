@@ -9,8 +9,8 @@ estimate of the optimum checkpoint interval for restart dumps", Future Generatio
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
 from slurmllm.records import TIME_PARTS, EndingClass, TimePart
@@ -24,6 +24,7 @@ REPORTED_S = 10.0
 UNWATCHED_S = 1800.0
 # The endings that lose the steps since the last checkpoint, and count as failures.
 FAILURES: frozenset[EndingClass] = frozenset({"node_failure", "hang", "storage_failure"})
+_POINTS = 4  # of a job at which its restarts are evaluated: off by 0.06 % of the time at most
 
 
 def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
@@ -94,7 +95,6 @@ class LostTime:
     interval_steps: int  # steps from one checkpoint to the next
     auto_steps: int  # the same with `checkpoint.every_steps: auto`
     mtbf_s: float  # mean time between two failures of the run, s of its allocations
-    attempt_s: float  # mean length of an attempt's allocation, s
 
     @property
     def effective(self) -> float:
@@ -126,16 +126,19 @@ def expected_losses(
     leaves_s: float | None = None,
     training_s: float | None = None,
     noticing: DetectionDelay | None = None,
+    restarts: float = 0.0,
 ) -> LostTime:
     """Expected lost time: the mean over simulations of long runs (tools/benchmarks/month.py).
 
     Args:
         every_steps: Between two checkpoints; None: auto, from the true failure rate.
-        leaves_s: After which an attempt saves and leaves: the job's time limit less
-            `slurm.signal_lead_s`; None: no limit.
+        leaves_s: After which a job saves and leaves: its time limit less `slurm.signal_lead_s`;
+            None: no limit.
         training_s: All steps of the run, s: a run that is done sooner leaves sooner, and has less
             to share its start-up with. None: it goes on for ever.
         noticing: Of failures; `durations.noticing` goes before it.
+        restarts: Share of the failures after which new workers start in the same job: no wait in
+            the queue, no broadcast of graphs, and the job's time limit goes on. The others end it.
 
     Raises:
         ValueError: a count, a duration or a rate that is not above 0.
@@ -153,17 +156,41 @@ def expected_losses(
     attempt = _Attempt(step_s, steps * step_s, save, durations, mtbf_s, leaves_s, training_s)
     if leaves_s is not None and leaves_s <= attempt.trains_s:
         shares: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0) | {"start_up": 1.0}
-        return LostTime(shares, 0.0, steps, auto, mtbf_s, leaves_s)
-    parts_s = attempt.parts_s(noticing or DetectionDelay())
+        return LostTime(shares, 0.0, steps, auto, mtbf_s)
+    delay = noticing or DetectionDelay()
+    parts_s = attempt.parts_s(delay)
+    # A job that always restarts and has no limit never waits again.
+    waits = 0.0 if restarts == 1 and math.isinf(attempt.leaves_s) else 1.0
+    kept = replace(durations, cache=(0.0,))
+    for weight, begins_s in _restarts(attempt.leaves_s, mtbf_s, restarts):
+        left_s = attempt.leaves_s - begins_s
+        again = _Attempt(step_s, steps * step_s, save, kept, mtbf_s, left_s, None)
+        for part, seconds in again.parts_s(delay).items():
+            parts_s[part] += weight * seconds
     length_s = math.fsum(parts_s.values())
     return LostTime(
         shares={part: parts_s[part] / length_s for part in TIME_PARTS},
-        goodput=parts_s["productive"] / (length_s + fmean(durations.requeue)),
+        goodput=parts_s["productive"] / (length_s + waits * fmean(durations.requeue)),
         interval_steps=steps,
         auto_steps=auto,
         mtbf_s=mtbf_s,
-        attempt_s=length_s,
     )
+
+
+def _restarts(leaves_s: float, mtbf_s: float, share: float) -> Iterator[tuple[float, float]]:
+    """Yield (expected number, seconds after the job's start) of the restarts in a job.
+
+    Failures restart the workers at the rate share / M and end the job at (1 - share) / M, so that
+    exp(-(1 - share)·s/M)·share/M restarts are expected at s. The points divide their integral.
+    """
+    ends, whole = 1 - share, leaves_s / mtbf_s
+    integral = -math.expm1(-ends * whole) / ends if ends else whole
+    if math.isinf(integral):  # the same attempt for ever
+        return
+    for number in range(_POINTS if share else 0):
+        part = (number + 0.5) / _POINTS * integral
+        begins = -math.log1p(-ends * part) / ends if ends else part
+        yield share * integral / _POINTS, mtbf_s * begins
 
 
 class _Attempt:

@@ -7,6 +7,7 @@ are any (`month.py --from RUN`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from slurmllm.config.rules import minutes_of
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.plan.lost_time import (
+    HOUR_S,
     REPORTED_S,
     SLURMD_TIMEOUT_S,
     UNWATCHED_S,
@@ -95,6 +97,29 @@ def noticing(config: RunConfig, step_s: float) -> DetectionDelay:
     return DetectionDelay(start_up_s=mean_s(watchdog.start_up_s), training_s=mean_s(hang_s))
 
 
+def restarts(config: RunConfig, nodes: int, leaves_s: float) -> float:
+    """Share of the failures after which a run restarts in its job, with the mix of Llama 3's run.
+
+    A failure of a network or a hang leaves the nodes healthy. One that breaks a node takes a spare
+    node; with none left, or if it was the supervisor's node, the job returns to the queue, and has
+    all of them again.
+    """
+    slurm, counts = config.recipe.slurm, PUBLISHED["llama3"].counts
+    if not slurm.restart_in_allocation or slurm.restart == "none":
+        return 0.0
+    total, stays = sum(counts.values()), counts["network"] + counts["hang"]
+    broken = (counts["device"] + counts["node"]) * (1 - 1 / nodes)
+    mean = nodes * leaves_s / (config.cluster.node_mtbf_hours * HOUR_S) * (1 - stays / total)
+    # By Poisson: the probabilities that 1, 2, … nodes break in a job before anything else ends it.
+    fewer, term, asks = 0.0, math.exp(-mean), list[float]()
+    for number in range(1, slurm.spare_nodes + 2):
+        fewer += term
+        term *= mean / number
+        asks.append((1 - fewer) * (broken / (total - stays)) ** number)
+    replaced = math.fsum(asks[:-1]) / (math.fsum(asks) or 1.0)
+    return (stays + broken * replaced) / total
+
+
 def lost_time(config: RunConfig, nodes: int, step_s: float, steps: int | None = None) -> LostTime:
     """Expected time that a run of `steps`, or the recipe's, loses to saves, failures and restarts.
 
@@ -107,12 +132,14 @@ def lost_time(config: RunConfig, nodes: int, step_s: float, steps: int | None = 
         parameters(recipe.model), nodes, cluster.device, recipe.checkpoint.asynchronous
     )
     every = recipe.checkpoint.every_steps
+    leaves_s = minutes_of(recipe.slurm.time) * 60 - recipe.slurm.signal_lead_s
     found = expected_losses(
         nodes, step_s, save, durations, cluster.node_mtbf_hours,
         every_steps=None if every == "auto" else every,
-        leaves_s=minutes_of(recipe.slurm.time) * 60 - recipe.slurm.signal_lead_s,
+        leaves_s=leaves_s,
         training_s=(recipe.train.steps if steps is None else steps) * step_s,
         noticing=noticing(config, step_s),
+        restarts=restarts(config, nodes, leaves_s),
     )  # fmt: skip
     if found.effective > 0:
         return found

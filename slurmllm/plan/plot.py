@@ -41,47 +41,71 @@ class PlanCurve:
     nodes: Sequence[int]  # node counts, ascending
     tokens_per_s: Sequence[float]  # throughput of the best layout on each
     usd: Sequence[float] | None  # dollars to the end of the training on each; None without a price
+    hours: Sequence[float] | None = None  # to the end on each; None if any never reaches it
 
 
 @rc_context(fname=PICTURE_STYLE)
 def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Figure:
-    """Draw throughput, cost, and the memory of labelled layouts; panels without data are left out.
+    """Draw throughput, time, cost, and the memory of layouts; panels without data are left out.
 
     Curves with a single node count have no line.
     """
     curves = [curve for curve in curves if len(curve.nodes) > 1]
-    priced = [curve for curve in curves if curve.usd is not None]
-    draws = [_draw_throughput] * bool(curves) + [_draw_cost] * bool(priced)
+    panels = {
+        _draw_throughput: curves,
+        _draw_time: [curve for curve in curves if curve.hours is not None],
+        _draw_cost: [curve for curve in curves if curve.usd is not None],
+    }
+    draws = [draw for draw, shown in panels.items() if shown]
     bars = 1.6 + 0.45 * len(layouts) if layouts else 0.0
     lines = 4.2 if draws else 0.0
-    figure = Figure(figsize=(11, bars + lines), dpi=120, layout="constrained")
+    width = 14 if len(draws) == 3 else 11
+    figure = Figure(figsize=(width, bars + lines), dpi=120, layout="constrained")
     rows = figure.subfigures(
         bool(draws) + bool(layouts), 1, squeeze=False,
         height_ratios=[height for height in (lines, bars) if height],
     )[:, 0]  # fmt: skip
     if draws:
-        panels = rows[0].subplots(1, len(draws), squeeze=False)[0]
-        for axes, draw in zip(panels, draws, strict=True):
-            draw(axes, priced if draw is _draw_cost else curves)
+        for axes, draw in zip(
+            rows[0].subplots(1, len(draws), squeeze=False)[0], draws, strict=True
+        ):
+            draw(axes, panels[draw])
     if layouts:
         _draw_memory(rows[-1], layouts)
     return figure
 
 
 def _draw_throughput(axes: Axes, curves: Sequence[PlanCurve]) -> None:
-    """Throughput on logarithmic axes; dashed lines show perfect scaling."""
+    """Throughput on logarithmic axes."""
     for number, curve in enumerate(curves):
-        _line(axes, number, curve, curve.tokens_per_s)
-        first = curve.tokens_per_s[0] / curve.nodes[0]
-        ideal = [first * nodes for nodes in curve.nodes]
-        axes.plot(curve.nodes, ideal, color="#777777", linewidth=1.0, linestyle=(0, (4, 3)))
-    axes.plot([], [], color="#777777", linewidth=1.0, linestyle=(0, (4, 3)), label="no loss")
-    axes.set_yscale("log")
+        _scaled_line(axes, number, curve, curve.tokens_per_s, 1)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(_WHOLE)
     axes.set_ylabel("tokens/s")
     _nodes_axis(axes, curves)
+
+
+def _draw_time(axes: Axes, curves: Sequence[PlanCurve]) -> None:
+    """Time to the end of the training on logarithmic axes."""
+    for number, curve in enumerate(curves):
+        assert curve.hours is not None
+        _scaled_line(axes, number, curve, curve.hours, -1)
+    axes.set_yticks(*_time_ticks(*axes.get_ylim()))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylabel("time to the end")
+    _nodes_axis(axes, curves)
+
+
+def _scaled_line(
+    axes: Axes, number: int, curve: PlanCurve, values: Sequence[float], power: int
+) -> None:
+    """A line, and a dashed one of what is proportional to a power of the nodes: without loss."""
+    _line(axes, number, curve, values)
+    ideal = [values[0] * (nodes / curve.nodes[0]) ** power for nodes in curve.nodes]
+    label = "" if number else "no loss"
+    axes.plot(curve.nodes, ideal, color="#777777", lw=1.0, ls=(0, (4, 3)), label=label)
+    axes.set_yscale("log")
 
 
 def _draw_cost(axes: Axes, curves: Sequence[PlanCurve]) -> None:
@@ -142,13 +166,33 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
 
 @rc_context(fname=PICTURE_STYLE)
 def draw_matrix_utilization(products: Sequence[Mapping[str, Any]], profile: str) -> Figure:
-    """Share of the peak by matrix size, as `plan --matrix-figure --json` has it."""
-    figure = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
-    axes: Axes = figure.subplots()
-    for number, precision in enumerate(dict.fromkeys(one["precision"] for one in products)):
-        rows = [one for one in products if one["precision"] == precision]
+    """Share of the peak by matrix size, as `plan --matrix-figure --json` has it.
+
+    Left: k and n grow together, as in feed-forward matrices; right, if measured: k for some n.
+    """
+    together, alone = dict[str, list[Mapping[str, Any]]](), dict[str, list[Mapping[str, Any]]]()
+    for one in products:
+        if one["n"] == 4 * one["k"]:
+            name = f"{one['precision']}, peak {one['peak_tflops']:.4g} TFLOP/s"
+            together.setdefault(name, []).append(one)
+        if one["precision"] == products[0]["precision"]:
+            alone.setdefault(f"n = {one['n']:,}", []).append(one)
+    most = max(map(len, alone.values()))
+    panels = {"4k": together}
+    if most > 1:
+        panels["n"] = {name: rows for name, rows in alone.items() if len(rows) == most}
+    figure = Figure(figsize=(1 + 6 * len(panels), 4.2), dpi=100, layout="constrained")
+    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (n, lines) in zip(drawn, panels.items(), strict=True):
+        _draw_shares(axes, lines)
+        axes.set_xlabel(f"k of products {products[0]['m']:,} × k × {n}")
+    figure.axes[0].set(ylabel="share of the peak, %", title=f"profile {profile}")
+    return figure
+
+
+def _draw_shares(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    for number, (name, rows) in enumerate(lines.items()):
         widths, color = [one["k"] for one in rows], _COLORS[number]
-        name = f"{precision}, peak {rows[0]['peak_tflops']:.4g} TFLOP/s"
         for kind, marker, style in (("measured", _MARKERS[number], "-"), ("planner", "", ":")):
             shares = [one[f"{kind}_utilization"] for one in rows]
             if None not in shares:
@@ -160,10 +204,7 @@ def draw_matrix_utilization(products: Sequence[Mapping[str, Any]], profile: str)
     axes.xaxis.set_minor_locator(NullLocator())
     # Above 100 % if the profile's peak is too low.
     axes.set_ylim(0, max(100.0, axes.get_ylim()[1]))
-    axes.set(xlabel=f"k of products {rows[0]['m']:,} × k × 4k", ylabel="share of the peak, %")
-    axes.set_title(f"profile {profile}")
     axes.legend(frameon=False)
-    return figure
 
 
 # Marks of a logarithmic axis of time: hours → label.
@@ -172,6 +213,11 @@ _TIMES = {
     **{float(hours): f"{hours} h" for hours in (1, 2, 4, 8)},
     **{24.0 * days: f"{days} d" for days in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)},
 }  # fmt: skip
+
+
+def _time_ticks(least: float, most: float) -> tuple[list[float], list[str]]:
+    times = {hours: text for hours, text in _TIMES.items() if least <= hours <= most}
+    return list(times), list(times.values())
 
 
 @rc_context(fname=PICTURE_STYLE)
@@ -215,9 +261,7 @@ def draw_purchase(purchase: PurchasePlan) -> Figure:
         ylabel="dollars to the end" if purchase.priced else "nodes",
     )  # fmt: skip
     axes.margins(0.06, 0.16)
-    least, most = axes.get_xlim()
-    times = {hours: text for hours, text in _TIMES.items() if least <= hours <= most}
-    axes.set_xticks(list(times), list(times.values()))
+    axes.set_xticks(*_time_ticks(*axes.get_xlim()))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(_WHOLE if purchase.priced else StrMethodFormatter("{x:,g}"))
     for axis in (axes.xaxis, axes.yaxis):
@@ -227,7 +271,7 @@ def draw_purchase(purchase: PurchasePlan) -> Figure:
 
 
 def draw(answers: Sequence[RecipePlan]) -> Figure:
-    """Throughput and dollars over the node counts, and the memory of the best layouts."""
+    """Throughput, time and dollars over the node counts, and the memory of the best layouts."""
     return picture([_curve(found) for found in answers], _bars(answers))
 
 
@@ -235,11 +279,13 @@ def _curve(found: RecipePlan) -> PlanCurve:
     points = found.points()
     fit = [(p.nodes, p.candidate, p.forecast.usd) for p in points if p.candidate and p.forecast]
     dollars = [usd for _, _, usd in fit if usd is not None]
+    hours = [h for h in (p.forecast.hours for p in points if p.forecast) if h is not None]
     return PlanCurve(
         label=found.config.recipe.name,
         nodes=[nodes for nodes, _, _ in fit],
         tokens_per_s=[candidate.tokens_per_s for _, candidate, _ in fit],
         usd=dollars if len(dollars) == len(fit) else None,
+        hours=hours if len(hours) == len(fit) else None,
     )
 
 

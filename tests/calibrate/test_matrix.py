@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slurmllm.calibrate.fits import matrix_figures
@@ -32,8 +33,11 @@ def test_this_machine_measures_products_only() -> None:
     assert config.cluster.hardware is not None
     products = [sample for sample in samples if sample.kind == "product"]
     rows = measured_products(matrix_figures(products, "bf16", config.cluster.hardware), products)
-    assert [(row["precision"], row["k"]) for row in rows] == [
-        (precision, k) for precision in ("bf16", "fp32") for k in (64, 128, 256)
+    assert [(row["precision"], row["n"], row["k"]) for row in rows] == [
+        (precision, n, k)
+        for precision in ("bf16", "fp32")
+        for n in (256, 512, 1024)
+        for k in (64, 128, 256)
     ]
     # The figures of the profile are a guess: the peak is what was fastest.
     assert all(
@@ -49,20 +53,30 @@ def test_known_peaks_are_the_scale() -> None:
     own = Sample(kind="product", of="bf16", sizes=(8192, 16384, 4096), value=seconds)
     (row,) = measured_products(hardware, [head, own])
     assert row["measured_utilization"] == pytest.approx(0.5)
-    (curve,) = (one for one in predicted_products(p5(), "cuda") if one["k"] == 4096)
+    curves = predicted_products(p5(), "cuda")
+    (curve,) = (one for one in curves if (one["k"], one["n"]) == (4096, 16384))
     assert curve == row | {"measured_tflops": None, "measured_utilization": None}
 
 
 def test_the_picture_has_both() -> None:
-    measured = [row | {"measured_utilization": 1.2} for row in predicted_products(p5(), "cuda")]
-    (axes,) = draw_matrix_utilization(measured, "p5").axes
-    assert [str(line.get_label()).rpartition(", ")[2] for line in axes.lines] == [
+    """Left k and n = 4k, right k alone for three n: measured and predicted."""
+    rows = predicted_products(p5(), "cuda")
+    assert {(row["n"], row["k"]) for row in rows} >= {(n, 256) for n in (1024, 8192, 32768)}
+    measured = [row | {"measured_utilization": 1.2} for row in rows]
+    together, alone = draw_matrix_utilization(measured, "p5").axes
+    assert [str(line.get_label()).rpartition(", ")[2] for line in together.lines] == [
         "measured",
         "planner",
     ]
-    assert axes.get_ylim()[1] > 120
-    (axes,) = draw_matrix_utilization(predicted_products(p5(), "cuda"), "p5").axes
-    assert len(axes.lines) == 1
+    assert together.get_ylim()[1] > 120
+    labels = {str(line.get_label()).rpartition(", ")[0] for line in alone.lines}
+    assert len(alone.lines) == 6
+    assert len(labels) == 3
+    assert all(len(np.asarray(line.get_xdata())) == 6 for line in alone.lines)
+    together, alone = draw_matrix_utilization(rows, "p5").axes
+    assert (len(together.lines), len(alone.lines)) == (1, 3)
+    feed_forward = [row for row in measured if row["n"] == 4 * row["k"]]  # as --calibrate measures
+    assert len(draw_matrix_utilization(feed_forward, "p5").axes) == 1
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,16 @@ from slurmllm.plan.lost_time import (
     best_interval_s,
     expected_losses,
 )
-from slurmllm.plan.lost_time_assumptions import PUBLISHED, assumed, lost_time, noticing
+from slurmllm.plan.lost_time_assumptions import PUBLISHED, assumed, lost_time, noticing, restarts
 from slurmllm.plan.parameters import parameters
 from slurmllm.status.utilization import account_node_hours
 
 USUAL = Durations((125.0,), (15.0,), (10.0,), (400.0, 500.0), (60.0,), (10.0,), (30.0, 50.0))
 NOTHING = Durations((0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,))
 STEP_S = 14.3
+NO_STOPS = (
+    "slurm.failure_budget=1000000", "slurm.hang_budget=1000000", "slurm.no_progress_limit=1000000"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -52,9 +55,10 @@ def test_the_simulation_comes_to_the_same(
 ) -> None:
     """Within half a point of the node hours, or 1.5 where less than 80 % of them train."""
     mtbf_hours = 3300 / nodes
-    no_stops = ("slurm.failure_budget=1000000", "slurm.no_progress_limit=1000000")
+    no_restarts = "slurm.restart_in_allocation=false"
     config = resolve(
-        "tiny_llama", overrides=[f"checkpoint.every_steps={every or 'auto'}", *no_stops]
+        "tiny_llama",
+        overrides=[f"checkpoint.every_steps={every or 'auto'}", no_restarts, *NO_STOPS],
     )
     scenario = Scenario(
         # Two nodes that fail as often as all of them keep the simulation quick.
@@ -75,20 +79,68 @@ def test_the_simulation_comes_to_the_same(
     assert found.goodput == pytest.approx(np.mean([u.goodput for u in used]), abs=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("mtbf_hours", "spares", "limit_h", "least"),
+    [(10, 0, 48, 0.1), (10, 2, 48, 0.5), (20, 8, 24, 0.75), (4, 4, 12, 0.7), (20, 2, 336, 0.5)],
+)
+def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least: float) -> None:
+    """With Llama 3's mix: the share of restarts, and what they save and cost, as simulated."""
+    config = resolve(
+        "tiny_llama",
+        overrides=[
+            "checkpoint.every_steps=auto", f"slurm.time={limit_h}:00:00",
+            f"slurm.spare_nodes={spares}", f"cluster.node_mtbf_hours={16 * mtbf_hours}", *NO_STOPS,
+        ],
+    )  # fmt: skip
+    mix, save = PUBLISHED["llama3"], SaveCost(2.0, 60.0)
+    faster = mix.node_mtbf_hours / (16 * mtbf_hours)
+    scenario = Scenario(
+        config.recipe, 16, STEP_S, 400 * mtbf_hours * HOUR_S, USUAL, save,
+        RandomFailures({kind: faster * rate for kind, rate in mix.per_node_hour.items()}),
+        node_mtbf_hours=16 * mtbf_hours, time_limit_s=limit_h * HOUR_S, engineer_s=0.0,
+        repair_s=HOUR_S,
+    )  # fmt: skip
+    histories = [simulate(scenario, seed) for seed in range(3)]
+    used = [account_node_hours(history) for history in histories]
+    actions = [
+        attempt.action for history in histories for attempt in history.attempts
+        if attempt.ending not in ("advance_signal", "done")
+    ]  # fmt: skip
+    leaves_s = limit_h * HOUR_S - config.recipe.slurm.signal_lead_s
+    share = restarts(config, 16, leaves_s)
+    assert least < share < 1
+    assert share == pytest.approx(actions.count("restart") / len(actions), abs=0.04)
+    seen_hours = sum(one.node_hours for one in used) / len(actions)  # the rate that was drawn
+
+    def losses(restarts: float) -> LostTime:
+        return expected_losses(
+            16, STEP_S, save, USUAL, seen_hours, None, leaves_s, restarts=restarts
+        )
+
+    for figure in ("effective", "goodput"):
+        mean = np.mean([getattr(one, figure) for one in used])
+        assert getattr(losses(share), figure) == pytest.approx(mean, abs=0.003), figure
+    # Each restart spares the run a wait, and adds a start-up at the end of the job's time.
+    waits = [1 - one.goodput / one.effective for one in map(losses, (0.0, share))]
+    assert waits[1] < waits[0]
+    assert losses(share).shares["start_up"] >= losses(0.0).shares["start_up"]
+
+
 @settings(max_examples=200)
 @given(
     st.integers(1, 4096), st.floats(0.01, 300), st.floats(0, 900), st.floats(0, 1800),
     st.floats(0.1, 1e6), st.none() | st.integers(1, 10**6), st.none() | st.floats(1, 1e6),
-    st.none() | st.floats(1, 1e8),
+    st.none() | st.floats(1, 1e8), st.sampled_from([0.0, 0.3, 1.0]),
 )  # fmt: skip
 def test_the_shares_add_up(
     nodes: int, step_s: float, waited_s: float, written_s: float, mtbf_hours: float,
-    every: int | None, leaves_s: float | None, training_s: float | None,
+    every: int | None, leaves_s: float | None, training_s: float | None, restarts: float,
 ) -> None:  # fmt: skip
     save = SaveCost(waited_s, waited_s + written_s)
     found = expected_losses(
-        nodes, step_s, save, USUAL, mtbf_hours, every, leaves_s, training_s, DetectionDelay(251, 40)
-    )
+        nodes, step_s, save, USUAL, mtbf_hours, every, leaves_s, training_s,
+        DetectionDelay(251, 40), restarts,
+    )  # fmt: skip
     assert sum(found.shares.values()) == pytest.approx(1)
     assert min(found.shares.values()) >= -1e-9
     assert 0 <= found.goodput <= found.effective + 1e-12 <= 1 + 1e-9
@@ -146,13 +198,14 @@ def test_the_months_presets(model: str) -> None:
 
 def test_the_month_as_it_was_simulated() -> None:
     """The rows of docs/utilization.md: Llama 3's rates, then OPT's."""
-    preset, watched = month.PRESETS["llama2_70b"], noticing(resolve("llama2_70b", "trn1"), 14.3)
-    for rates, rows in (("llama3", (98.94, 96.88, 98.53)), ("opt", (97.71, 93.95, 95.62))):
+    preset, config = month.PRESETS["llama2_70b"], resolve("llama2_70b", "trn1")
+    leaves_s = 2 * DAY_S - 300
+    for rates, rows in (("llama3", (98.92, 96.82, 98.50)), ("opt", (97.69, 93.93, 95.58))):
         saves = ((preset.asynchronous, None), (preset.blocking, None), (preset.asynchronous, 200))
         for (save, every), row in zip(saves, rows, strict=True):
             found = expected_losses(
                 128, 14.3, save, preset.durations, PUBLISHED[rates].node_mtbf_hours, every,
-                2 * DAY_S - 300, noticing=watched,
+                leaves_s, noticing=noticing(config, 14.3), restarts=restarts(config, 128, leaves_s),
             )  # fmt: skip
             assert found.effective == pytest.approx(row / 100, abs=0.001)
 
@@ -174,6 +227,13 @@ def test_losses_of_a_configuration() -> None:
         overrides = ("checkpoint.every_steps=auto", *one)
         assert run_lost_time(*overrides).effective < usual.effective, one
     assert run_lost_time(nodes=512).effective < usual.effective
+    # Restarts in the job spare waits in the queue, and reach the time limit more often.
+    queued, spared = (
+        run_lost_time("checkpoint.every_steps=auto", "slurm.time=14-00:00:00", one)
+        for one in ("slurm.restart_in_allocation=false", "slurm.spare_nodes=8")
+    )
+    assert spared.goodput > queued.goodput
+    assert spared.goodput / spared.effective > 1 - (1 - queued.goodput / queued.effective) / 2
     assert run_lost_time(steps=10).effective < usual.effective
 
 

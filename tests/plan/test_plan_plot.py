@@ -18,7 +18,7 @@ LAYOUTS = {
     "TP 8 $x$": MemoryUse(PARTS, 40 * GIB),
     "TP 1": MemoryUse({"part_3": 50 * GIB}, 40 * GIB),
 }
-PRICED = PlanCurve("a_$1", [1, 2, 4], [1e3, 1.9e3, 3.5e3], [10.0, 11.0, 12.0])
+PRICED = PlanCurve("a_$1", [1, 2, 4], [1e3, 1.9e3, 3.5e3], [10.0, 11.0, 12.0], [8.0, 4.2, 2.3])
 UNPRICED = PlanCurve("b", [2, 4], [5e2, 9e2], None)
 SINGLE = PlanCurve("c", [4], [1e3], [10.0])
 
@@ -26,7 +26,7 @@ SINGLE = PlanCurve("c", [4], [1e3], [10.0])
 @pytest.mark.parametrize(
     ("curves", "layouts", "panels"),
     [
-        ([PRICED, UNPRICED], LAYOUTS, ["tokens/s", "dollars to the end", ""]),
+        ([PRICED, UNPRICED], LAYOUTS, ["tokens/s", "time to the end", "dollars to the end", ""]),
         ([UNPRICED], {}, ["tokens/s"]),
         ([SINGLE], LAYOUTS, [""]),
     ],
@@ -57,3 +57,7 @@ def test_the_dashed_line_has_no_loss() -> None:
     measured, ideal = figure.axes[0].lines[:2]
     np.testing.assert_allclose(np.asarray(measured.get_ydata()), PRICED.tokens_per_s)
     np.testing.assert_allclose(np.asarray(ideal.get_ydata()), [1e3, 2e3, 4e3])
+    time, ideal = figure.axes[1].lines[:2]
+    np.testing.assert_allclose(np.asarray(time.get_ydata()), [8.0, 4.2, 2.3])
+    np.testing.assert_allclose(np.asarray(ideal.get_ydata()), [8.0, 4.0, 2.0])
+    assert [text.get_text() for text in figure.axes[1].get_yticklabels()] == ["2 h", "4 h", "8 h"]

@@ -105,13 +105,35 @@ def test_the_policy_is_the_supervisors() -> None:
     start = Scripted("network", 30, training=False)
     endings = [(a.ending, a.action) for a in scripted(start, start, start).attempts]
     assert endings[:3] == [
-        ("node_failure", "requeue"), ("node_failure", "requeue"), ("no_progress", "stop")
+        ("node_failure", "restart"), ("node_failure", "requeue"), ("no_progress", "stop")
     ]  # fmt: skip
     backoffs = [a.backoff_s for a in scripted(start, start).attempts]
-    assert backoffs == [30.0, 60.0, 0.0]
+    assert backoffs == [0.0, 60.0, 0.0]
     (stopped, after) = scripted(Scripted("software", 5000, training=True), engineer_s=999).attempts
     assert stopped.action == "stop"
     assert after.started_at - (stopped.ended_at or 0) == pytest.approx(999 + 125)
+
+
+def test_a_job_restarts_with_its_healthy_nodes() -> None:
+    """A spare node replaces a broken one, without a wait; the job's time limit goes on."""
+    settings = ("checkpoint.every_steps=60", "slurm.spare_nodes=1")
+    broken = [Scripted("device", 5000, training=True, node=3)] * 2
+    history = scripted(
+        *broken, recipe=recipe(*settings), time_limit_s=6 * HOUR_S, horizon_s=12 * HOUR_S
+    )
+    first, second, third, *_ = history.attempts
+    assert [a.action for a in history.attempts[:3]] == ["restart", "requeue", "requeue"]
+    assert second.started_at == first.ended_at
+    assert set(second.nodes) - set(first.nodes) == {"n17"}
+    assert (first.phases_s["cache"], second.phases_s["cache"]) == (10.0, 0.0)
+    assert third.started_at == pytest.approx((second.ended_at or 0) + 125)
+    # The third is the first of its job; a job of restarts has no time of its own.
+    assert third.ending == "advance_signal"
+    lead_s = recipe().slurm.signal_lead_s
+    assert (third.ended_at or 0) - third.started_at == pytest.approx(6 * HOUR_S - lead_s, abs=60)
+    limited = scripted(Scripted("network", 5000, training=True), time_limit_s=3 * HOUR_S)
+    ends = [a.ended_at for a in limited.attempts if a.ending == "advance_signal"]
+    assert ends[0] == pytest.approx(3 * HOUR_S - lead_s, abs=60)
 
 
 def test_a_node_that_hangs_twice_is_kept_off() -> None:

@@ -74,6 +74,7 @@ SHAPES = {
     "Llama-3-70B": _llama(80, 8192, 64, 8, 28672, 128256),
     "Llama-3.1-70B": _llama(80, 8192, 64, 8, 28672, 128256),
     "Llama-3.1-405B": _llama(126, 16384, 128, 8, 53248, 128256),
+    "GPT3-1.3B": _gpt(24, 2048, 16),
     "MPT-125m": _gpt(12, 768, 12, 50368),
     "MPT-350m": _gpt(24, 1024, 16, 50368),
     "MPT-760m": _gpt(24, 1536, 12, 50368),
@@ -148,13 +149,14 @@ def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) 
 
 
 def _cluster(hardware: str) -> tuple[str, list[str]]:
-    """The profile, and what of it was otherwise: the clusters of llm-foundry's tables."""
+    """The profile, and what of it was otherwise: the clusters of MosaicML's tables."""
     if hardware.startswith("trn1"):
         return "trn1", []
     if hardware == "H100-80GB":
         return "p5", []
-    # 1,600 Gbit/s between nodes ("1600 Gbps node-node interconnect (RoCE)").
-    faster = ["cluster.hardware.network_gb_s=200"]
+    # llm-foundry's: "1600 Gbps node-node interconnect (RoCE)".
+    speed = 100 if hardware.endswith("800 Gbit/s") else 200
+    faster = [f"cluster.hardware.network_gb_s={speed}"]
     return ("p4de" if "80GB" in hardware else "p4d"), faster
 
 

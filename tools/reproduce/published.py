@@ -13,11 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from published_rows import Row, rows
 
+from slurmllm.config.resolve import resolve
 from slurmllm.format import format_count, format_dollars
 from slurmllm.pictures import write_picture
+from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
 from slurmllm.plan.plot import PlanCurve
 from slurmllm.plan.plot import picture as scaling_picture
+from slurmllm.plan.recipe_plan import plan_recipe
 from slurmllm.plan.step import step_time
 from slurmllm.tables import Column, fitted
 
@@ -25,6 +28,7 @@ RESERVED_USD = 7.59  # a trn1.32xlarge-hour, three years reserved: the NeoX post
 A100_USD = 32.77  # a p4d.24xlarge-hour on demand, 8 A100-40GB, at the end of 2023
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, "Training compute-optimal large language models"
 NODES = 16  # of 8 A100-40GB: the largest cluster that llm-foundry's table has for most sizes
+GPT3_SIZES = ("gpt3_125m", "gpt3_350m", "gpt3_760m", "gpt3_1.3b")  # of Mosaic's Part 1
 _FIX = "name another folder with --out"
 
 
@@ -106,6 +110,95 @@ def time_and_cost(path: Path) -> str:
     return _table(headings, cells)
 
 
+def time_to_train(path: Path) -> str:
+    """Hours to train on 1B tokens over A100-40GB, as Mosaic's Part 1 has them and as predicted."""
+    tokens, counts = 10**9, (1, 2, 4, 8, 16)
+    published = {
+        row.mesh.nodes: row
+        for row in rows("published_gpu.csv")
+        if row.name.startswith("mosaic1-1.3b")
+    }
+    figure = Figure(figsize=(7, 4.5), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    cells = []
+    for recipe in GPT3_SIZES:
+        points = plan_recipe(resolve(recipe, "p4d"), counts, lambda _: (), None, tokens).points()
+        hours = [point.forecast.hours or 0.0 for point in points if point.forecast]
+        axes.plot([8 * nodes for nodes in counts], hours, "s:", label=f"{recipe}, plan")
+        for nodes, predicted_h in zip(counts, hours, strict=True):
+            row = published.get(nodes) if recipe == "gpt3_1.3b" else None
+            cells.append((
+                recipe, str(8 * nodes), f"{predicted_h:.3g}",
+                *(("", "") if row is None else (
+                    f"{_hours(row, tokens, row.measured):.3g}",
+                    f"{_hours(row, tokens, predicted(row)):.3g}",
+                )),
+            ))  # fmt: skip
+    measured = [_hours(row, tokens, row.measured) for row in published.values()]
+    axes.plot([8 * nodes for nodes in published], measured, "ko-", label="1.3B, published")
+    axes.set(xscale="log", yscale="log", xlabel="A100-40GB", ylabel="hours for 1B tokens")
+    axes.set_xticks([8 * nodes for nodes in counts], [str(8 * nodes) for nodes in counts])
+    axes.set_yticks([2.0**power for power in range(-3, 4)], ["1/8", "1/4", "1/2", *"1248"])
+    axes.minorticks_off()
+    _finish(axes)
+    write_picture(figure, path, _FIX)
+    return _table(("recipe", "GPUs", "plan, h", "published, h", "plan of its layout, h"), cells)
+
+
+def _hours(row: Row, tokens: int, sequences_per_s: float) -> float:
+    return tokens / row.config.recipe.model.seq_len / sequences_per_s / 3600
+
+
+def scaling(path: Path) -> str:
+    """Throughput per node of the HLAT recipes' own layouts, relative to the fewest nodes."""
+    # Recipe, sequences a node where the batch grows with the nodes (None: the recipe's batch), and
+    # the node counts: of 70B those that it fits on, of 7B AWS's, and HLAT's 128.
+    series: dict[str, tuple[str, int | None, tuple[int, ...]]] = {
+        "Llama 2 70B, batch 1,024": ("llama2_70b", None, (16, 32, 64, 128)),
+        "Llama 2 70B, batch 64 a node": ("llama2_70b", 64, (16, 32, 64, 128)),
+        "Llama 2 7B, batch 1,024": ("llama2_7b", None, (4, 8, 16, 32, 64, 128)),
+    }
+    hardware = resolve("llama2_70b", "trn1").cluster.hardware
+    assert hardware is not None
+    assert hardware.network_efficiency_range is not None
+    low, high = hardware.network_efficiency_range
+    figure = Figure(figsize=(7, 4.5), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    cells = []
+    for number, (name, (recipe, batch, counts)) in enumerate(series.items()):
+        least, usual, most = (
+            _scaling(recipe, counts, batch, share)
+            for share in (low, hardware.network_efficiency, high)
+        )
+        axes.fill_between(counts, least, most, alpha=0.15, color=f"C{number}", linewidth=0)
+        axes.plot(counts, usual, "o-", color=f"C{number}", label=name)
+        cells += [
+            (name, str(nodes), f"{middle:.1f} %", f"{bottom:.1f}–{top:.1f} %")
+            for nodes, middle, bottom, top in zip(counts, usual, least, most, strict=True)
+        ]
+    axes.axhline(90, color="#777777", linestyle="--", linewidth=1)
+    axes.annotate("90 %", (counts[0], 90), textcoords="offset points", xytext=(0, 4))
+    axes.set(xscale="log", xlabel="nodes", ylabel="throughput of a node, % of the first")
+    axes.set_xticks(counts, [str(nodes) for nodes in counts])
+    axes.minorticks_off()
+    _finish(axes)
+    write_picture(figure, path, _FIX)
+    network = f"network {low:g} to {high:g}"
+    return _table(("layout", "nodes", "scaling", network), cells)
+
+
+def _scaling(recipe: str, counts: Sequence[int], batch: int | None, share: float) -> list[float]:
+    """Throughput of a node on each count, % of that on the first, with the recipe's own layout."""
+    speeds = []
+    for nodes in counts:
+        overrides = [f"cluster.hardware.network_efficiency={share}"]
+        overrides += [f"train.global_batch={(batch or 0) * nodes}"] * (batch is not None)
+        config = resolve(recipe, "trn1", overrides)
+        mesh = make_mesh(config, nodes)
+        speeds.append(mesh.global_batch / step_time(config, mesh).total / nodes)
+    return [100 * speed / speeds[0] for speed in speeds]
+
+
 def _parameters(row: Row) -> float:
     return float(parameters(row.config.recipe.model))
 
@@ -133,6 +226,10 @@ def _draw(
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel("parameters")
     axes.set_ylabel(label)
+    _finish(axes)
+
+
+def _finish(axes: Axes) -> None:
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)

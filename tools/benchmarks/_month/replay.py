@@ -66,6 +66,9 @@ def compare(
     if not train or train[-1].ending != "done" or not history.steps:
         raise RunError(f"{history.name} is not done: only a run from its start to its end compares")
     last = max(history.steps)
+    # The measured time from an attempt to the next is that of requeues and restarts alike.
+    slurm = recipe.slurm.model_copy(update={"restart_in_allocation": False})
+    recipe = recipe.model_copy(update={"slurm": slurm})
     real = account_node_hours(replace(history, attempts=train, submissions=(), incarnations=tuple(
         one for one in history.incarnations if one.stage == "train"
     )))  # fmt: skip

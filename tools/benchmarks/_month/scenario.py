@@ -33,7 +33,8 @@ class Scenario:
     """A run to simulate.
 
     Attributes:
-        recipe: Its policy: the sections slurm, checkpoint and watchdog.
+        recipe: Its policy: the sections slurm, checkpoint and watchdog. The job holds
+            `slurm.spare_nodes` in addition to `nodes`; utilization is of `nodes`.
         nodes: Number of nodes.
         step_s: Duration of a step, s.
         horizon_s: When the simulation ends, s.
@@ -42,7 +43,7 @@ class Scenario:
         failures: Source of failures.
         steps: Of the run; None: unlimited.
         gap_s: Between two steps, s.
-        spares: Nodes of the partition beyond `nodes`.
+        spares: Nodes of the partition beyond those of the job.
         repair_s: From the failure of a node to its return.
         outage_s: How long the shared file system fails.
         node_mtbf_hours: The cluster profile's figure.
@@ -70,8 +71,13 @@ class Scenario:
     names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        total = self.nodes + self.spares
+        total = self.nodes + self.recipe.slurm.spare_nodes + self.spares
         object.__setattr__(self, "names", tuple(f"n{i + 1}" for i in range(total)))
+
+    @property
+    def restarts_in_job(self) -> bool:
+        """Whether new workers start in the same job if it has enough healthy nodes."""
+        return self.recovery == "auto" and self.recipe.slurm.restart_in_allocation
 
     @property
     def hang_limit_s(self) -> float:

@@ -1,7 +1,8 @@
 """Attempts one after another in simulated time, under the supervisor's own policy.
 
 nodes → preflight → cache → start-up → steps and saves → failure → noticed → closed
-  ↑                                                                            │
+  ↑         ↑                                                                  │
+  │         └── restart in the job, on its healthy nodes: supervise.policy ────┤
   └──────────── requeue, backoff, excluded nodes: supervise.policy ────────────┘
 """
 
@@ -96,6 +97,8 @@ class _Simulation:
     def __init__(self, scenario: Scenario, rng: np.random.Generator) -> None:
         self.scenario, self.rng = scenario, rng
         self.nodes = Partition(scenario.names)
+        self.held: tuple[str, ...] = ()  # healthy nodes of the job, spare ones at the end
+        self.job_began = 0.0
         self.outages: list[tuple[float, float]] = []
         self.checkpoint = self.position = 0  # steps: of the newest checkpoint, and made
         self.attempts: list[AttemptRecord] = []
@@ -108,10 +111,16 @@ class _Simulation:
     def run(self) -> RunHistory:
         now, going = 0.0, True
         while going and now < self.scenario.horizon_s:
-            now, nodes = self.nodes.allocate(now, self.scenario.nodes)
+            restarted = bool(self.held)
+            if not restarted:
+                slurm = self.scenario.recipe.slurm
+                wanted = self.scenario.nodes + slurm.spare_nodes
+                now, self.held = self.nodes.allocate(now, wanted)
+                self.job_began = now
             if now >= self.scenario.horizon_s:
                 break
-            closed, failure = _SimulatedAttempt(self, now, nodes).play()
+            nodes = self.held[: self.scenario.nodes]
+            closed, failure = _SimulatedAttempt(self, now, nodes, restarted).play()
             assert closed.ended_at is not None
             self.node_s += (closed.ended_at - now) * len(nodes)
             self.incarnations.append(Incarnation(_JOB, "train", len(nodes), now, closed.ended_at))
@@ -130,14 +139,23 @@ class _Simulation:
         scenario = self.scenario
         assert closed.ended_at is not None
         earlier = self.attempts[self.counted_from :]
-        decided = decide(closed, earlier, scenario.recipe)
         broken = [failure.node] if failure and failure.node and failure.kind in BREAKS_NODE else []
         hours = scenario.recipe.slurm.exclude_hours
-        failing = failing_nodes(decided, self.attempts, broken, hours)
+        failing = failing_nodes(closed, self.attempts, broken, hours)
+        healthy = tuple(name for name in self.held if name not in failing)
+        # The supervisor is on the first node.
+        in_allocation = (
+            scenario.restarts_in_job and len(healthy) >= scenario.nodes
+            and healthy[0] == self.held[0] and closed.ended_at < self.signal_at
+        )  # fmt: skip
+        decided = decide(closed, earlier, scenario.recipe, in_allocation=in_allocation)
         self.nodes.exclude(failing, closed.ended_at + hours * HOUR_S)
         for name in broken:
             self.nodes.break_down(name, closed.ended_at + scenario.repair_s)
         self.attempts.append(decided)
+        self.held = healthy if decided.action == "restart" else ()
+        if decided.action == "restart":
+            return closed.ended_at, True
         if decided.action == "finish":
             return closed.ended_at, False
         requeue_s = draw(scenario.durations, "requeue", self.rng)
@@ -145,6 +163,14 @@ class _Simulation:
             return closed.ended_at + max(requeue_s, decided.backoff_s), True
         self.counted_from = len(self.attempts)  # an engineer resumes it, which resets the budgets
         return closed.ended_at + scenario.engineer_s + requeue_s, True
+
+    @property
+    def signal_at(self) -> float:
+        """When the signal comes that is sent ahead of the job's time limit."""
+        limit_s = self.scenario.time_limit_s
+        if limit_s is None:
+            return math.inf
+        return self.job_began + limit_s - self.scenario.recipe.slurm.signal_lead_s
 
     def interval(self) -> int:
         """Steps to the next save, as the schedule would choose them now."""
@@ -164,12 +190,16 @@ class _Simulation:
 class _SimulatedAttempt:
     """One attempt, from its nodes to its end."""
 
-    def __init__(self, whole: _Simulation, start: float, nodes: tuple[str, ...]) -> None:
+    def __init__(
+        self, whole: _Simulation, start: float, nodes: tuple[str, ...], restarted: bool
+    ) -> None:
         self.whole, self.start, self.nodes = whole, start, nodes
         self.scenario, self.rng = whole.scenario, whole.rng
         self.number, self.before = len(whole.attempts), whole.checkpoint
         durations = self.scenario.durations
         self.phases_s = {name: draw(durations, name, self.rng) for name in ("preflight", "cache")}
+        if restarted:
+            self.phases_s["cache"] = 0.0  # the nodes have the graphs
         self.trains_at = start + sum(self.phases_s.values()) + draw(durations, "start_up", self.rng)
         self.extra_s = draw(durations, "first_step", self.rng)
         self.step = self.before
@@ -183,7 +213,7 @@ class _SimulatedAttempt:
             refused = Failure(self.start + self.phases_s["preflight"], "storage")
             return self._failed(refused), refused
         failure, horizon_s = self._next_failure(), self.scenario.horizon_s
-        signal_at = self._signal_at()
+        signal_at = self.whole.signal_at
         if failure is not None and failure.kind == "signal":
             signal_at = min(signal_at, failure.at)
         stop_at = min(signal_at, horizon_s)
@@ -198,13 +228,6 @@ class _SimulatedAttempt:
         if signalled and self.step != self.scenario.steps:
             return self._left(), None
         return self._done(stop_at), None
-
-    def _signal_at(self) -> float:
-        """When the signal comes that is sent ahead of the time limit."""
-        limit_s = self.scenario.time_limit_s
-        if limit_s is None:
-            return math.inf
-        return self.start + limit_s - self.scenario.recipe.slurm.signal_lead_s
 
     def _next_failure(self) -> Failure | None:
         """The next failure that ends the attempt by itself; the storage's end it at a save."""
