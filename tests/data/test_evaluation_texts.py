@@ -16,7 +16,7 @@ from slurmllm.data.inspection import check_evaluation_texts
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import DataError
-from slurmllm.submit.prepare import resolve_inputs
+from slurmllm.submit.inputs import resolve_inputs
 
 TEXTS = [f"document {i} is about the number {i * 7919 % 1000} " * 9 for i in range(200)]
 
