@@ -41,8 +41,8 @@ def fetch(
     corpus of texts is built. `submit` finds what is in the default folder.
     """
     from slurmllm.config.data_sources import data_dir
-    from slurmllm.config.profiles import available
-    from slurmllm.config.resolve import resolve
+    from slurmllm.config.profiles import available, did_you_mean
+    from slurmllm.config.resolve import recipes_dir, resolve
     from slurmllm.errors import ConfigError
 
     if list_:
@@ -51,7 +51,13 @@ def fetch(
     if not names:
         raise click.UsageError("name a data set of `slurmllm data fetch --list`, or a recipe")
     published, fetched = available(data_dir()), []
+    known = [*published, *available(recipes_dir())]
     for name in names:
+        if name not in known and Path(name).suffix not in (".yaml", ".yml"):
+            raise ConfigError(
+                f"{name!r} is neither a data set nor a recipe; {did_you_mean(name, known)}"
+                "`slurmllm data fetch --list` lists the data sets"
+            )
         if name in published:
             config, sources = resolve("tiny_neox", cluster), (name,)
         else:

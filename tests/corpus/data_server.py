@@ -78,6 +78,8 @@ def data_server() -> Iterator[DataServer]:
                     self.wfile.write(body[begin : min(begin + 1024, end)])
             except OSError:  # the client has what it wants
                 pass
+            if end < len(body):
+                time.sleep(0.3)  # the client reads what was sent: after the end it might not
             self.close_connection = True
 
     lock = threading.Lock()

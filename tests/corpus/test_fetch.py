@@ -66,19 +66,24 @@ def test_a_file_is_whole_and_recorded(server: DataServer, tmp_path: Path) -> Non
 def test_a_broken_connection_is_continued(server: DataServer, tmp_path: Path) -> None:
     server.faults["a.bin"] = {"break_at": [None, 100_000, 50_000, 1, None]}
     assert download(server, tmp_path, sha256=SHA256).read_bytes() == CONTENT
-    # The first request asks for the size.
-    assert server.asked("a.bin") == [0, 0, 100_000, 150_000, 150_001]
+    size, begin, *continued = server.asked("a.bin")  # the first request asks for the size
+    assert (size, begin) == (0, 0)
+    assert continued == sorted(continued)
+    # Of what was sent before the end of a connection, not all need be read.
+    assert 0 < continued[0] <= 100_000
 
 
 def test_a_download_continues_in_another_process(server: DataServer, tmp_path: Path) -> None:
     server.faults["a.bin"] = {"break_at": [None, 200_000, 0, 0, 0, 0, 0]}
-    with pytest.raises(InfrastructureError, match=r"failed 5 times: .*200,000 bytes are kept"):
+    with pytest.raises(InfrastructureError, match=r"failed 5 times: .* bytes are kept"):
         download(server, tmp_path)
     assert not (tmp_path / "a.bin").exists()
-    assert [(tmp_path / name).stat().st_size for name in left_behind(tmp_path)] == [200_000]
+    (part,) = left_behind(tmp_path)
+    size = (tmp_path / part).stat().st_size
+    assert 0 < size <= 200_000
     server.requests.clear()
     assert download(server, tmp_path, sha256=SHA256).read_bytes() == CONTENT
-    assert server.asked("a.bin") == [0, 200_000]
+    assert server.asked("a.bin") == [0, size]
 
 
 def test_another_version_is_not_continued(server: DataServer, tmp_path: Path) -> None:
@@ -92,11 +97,10 @@ def test_another_version_is_not_continued(server: DataServer, tmp_path: Path) ->
 
 def test_a_change_while_it_is_fetched(server: DataServer, tmp_path: Path) -> None:
     server.faults["a.bin"] = {"break_at": [None, 200_000, None]}
-    run, asked = Fetch("a", source(f"{server.url}a.bin"), tmp_path), []
+    run = Fetch("a", source(f"{server.url}a.bin"), tmp_path)
 
     def change(stage: str, done: int, total: int) -> None:
-        asked.append(done)
-        if done == 200_000:
+        if done:
             server.etag = '"2"'
 
     run.on_progress = change
