@@ -58,43 +58,31 @@ def fetch(
                 f"{name!r} is neither a data set nor a recipe; {did_you_mean(name, known)}"
                 "`slurmllm data fetch --list` lists the data sets"
             )
-        if name in published:
-            config, sources = resolve("tiny_neox", cluster), (name,)
-        else:
-            config = resolve(name, cluster)
-            sources = config.recipe.data.sources
-            if not sources:
-                raise ConfigError(
-                    f"{name} names no published data set (data.source); choose one of "
-                    f"{', '.join(published)}"
-                )
-        fetched += fetch_sources(config, runs_dir, sources, to, parts)
+        config = resolve("tiny_neox" if name in published else name, cluster)
+        sources = (name,) if name in published else config.recipe.data.sources
+        if not sources:
+            raise ConfigError(
+                f"{name} names no published data set (data.source); choose one of "
+                f"{', '.join(published)}"
+            )
+        fetched += fetch_sources(config, runs_dir, sources, to, parts, err=as_json)
     if as_json:
         options.echo_json({"fetched": fetched})
-        return
-    for data_set in fetched:
-        print_fetched(data_set)
-    if to is not None:
+    elif to is not None:
         click.echo("next       put these lines under `data:` in ~/.config/slurmllm/config.yaml:")
         for data_set in fetched:
-            paths = {key: data_set[key] for key in ("corpus", "tokenizer") if data_set[key]}
-            values = ", ".join(f"{key}: {path}" for key, path in paths.items())
+            keys = (key for key in ("corpus", "tokenizer") if data_set[key])
+            values = ", ".join(f"{key}: {data_set[key]}" for key in keys)
             click.echo(f"             {data_set['name']}: {{{values}}}")
-
-
-def fetch_missing(config: RunConfig, root: Path) -> None:
-    """Fetch what a run lacks, for `submit --fetch`; prints to stderr."""
-    from slurmllm.config.data_sources import locate
-
-    for data_set in fetch_sources(config, root, locate(config, root).missing):
-        print_fetched(data_set, err=True)
 
 
 def fetch_sources(
     config: RunConfig, root: Path, names: Sequence[str], to: Path | None = None,
-    parts: int | None = None,
+    parts: int | None = None, *, err: bool = True,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Fetch data sets, and return what training reads of each."""
+    """Fetch data sets; prints and returns what training reads of each."""
+    from rich.filesize import decimal
+
     from slurmllm.config.data_sources import data_folder, read_source, source_folder
     from slurmllm.corpus.fetch import Fetch
     from slurmllm.progress import stage_progress
@@ -103,32 +91,19 @@ def fetch_sources(
     for name in names:
         source = read_source(name)
         folder = source_folder(to or data_folder(config, root), name).absolute()
+        mirrors, note = config.cluster.data_mirrors, partial(click.echo, err=True)
         with stage_progress() as show:
-            manifest = Fetch(
-                name, source, folder, config.cluster.data_mirrors, parts, show,
-                partial(click.echo, err=True),
-            ).run()  # fmt: skip
-        paths = {"corpus": source.corpus, "tokenizer": source.tokenizer}
-        fetched.append(
-            {
-                "folder": str(folder),
-                **{key: None if path is None else str(folder / path) for key, path in paths.items()},
-                **manifest.model_dump(),
-            }
-        )
+            files = Fetch(name, source, folder, mirrors, parts, show, note).run()
+        total = decimal(sum(file["size_bytes"] for file in files))
+        plural = "s" if len(files) > 1 else ""
+        click.echo(f"{name}: {len(files)} file{plural}, {total}, verified", err=err)
+        made = {"corpus": source.corpus, "tokenizer": source.tokenizer}
+        paths = {key: str(folder / file) if file else None for key, file in made.items()}
+        for key, path in paths.items():
+            if path is not None:
+                click.echo(f"{key:<10} {path}", err=err)
+        fetched.append({"name": name, "folder": str(folder), **paths, "files": files})
     return fetched
-
-
-def print_fetched(data_set: dict[str, Any], err: bool = False) -> None:
-    from rich.filesize import decimal
-
-    total = decimal(sum(file["size_bytes"] for file in data_set["files"]))
-    count = len(data_set["files"])
-    plural = "s" if count > 1 else ""
-    click.echo(f"{data_set['name']}: {count} file{plural}, {total}, verified", err=err)
-    for key in ("corpus", "tokenizer"):
-        if data_set[key]:
-            click.echo(f"{key:<10} {data_set[key]}", err=err)
 
 
 def _list(as_json: bool) -> None:

@@ -84,7 +84,7 @@ def submit(
     from dataclasses import replace
 
     from slurmllm.cli import sweep as sweeps
-    from slurmllm.cli.fetch import fetch_missing
+    from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import resolve
     from slurmllm.submit.launch import record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
@@ -122,7 +122,7 @@ def submit(
         precompile=precompile,
         force=force,
         dry_run=dry_run,
-        fetch=(lambda config: fetch_missing(config, runs_dir)) if fetch else None,
+        fetch=fetch_sources if fetch else None,
     )
     if cases:
         ctx.exit(sweeps.submit(request, cases, configs, max_running, as_json))

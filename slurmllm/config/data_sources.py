@@ -8,22 +8,24 @@ the cluster profile has for it (`cluster.data`); what `slurmllm data fetch` has 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field, ValidationError
 
 from slurmllm.config.operation import PositiveInt, Section
-from slurmllm.config.profiles import available, did_you_mean, find_yaml
+from slurmllm.config.profiles import Level, available, did_you_mean, extended, find_yaml
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError
+from slurmllm.records import first_problem
 from slurmllm.safe_files import own_folder
 
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
+
+
+BUILTIN_ORIGIN = "--data builtin"
+_FORM = "see docs/data.md#published-data-sets"
 
 
 def _inside(name: str) -> str:
@@ -102,50 +104,34 @@ def read_source(name: str) -> DataSource:
         ConfigError: no such data set, or a fault of its file.
     """
     path = find_yaml(name, data_dir(), "data set", "`slurmllm data fetch --list`")
-    values, lines = read_yaml(path, form="see docs/data.md#published-data-sets")
     try:
-        return DataSource.model_validate(values)
+        return DataSource.model_validate(read_yaml(path, form=_FORM)[0])
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
-            for item in error.errors()
-        ]
-        raise ConfigError(f"data set {path}: {len(faults)} fault(s)", faults) from error
+        raise ConfigError(f"data set {path}: {first_problem(error)}; {_FORM}") from error
 
 
 def user_configuration() -> Path:
     """The file of this user's settings for every run, which need not exist."""
-    if path := os.environ.get("SLURMLLM_CONFIG"):
-        return Path(path)
-    base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path("~/.config").expanduser()) / "slurmllm" / "config.yaml"
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    path = os.environ.get("SLURMLLM_CONFIG") or f"{base}/slurmllm/config.yaml"
+    return Path(path).expanduser()
 
 
-_USER_FIELDS = ("data", "data_folder", "data_mirrors")
-
-
-def add_user_configuration(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Put the user's own settings over those of a cluster profile, in place.
+def with_user_configuration(profile: Level) -> Level:
+    """Return a cluster profile with the user's own settings of data in place of its own.
 
     Raises:
-        ConfigError: the file is not this user's own, not YAML, or has other fields.
+        ConfigError: the file may be another user's, is not YAML, or has other fields.
     """
     path = user_configuration()
     if not path.is_file():
-        return
-    form = f"it may set {', '.join(_USER_FIELDS)}; see docs/data.md#what-a-site-has-already"
-    settings, lines = read_yaml(path, trusted=True, form=form)
-    if unknown := settings.keys() - set(_USER_FIELDS):
-        raise ConfigError(f"{path}: unknown field {min(unknown)!r}; {form}")
-    for key, value in settings.items():
-        former = values.get(key)
-        mapping = isinstance(former, Mapping) and isinstance(value, Mapping)
-        values[key] = {**former, **value} if mapping else value  # type: ignore[dict-item]
-        for name in value if mapping else [""]:
-            section = f"{key}.{name}" if name else key
-            for dotted in [one for one in origins if f"{one}.".startswith(f"{section}.")]:
-                del origins[dotted]
-    origins |= {dotted: f"{path.parent.name}/{where}" for dotted, where in lines.items()}
+        return profile
+    values, lines = read_yaml(path, trusted=True, form=_FORM)
+    if unknown := values.keys() - {"data", "data_folder", "data_mirrors"}:
+        fields = "data, data_folder and data_mirrors"
+        raise ConfigError(f"{path}: unknown field {min(unknown)!r}; it may set {fields}; {_FORM}")
+    where = {dotted: f"{path.parent.name}/{line}" for dotted, line in lines.items()}
+    return extended(profile, (values, where))
 
 
 def data_folder(config: RunConfig, root: Path) -> Path:
@@ -159,58 +145,42 @@ def source_folder(folder: Path, name: str) -> Path:
     return folder / Path(name).stem
 
 
-@dataclass(frozen=True)
-class LocatedData:
+class LocatedData(NamedTuple):
     """What training reads, as far as it is there."""
 
-    corpus: str | None
-    tokenizer: str | None
-    origins: Mapping[str, str]  # `data.corpus`, `data.tokenizer` → where the value comes from
-    missing: tuple[str, ...] = ()  # data sets that are not there
+    values: dict[str, str]  # `corpus` and `tokenizer`
+    origins: dict[str, str]  # dotted path → where its value comes from
+    missing: list[str]  # data sets that are not there
 
 
 def locate(config: RunConfig, root: Path) -> LocatedData:
-    """Find corpus and tokenizer of a recipe's `data.source`; values that are set take precedence.
+    """Find corpus and tokenizer of a recipe's `data.source`, if `data.corpus` is not set.
 
     Raises:
         ConfigError: an unknown data set.
-        OSError: the folder of the runs cannot be read.
     """
-    data = config.recipe.data
-    values: dict[str, str] = {}
-    origins: dict[str, str] = {}
-    missing = []
-    names: Sequence[str] = data.sources if data.corpus is None else ()
-    for name in names:
+    data, located = config.recipe.data, LocatedData({}, {}, [])
+    for name in data.sources if data.corpus is None else ():
         source, site = read_source(name), config.cluster.data.get(name)
-        folder = source_folder(data_folder(config, root), name)
         for field in ("corpus", "tokenizer"):
-            file, dotted = getattr(source, field), f"data.{field}"
-            if site is not None:
-                path, how = getattr(site, field), f"cluster.data.{name}"
-                how = f"{how} ({config.origins.get(f'{how}.{field}', 'default')})"
-            else:
-                path, how = None if file is None else str(folder / file), f"fetched: {name}"
-            if path is None or getattr(data, field) is not None:
-                continue
-            values.setdefault(field, path)
-            origins.setdefault(dotted, how)
-            if site is None and not _exists(Path(path)) and name not in missing:
-                missing.append(name)
-    corpus, tokenizer = values.get("corpus"), values.get("tokenizer")
-    return LocatedData(corpus, tokenizer, origins, tuple(missing))
+            path, how = getattr(site, field, None), f"cluster.data.{name}.{field}"
+            how = f"cluster.data.{name} ({config.origins.get(how, 'default')})"
+            if site is None and (file := getattr(source, field)) is not None:
+                folder = source_folder(data_folder(config, root), name)
+                path, how = str(folder / file), f"fetched: {name}"
+                if not _exists(Path(path)) and name not in located.missing:
+                    located.missing.append(name)
+            if path is not None and getattr(data, field) is None:
+                located.values.setdefault(field, path)
+                located.origins.setdefault(f"data.{field}", how)
+    return located
 
 
 def _exists(path: Path) -> bool:
     """Whether a file is there, or both files of a tokenized corpus that is named by its prefix."""
-    with suppress(OSError):
-        return path.is_file() or all(Path(f"{path}{end}").is_file() for end in (".bin", ".idx"))
-    return False
+    return path.is_file() or all(Path(f"{path}{end}").is_file() for end in (".bin", ".idx"))
 
 
 def is_trial(config: RunConfig) -> bool:
     """Whether a run reads the built-in texts in place of its recipe's (`submit --data builtin`)."""
     return config.origins.get("data.corpus") == BUILTIN_ORIGIN
-
-
-BUILTIN_ORIGIN = "--data builtin"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
-from slurmllm.config.data_sources import add_user_configuration
+from slurmllm.config.data_sources import with_user_configuration
 from slurmllm.config.directives import may_be_in_file
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
@@ -183,8 +183,8 @@ def resolve(
         # A default of another type is a fault that the validation reports.
         chosen = default if isinstance(default, str) else "local"
     cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
-    cluster_values, cluster_origins = read_profile(cluster_path, clusters_dir())
-    add_user_configuration(cluster_values, cluster_origins)
+    profile = read_profile(cluster_path, clusters_dir())
+    cluster_values, cluster_origins = with_user_configuration(profile)
     tree: dict[str, Any] = {**values, "cluster": cluster_values}
     origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
     faults: list[str] = []
@@ -251,8 +251,7 @@ def change(
     tree["env"], tree["cluster"]["env"] = dict(config.recipe.env), dict(config.cluster.env)
     if cluster is not None:
         path = find_yaml(cluster, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
-        tree["cluster"], sources = read_profile(path, clusters_dir())
-        add_user_configuration(tree["cluster"], sources)
+        tree["cluster"], sources = with_user_configuration(read_profile(path, clusters_dir()))
         origins = {name: how for name, how in origins.items() if not name.startswith("cluster.")}
         origins |= {f"cluster.{name}": source for name, source in sources.items()}
     faults: list[str] = []

@@ -24,7 +24,7 @@ def missing_data(config: RunConfig, root: Path) -> list[str]:
         root: The folder of all runs.
     """
     data, located = config.recipe.data, locate(config, root)
-    if data.corpus is not None or (located.corpus is not None and not located.missing):
+    if data.corpus is not None or ("corpus" in located.values and not located.missing):
         return []
     faults = [
         f"data.{name}: not set; add --set data.{name}={example} ({maker})"
@@ -39,13 +39,12 @@ def missing_data(config: RunConfig, root: Path) -> list[str]:
         return faults
     folder = data_folder(config, root)
     elsewhere = "" if folder == data_folder(config, runs_root()) else f" --to {folder}"
-    amounts = [read_source(name).gigabytes for name in located.missing]
-    known = sum(amount or 0 for amount in amounts)
-    size = f", about {known:,g} GB" if known else ""
-    names = " ".join(located.missing)
+    gigabytes = sum(read_source(name).gigabytes or 0 for name in located.missing)
+    size = f", about {gigabytes:,.3g} GB" if gigabytes else ""
     return [
         f"data.source: {' and '.join(located.missing)} not in {folder}; `slurmllm data fetch "
-        f"{names}{elsewhere}` downloads what is missing{size}; --fetch does that first",
+        f"{' '.join(located.missing)}{elsewhere}` downloads what is missing{size}; --fetch does "
+        "that first",
         *faults,
     ]
 
@@ -64,9 +63,9 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         DataError: an input is missing or unusable.
     """
     located = locate(config, root)
-    if not located.missing and located.corpus is not None:
-        tokenizer = config.recipe.data.tokenizer or located.tokenizer
-        config = config.with_data(located.corpus, tokenizer, located.origins)
+    if not located.missing and "corpus" in located.values:
+        values = {"tokenizer": config.recipe.data.tokenizer, **located.values}
+        config = config.with_data(located.values["corpus"], values["tokenizer"], located.origins)
     data = config.recipe.data
     texts = config.recipe.eval.corpora
     paths = [("data.corpus", share.path) for share in data.corpora]

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slurmllm import plugins
 from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.container import paths_of
-from slurmllm.config.data_sources import is_trial
+from slurmllm.config.data_sources import is_trial, locate
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, StorageError
@@ -80,7 +79,7 @@ class RunRequest:
     find_graphs: bool = True  # whether to look for a run that has compiled its graphs
     exclude: Sequence[str] = ()  # nodes to exclude, in addition to `slurm.exclude`
     # Fetches the recipe's published data, if they are missing; None: their absence is an error.
-    fetch: Callable[[RunConfig], object] | None = None
+    fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
 
 
@@ -212,7 +211,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         if dry_run:
             log.warning("--fetch would download the data first: %s", missing[0])
         else:
-            request.fetch(config)
+            request.fetch(config, root, locate(config, root).missing)
         missing = []
     config = resolve_inputs(config, root, build=not dry_run)
     if is_trial(config):

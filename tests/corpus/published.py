@@ -11,7 +11,7 @@ from pathlib import Path
 from corpus.data_server import DataServer
 from slurmllm.data.tokenizer import train_tokenizer
 
-WORDS = "the quick brown fox jumps over a lazy dog and runs away from them all".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs"]
 
 
 def publish_wikipedia(server: DataServer, folder: Path, lines: int = 400) -> None:

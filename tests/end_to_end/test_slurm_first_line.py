@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import Bench
-from end_to_end.slurm_runs import Cluster, wait
-
 from corpus.data_server import data_server
 from corpus.published import mirror_configuration, publish_wikipedia
+from end_to_end.bench import Bench
+from end_to_end.slurm_runs import Cluster, wait
 
 pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -59,6 +58,10 @@ def test_neox_20b_on_four_nodes_from_a_fresh_copy(
     assert str(folder / "my-gpt2_text_document") in json.dumps(data)
     code = "import slurmllm; print(slurmllm.__file__)"
     used = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=os.environ, check=True, capture_output=True, text=True
+        [sys.executable, "-P", "-c", code],
+        env=os.environ,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert used.stdout.startswith(str(tmp_path / "clone"))

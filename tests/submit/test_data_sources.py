@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from corpus.data_server import DataServer, data_server
+from corpus.published import mirror_configuration, publish_wikipedia
 from fake_slurm import FakeSlurm
 from submit.commands import call, fails
 
-from corpus.data_server import DataServer, data_server
-from corpus.published import mirror_configuration, publish_wikipedia
 from slurmllm.config.data_sources import read_source
 from slurmllm.config.load import load
 from slurmllm.config.profiles import available
@@ -132,8 +132,7 @@ def test_a_site_has_it_already(
     corpus, tokenizer = data_set["corpus"], data_set["tokenizer"]
     profile = tmp_path / "site.yaml"
     profile.write_text(
-        "extends: local\ndata:\n"
-        f"  wikipedia_gpt2: {{corpus: {corpus}, tokenizer: {tokenizer}}}\n"
+        f"extends: local\ndata:\n  wikipedia_gpt2: {{corpus: {corpus}, tokenizer: {tokenizer}}}\n"
     )
     by_profile = call(*NEOX, f"--cluster={profile}", "--json")
     assert by_profile.exit_code == 0, by_profile.output
@@ -152,7 +151,7 @@ def test_a_site_has_it_already(
     file.write_text(f"data_folder: {tmp_path}/site\n")
     assert files_of(call(*NEOX, "--json"))[0] == corpus
     for text, message in (
-        ("dta: {}\n", "unknown field 'dta'; it may set data, data_folder, data_mirrors"),
+        ("dta: {}\n", "unknown field 'dta'; it may set data, data_folder and data_mir"),
         ("data: {wikipedia: {corpus: x}}\n", "unknown data set; did you mean 'wikipedia_gpt2'?"),
         ("data: 3\n", "cluster.data: 3"),
     ):
@@ -173,7 +172,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_trial_on_the_built_in_texts(
     fake: FakeSlurm, recipe: str, runs: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of llama2_7b_finetune no weights are needed, and llama3_8b's batch is longer than the texts."""
+    """llama2_7b_finetune then needs no weights; llama3_8b's batch is longer than the texts."""
     more = ("--cluster=local", "--set=backend=rehearsal", "--set=parallel.tensor=1",
             "--set=parallel.pipeline=1", "--set=parallel.sequence=false")  # fmt: skip
     sent = call("submit", recipe, "--nodes=4", *more, "--data=builtin", "--json", runs)
@@ -194,5 +193,7 @@ def test_a_small_vocabulary_and_other_data(fake: FakeSlurm, runs: str) -> None:
     assert small.exit_code == 0, small.output
     assert ".512.tokenizer.json" in files_of(small)[1]
     other = fails(2, *NEOX, "--data=c4_en,gpt2_tokenizer")
-    assert "`slurmllm data fetch c4_en gpt2_tokenizer` downloads what is missing, about 305" in other
+    assert (
+        "`slurmllm data fetch c4_en gpt2_tokenizer` downloads what is missing, about 305" in other
+    )
     assert "exclude each other" in fails(2, *NEOX, "--data=builtin", "--fetch")
