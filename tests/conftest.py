@@ -51,6 +51,7 @@ hypothesis.settings.load_profile("steady")
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURMLLM_RUNS", "SLURMLLM_CLUSTER", "SLURMLLM_LOCAL_NODES", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURMLLM_CONFIG", "/nonexistent/slurmllm.yaml")
 
 
 def pytest_configure(config: pytest.Config) -> None:

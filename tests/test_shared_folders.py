@@ -27,7 +27,7 @@ from slurmllm.evaluate.request import EvaluationSettings, ModelRef
 from slurmllm.records import JobsRecord, Submission
 from slurmllm.rundir import RunDir
 from slurmllm.safe_files import read_limited, write_whole
-from slurmllm.submit import prepare
+from slurmllm.submit import inputs
 from slurmllm.submit.launch import LocalJob
 from slurmllm.supervise.attempts import process_identity
 
@@ -143,7 +143,7 @@ def test_builtin_data_of_another_user_is_not_used(
             planted.mkdir()
             give_away(planted, mode)
         with pytest.raises(StorageError, match="far enough"):
-            prepare.resolve_inputs(config, tmp_path, build=True)
+            inputs.resolve_inputs(config, tmp_path, build=True)
     own = tmp_path / f".data-{os.geteuid()}"
     assert used == [planted, own]
     assert own.stat().st_mode & 0o777 == 0o700

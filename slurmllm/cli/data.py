@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
+from slurmllm.cli.fetch import fetch
 from slurmllm.cli.inspect import inspect
 
 if TYPE_CHECKING:
@@ -76,9 +77,10 @@ def named_inputs(
 
 @click.group()
 def data() -> None:
-    """Build and inspect the corpus that training reads."""
+    """Fetch, build and inspect the corpus that training reads."""
 
 
+data.add_command(fetch)
 data.add_command(inspect)
 
 

@@ -105,7 +105,7 @@ def _corpus_stream(
 ) -> StreamSpec:
     """A stream of one corpus without a recipe: sequences of 256 tokens, seed 0."""
     from slurmllm.data.spec import StreamSpec
-    from slurmllm.submit.prepare import STDLIB
+    from slurmllm.submit.inputs import STDLIB
 
     path = None if tokenizer is None else Path(tokenizer)
     if STDLIB in (corpus, tokenizer):
@@ -124,7 +124,7 @@ def _recipe_stream(
     """The stream that a recipe trains on, the recipe's name and number of steps."""
     from slurmllm.config.resolve import resolve
     from slurmllm.data.spec import StreamSpec
-    from slurmllm.submit.prepare import resolve_inputs
+    from slurmllm.submit.inputs import resolve_inputs
 
     for field, value in (("corpus", corpus), ("tokenizer", tokenizer)):
         if value is not None:

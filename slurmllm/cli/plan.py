@@ -374,8 +374,10 @@ def _given(*names: str) -> Iterator[str]:
 def _submit_command(
     plan: RecipePlan, layout: LayoutEstimate | None, recipe: str, cluster: str | None
 ) -> str:
-    """The command that submits a layout, with the options of this one."""
+    """The command that submits a layout, with the options of this one; it fetches missing data."""
+    from slurmllm.config.data_sources import locate
     from slurmllm.plan.fit_check import changes
+    from slurmllm.rundir import runs_root
 
     if plan.config.cluster.planning_only is not None:
         return f"refused: {plan.config.cluster.planning_only}"
@@ -386,6 +388,8 @@ def _submit_command(
         settings.append(f"train.steps={plan.forecaster.forecast(layout).cost.steps}")
     for setting in settings:
         command += ["--set", setting]
+    if locate(plan.config, runs_root()).missing:
+        command.append("--fetch")
     return shlex.join(command)
 
 

@@ -223,6 +223,7 @@ def _state_json(state: RunState) -> dict[str, Any]:
         "workers": asdict(details.workers) if details.workers is not None else None,
         "evaluation": _evaluation_json(details.evaluation),
         "skips": [skip.model_dump(mode="json") for skip in details.skips],
+        "trial": details.trial,
         "warnings": [details.unequal_versions] if details.unequal_versions else [],
     }
     return {name: _finite(value) for name, value in found.items()}

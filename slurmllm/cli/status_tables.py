@@ -120,6 +120,8 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     more = state.details
     yield "run", f"{state.name}  recipe {state.recipe}, {state.nodes} node(s)"
     yield "directory", state.run_dir
+    if more is not None and more.trial:
+        yield "data", "trial: texts that ship with Python (--data builtin), not the recipe's data"
     yield "state", state.state + (f"  ({state.reason})" if state.reason else "")
     step = f"{state.step}/{state.steps}"
     if state.eta_s is not None and state.finish_at is not None:

@@ -33,6 +33,12 @@ log = logging.getLogger(__name__)
     f"{options.FIELDS} {options.DIRECTIVES}",
     time="Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: the recipe's]",
 )
+@click.option(
+    "--data", "data", metavar="builtin|NAME",
+    help="builtin: train on texts of this machine's Python, for a first trial; else a published "
+    "data set (`slurmllm data fetch --list`).",
+)  # fmt: skip
+@click.option("--fetch", is_flag=True, help="First download the recipe's data if they are missing.")
 @options.precompile
 @options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
@@ -58,7 +64,8 @@ log = logging.getLogger(__name__)
 def submit(
     ctx: click.Context, /, recipe: str, sbatch: tuple[str, ...],
     nodes: tuple[int | None, int], name: str | None, overrides: tuple[str, ...],
-    cluster: str | None, precompile: Precompile, runs_dir: Path, dry_run: bool, local: bool,
+    cluster: str | None, data: str | None, fetch: bool, precompile: Precompile, runs_dir: Path,
+    dry_run: bool, local: bool,
     in_allocation: bool, sweep: tuple[str, ...], sweep_file: str | None,
     max_running: int | None, yes: bool,
     force: bool, as_json: bool, **slurm: str | None,
@@ -77,6 +84,7 @@ def submit(
     from dataclasses import replace
 
     from slurmllm.cli import sweep as sweeps
+    from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import resolve
     from slurmllm.submit.launch import record_local, submit_jobs
     from slurmllm.submit.prepare import RunRequest, prepare
@@ -85,6 +93,7 @@ def submit(
 
     given = options.slurm_settings(slurm, sbatch)
     given["slurm.min_nodes"], most = ("--nodes M-N", nodes[0]), nodes[1]
+    given |= _data_settings(data, fetch)
     if local and nodes[0] is not None:
         raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
     if max_running is not None and slurm["dependency"] is not None:
@@ -113,6 +122,7 @@ def submit(
         precompile=precompile,
         force=force,
         dry_run=dry_run,
+        fetch=fetch_sources if fetch else None,
     )
     if cases:
         ctx.exit(sweeps.submit(request, cases, configs, max_running, as_json))
@@ -123,12 +133,25 @@ def submit(
         print_warnings(prepared)
         if dry_run:
             _print_dry_run(prepared, as_json)
+            refuse_missing_data(prepared)
             return
         here = local or in_allocation
         sent = record_local(prepared, allocation=allocation) if here else submit_jobs(prepared)
     if here:
         ctx.exit(run_and_report(prepared, as_json, allocation))
     print_submission(prepared, sent, as_json)
+
+
+def _data_settings(data: str | None, fetch: bool) -> dict[str, tuple[str, Any]]:
+    """What --data sets: dotted path → (option, value)."""
+    from slurmllm.config.data_sources import BUILTIN_ORIGIN
+    from slurmllm.submit.inputs import STDLIB
+
+    if data != "builtin":
+        return {} if data is None else {"data.source": ("--data", data.split(","))}
+    if fetch:
+        raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
+    return {f"data.{name}": (BUILTIN_ORIGIN, STDLIB) for name in ("corpus", "tokenizer")}
 
 
 def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
@@ -156,7 +179,7 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
     run, config, mesh = prepared.run, prepared.config, prepared.mesh
     variables = worker_environment(config, run)
     arguments = load_environment(config.backend).arguments(config, mesh)
-    for reason in prepared.refusals:
+    for reason in [one for one in prepared.refusals if one not in prepared.missing_data]:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
     if as_json:
         shown = {
@@ -190,6 +213,15 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
         click.echo(f"\n# ── arguments of backend {config.backend}")
         click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
     click.echo("dry run: nothing was written, nothing submitted", err=True)
+
+
+def refuse_missing_data(prepared: PreparedRun) -> None:
+    """Raise what `submit` would raise, after a dry run."""
+    from slurmllm.errors import ConfigError
+
+    if prepared.missing_data:
+        title = f"{prepared.config.recipe.name} has no training data"
+        raise ConfigError(title, prepared.missing_data)
 
 
 def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> None:

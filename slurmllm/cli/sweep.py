@@ -57,6 +57,7 @@ def submit(
     max_running: int | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Submit a sweep or run it here; returns the exit code."""
+    from slurmllm.cli.submit import refuse_missing_data
     from slurmllm.errors import EXIT_OK
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.sweep import prepare_sweep, run_sweep_locally, submit_sweep
@@ -65,11 +66,13 @@ def submit(
     for warning in dict.fromkeys(w for run in prepared.runs if run.fit for w in run.fit.warnings):
         click.echo(f"warning: {warning}", err=True)
     for run in prepared.runs:
-        for reason in run.refusals:
+        for reason in [one for one in run.refusals if one not in run.missing_data]:
             click.echo(f"warning: submit would refuse {run.run.name}: {reason}", err=True)
     if request.dry_run:
         _print_prepared(prepared, [], as_json)
         click.echo("dry run: nothing was written, nothing submitted", err=True)
+        for run in prepared.runs:
+            refuse_missing_data(run)
         return EXIT_OK
     if not request.local:
         _print_prepared(prepared, list(submit_sweep(prepared, SlurmClient())), as_json)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from slurmllm.config.container import Container
+from slurmllm.config.data_sources import SiteData, SourceName
 from slurmllm.config.directives import refuse_generated
 from slurmllm.config.operation import (
     EnvName,
@@ -122,6 +123,13 @@ class Cluster(Section):
     price: Price | None = None  # What a node costs.
     health: HealthChecks = HealthChecks()
     trackers: Trackers = Trackers()
+    # Where the site has published data sets: `wikipedia_gpt2: {corpus: FILE, tokenizer: FILE}`.
+    data: dict[SourceName, SiteData] = Field(default_factory=dict)
+    # Where `slurmllm data fetch` puts data sets, on the shared file system; by default `.data` in
+    # the folder of the runs.
+    data_folder: str | None = None
+    # Other addresses of published data sets: the begin of an address → what replaces it.
+    data_mirrors: dict[str, str] = Field(default_factory=dict)
     # Environment variables for every job of this cluster.
     env: dict[EnvName, str] = Field(default_factory=dict)
 

@@ -11,7 +11,7 @@ from typing import Any
 from slurmllm.config.yaml_source import flatten, read_yaml
 from slurmllm.errors import ConfigError
 
-_Level = tuple[dict[str, Any], dict[str, str]]  # a profile's values, and `file:line` of each
+Level = tuple[dict[str, Any], dict[str, str]]  # a profile's values, and `file:line` of each
 
 # Figure of a data sheet → constants that were fitted with it: assumed if a profile changes it.
 _REACHED = {
@@ -50,7 +50,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
-def read_profile(path: Path, folder: Path) -> _Level:
+def read_profile(path: Path, folder: Path) -> Level:
     """Read a cluster profile with all that it extends: its values, and `file:line` of each.
 
     `extends` names a shipped profile or a file, relative to the profile's own. The profile's values
@@ -67,7 +67,7 @@ def read_profile(path: Path, folder: Path) -> _Level:
         ConfigError: a file cannot be read, or profiles extend each other.
     """
     chain: list[Path] = []
-    levels: list[_Level] = []
+    levels: list[Level] = []
     following: Path | None = path
     while following is not None:
         if following.resolve() in (one.resolve() for one in chain):
@@ -86,7 +86,7 @@ def read_profile(path: Path, folder: Path) -> _Level:
         levels[0] = {"name": name, **own}, {"name": path.name, **origins}
     found = levels.pop()
     while levels:
-        found = _extended(found, levels.pop())
+        found = extended(found, levels.pop())
     return found
 
 
@@ -107,8 +107,8 @@ def _base(values: dict[str, Any], origins: dict[str, str], path: Path, folder: P
         raise ConfigError(f"extends ({where}): {error.title}") from None
 
 
-def _extended(base: _Level, own: _Level) -> _Level:
-    """Own values over those of the extended profile."""
+def extended(base: Level, own: Level) -> Level:
+    """Return values over those of a profile that they extend."""
     (values, origins), (given, own_origins) = base, own
     hardware, before = given.get("hardware", {}), values.get("hardware")
     other_nodes = any(key in given and given[key] != values.get(key) for key in _NODES)

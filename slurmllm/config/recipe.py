@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from slurmllm.config.data_sources import SourceName
 from slurmllm.config.families import (
     BUILT_IN,
     FAMILIES,
@@ -161,11 +162,19 @@ _Corpora = Annotated[
     Annotated[str, Tag("[path]")] | Annotated[_Blend, Tag("[blend]")],
     Discriminator(lambda value: "[blend]" if isinstance(value, list | tuple) else "[path]"),
 ]
+_Sources = Annotated[
+    Annotated[SourceName, Tag("[name]")]
+    | Annotated[tuple[SourceName, ...], Field(strict=False), Tag("[names]")],
+    Discriminator(lambda value: "[names]" if isinstance(value, list | tuple) else "[name]"),
+]
 
 
 class DataConfig(Section):
     """What the model reads."""
 
+    # Published data sets that the recipe's source used (`slurmllm data fetch --list`), one or
+    # several: a corpus and its tokenizer. They are read if data.corpus is not set.
+    source: _Sources | None = None
     # Corpus made by `slurmllm data build`, a Megatron .bin/.idx, a .npy of token ids, or
     # `stdlib`: the texts of this machine's Python standard library, built at the first
     # submit. A list of {path, weight} blends several.
@@ -179,6 +188,11 @@ class DataConfig(Section):
     validation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     # Processes that tokenize ahead of the training, for each worker.
     num_workers: Annotated[int, Field(ge=0)] = 1
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the published data sets; empty if none is set."""
+        return (self.source,) if isinstance(self.source, str) else self.source or ()
 
     @property
     def corpora(self) -> tuple[CorpusShare, ...]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.data_sources import with_user_configuration
 from slurmllm.config.directives import may_be_in_file
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
@@ -115,10 +116,14 @@ class RunConfig:
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
         return [path for path in degrees if self.recipe.parallel.auto and not self.is_set(path)]
 
-    def with_data(self, corpus: str | tuple[CorpusShare, ...], tokenizer: str | None) -> RunConfig:
-        """Returns a copy with the resolved corpus and tokenizer; origins are kept."""
+    def with_data(
+        self, corpus: str | tuple[CorpusShare, ...], tokenizer: str | None,
+        origins: Mapping[str, str] | None = None,
+    ) -> RunConfig:  # fmt: skip
+        """Returns a copy with the resolved corpus and tokenizer; other origins are kept."""
         data = self.recipe.data.model_copy(update={"corpus": corpus, "tokenizer": tokenizer})
-        return replace(self, recipe=self.recipe.model_copy(update={"data": data}))
+        recipe = self.recipe.model_copy(update={"data": data})
+        return replace(self, recipe=recipe, origins={**self.origins, **(origins or {})})
 
     def with_evaluated(self, corpora: Mapping[str, str]) -> RunConfig:
         """Returns a copy with the resolved corpora of `eval`; origins are kept."""
@@ -172,7 +177,8 @@ def resolve(
         # A default of another type is a fault that the validation reports.
         chosen = default if isinstance(default, str) else "local"
     cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
-    cluster_values, cluster_origins = read_profile(cluster_path, clusters_dir())
+    profile = read_profile(cluster_path, clusters_dir())
+    cluster_values, cluster_origins = with_user_configuration(profile)
     tree: dict[str, Any] = {**values, "cluster": cluster_values}
     origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
     faults: list[str] = []
@@ -239,7 +245,7 @@ def change(
     tree["env"], tree["cluster"]["env"] = dict(config.recipe.env), dict(config.cluster.env)
     if cluster is not None:
         path = find_yaml(cluster, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
-        tree["cluster"], sources = read_profile(path, clusters_dir())
+        tree["cluster"], sources = with_user_configuration(read_profile(path, clusters_dir()))
         origins = {name: how for name, how in origins.items() if not name.startswith("cluster.")}
         origins |= {f"cluster.{name}": source for name, source in sources.items()}
     faults: list[str] = []

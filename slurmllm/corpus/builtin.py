@@ -17,7 +17,7 @@ from slurmllm.corpus.build import build_corpus, manifest_path
 from slurmllm.corpus.cleaning import DocumentStream
 from slurmllm.corpus.inputs import InputFile, input_file
 from slurmllm.corpus.options import InputErrors, ReadOptions
-from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from slurmllm.errors import DataError
 from slurmllm.rundir import write_atomic
 
@@ -37,8 +37,10 @@ _EXCLUDED_FOLDERS = frozenset(
 _EXCLUDED_FILES = frozenset({"sitecustomize.py", "usercustomize.py"})
 
 
-def ensure_stdlib(folder: Path) -> tuple[Path, Path]:
+def ensure_stdlib(folder: Path, vocab_size: int = VOCAB_SIZE) -> tuple[Path, Path]:
     """Make corpus and tokenizer under `folder`, unless they exist.
+
+    The tokenizer has `VOCAB_SIZE` entries, or fewer if the model's `vocab_size` is smaller.
 
     The names contain the Python version, and the same Python makes the same bytes, so processes
     that do this at the same time replace each other's files with equal ones.
@@ -52,7 +54,9 @@ def ensure_stdlib(folder: Path) -> tuple[Path, Path]:
     """
     version = f"{sys.implementation.name}-{'.'.join(map(str, sys.version_info[:3]))}"
     corpus = folder / f"stdlib-{version}.arrow"
-    tokenizer = folder / f"stdlib-{version}.tokenizer.json"
+    entries = max(min(vocab_size, VOCAB_SIZE), MIN_VOCAB_SIZE)
+    size = "" if entries == VOCAB_SIZE else f".{entries}"
+    tokenizer = folder / f"stdlib-{version}{size}.tokenizer.json"
     # Paragraphs: a short run would read only a handful of whole modules.
     options = ReadOptions(text_by="paragraph", skip_bad=True)
     files: list[InputFile] = []
@@ -68,7 +72,7 @@ def ensure_stdlib(folder: Path) -> tuple[Path, Path]:
     if not tokenizer.is_file():
         sample = (files or _sources())[::_TOKENIZER_STRIDE]
         texts = DocumentStream(sample, options, InputErrors(skip_bad=True))
-        write_atomic(tokenizer, train_tokenizer(texts, VOCAB_SIZE))
+        write_atomic(tokenizer, train_tokenizer(texts, entries))
     return corpus, tokenizer
 
 

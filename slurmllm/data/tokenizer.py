@@ -136,6 +136,21 @@ class TokenEncoder:
             return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
+def _byte_level(model: models.Model) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def tokenizer_of_vocabulary(vocab: Path, merges: Path) -> str:
+    """Return the tokenizer.json of GPT-2's two vocabulary files; DataError if they are others."""
+    with _library_errors(vocab, f"and {merges.name} are not GPT-2's vocabulary files"):
+        tokenizer = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
+        tokenizer.add_special_tokens([END_OF_DOCUMENT])
+        return str(tokenizer.to_str())
+
+
 def read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
     """Read a tokenizer.json and its bytes; DataError if it is unreadable or holds no tokens."""
     try:
@@ -189,9 +204,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
             f"a vocabulary of {vocab_size} cannot hold the 256 bytes and {END_OF_DOCUMENT}; "
             f"--vocab-size must be at least {MIN_VOCAB_SIZE}"
         )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],

@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
+from slurmllm.config.data_sources import is_trial
 from slurmllm.config.operation import WatchdogConfig
-from slurmllm.config.recipe import Recipe
+from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import faults
 from slurmllm.metrics.evaluations import last_evaluation
@@ -66,16 +67,18 @@ class Details:
     workers: WorkerProgress | None  # what the workers are doing; None if none are running
     evaluation: Event | None  # the newest one; None without one
     skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
+    trial: bool  # whether the run reads the built-in texts in place of its recipe's data
 
 
 def read_details(
-    run: RunDir, attempts: Sequence[AttemptRecord], training: bool, recipe: Recipe
+    run: RunDir, attempts: Sequence[AttemptRecord], training: bool, config: RunConfig
 ) -> Details:
     """Read the details of a run; `attempts` are those of the train stage, oldest first.
 
     Raises:
         StorageError: a record is damaged.
     """
+    recipe = config.recipe
     # Manifest, micro batch and mesh are derived: `resume` makes damaged ones again.
     manifest, uncompiled, measured, mesh = None, tuple[str, ...](), None, None
     try:
@@ -114,6 +117,7 @@ def read_details(
         workers=read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None,
         evaluation=None if recipe.eval.every_steps is None else last_evaluation(run),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
+        trial=is_trial(config),
     )
 
 

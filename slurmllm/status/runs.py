@@ -128,7 +128,7 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         if found.state in ("queued", "requeued"):
             found = replace(found, reason="; ".join([found.reason, *_drained(client)]).strip("; "))
         training = found.state == "training"
-        details = read_details(run, found.attempts, training, config.recipe)
+        details = read_details(run, found.attempts, training, config)
         return replace(found, details=details)
     except OSError as error:
         raise StorageError(_unreadable(run, error)) from error

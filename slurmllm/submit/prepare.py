@@ -9,19 +9,18 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slurmllm import plugins
 from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.container import paths_of
+from slurmllm.config.data_sources import is_trial, locate
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError, DataError, StorageError
+from slurmllm.errors import ConfigError, StorageError
 from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import (
@@ -35,11 +34,11 @@ from slurmllm.plan.mesh import (
 )
 from slurmllm.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.safe_files import (
-    own_folder,
     read_limited,
     why_no_member,
 )
 from slurmllm.slurm.setup import setup_faults, setup_warnings
+from slurmllm.submit.inputs import missing_data, resolve_inputs
 from slurmllm.submit.plugins import plugin_faults, warn_if_changed
 from slurmllm.submit.render import render
 from slurmllm.submit.run_folder import (
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 
 Precompile = Literal["auto", "always"]
 log = logging.getLogger(__name__)
-STDLIB = "stdlib"  # the built-in corpus and its tokenizer
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,8 @@ class RunRequest:
     check_weights: bool = True  # whether to check `train.init_from`
     find_graphs: bool = True  # whether to look for a run that has compiled its graphs
     exclude: Sequence[str] = ()  # nodes to exclude, in addition to `slurm.exclude`
+    # Fetches the recipe's published data, if they are missing; None: their absence is an error.
+    fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
 
 
@@ -94,6 +94,7 @@ class PreparedRun:
     # The planner's prediction; None without hardware figures, or if not asked for.
     fit: FitCheck | None = None
     refusals: tuple[str, ...] = ()  # reasons why the run cannot be trained; only after a dry run
+    missing_data: tuple[str, ...] = ()  # those of them that are missing data
     # Name of the run whose compiled graphs are used; None: precompile first.
     graphs_from: str | None = None
     is_new: bool = False  # whether `prepare` created the directory
@@ -151,7 +152,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise ConfigError(error.title, [error.rule, *fixes]) from None
     reasons = list(unsupported(config))
     weights = config.recipe.train.finetune
-    if weights and config.recipe.train.init_from is None:
+    if weights and not is_trial(config) and config.recipe.train.init_from is None:
         fix = "add --set train.init_from=FOLDER, a checkpoint of another run or one that "
         fix += "`slurmllm checkpoint import` made"
         if isinstance(weights, str):
@@ -209,9 +210,23 @@ def prepare(request: RunRequest) -> PreparedRun:
         source = Path(init_from).absolute()
         require_model(source, config.recipe.model)
         config = config.with_init_from(str(source))
+    missing = missing_data(config, root)
+    if missing and request.fetch is not None:
+        if dry_run:
+            log.warning("--fetch would download the data first: %s", missing[0])
+        else:
+            request.fetch(config, root, locate(config, root).missing)
+        missing = []
     config = resolve_inputs(config, root, build=not dry_run)
+    if is_trial(config):
+        log.warning(
+            "TRIAL RUN: --data builtin trains %s on the texts of this machine's Python, not on %s; "
+            "its losses say nothing about the recipe", config.recipe.name,
+            " and ".join(config.recipe.data.sources) or "data of its own",
+        )  # fmt: skip
     if dry_run:
-        return replace(prepared, fit=fit, refusals=tuple(reasons))
+        refusals = (*reasons, *missing)
+        return replace(prepared, fit=fit, refusals=refusals, missing_data=tuple(missing))
     if request.run is None:
         run = claim_run(folder, request.name, config.recipe.name, config.cluster)
     try:
@@ -346,82 +361,6 @@ def write_run(prepared: PreparedRun) -> None:
     for stage, script in prepared.scripts.items():
         write_atomic(run.script(stage), script)
     run.logs.mkdir(parents=True, exist_ok=True)
-
-
-def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
-    """Make corpus and tokenizer absolute paths and check them.
-
-    Args:
-        root: The folder of all runs; built-in data is stored in its `.data`.
-        build: Whether to build `stdlib` if it is missing. Without it, a configuration that names
-            no corpus, or `stdlib`, is returned as it is; the texts of `eval` are checked with a
-            temporary `stdlib`.
-
-    Raises:
-        ConfigError: no corpus is set.
-        DataError: an input is missing or unusable.
-    """
-    data = config.recipe.data
-    texts = config.recipe.eval.corpora
-    paths = [("data.corpus", share.path) for share in data.corpora]
-    paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
-    if data.corpus is None and build:
-        raise ConfigError(
-            f"{config.recipe.name} has no training data",
-            [
-                f"data.{name}: not set; add --set data.{name}={example} ({maker})"
-                for name, example, maker in (
-                    ("corpus", "corpus.arrow", "made by `slurmllm data build`"),
-                    ("tokenizer", "tokenizer.json", "or `slurmllm tokenizer train`"),
-                )
-                if getattr(data, name) is None
-            ],
-        )
-    has_builtin = STDLIB in [*(path for _, path in paths), data.tokenizer]
-    if not build and (data.corpus is None or has_builtin):
-        for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
-            # A tokenized corpus may be named by the common prefix of its two files.
-            prefix, rest = plugins.split_prefix(path)
-            files = (Path(rest), Path(f"{rest}.idx"))
-            found = prefix is not None or any(file.exists() for file in files)
-            if path != STDLIB and not found:
-                raise DataError(f"{option}: {path!r} is not a file; name one that exists")
-        if data.corpus is not None and config.recipe.eval.every_steps is not None:
-            # Texts are counted in tokens: with the built-in tokenizer, which takes seconds to make.
-            with tempfile.TemporaryDirectory(prefix="slurmllm-") as made:
-                resolve_inputs(config, Path(made), build=True)
-        return config
-    builtin: tuple[Path, Path] | None = None
-    if has_builtin:
-        from slurmllm.corpus.builtin import ensure_stdlib
-
-        # Another user's: what is in it need not be the standard library.
-        folder = own_folder(root, ".data", config.cluster.trusted_group)
-        builtin = ensure_stdlib(folder)
-
-    def absolute(path: str, index: int) -> str:
-        return plugins.absolute(builtin[index] if builtin and path == STDLIB else path)
-
-    corpora = tuple(
-        share.model_copy(update={"path": absolute(share.path, 0)}) for share in data.corpora
-    )
-    tokenizer = None if data.tokenizer is None else absolute(data.tokenizer, 1)
-    from slurmllm.data.inspection import check_corpora, check_evaluation_texts
-    from slurmllm.data.spec import StreamSpec
-
-    evaluated = {name: absolute(path, 0) for name, path in texts.items()}
-    config = config.with_data(
-        corpora[0].path if isinstance(data.corpus, str) else corpora, tokenizer
-    ).with_evaluated(evaluated)
-    spec = StreamSpec.of(config.recipe)
-    check_corpora(
-        spec.corpora, spec.tokenizer, config.recipe.model.vocab_size, spec.seq_len,
-        spec.global_batch, spec.validation, spec.mask, spec.plugins,
-    )  # fmt: skip
-    if config.recipe.eval.every_steps is not None:
-        for warning in check_evaluation_texts(spec, evaluated):
-            log.warning("%s", warning)
-    return config
 
 
 def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | None:

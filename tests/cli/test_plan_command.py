@@ -109,6 +109,7 @@ def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("submit "))
     command = line.split()[2:]
     assert "--set parallel.zero=0" in line
+    assert line.endswith(" --fetch")  # the recipe's data are not there
     sent = CliRunner().invoke(
         cli, [*command, "--dry-run", "--json", "--runs-dir", str(tmp_path)]
     )  # fmt: skip
@@ -123,7 +124,9 @@ def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
 def test_what_is_asked_for_is_submitted_too() -> None:
     own = ("--set", "train.micro_batch=auto", "--tokens", "20B")
     done = call("gpt3_125m", "--nodes", "1", *own)
-    assert done.stdout.rstrip().endswith("--set train.micro_batch=auto --set train.steps=38147")
+    assert done.stdout.rstrip().endswith(
+        "--set train.micro_batch=auto --set train.steps=38147 --fetch"
+    )
     assert "fixed:" not in done.stdout, "what is measured is varied"
 
 

@@ -34,7 +34,7 @@ def loaded(*arguments: str, among: str, cwd: Path) -> str:
     [
         ("recipes",),
         ("recipes", "neox_20b", "--explain"),
-        ("submit", "neox_20b", "--nodes", "4", "--dry-run"),
+        ("submit", "neox_20b", "--nodes", "4", "--dry-run", "--fetch"),
         ("submit", "tiny_neox", "--nodes", "4", "--dry-run"),
         ("status",),
         ("profile", "--help"),

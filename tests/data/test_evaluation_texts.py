@@ -16,7 +16,7 @@ from slurmllm.data.inspection import check_evaluation_texts
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import DataError
-from slurmllm.submit.prepare import resolve_inputs
+from slurmllm.submit.inputs import resolve_inputs
 
 TEXTS = [f"document {i} is about the number {i * 7919 % 1000} " * 9 for i in range(200)]
 
@@ -90,7 +90,7 @@ def test_a_dry_run_checks_them_like_a_submit(
     made = tmp_path / "stdlib.arrow", tmp_path / "stdlib.json"
     corpus(tmp_path, "stdlib", TEXTS)
     made[1].write_text(train_tokenizer(TEXTS, 320))
-    monkeypatch.setattr("slurmllm.corpus.builtin.ensure_stdlib", lambda folder: made)
+    monkeypatch.setattr("slurmllm.corpus.builtin.ensure_stdlib", lambda folder, vocab_size: made)
     other = tmp_path / "other.npy"
     if ids is not None:
         np.save(other, ids.astype(np.uint16))

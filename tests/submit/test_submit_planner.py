@@ -187,7 +187,7 @@ def test_planning_loads_no_torch_and_no_numpy(fake: FakeSlurm) -> None:
         "import sys\n"
         "from slurmllm.cli.main import cli\n"
         "cli(['submit', 'neox_20b', '--nodes=4', '--cluster=trn1', '--set=parallel=auto',"
-        " '--dry-run'], standalone_mode=False)\n"
+        " '--data=builtin', '--dry-run'], standalone_mode=False)\n"
         "assert not {'torch', 'numpy', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
         "assert 'slurmllm.plan.search' in sys.modules\n"
     )

@@ -1,0 +1,133 @@
+"""`slurmllm data fetch`: download the published data sets of a recipe."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slurmllm.cli import options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from slurmllm.config.resolve import RunConfig
+
+
+@click.command()
+@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=options.complete_recipe)
+@click.option(
+    "--to", metavar="DIR", type=click.Path(path_type=Path),
+    help="Folder of data sets; each has a folder of its own in it.  "
+    "[default: cluster.data_folder, else .data in the folder of the runs]",
+)  # fmt: skip
+@click.option(
+    "--parts", type=click.IntRange(min=1), metavar="N",
+    help="Only the first N files of a data set of many, for a trial.",
+)  # fmt: skip
+@click.option("--list", "list_", is_flag=True, help="List the published data sets.")
+@options.cluster
+@options.runs_dir
+@options.as_json
+def fetch(
+    names: tuple[str, ...], to: Path | None, parts: int | None, list_: bool, cluster: str | None,
+    runs_dir: Path, as_json: bool,
+) -> None:  # fmt: skip
+    """Download published data sets: NAME is one of --list, a recipe, or a .yaml file of a recipe.
+
+    An interrupted download continues when the same command is run again. Files are verified, and a
+    corpus of texts is built. `submit` finds what is in the default folder.
+    """
+    from slurmllm.config.data_sources import data_dir
+    from slurmllm.config.profiles import available, did_you_mean
+    from slurmllm.config.resolve import recipes_dir, resolve
+    from slurmllm.errors import ConfigError
+
+    if list_:
+        _list(as_json)
+        return
+    if not names:
+        raise click.UsageError("name a data set of `slurmllm data fetch --list`, or a recipe")
+    published, fetched = available(data_dir()), []
+    known = [*published, *available(recipes_dir())]
+    for name in names:
+        if name not in known and Path(name).suffix not in (".yaml", ".yml"):
+            raise ConfigError(
+                f"{name!r} is neither a data set nor a recipe; {did_you_mean(name, known)}"
+                "`slurmllm data fetch --list` lists the data sets"
+            )
+        config = resolve("tiny_neox" if name in published else name, cluster)
+        sources = (name,) if name in published else config.recipe.data.sources
+        if not sources:
+            raise ConfigError(
+                f"{name} names no published data set (data.source); choose one of "
+                f"{', '.join(published)}"
+            )
+        fetched += fetch_sources(config, runs_dir, sources, to, parts, err=as_json)
+    if as_json:
+        options.echo_json({"fetched": fetched})
+    elif to is not None:
+        click.echo("next       put these lines under `data:` in ~/.config/slurmllm/config.yaml:")
+        for data_set in fetched:
+            keys = (key for key in ("corpus", "tokenizer") if data_set[key])
+            values = ", ".join(f"{key}: {data_set[key]}" for key in keys)
+            click.echo(f"             {data_set['name']}: {{{values}}}")
+
+
+def fetch_sources(
+    config: RunConfig, root: Path, names: Sequence[str], to: Path | None = None,
+    parts: int | None = None, *, err: bool = True,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Fetch data sets; prints and returns what training reads of each."""
+    from rich.filesize import decimal
+
+    from slurmllm.config.data_sources import data_folder, read_source, source_folder
+    from slurmllm.corpus.fetch import Fetch
+    from slurmllm.progress import stage_progress
+
+    fetched = []
+    for name in names:
+        source = read_source(name)
+        folder = source_folder(to or data_folder(config, root), name).absolute()
+        mirrors, note = config.cluster.data_mirrors, partial(click.echo, err=True)
+        with stage_progress() as show:
+            files = Fetch(name, source, folder, mirrors, parts, show, note).run()
+        total = decimal(sum(file["size_bytes"] for file in files))
+        plural = "s" if len(files) > 1 else ""
+        click.echo(f"{name}: {len(files)} file{plural}, {total}, verified", err=err)
+        made = {"corpus": source.corpus, "tokenizer": source.tokenizer}
+        paths = {key: str(folder / file) if file else None for key, file in made.items()}
+        for key, path in paths.items():
+            if path is not None:
+                click.echo(f"{key:<10} {path}", err=err)
+        fetched.append({"name": name, "folder": str(folder), **paths, "files": files})
+    return fetched
+
+
+def _list(as_json: bool) -> None:
+    from slurmllm.config.data_sources import data_dir, read_source
+    from slurmllm.config.profiles import available
+    from slurmllm.config.resolve import recipes_dir, resolve
+    from slurmllm.tables import print_table
+
+    recipes = [resolve(name).recipe for name in available(recipes_dir())]
+    sets = {name: read_source(name) for name in available(data_dir())}
+
+    def users(name: str) -> Iterator[str]:
+        return (recipe.name for recipe in recipes if name in recipe.data.sources)
+
+    if as_json:
+        rows = [
+            {"name": name, **source.model_dump(mode="json"), "recipes": list(users(name))}
+            for name, source in sets.items()
+        ]
+        options.echo_json({"data_sets": rows})
+        return
+    table = (
+        (name, "-" if source.gigabytes is None else f"{source.gigabytes:g}", source.description,
+         ", ".join(users(name)) or "-")
+        for name, source in sets.items()
+    )  # fmt: skip
+    print_table(("data set", "GB", "description", "recipes"), table, fold="description")

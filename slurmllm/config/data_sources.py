@@ -1,0 +1,186 @@
+"""Published data sets (`configs/data/`), and where a site has them.
+
+A recipe names the data sets that its source used (`data.source`). What training reads of one is, in
+this order: `data.corpus` and `data.tokenizer`, if they are set; what the user's configuration or
+the cluster profile has for it (`cluster.data`); what `slurmllm data fetch` has written.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from slurmllm.config.operation import PositiveInt, Section
+from slurmllm.config.profiles import Level, available, did_you_mean, extended, find_yaml
+from slurmllm.config.yaml_source import read_yaml
+from slurmllm.errors import ConfigError
+from slurmllm.records import first_problem
+from slurmllm.safe_files import own_folder
+
+if TYPE_CHECKING:
+    from slurmllm.config.resolve import RunConfig
+
+
+BUILTIN_ORIGIN = "--data builtin"
+_FORM = "see docs/data.md#published-data-sets"
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or path.name in ("", "."):
+        raise ValueError("must be a path inside the folder of the data set")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_inside)]
+
+
+class PublishedFile(Section):
+    """A file of a data set, or several of one pattern."""
+
+    # Address that fsspec opens: https://, s3:// (read without credentials), hf://. With a `*`, all
+    # files of the pattern, in the order of their names.
+    url: str
+    # Its name in the folder, if not that of the address; files of a pattern are joined under it.
+    name: FileName | None = None
+    size: PositiveInt | None = None  # Bytes, where published.
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # Where published.
+
+
+class TextInput(Section):
+    """How the files become a corpus (`slurmllm data build`)."""
+
+    text_key: str = "text"  # Field or column of the text.
+    prompt_key: str | None = None  # Field or column of the prompt, for fine-tuning.
+    completion_key: str | None = None  # Field or column of the completion.
+
+
+class DataSource(Section):
+    """A published data set: a corpus, a tokenizer, or both."""
+
+    description: str  # One line on what it is.
+    origin: str  # Where addresses, sizes and sums come from, and what could not be tried.
+    licence: str  # Under which terms it is published.
+    gigabytes: Annotated[float, Field(gt=0)] | None = None  # Download, about, in 10^9 bytes.
+    files: Annotated[tuple[PublishedFile, ...], Field(strict=False, min_length=1)]
+    build: TextInput | None = None  # Set if the corpus is built from the files.
+    corpus: FileName | None = None  # What `data.corpus` reads, in the folder.
+    # What `data.tokenizer` reads, in the folder. If no file has that name, it is made from GPT-2's
+    # two vocabulary files, *vocab.json and *merges.txt.
+    tokenizer: FileName | None = None
+
+
+class SiteData(Section):
+    """Where a site has a published data set."""
+
+    corpus: str | None = None  # As `data.corpus`.
+    tokenizer: str | None = None  # As `data.tokenizer`.
+
+
+def data_dir() -> Path:
+    from slurmllm.config.resolve import shipped_dir
+
+    return shipped_dir() / "configs" / "data"
+
+
+def _is_published(name: str) -> str:
+    # A file is read when it is needed: that of an old run may be gone.
+    if Path(name).suffix not in (".yaml", ".yml") and name not in (names := available(data_dir())):
+        guess = did_you_mean(name, names)
+        raise ValueError(f"unknown data set; {guess}known here: {', '.join(names)}")
+    return name
+
+
+SourceName = Annotated[str, AfterValidator(_is_published)]
+
+
+def read_source(name: str) -> DataSource:
+    """Read a published data set by its name, or a file of that form by its path.
+
+    Raises:
+        ConfigError: no such data set, or a fault of its file.
+    """
+    path = find_yaml(name, data_dir(), "data set", "`slurmllm data fetch --list`")
+    try:
+        return DataSource.model_validate(read_yaml(path, form=_FORM)[0])
+    except ValidationError as error:
+        raise ConfigError(f"data set {path}: {first_problem(error)}; {_FORM}") from error
+
+
+def user_configuration() -> Path:
+    """The file of this user's settings for every run, which need not exist."""
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    path = os.environ.get("SLURMLLM_CONFIG") or f"{base}/slurmllm/config.yaml"
+    return Path(path).expanduser()
+
+
+def with_user_configuration(profile: Level) -> Level:
+    """Return a cluster profile with the user's own settings of data in place of its own.
+
+    Raises:
+        ConfigError: the file may be another user's, is not YAML, or has other fields.
+    """
+    path = user_configuration()
+    if not path.is_file():
+        return profile
+    values, lines = read_yaml(path, trusted=True, form=_FORM)
+    if unknown := values.keys() - {"data", "data_folder", "data_mirrors"}:
+        fields = "data, data_folder and data_mirrors"
+        raise ConfigError(f"{path}: unknown field {min(unknown)!r}; it may set {fields}; {_FORM}")
+    where = {dotted: f"{path.parent.name}/{line}" for dotted, line in lines.items()}
+    return extended(profile, (values, where))
+
+
+def data_folder(config: RunConfig, root: Path) -> Path:
+    """The folder of fetched data sets: `cluster.data_folder`, else `.data` in that of the runs."""
+    if config.cluster.data_folder is not None:
+        return Path(config.cluster.data_folder).expanduser()
+    return own_folder(root, ".data", config.cluster.trusted_group)
+
+
+def source_folder(folder: Path, name: str) -> Path:
+    return folder / Path(name).stem
+
+
+class LocatedData(NamedTuple):
+    """What training reads, as far as it is there."""
+
+    values: dict[str, str]  # `corpus` and `tokenizer`
+    origins: dict[str, str]  # dotted path → where its value comes from
+    missing: list[str]  # data sets that are not there
+
+
+def locate(config: RunConfig, root: Path) -> LocatedData:
+    """Find corpus and tokenizer of a recipe's `data.source`, if `data.corpus` is not set.
+
+    Raises:
+        ConfigError: an unknown data set.
+    """
+    data, located = config.recipe.data, LocatedData({}, {}, [])
+    for name in data.sources if data.corpus is None else ():
+        source, site = read_source(name), config.cluster.data.get(name)
+        for field in ("corpus", "tokenizer"):
+            path, how = getattr(site, field, None), f"cluster.data.{name}.{field}"
+            how = f"cluster.data.{name} ({config.origins.get(how, 'default')})"
+            if site is None and (file := getattr(source, field)) is not None:
+                folder = source_folder(data_folder(config, root), name)
+                path, how = str(folder / file), f"fetched: {name}"
+                if not _exists(Path(path)) and name not in located.missing:
+                    located.missing.append(name)
+            if path is not None and getattr(data, field) is None:
+                located.values.setdefault(field, path)
+                located.origins.setdefault(f"data.{field}", how)
+    return located
+
+
+def _exists(path: Path) -> bool:
+    """Whether a file is there, or both files of a tokenized corpus that is named by its prefix."""
+    return path.is_file() or all(Path(f"{path}{end}").is_file() for end in (".bin", ".idx"))
+
+
+def is_trial(config: RunConfig) -> bool:
+    """Whether a run reads the built-in texts in place of its recipe's (`submit --data builtin`)."""
+    return config.origins.get("data.corpus") == BUILTIN_ORIGIN

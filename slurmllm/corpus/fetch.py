@@ -1,0 +1,380 @@
+"""Published data sets, downloaded: resumed where they broke off, verified, renamed when whole.
+
+A file is written as `.<name>.<version>.part` and renamed when all its bytes have arrived and fit
+the published size and sum: a file of the final name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+from slurmllm.config.data_sources import DataSource, PublishedFile
+from slurmllm.corpus.build import build_corpus
+from slurmllm.corpus.inputs import find_inputs
+from slurmllm.corpus.join import BuildCallbacks
+from slurmllm.corpus.options import ReadOptions
+from slurmllm.data.tokenizer import tokenizer_of_vocabulary
+from slurmllm.errors import DataError, InfrastructureError, SlurmllmError, StorageError
+from slurmllm.progress import OnStage
+from slurmllm.rundir import fsync_dir, write_atomic
+from slurmllm.safe_files import open_lock, reason
+
+MANIFEST = "fetched.json"
+_CHUNK = 1 << 22  # bytes that are read at a time
+_BLOCK = 1 << 25  # bytes of one request, if a file system reads by requests
+_TRIES = 5  # without a byte in between
+_PAUSE_S = 1.0  # before the second try; doubled for each further one
+_SILENCE_S = 60  # after which a connection counts as broken
+_WORKERS = 4
+_AGAIN = "run the same command again"
+_MIRROR = "cluster.data_mirrors names another address (docs/data.md#published-data-sets)"
+_PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "hf": "huggingface_hub"}
+
+
+class _Address(NamedTuple):
+    """What fsspec opens."""
+
+    url: str
+    file_system: Any
+    path: str
+
+    @property
+    def is_http(self) -> bool:
+        return "http" in str(self.file_system.protocol)
+
+
+class _Opened(NamedTuple):
+    """An open address."""
+
+    stream: Any
+    first: int  # the byte that the stream begins with: 0 if the server cannot continue
+    size: int | None  # of the whole file
+    version: str  # changes with the content, as far as the server says
+    sha256: str | None  # as the server states it
+
+
+@dataclass
+class Fetch:
+    """A download of one data set into a folder."""
+
+    name: str
+    source: DataSource
+    folder: Path
+    # Begin of an address → what replaces it.
+    mirrors: Mapping[str, str] = field(default_factory=dict)
+    parts: int | None = None  # fetch only so many files of each pattern
+    on_progress: OnStage = lambda stage, done, total: None
+    on_note: Callable[[str], None] = lambda note: None
+
+    def run(self) -> list[dict[str, Any]]:
+        """Fetch what is missing and build the corpus; returns name, size and origins of each file.
+
+        Raises:
+            DataError: nothing is at an address, it may not be read, or other data are there.
+            InfrastructureError: the connection breaks again and again.
+            StorageError: the disk is full or refuses.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                files = self._fetched()
+                if files is None:
+                    there = sum(one.stat().st_size for one in self.folder.iterdir())
+                    _require_space(self.folder, int(1e9 * (self.source.gigabytes or 0)) - there)
+                    files = [one for file in self.source.files for one in self._download(file)]
+                    manifest = {"name": self.name, "parts": self.parts, "files": files}
+                    write_atomic(self.folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+                self._make_inputs([file["name"] for file in files])
+        except OSError as error:
+            raise _storage_error(self.folder, error) from error
+        return files
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open_lock(self.folder / ".fetch.lock") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.on_note(f"waiting for another fetch into {self.folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:  # without locks, the verification refuses what two wrote
+                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    raise
+            yield
+
+    def _fetched(self) -> list[dict[str, Any]] | None:
+        """The files of an earlier fetch; None if it was another one or a file has gone."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            manifest = json.loads((self.folder / MANIFEST).read_bytes())
+            files: list[dict[str, Any]] = manifest["files"]
+            sizes = [(self.folder / file["name"]).stat().st_size for file in files]
+            if manifest["parts"] == self.parts and sizes == [f["size_bytes"] for f in files]:
+                return files
+        return None
+
+    def _download(self, file: PublishedFile) -> Iterator[dict[str, Any]]:
+        """Fetch a file, or all of a pattern, each under its own name or joined."""
+        url = _mirrored(file.url, self.mirrors)
+        address = _address(url, anonymous=url == file.url)
+        addresses = [address]
+        if "*" in PurePosixPath(address.path).name:
+            system = address.file_system
+            paths = sorted(map(str, _retry(url, partial(system.glob, address.path))))
+            if not paths:
+                raise DataError(f"{url}: no file of this pattern; {_MIRROR}")
+            addresses = [
+                _Address(str(system.unstrip_protocol(path)), system, path)
+                for path in paths[: self.parts]
+            ]
+        if file.name is not None:
+            yield self._write(file.name, addresses, file)
+        else:
+            for one in addresses:
+                yield self._write(PurePosixPath(one.path).name, [one], file)
+
+    def _write(
+        self, name: str, addresses: list[_Address], published: PublishedFile
+    ) -> dict[str, Any]:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        states = [_retry(one.url, partial(_state, one)) for one in addresses]
+        for address, state in zip(addresses, states, strict=True):
+            if published.size is not None and state.size not in (None, published.size):
+                raise DataError(
+                    f"{address.url} has {state.size:,} bytes, and {published.size:,} are published:"
+                    f" other data, or cut off; {_MIRROR}"
+                )
+        total = sum(state.size or 0 for state in states)
+        key = hashlib.sha256(repr([(s.size, s.version) for s in states]).encode()).hexdigest()[:8]
+        part = path.with_name(f".{path.name}.{key}.part")
+        for other in path.parent.glob(f".{path.name}.*.part"):
+            if other != part:  # of another version
+                other.unlink()
+        begin, origins = 0, []
+        if was_there := path.is_file():
+            if total not in (0, path.stat().st_size):
+                raise DataError(
+                    f"{path} has {path.stat().st_size:,} bytes, and {addresses[0].url} has "
+                    f"{total:,}: another version; remove the file to fetch it again"
+                )
+            path.rename(part)  # verified like a download
+        _require_space(self.folder, total - (part.stat().st_size if part.exists() else 0))
+        with part.open("a+b") as out:
+            for address, state in zip(addresses, states, strict=True):
+
+                def show(done: int) -> None:
+                    self.on_progress(f"fetching {name}", done, total)
+
+                end = _append(address, state, out, begin, show)
+                sha256, wanted = _digest(part, begin, end), published.sha256 or state.sha256
+                if wanted not in (None, sha256):
+                    part.rename(path) if was_there else part.unlink()
+                    fix = f"remove {path}, then" if was_there else "the download was deleted;"
+                    raise DataError(
+                        f"{address.url}: its sha256 is {sha256}, and {wanted} is published: damaged"
+                        f" on the way, or other data; {fix} {_AGAIN}, or {_MIRROR}"
+                    )
+                origins.append({"url": address.url, "size_bytes": end - begin, "sha256": sha256})
+                begin = end
+            os.fsync(out.fileno())
+        part.replace(path)
+        fsync_dir(path.parent)
+        return {"name": name, "size_bytes": begin, "origins": origins}
+
+    def _make_inputs(self, names: list[str]) -> None:
+        """Build the corpus of texts, and a tokenizer.json of two vocabulary files, if missing."""
+        source, folder = self.source, self.folder
+        if source.corpus and source.build and not (out := folder / source.corpus).is_file():
+            files = find_inputs([str(folder / n) for n in names if not n.startswith("tokenizer")])
+            total = sum(file.size_bytes for file in files)
+            build_corpus(
+                files,
+                out,
+                ReadOptions("document", **source.build.model_dump()),
+                workers=min(len(os.sched_getaffinity(0)), _WORKERS),
+                callbacks=BuildCallbacks(
+                    on_read=lambda done: self.on_progress("reading the texts", done, total),
+                    on_join=lambda done, of: self.on_progress("writing the corpus", done, of),
+                    on_note=self.on_note,
+                ),
+            )
+        if source.tokenizer and not (out := folder / source.tokenizer).is_file():
+            vocab, merges = (
+                next(folder / name for name in names if name.endswith(end))
+                for end in ("vocab.json", "merges.txt")
+            )
+            write_atomic(out, tokenizer_of_vocabulary(vocab, merges))
+
+
+def _mirrored(url: str, mirrors: Mapping[str, str]) -> str:
+    """The address with the longest begin that has a mirror replaced by it."""
+    begin = max((one for one in mirrors if url.startswith(one)), key=len, default="")
+    return mirrors.get(begin, "") + url.removeprefix(begin)
+
+
+def _address(url: str, anonymous: bool) -> _Address:
+    """Find the file system of an address; without s3fs, a public bucket is read over https."""
+    from importlib.util import find_spec
+
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    protocol, _, rest = url.partition("://")
+    if protocol == "s3" and anonymous and find_spec("s3fs") is None:
+        bucket, _, key = rest.partition("/")
+        return _address(f"https://{bucket}.s3.amazonaws.com/{key}", anonymous)
+    options: dict[str, Any] = {"anon": anonymous} if protocol == "s3" else {}
+    try:
+        if protocol in ("http", "https"):
+            from aiohttp import ClientTimeout
+
+            timeout = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+            options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+        file_system, path = url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:
+        package = _PACKAGES.get(protocol)
+        fix = f"`pip install {package}`" if package else _MIRROR
+        raise DataError(f"{url} cannot be opened here: {error}; {fix}") from error
+    return _Address(url, file_system, str(path))
+
+
+def _state(address: _Address) -> _Opened:
+    with _open(address, 0) as opened:
+        return opened
+
+
+@contextlib.contextmanager
+def _open(address: _Address, offset: int) -> Iterator[_Opened]:
+    """Open an address to be read from `offset`."""
+    file_system, path = address.file_system, address.path
+    if not address.is_http:
+        info = file_system.info(path)
+        keys = ("ETag", "etag", "blob_id", "LastModified", "mtime")
+        version = str(next((info[key] for key in keys if info.get(key)), ""))
+        with file_system.open(path, "rb", block_size=_BLOCK) as stream:
+            stream.seek(offset)
+            sha256 = getattr(info.get("lfs"), "sha256", None)
+            yield _Opened(stream, offset, info.get("size"), version, sha256)
+        return
+    # The size is that of the answer: some servers answer HEAD, which fsspec asks without a size,
+    # differently. With blocks of 0 an answer is read as it comes.
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
+    with file_system.open(path, block_size=0, size=1, headers=headers) as stream:
+        answer = stream.r
+        continues = answer.status == 206
+        length = answer.headers.get("Content-Range" if continues else "Content-Length", "")
+        size = length.rpartition("/")[2]
+        version = answer.headers.get("ETag") or answer.headers.get("Last-Modified", "")
+        first = offset if continues else 0
+        yield _Opened(stream, first, int(size) if size.isdecimal() else None, version, None)
+
+
+def _append(
+    address: _Address, state: _Opened, out: BinaryIO, begin: int, on_bytes: Callable[[int], None]
+) -> int:
+    """Append what is missing of an address whose bytes begin at `begin`; returns where they end."""
+    there, failures, whole = max(0, out.seek(0, os.SEEK_END) - begin), 0, False
+    done = min(there, state.size or 0)  # without a size, nothing says where to continue
+    if not state.size:
+        out.truncate(begin)
+    while not whole and done != state.size:
+        before = done
+        try:
+            with _open(address, done) as opened:
+                if (opened.size, opened.version) != (state.size, state.version):
+                    raise DataError(f"{address.url} was changed while it was fetched; {_AGAIN}")
+                if opened.first < done:
+                    done = 0
+                    out.truncate(begin)
+                while chunk := opened.stream.read(_CHUNK):
+                    _write(out, chunk)
+                    done += len(chunk)
+                    on_bytes(begin + done)
+            whole = state.size is None
+            if not whole and done != state.size:
+                raise ConnectionError(f"sent {done:,} of {state.size:,} bytes")
+        except Exception as error:
+            failures = 0 if done > before else failures + 1
+            _pause_or_raise(address.url, error, failures, done)
+    return begin + done
+
+
+def _write(out: BinaryIO, chunk: bytes) -> None:
+    """Write to the disk; its errors are not those of the connection."""
+    try:
+        out.write(chunk)
+        out.flush()
+    except OSError as error:
+        raise _storage_error(Path(out.name).parent, error) from error
+
+
+def _digest(path: Path, begin: int, end: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        stream.seek(begin)
+        while begin < end and (chunk := stream.read(min(_CHUNK, end - begin))):
+            digest.update(chunk)
+            begin += len(chunk)
+    return digest.hexdigest()
+
+
+def _retry(url: str, ask: Callable[[], Any]) -> Any:
+    failures = 0
+    while True:
+        try:
+            return ask()
+        except Exception as error:
+            failures += 1
+            _pause_or_raise(url, error, failures)
+
+
+def _pause_or_raise(url: str, error: Exception, failures: int, done: int = 0) -> None:
+    """Wait before the next try, or raise: each fsspec file system raises errors of its own."""
+    if isinstance(error, SlurmllmError):
+        raise error
+    response = getattr(error, "response", None)
+    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    if status in (401, 403) or isinstance(error, PermissionError):
+        raise DataError(
+            f"{url} may not be read ({status or 'access denied'}): Hugging Face: accept the terms "
+            "on its page, and set HF_TOKEN; S3: `pip install s3fs` and credentials; or "
+            f"{_MIRROR}"
+        ) from error
+    if status in (404, 410) or (isinstance(error, FileNotFoundError) and error.__cause__ is None):
+        raise DataError(f"{url} does not exist (404); {_MIRROR}") from error
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
+        raise DataError(f"{url} is refused ({status}): {error}; {_MIRROR}") from error
+    if failures >= _TRIES:
+        kept = f"; {done:,} bytes are kept" if done else ""
+        raise InfrastructureError(
+            f"{url}: the connection failed {failures} times: {error or type(error).__name__}{kept};"
+            f" {_AGAIN} later; without a way to the internet, set HTTPS_PROXY, or {_MIRROR}"
+        ) from error
+    time.sleep(_PAUSE_S * 2**failures)
+
+
+def _require_space(folder: Path, missing_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if missing_bytes > free:
+        raise StorageError(
+            f"{folder} needs {missing_bytes / 1e9:,.3g} GB more, and has {free / 1e9:,.3g} GB free;"
+            " free space, or choose another folder with --to"
+        )
+
+
+def _storage_error(folder: Path, error: OSError) -> StorageError:
+    fix = "check the folder, or choose another one with --to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        fix = f"free space, then {_AGAIN}: what has arrived is kept"
+    return StorageError(f"cannot write to {folder}: {reason(error)}; {fix}")

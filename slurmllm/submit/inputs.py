@@ -1,0 +1,121 @@
+"""What a run reads: located, built if it is built in, and checked."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+
+from slurmllm import plugins
+from slurmllm.config.data_sources import data_folder, is_trial, locate, read_source
+from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import ConfigError, DataError
+from slurmllm.rundir import runs_root
+from slurmllm.safe_files import own_folder
+
+log = logging.getLogger(__name__)
+STDLIB = "stdlib"  # the built-in corpus and its tokenizer
+
+
+def missing_data(config: RunConfig, root: Path) -> list[str]:
+    """Return why a run has no training data, with what to do; empty if it has.
+
+    Args:
+        root: The folder of all runs.
+    """
+    data, located = config.recipe.data, locate(config, root)
+    if data.corpus is not None or ("corpus" in located.values and not located.missing):
+        return []
+    faults = [
+        f"data.{name}: not set; add --set data.{name}={example} ({maker})"
+        for name, example, maker in (
+            ("corpus", "corpus.arrow", "made by `slurmllm data build`"),
+            ("tokenizer", "tokenizer.json", "or `slurmllm tokenizer train`"),
+        )
+        if getattr(data, name) is None
+    ]
+    faults.append("for a first trial: --data builtin trains on the texts of this machine's Python")
+    if not located.missing:
+        return faults
+    folder = data_folder(config, root)
+    elsewhere = "" if folder == data_folder(config, runs_root()) else f" --to {folder}"
+    gigabytes = sum(read_source(name).gigabytes or 0 for name in located.missing)
+    size = f", about {gigabytes:,.3g} GB" if gigabytes else ""
+    return [
+        f"data.source: {' and '.join(located.missing)} not in {folder}; `slurmllm data fetch "
+        f"{' '.join(located.missing)}{elsewhere}` downloads what is missing{size}; --fetch does "
+        "that first",
+        *faults,
+    ]
+
+
+def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
+    """Make corpus and tokenizer absolute paths and check them.
+
+    Args:
+        root: The folder of all runs; built-in data is stored in its `.data`.
+        build: Whether to build `stdlib` if it is missing. Without it, a configuration that names
+            no corpus, or `stdlib`, is returned as it is; the texts of `eval` are checked with a
+            temporary `stdlib`.
+
+    Raises:
+        ConfigError: no corpus is set.
+        DataError: an input is missing or unusable.
+    """
+    located = locate(config, root)
+    if not located.missing and "corpus" in located.values:
+        values = {"tokenizer": config.recipe.data.tokenizer, **located.values}
+        config = config.with_data(located.values["corpus"], values["tokenizer"], located.origins)
+    data = config.recipe.data
+    texts = config.recipe.eval.corpora
+    paths = [("data.corpus", share.path) for share in data.corpora]
+    paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
+    if data.corpus is None and build:
+        title = f"{config.recipe.name} has no training data"
+        raise ConfigError(title, missing_data(config, root))
+    has_builtin = STDLIB in [*(path for _, path in paths), data.tokenizer]
+    if not build and (data.corpus is None or has_builtin):
+        for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
+            # A tokenized corpus may be named by the common prefix of its two files.
+            prefix, rest = plugins.split_prefix(path)
+            files = (Path(rest), Path(f"{rest}.idx"))
+            found = prefix is not None or any(file.exists() for file in files)
+            if path != STDLIB and not found:
+                raise DataError(f"{option}: {path!r} is not a file; name one that exists")
+        if data.corpus is not None and config.recipe.eval.every_steps is not None:
+            # Texts are counted in tokens: with the built-in tokenizer, which takes seconds to make.
+            with tempfile.TemporaryDirectory(prefix="slurmllm-") as made:
+                resolve_inputs(config, Path(made), build=True)
+        return config
+    builtin: tuple[Path, Path] | None = None
+    if has_builtin:
+        from slurmllm.corpus.builtin import ensure_stdlib
+
+        # Another user's: what is in it need not be the standard library.
+        folder = own_folder(root, ".data", config.cluster.trusted_group)
+        builtin = ensure_stdlib(folder, config.recipe.model.vocab_size)
+
+    def absolute(path: str, index: int) -> str:
+        return plugins.absolute(builtin[index] if builtin and path == STDLIB else path)
+
+    corpora = tuple(
+        share.model_copy(update={"path": absolute(share.path, 0)}) for share in data.corpora
+    )
+    tokenizer = None if data.tokenizer is None else absolute(data.tokenizer, 1)
+    from slurmllm.data.inspection import check_corpora, check_evaluation_texts
+    from slurmllm.data.spec import StreamSpec
+
+    evaluated = {name: absolute(path, 0) for name, path in texts.items()}
+    config = config.with_data(
+        corpora[0].path if isinstance(data.corpus, str) else corpora, tokenizer
+    ).with_evaluated(evaluated)
+    spec = StreamSpec.of(config.recipe)
+    check_corpora(
+        spec.corpora, spec.tokenizer, config.recipe.model.vocab_size, spec.seq_len,
+        # The built-in texts are shorter than a batch of the largest recipes, which repeats them.
+        1 if is_trial(config) else spec.global_batch, spec.validation, spec.mask, spec.plugins,
+    )  # fmt: skip
+    if config.recipe.eval.every_steps is not None:
+        for warning in check_evaluation_texts(spec, evaluated):
+            log.warning("%s", warning)
+    return config

@@ -1,0 +1,199 @@
+"""What a recipe's published data become at submit: set, a site's, fetched, built in, or missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from corpus.data_server import DataServer, data_server
+from corpus.published import mirror_configuration, publish_wikipedia
+from fake_slurm import FakeSlurm
+from submit.commands import call, fails
+
+from slurmllm.config.data_sources import read_source
+from slurmllm.config.load import load
+from slurmllm.config.profiles import available
+from slurmllm.config.resolve import recipes_dir, resolve
+from slurmllm.rundir import RunDir
+
+REHEARSED = (
+    "--cluster=local", "--set=backend=rehearsal", "--set=parallel.tensor=1",
+    "--set=parallel.pipeline=4", "--set=parallel.sequence=false", "--set=train.global_batch=4",
+    "--set=model.seq_len=64",
+)  # fmt: skip
+NEOX = ("submit", "neox_20b", "--nodes=4", *REHEARSED)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataServer]:
+    with data_server() as server:
+        publish_wikipedia(server, tmp_path_factory.mktemp("published"))
+        yield server
+
+
+@pytest.fixture
+def mirrored(
+    fake: FakeSlurm, published: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> DataServer:
+    file = mirror_configuration(published, tmp_path / "user" / "config.yaml")
+    monkeypatch.setenv("SLURMLLM_CONFIG", str(file))
+    published.requests.clear()
+    return published
+
+
+def files_of(result: object) -> tuple[str, str, dict[str, str]]:
+    """Corpus, tokenizer and origins of a submitted run."""
+    shown = json.loads(result.stdout)  # type: ignore[attr-defined]
+    config = load(RunDir(Path(shown["run_dir"])).config)
+    data = config.recipe.data
+    return str(data.corpus), str(data.tokenizer), dict(config.origins)
+
+
+def test_every_recipe_names_data_that_are_described() -> None:
+    for name in available(recipes_dir()):
+        sources = resolve(name).recipe.data.sources
+        assert bool(sources) is not name.startswith("tiny_"), name
+        given = [read_source(source) for source in sources]
+        assert [one.corpus for one in given if one.corpus] != [] or name.startswith("tiny_")
+        assert sum(one.corpus is not None for one in given) <= 1, name
+        assert sum(one.tokenizer is not None for one in given) <= 1, name
+
+
+def test_missing_data_name_the_command(fake: FakeSlurm) -> None:
+    told = fails(2, *NEOX)
+    assert "`slurmllm data fetch wikipedia_gpt2` downloads what is missing" in told
+    assert "--data builtin" in told
+    assert "--set data.corpus=" in told
+    dry = call(*NEOX, "--dry-run")
+    assert (dry.exit_code, dry.stdout.count("#!/bin/bash")) == (2, 2)
+    assert told in dry.stderr
+    shown = call(*NEOX, "--dry-run", "--json")
+    assert shown.exit_code == 2
+    assert "data fetch" in json.loads(shown.stdout)["refusals"][0]
+    elsewhere = fails(2, *NEOX, "--runs-dir", "other")
+    assert f"fetch wikipedia_gpt2 --to {Path.cwd() / 'other' / '.data'}`" in elsewhere
+    swept = call(*NEOX, "--dry-run", "--sweep", "optim.lr=1e-4,2e-4")
+    assert (swept.exit_code, "no training data" in swept.stderr) == (2, True)
+
+
+def test_fetch_first_then_submit(mirrored: DataServer, fake: FakeSlurm, tmp_path: Path) -> None:
+    before = call(*NEOX, "--fetch", "--dry-run")
+    assert before.exit_code == 0
+    assert not mirrored.requests
+    sent = call(*NEOX, "--fetch", "--json")
+    assert sent.exit_code == 0, sent.output
+    corpus, tokenizer, origins = files_of(sent)
+    folder = tmp_path / "runs" / ".data" / "wikipedia_gpt2"
+    assert corpus == str(folder / "my-gpt2_text_document")
+    assert tokenizer == str(folder / "tokenizer.json")
+    assert origins["data.corpus"] == origins["data.tokenizer"] == "fetched: wikipedia_gpt2"
+    asked = len(mirrored.requests)
+    assert call(*NEOX, "--json").exit_code == 0  # it is there now
+    assert call(*NEOX, "--fetch").exit_code == 0
+    assert len(mirrored.requests) == asked
+    # An option takes precedence.
+    (folder / "moved.bin").write_bytes((folder / "my-gpt2_text_document.bin").read_bytes())
+    (folder / "moved.idx").write_bytes((folder / "my-gpt2_text_document.idx").read_bytes())
+    own = call(*NEOX, f"--set=data.corpus={folder}/moved", "--json")
+    assert files_of(own)[:2] == (f"{folder}/moved", "None")
+
+
+def test_fetch_by_its_own_command(mirrored: DataServer, tmp_path: Path) -> None:
+    done = call("data", "fetch", "neox_20b", "--json")
+    assert done.exit_code == 0, done.output
+    (data_set,) = json.loads(done.stdout)["fetched"]
+    assert data_set["name"] == "wikipedia_gpt2"
+    assert [file["name"] for file in data_set["files"]] == [
+        "my-gpt2_text_document.bin", "my-gpt2_text_document.idx", "license.txt", "gpt2-vocab.json",
+        "gpt2-merges.txt",
+    ]  # fmt: skip
+    assert call(*NEOX, "--json").exit_code == 0
+    to = call("data", "fetch", "wikipedia_gpt2", "--to", "elsewhere")
+    line = to.stdout.splitlines()[-1].strip()
+    folder = tmp_path / "elsewhere" / "wikipedia_gpt2"
+    assert line == (
+        f"wikipedia_gpt2: {{corpus: {folder}/my-gpt2_text_document, "
+        f"tokenizer: {folder}/tokenizer.json}}"
+    )
+    assert "names no published data set" in fails(2, "data", "fetch", "tiny_neox")
+    told = fails(2, "data", "fetch", "wikipedia")
+    assert "neither a data set nor a recipe; did you mean 'wikipedia_gpt2'?" in told
+    listed = json.loads(call("data", "fetch", "--list", "--json").stdout)["data_sets"]
+    assert "neox_20b" in next(d["recipes"] for d in listed if d["name"] == "wikipedia_gpt2")
+
+
+def test_a_site_has_it_already(
+    mirrored: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = call("data", "fetch", "neox_20b", "--to", str(tmp_path / "site"), "--json")
+    (data_set,) = json.loads(done.stdout)["fetched"]
+    corpus, tokenizer = data_set["corpus"], data_set["tokenizer"]
+    profile = tmp_path / "site.yaml"
+    profile.write_text(
+        f"extends: local\ndata:\n  wikipedia_gpt2: {{corpus: {corpus}, tokenizer: {tokenizer}}}\n"
+    )
+    by_profile = call(*NEOX, f"--cluster={profile}", "--json")
+    assert by_profile.exit_code == 0, by_profile.output
+    found = files_of(by_profile)
+    assert found[:2] == (corpus, tokenizer)
+    assert found[2]["data.corpus"] == "cluster.data.wikipedia_gpt2 (site.yaml:3)"
+    # The user's own configuration is over the profile's.
+    profile.write_text("extends: local\ndata:\n  wikipedia_gpt2: {corpus: /nosuch}\n")
+    assert "/nosuch" in fails(2, *NEOX, f"--cluster={profile}")
+    file = tmp_path / "user" / "config.yaml"
+    file.write_text(f"data:\n  wikipedia_gpt2:\n    corpus: {corpus}\n")
+    by_user = call(*NEOX, f"--cluster={profile}", "--json")
+    found = files_of(by_user)
+    assert found[:2] == (corpus, "None")
+    assert found[2]["data.corpus"] == "cluster.data.wikipedia_gpt2 (user/config.yaml:3)"
+    file.write_text(f"data_folder: {tmp_path}/site\n")
+    assert files_of(call(*NEOX, "--json"))[0] == corpus
+    for text, message in (
+        ("dta: {}\n", "unknown field 'dta'; it may set data, data_folder and data_mir"),
+        ("data: {wikipedia: {corpus: x}}\n", "unknown data set; did you mean 'wikipedia_gpt2'?"),
+        ("data: 3\n", "cluster.data: 3"),
+    ):
+        file.write_text(text)
+        assert message in fails(2, *NEOX)
+    file.write_text("data: {}\n")
+    file.chmod(0o666)
+    assert "every user may write to it" in fails(2, *NEOX)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of runs in which the built-in texts are made once."""
+    return f"--runs-dir={tmp_path_factory.mktemp('runs')}"
+
+
+@pytest.mark.parametrize("recipe", ["neox_20b", "llama2_7b_finetune", "llama3_8b"])
+def test_a_trial_on_the_built_in_texts(
+    fake: FakeSlurm, recipe: str, runs: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """llama2_7b_finetune then needs no weights; llama3_8b's batch is longer than the texts."""
+    more = ("--cluster=local", "--set=backend=rehearsal", "--set=parallel.tensor=1",
+            "--set=parallel.pipeline=1", "--set=parallel.sequence=false")  # fmt: skip
+    sent = call("submit", recipe, "--nodes=4", *more, "--data=builtin", "--json", runs)
+    assert sent.exit_code == 0, sent.output
+    assert f"TRIAL RUN: --data builtin trains {recipe} on the texts of this mac" in caplog.text
+    corpus, tokenizer, origins = files_of(sent)
+    assert "stdlib" in corpus
+    assert "stdlib" in tokenizer
+    assert origins["data.corpus"] == origins["data.tokenizer"] == "--data builtin"
+    run = json.loads(sent.stdout)["run"]
+    assert "trial: texts that ship with Python" in call("status", run, runs).stdout
+    assert json.loads(call("status", run, "--json", runs).stdout)["trial"] is True
+
+
+def test_a_small_vocabulary_and_other_data(fake: FakeSlurm, runs: str) -> None:
+    given = ("--set=model.vocab_size=512", "--data=builtin", "--json", runs)
+    small = call("submit", "tiny_neox", *given)
+    assert small.exit_code == 0, small.output
+    assert ".512.tokenizer.json" in files_of(small)[1]
+    other = fails(2, *NEOX, "--data=c4_en,gpt2_tokenizer")
+    assert (
+        "`slurmllm data fetch c4_en gpt2_tokenizer` downloads what is missing, about 305" in other
+    )
+    assert "exclude each other" in fails(2, *NEOX, "--data=builtin", "--fetch")
