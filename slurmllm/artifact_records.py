@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,7 +48,8 @@ class GraphManifest(Record):
 
     complete: bool  # every graph is compiled, and no node is missing
     backend: str
-    versions: dict[str, str]  # of torch, the compiler, …
+    # Of torch, the compiler, …, and the processor that the graphs are made for.
+    versions: dict[str, str]
     graphs: int  # number of compiled graphs
     # A bare name: the archive is in this file's folder.
     archive: Annotated[str, Field(pattern=r"^graphs[A-Za-z0-9._-]*\.tar$")] = "graphs.tar"
@@ -66,6 +68,21 @@ class GraphManifest(Record):
     reused_from: Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]+$")] | None = Field(
         default=None, validation_alias=AliasChoices("reused_from", "taken_from")
     )
+    rejected: str = ""  # why no attempt uses the graphs any longer
+
+    def unusable(self, versions: Mapping[str, str]) -> str:
+        """Return why a node of these versions must not use the graphs; empty if it may."""
+        if self.rejected or self.versions == versions:
+            return self.rejected
+        differences = []
+        for name in sorted(self.versions.keys() | versions.keys()):
+            there, here = self.versions.get(name, "none"), versions.get(name, "none")
+            if name == "cpu_features":  # long: only those that the other has not
+                old, new = set(there.split()), set(here.split())
+                there, here = (" ".join(sorted(s)) or "no others" for s in (old - new, new - old))
+            if there != here:
+                differences.append(f"{name} {there} there, {here} here")
+        return f"built with other versions ({'; '.join(differences)})"
 
 
 class EnvironmentManifest(Record):

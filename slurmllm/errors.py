@@ -13,6 +13,7 @@
     │       └── CheckpointError        4  infrastructure   no checkpoint that verifies
     └── CodeError                     70  code
         └── DivergenceError           71  code             a loss or norm that went wrong
+            └── StaleGraphsError      71  code             at once, with graphs compiled before
 
 Two more exit codes are not errors: 1, a check that failed (`compare`: the runs differ; `evaluate`:
 some tasks were not scored), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work and is to
@@ -111,3 +112,7 @@ class DivergenceError(CodeError):
     """The loss or the gradient norm is not finite, or a spike of the norm persisted."""
 
     exit_code = 71
+
+
+class StaleGraphsError(DivergenceError):
+    """The first step's loss or norm is not finite, with graphs that were compiled before."""

@@ -27,6 +27,7 @@ EndingClass = Literal[
     "storage_failure",  # disk full, a damaged file
     "code_error",  # an exception in code
     "divergence",  # a loss that is not a number
+    "stale_graphs",  # a loss that is not a number at the first step after graphs were reused
     "no_progress",  # several attempts in a row without a new checkpoint
     "cancelled",  # the job was cancelled
     "superseded",  # a later attempt took over
@@ -351,8 +352,10 @@ class NodeRecord(Record):
 
     node: NodeName
     # Graphs: not needed, on this disk already, from the broadcast archive, read from the shared
-    # file system, or not used because the archive is of other versions.
-    cache: Literal["none", "present", "broadcast", "shared", "other_versions"] = "none"
+    # file system, or not used: the archive is for other versions or another processor, or a step
+    # with its graphs went wrong.
+    cache: Literal["none", "present", "broadcast", "shared", "other_versions", "rejected"] = "none"
+    cache_reason: str = ""  # why the archive is not used
     cache_s: float = 0.0  # seconds to put the graphs in place
     # From where the workers ran: the shared Python environment, or the staged one on this disk.
     environment_source: Literal["shared", "staged"] = "shared"

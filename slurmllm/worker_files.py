@@ -23,6 +23,7 @@ STACKS_FILE = "SLURMLLM_STACKS_FILE"  # a worker dumps its Python stacks into th
 STACKS_SIGNAL = signal.SIGQUIT  # … on this signal, from any state
 RUN_COPY = "SLURMLLM_RUN_COPY"  # the launcher's copies of the run's small files, for its workers
 INSTALLED_FILE = "SLURMLLM_INSTALLED_FILE"  # written when the compiled graphs are in place
+REUSED = "reused"  # its content if the graphs are of an archive and may not suit this node
 _POLL_S = 0.05
 _LINE_BYTES = 64  # constant: a shorter line would leave the end of the one before it
 
@@ -77,14 +78,15 @@ def read_phase(path: Path) -> WorkerPhase | None:
         return None
 
 
-def wait_for_graphs() -> None:
+def wait_for_graphs() -> bool:
     """Wait until the launcher has installed the compiled graphs; without a launcher, return.
 
-    If it fails to, it ends its workers.
+    Returns whether graphs of an archive are used. If the launcher fails, it ends its workers.
     """
     path = os.environ.get(INSTALLED_FILE)
     while path is not None and not Path(path).exists():
         time.sleep(_POLL_S)
+    return path is not None and Path(path).read_text(encoding="ascii") == REUSED
 
 
 class EventLog:

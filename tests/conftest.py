@@ -54,6 +54,16 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMLLM_CONFIG", "/nonexistent/slurmllm.yaml")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _compiler_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compile into a folder of this run: torch's own, in /tmp, may be another processor's."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the processes share what they compile
+    for compiler in ("torchinductor", "triton"):
+        os.environ[f"{compiler.upper()}_CACHE_DIR"] = str(folder / compiler)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with SIGINT ignored, and children inherit that; the tests of
     # Ctrl-C need the default.

@@ -102,6 +102,13 @@ class BackendEnvironment(Protocol):
         """Return the versions that a compiled graph depends on."""
 
     @staticmethod
+    def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
+        """Return what graphs that are compiled on this node are made for, besides `versions`.
+
+        `device` is `cluster.device`, `variables` are the workers'. Empty: graphs serve any node.
+        """
+
+    @staticmethod
     def node_versions() -> dict[str, str]:
         """Return `versions` and those of driver and runtime, for the attempt's record of a node."""
 

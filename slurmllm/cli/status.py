@@ -217,6 +217,7 @@ def _state_json(state: RunState) -> dict[str, Any]:
         # The list of files would be longer than everything else together.
         "graphs": graphs.model_dump(mode="json", exclude={"files"}) if graphs else None,
         "uncompiled": list(details.uncompiled),
+        "unused_graphs": details.unused_graphs,
         "versions": details.versions,
         "unequal_versions": details.unequal_versions,
         "excluded": [node.model_dump(mode="json") for node in details.excluded],

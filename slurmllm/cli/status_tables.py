@@ -173,6 +173,8 @@ def _detail_lines(state: RunState, more: Details) -> Iterator[tuple[str, str]]:
         yield "graphs", f"compiled by run {more.graphs.reused_from}"
     for line in more.uncompiled:
         yield "uncompiled", line
+    for node, reason in list(more.unused_graphs.items())[:4]:
+        yield "graphs", f"not used on {node}: {reason}"
     if state.attempts and state.attempts[-1].new_graphs:
         added = state.attempts[-1].new_graphs
         names = ", ".join(added[:4]) + (" …" if len(added) > 4 else "")

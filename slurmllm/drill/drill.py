@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 import subprocess
 import sys
@@ -179,7 +180,7 @@ class Drill:
             # The cache's name has a digest of the run's path: no other run shares it.
             with suppress(OSError, NodeError):
                 cache = make_cache_folder(self.plan.config, run)
-                shutil.rmtree(cache, ignore_errors=True)
-                cache.with_name(f"{cache.name}.lock").unlink()
+                for path in cache.parent.glob(f"{glob.escape(cache.name)}*"):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         if not run.path.exists():
             self.copies.remove(run)

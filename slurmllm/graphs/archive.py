@@ -21,7 +21,7 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -84,6 +84,7 @@ def pack_archive(
     backend: str,
     cold_first_step_s: float,
     *,
+    versions: Mapping[str, str],
     compile_s: float = 0.0,
     fingerprint: str | None = None,
     expected: bool = True,
@@ -93,13 +94,13 @@ def pack_archive(
 
     Args:
         cache: The node-local folder, with the graphs of all nodes.
+        versions: Of this node, and what its graphs are made for.
         expected: Whether an archive without any graph is incomplete.
 
     Raises:
         StorageError: The shared file system refuses.
     """
-    environment = load_environment(backend)
-    graphs = environment.graphs(cache)
+    graphs = load_environment(backend).graphs(cache)
     with archiving(run):
         shutil.rmtree(run.graph_log("").parent, ignore_errors=True)
         states = []
@@ -117,7 +118,7 @@ def pack_archive(
         manifest = GraphManifest(
             complete=not uncompiled and not missing_nodes and (compiled > 0 or not expected),
             backend=backend,
-            versions=environment.versions(),
+            versions=dict(versions),
             graphs=compiled,
             archive=archive.name,
             archive_bytes=archive.stat().st_size,

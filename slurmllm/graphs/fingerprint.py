@@ -52,9 +52,12 @@ def graph_fingerprint(
     environment = load_environment(config.backend)
     if versions is None and config.cluster.container is not None:
         versions = {"image": config.cluster.container.image}  # theirs are not known out here
+    versions = environment.versions() if versions is None else versions
+    if local:  # else the processors of the nodes are not known out here, and each node compares
+        versions = {**versions, **node_processor(config)}
     parts = {
         "backend": config.backend,
-        "versions": dict(environment.versions() if versions is None else versions),
+        "versions": dict(versions),
         "sources": sources(config.backend),
         "graphs": environment.graph_inputs(config, mesh, worker_threads(config, mesh, local)),
         # The fastest micro batch is a measurement on one kind of node.
@@ -62,6 +65,12 @@ def graph_fingerprint(
     }
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def node_processor(config: RunConfig) -> dict[str, str]:
+    """Return what graphs compiled by this machine's workers are made for; empty: any processor."""
+    variables = {**os.environ, **config.cluster.env, **config.recipe.env}
+    return load_environment(config.backend).processor(config.cluster.device, variables)
 
 
 @functools.cache

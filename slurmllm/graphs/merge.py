@@ -33,19 +33,19 @@ from slurmllm.rundir import RunDir
 
 
 def submit_new_graphs(
-    cache: Path, run: RunDir, attempt: int, nodes: Sequence[str], node: str, manifest: GraphManifest
-) -> tuple[str, ...]:
+    cache: Path, run: RunDir, attempt: int, nodes: Sequence[str], node: str,
+    manifest: GraphManifest, versions: Mapping[str, str],
+) -> tuple[str, ...]:  # fmt: skip
     """Submit the graphs that a node's cache has and the archive lacks; returns their names.
 
-    `nodes` are those of the attempt, `manifest` is the one with which it began.
+    `nodes` are those of the attempt, `manifest` is the one with which it began, `versions` those
+    of this node with what its graphs are made for.
 
     Raises:
         StorageError: The shared file system refuses.
     """
-    environment = load_environment(manifest.backend)
-    versions = environment.versions()
-    known = _compiled(manifest.states) if versions == manifest.versions else set()
-    graphs = environment.graphs(cache)
+    known = set() if manifest.unusable(versions) else _compiled(manifest.states)
+    graphs = load_environment(manifest.backend).graphs(cache)
     states = tuple(
         GraphState.model_validate(g._asdict())
         for g in graphs
@@ -62,7 +62,7 @@ def submit_new_graphs(
         # The archive before its record: without a record it is ignored.
         files = write_archive(cache, archive, only=new)
         NewGraphs(
-            node=node, attempt=attempt, nodes=tuple(nodes), versions=versions,
+            node=node, attempt=attempt, nodes=tuple(nodes), versions=dict(versions),
             archive_sha256=checksum(archive), files=files, states=states,
         ).save(record)  # fmt: skip
     return tuple(state.name for state in states)
@@ -117,20 +117,31 @@ def _matching(
 ) -> tuple[list[NewGraphs], GraphManifest]:
     """The graphs of the archive's versions, and the manifest to extend.
 
-    If all nodes of the newest attempt agree on other versions, no node can use the archive any
-    longer: their graphs replace it.
+    If all nodes of the newest attempt agree on other versions, or the archive is rejected, no node
+    can use it any longer: their graphs replace it.
     """
     newest = max((graphs.attempt for graphs in submitted), default=None)
     last = [graphs for graphs in submitted if graphs.attempt == newest]
     if last and {graphs.node for graphs in last} == set(last[0].nodes):
         versions = last[0].versions
-        if versions != manifest.versions and all(g.versions == versions for g in last):
+        if manifest.unusable(versions) and all(g.versions == versions for g in last):
             empty = {
                 "versions": versions, "files": (), "states": (), "missing_nodes": (),
-                "graphs": 0, "fingerprint": "", "reused_from": None,
+                "graphs": 0, "fingerprint": "", "reused_from": None, "rejected": "",
             }  # fmt: skip
             return last, manifest.model_copy(update=empty)
-    return [graphs for graphs in submitted if graphs.versions == manifest.versions], manifest
+    return [graphs for graphs in submitted if not manifest.unusable(graphs.versions)], manifest
+
+
+def reject_graphs(run: RunDir, why: str) -> None:
+    """Have no attempt use the run's graphs any longer; those of the next one replace them.
+
+    Raises:
+        StorageError: The manifest is damaged, or the shared file system refuses.
+    """
+    manifest = GraphManifest.load(run.graphs_manifest)
+    manifest.model_copy(update={"rejected": why}).save(run.graphs_manifest)
+    shutil.rmtree(run.new_graphs, ignore_errors=True)  # of workers that used the others
 
 
 def _merge(

@@ -35,7 +35,7 @@ def measured_micro_batch(run: RunDir) -> int | None:
 def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir) -> bool:
     """Whether `run`, `own` or another, has all graphs that a configuration of `own` needs."""
     manifest = _manifest(run)
-    if manifest is None or not manifest.complete:
+    if manifest is None or not manifest.complete or manifest.rejected:
         return False
     measured = measured_micro_batch(run)
     try:

@@ -60,6 +60,7 @@ class Details:
     micro_batch: MicroBatchRecord | None  # measurement for `train.micro_batch: auto`
     graphs: GraphManifest | None
     uncompiled: tuple[str, ...]  # why the graph archive is incomplete
+    unused_graphs: dict[str, str]  # node of the last attempt → why it ignored the archive
     # node of the last attempt → versions of driver, runtime, compiler, …
     versions: dict[str, dict[str, str]]
     unequal_versions: str  # nodes with other versions; empty if all are equal
@@ -93,10 +94,13 @@ def read_details(
         mesh = load_mesh(run.plan)
     # Versions and first steps are figures only: a damaged record must not hide the run's state.
     versions: dict[str, dict[str, str]] = {}
+    unused_graphs: dict[str, str] = {}
     with suppress(StorageError):
         for last in (attempts or load_attempts(run, "precompile"))[-1:]:
             nodes = node_records(run, last)
             versions = {name: node.versions for name, node in nodes.items()}
+            reasons = {name: node.cache_reason for name, node in nodes.items()}
+            unused_graphs = {name: reason for name, reason in reasons.items() if reason}
     first_steps: dict[str, tuple[float, int, int]] = {}
     with suppress(StorageError):
         for folder in run.attempts("train")[-1:]:
@@ -111,6 +115,7 @@ def read_details(
         micro_batch=measured,
         graphs=manifest,
         uncompiled=uncompiled,
+        unused_graphs=unused_graphs,
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),

@@ -152,6 +152,8 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     reason = (f"rank {first.rank} on {first.node}: {first.error}: {first.message}",)
     if first.blame == "user":
         return Ending("bad_configuration", reason)
+    if first.error == "StaleGraphsError":
+        return Ending("stale_graphs", reason)
     if first.error == "DivergenceError":
         return Ending("divergence", reason)
     out_of_memory = "OutOfMemory" in first.error or first.error == "MemoryError"

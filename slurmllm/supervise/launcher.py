@@ -6,13 +6,14 @@ result by the cache: such tools exit with 0 after failures, and with others afte
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from slurmllm.config.variables import is_secret
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge
-from slurmllm.graphs.fingerprint import graph_fingerprint
+from slurmllm.graphs.fingerprint import graph_fingerprint, node_processor
 from slurmllm.graphs.reuse import measured_micro_batch
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plugins import versions
@@ -41,6 +42,7 @@ from slurmllm.staging.node import NodeStaging
 from slurmllm.supervise.classify import reported_all
 from slurmllm.supervise.rank_logs import collect_leftovers
 from slurmllm.supervise.workers import POLL_S, WORKER_SIGNAL, Workers, run_command
+from slurmllm.worker_files import REUSED
 
 STOPPED_GRACE_S = 10.0  # after a stop signal, for other nodes to submit their graphs
 
@@ -60,6 +62,9 @@ class Launcher:
         self.staging = NodeStaging(self.config)
         self.group = self.config.cluster.trusted_group
         self.manifest: GraphManifest | None = None  # of the archive, train stage
+        # Of this node: what its graphs are made for, and that with the versions of libraries.
+        self.processor: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
         self.stopped_at: float | None = None
 
     def main(self) -> int:
@@ -70,10 +75,16 @@ class Launcher:
         self.workers.watch_signals()
         try:
             recipe = self.config.recipe
-            own = versions(recipe.plugin_refs, recipe.plugins)
-            self.workers.save(versions={**self.environment.node_versions(), **own})
-            planned, self.cache = self.cache, make_cache_folder(self.config, self.run)
+            plugins = versions(recipe.plugin_refs, recipe.plugins)
             self._reset_environment()
+            self.processor = node_processor(self.config)
+            self.versions = {**self.environment.versions(), **self.processor}
+            short = {n: v for n, v in self.processor.items() if n in ("cpu_capability", "gpu")}
+            self.workers.save(versions={**self.environment.node_versions(), **short, **plugins})
+            planned, self.cache = self.cache, make_cache_folder(self.config, self.run)
+            if self.processor:  # nodes may share a disk, and a disk may get another processor
+                digest = hashlib.sha256(str(self.processor).encode()).hexdigest()[:8]
+                self.cache = self.cache.with_name(f"{self.cache.name}-{digest}")
             self.workers.save(**self.staging.prepare(self.cache.parent))
             self._set_cache()
             collect_leftovers(self.config, self.run, self.stage, self.attempt.number)
@@ -97,7 +108,7 @@ class Launcher:
             try:
                 names = merge.submit_new_graphs(
                     self.cache, self.run, self.attempt.number, self.record.nodes, self.node,
-                    self.manifest,
+                    self.manifest, self.versions,
                 )  # fmt: skip
                 if names:
                     self.workers.save(new_graphs=names)
@@ -126,8 +137,7 @@ class Launcher:
             with suppress(StorageError, NodeError):
                 if self.run.graphs_manifest.is_file():
                     earlier = graph_cache.load_manifest(self.run, self.group)
-                    same = earlier.versions == self.environment.versions()
-                    same = same and not earlier.complete
+                    same = not earlier.unusable(self.versions) and not earlier.complete
                     if same and earlier.fingerprint == self._fingerprint():
                         graph_cache.install_archive(self.cache, self.run, earlier, group=self.group)
         if self.workers.node_rank == 0:
@@ -140,15 +150,10 @@ class Launcher:
     def _install_graphs(self, planned: Path, done: Path) -> None:
         started = time.monotonic()
         self.manifest = graph_cache.load_manifest(self.run, self.group)
-        versions = self.environment.versions()
-        if versions != self.manifest.versions:
-            log.warning(
-                "ignoring the graph archive: built with other versions (%s); "
-                "this node compiles its own graphs",
-                differences(self.manifest.versions, versions),
-            )
+        if reason := self.manifest.unusable(self.versions):
+            log.warning("ignoring the graph archive: %s; this node compiles its own graphs", reason)
             graph_cache.empty_cache_once(self.cache, f"{self.run.path} {self.attempt.number}")
-            origin = "other_versions"
+            origin = "rejected" if self.manifest.rejected else "other_versions"
         else:
             broadcast = os.environ.get(BROADCAST)
             origin = graph_cache.install_archive(
@@ -156,9 +161,13 @@ class Launcher:
                 self.group,
             )  # fmt: skip
         remove_leftovers(planned)
+        # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.
+        suspect = not reason and self.manifest.graphs > 0 and self.processor
         with node_disk(f"write {done}"):
-            done.touch()
-        self.workers.save(cache=origin, cache_s=time.monotonic() - started)
+            partial = done.with_name(f"{done.name}.new")
+            partial.write_text(REUSED if suspect else "", encoding="ascii")
+            partial.replace(done)
+        self.workers.save(cache=origin, cache_reason=reason, cache_s=time.monotonic() - started)
 
     def _fingerprint(self) -> str | None:
         mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)
@@ -236,7 +245,8 @@ class Launcher:
         manifest = graph_cache.pack_archive(
             self.cache, self.run, self.config.backend,
             WorkerRecord.load(first).first_step_s if first.is_file() else 0.0,
-            compile_s=compile_s, fingerprint=self._fingerprint(), missing_nodes=missing,
+            versions=self.versions, compile_s=compile_s, fingerprint=self._fingerprint(),
+            missing_nodes=missing,
             expected=self.environment.expects_graphs(self.config),
         )  # fmt: skip
         log.info(
@@ -259,14 +269,6 @@ class Launcher:
         if self.workers.stop_requested and self.stopped_at is None:
             self.stopped_at = time.monotonic()
         return self.stopped_at is not None and time.monotonic() > self.stopped_at + STOPPED_GRACE_S
-
-
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """`torch 2.9 there, 2.10 here`, for every version that differs."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return "; ".join(
-        f"{name} {before.get(name, 'none')} there, {now.get(name, 'none')} here" for name in names
-    )
 
 
 def launch(run: RunDir, stage: Stage, attempt: int) -> int:

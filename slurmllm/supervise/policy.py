@@ -27,6 +27,7 @@ ACTIONS: Mapping[EndingClass, tuple[Action, ...]] = {
     "storage_failure": _QUEUE,  # if the failure is transient
     "code_error": ("stop",),
     "divergence": ("stop",),  # _RESTART after a roll-back
+    "stale_graphs": _RESTART,  # with graphs of its own
     "no_progress": ("stop",),
     "cancelled": ("stop",),
     "superseded": ("stop",),

@@ -38,7 +38,7 @@ from slurmllm.errors import (
 )
 from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, require_complete
-from slurmllm.graphs.merge import merge_new_graphs
+from slurmllm.graphs.merge import merge_new_graphs, reject_graphs
 from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
 from slurmllm.records import AttemptRecord, JobsRecord
 from slurmllm.rundir import RunDir, Stage, SweepDir
@@ -80,8 +80,8 @@ RETURNS = ("requeue", "chain")  # actions that return a run to the queue
 # holds a lost node does not end before Slurm notices the loss.
 STEPS_END_S, LOST_STEPS_END_S = 15.0, 2.0
 EXIT_FAILED = {  # by class of ending; 70 for the others
-    "bad_configuration": 2, "storage_failure": 4, "divergence": 71, "cancelled": EXIT_NEGATIVE,
-    "superseded": EXIT_NEGATIVE,
+    "bad_configuration": 2, "storage_failure": 4, "divergence": 71, "stale_graphs": 71,
+    "cancelled": EXIT_NEGATIVE, "superseded": EXIT_NEGATIVE,
 }  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -233,6 +233,11 @@ class Supervisor:
             again=restart_of(self.run, self.allocation), in_allocation=bool(self._next_nodes),
         )  # fmt: skip
         self._exclude_failed(closed)
+        if ending.ending == "stale_graphs":
+            try:
+                reject_graphs(self.run, f"{self.stage} attempt {closed.attempt} failed with it")
+            except StorageError as error:
+                log.warning("%s", error)
         log_attempt(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
         self.notifier.closed(closed)
         nodes = attempts.node_records(self.run, record)
@@ -303,7 +308,7 @@ class Supervisor:
             )
         manifest = load_manifest(self.run, self.config.cluster.trusted_group)
         require_complete(manifest, self.run, self.config.recipe.train.incomplete_graphs)
-        if manifest.archive_sha256 == self._sent_graphs:
+        if manifest.rejected or manifest.archive_sha256 == self._sent_graphs:
             return {}  # in this job, to the spare nodes too
         if self._failed_nodes:
             return {BROADCAST: ""}  # sbcast would wait for them; the nodes read the shared archive

@@ -123,7 +123,8 @@ def failure_record(error: BaseException, worker: Worker, step: int | None) -> Fa
 def format_failure(record: FailureRecord) -> str:
     """Format a failure for the log, with the traceback if it is one of code, a plugin's too."""
     head = f"rank {record.rank} on {record.node}: "
-    code = record.blame == "code" and record.error not in ("DivergenceError", "OutOfMemoryError")
+    expected = ("DivergenceError", "StaleGraphsError", "OutOfMemoryError")
+    code = record.blame == "code" and record.error not in expected
     if code or record.error == "PluginError":
         head = f"{record.traceback.rstrip()}\n{head}{record.error}: "
     return f"{head}{record.message}"

@@ -36,7 +36,7 @@ from slurmllm.backends.base import Backend
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollbacks
 from slurmllm.config.operation import GuardConfig
 from slurmllm.config.recipe import Recipe
-from slurmllm.errors import DivergenceError, SlurmllmError, StorageError
+from slurmllm.errors import DivergenceError, SlurmllmError, StaleGraphsError, StorageError
 from slurmllm.records import SkippedBatches, SkipsRecord
 from slurmllm.rundir import RunDir, Stage
 from slurmllm.worker_files import EventLog
@@ -141,6 +141,7 @@ class Divergence(NamedTuple):
     onset: int  # first step of the divergence
     first: int  # number of the global batch of that step
     last: int  # that of the last step checked
+    stale: bool = False  # the first step, with graphs that were compiled before
 
 
 class Guard:
@@ -155,6 +156,8 @@ class Guard:
         self._detector = SpikeDetector(recipe.guard, recipe.optim.warmup(recipe.train.steps))
         self._found: Divergence | None = None
         self._warned = False
+        self._first_step: int | None = None  # that this worker checked
+        self.reused_graphs = False  # see `worker_files.wait_for_graphs`
 
     @property
     def diverged(self) -> bool:
@@ -163,6 +166,8 @@ class Guard:
 
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
         """Check a metric before it is used."""
+        if self._first_step is None:
+            self._first_step = step
         # A compiler that only collects graphs (precompile on trn1) returns uninitialized memory.
         if math.isfinite(value) or self._stage == "precompile" or self.diverged:
             return
@@ -173,8 +178,9 @@ class Guard:
             reason += f", after a spike of the gradient norm from step {spike.onset} on"
             onset, first = spike.onset, spike.batch
         self._found = Divergence(
-            reason, "guard.not_finite", self._config.not_finite, onset, first, batch
-        )
+            reason, "guard.not_finite", self._config.not_finite, onset, first, batch,
+            stale=self.reused_graphs and step == self._first_step,
+        )  # fmt: skip
 
     def check_norm(self, step: int, batch: int, norm: float) -> None:
         """Check the gradient norm of a step whose metrics are finite."""
@@ -213,8 +219,14 @@ class Guard:
 
     def fail(self) -> NoReturn:
         """Raise a DivergenceError on all workers, as one of them found one (collective)."""
-        control = self._backend.control
-        found = control.first(self._found)
+        control, found = self._backend.control, self._found
+        # Nodes of another processor have compiled graphs of their own.
+        if stale := control.first(found if found is not None and found.stale else None):
+            raise StaleGraphsError(
+                f"{stale.reason}, the first one with graphs that were compiled before; they are "
+                "rejected, and the next attempt compiles its own"
+            )
+        found = control.first(found)
         assert found is not None
         # Broadcast, so that no worker fails before rank 0 has written `skips.json`: soon after a
         # worker fails, the launcher kills the others.

@@ -315,7 +315,7 @@ def _build(job: Job, context: StartContext) -> None:
 
         return build_model(job.config.recipe.model)
 
-    wait_for_graphs()  # the backend compiles from here on
+    job.guard.reused_graphs = wait_for_graphs()  # the backend compiles from here on
     job.backend.build(build_model)
     job.backend.build_optimizer()
 

@@ -48,13 +48,14 @@ def test_every_node_starts_warm(bench: Bench, unbroken: str) -> None:
 def test_node_local_disks_are_apart(slurm: Cluster, bench: Bench, unbroken: str) -> None:
     script = (bench.runs / unbroken / "scripts" / "train.sbatch").read_text()
     cache = script.partition("SLURMLLM_CACHE=")[2].split()[0]
-    on_host = subprocess.run(["ls", "-d", cache], capture_output=True, check=False)
+    folder = ("bash", "-c", f"ls -d {cache}-*")  # by the processor
+    on_host = subprocess.run(folder, capture_output=True, check=False)
     assert on_host.returncode != 0
     nodes = bench.attempt(unbroken, 0)["nodes"]
     other = next(name for name in ("n1", "n2", "n3", "n4", "n5") if name not in nodes)
     for node, there in ((nodes[1], True), (other, False)):
         found = subprocess.run(
-            ["srun", "-Q", "-w", node, "-N1", "-n1", "ls", "-d", cache],
+            ["srun", "-Q", "-w", node, "-N1", "-n1", *folder],
             capture_output=True, check=False,
         )  # fmt: skip
         assert (found.returncode == 0) is there

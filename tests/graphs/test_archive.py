@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tarfile
 import threading
 from pathlib import Path
@@ -13,6 +14,8 @@ from slurmllm.errors import NodeError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs.archive import faults
 from slurmllm.rundir import RunDir
+
+VERSIONS = {"torch": "2.9", "cpu_capability": "AVX2"}
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
         path = filled / name
         path.parent.mkdir(parents=True)
         path.write_bytes(name.encode() * 100)
-    return graph_cache.pack_archive(filled, run, "native", cold_first_step_s=9.5)
+    return graph_cache.pack_archive(filled, run, "native", 9.5, versions=VERSIONS)
 
 
 def test_the_manifest_tells_what_the_archive_holds(run: RunDir, manifest: GraphManifest) -> None:
@@ -122,7 +125,7 @@ def test_graphs_of_several_nodes_come_into_one_archive(run: RunDir, tmp_path: Pa
             path.write_text(node)
     graph_cache.submit_graphs(tmp_path / "n2", run, "n2")
     assert graph_cache.collect_graphs(tmp_path / "n1", run, ["n2"], lambda node: False) == []
-    manifest = graph_cache.pack_archive(tmp_path / "n1", run, "native", cold_first_step_s=1.0)
+    manifest = graph_cache.pack_archive(tmp_path / "n1", run, "native", 1.0, versions=VERSIONS)
     assert manifest.graphs == 3
     assert (tmp_path / "n1/inductor/fxgraph/aa/both/x").read_text() == "n1"
     assert sorted(path.name for path in run.graphs.iterdir()) == ["graphs.tar", "manifest.json"]
@@ -140,7 +143,7 @@ def test_a_node_that_hands_nothing_in_makes_the_archive_incomplete(
     missing = graph_cache.collect_graphs(cache, run, ["n2"], lambda node: node == "n2")
     assert missing == ["n2"]
     manifest = graph_cache.pack_archive(
-        cache, run, "native", cold_first_step_s=1.0, missing_nodes=missing
+        cache, run, "native", 1.0, versions=VERSIONS, missing_nodes=missing
     )
     assert not manifest.complete
     assert faults(manifest, run) == ("no graphs from n2",)
@@ -149,8 +152,9 @@ def test_a_node_that_hands_nothing_in_makes_the_archive_incomplete(
 def test_a_cache_without_graphs_is_incomplete_where_some_are_expected(
     run: RunDir, tmp_path: Path
 ) -> None:
-    assert graph_cache.pack_archive(tmp_path, run, "native", 1.0, expected=False).complete
-    manifest = graph_cache.pack_archive(tmp_path, run, "native", 1.0, expected=True)
+    pack = functools.partial(graph_cache.pack_archive, tmp_path, run, "native", 1.0)
+    assert pack(versions=VERSIONS, expected=False).complete
+    manifest = pack(versions=VERSIONS, expected=True)
     assert not manifest.complete
     assert "left no compiled graph" in faults(manifest, run)[0]
 

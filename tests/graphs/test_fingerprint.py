@@ -83,6 +83,21 @@ def test_what_changes_graphs_on_neuron_devices(override: str, changes: bool) -> 
     assert (base != other) is changes
 
 
+def test_the_processor_counts_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    trn1 = {"recipe": "neox_20b", "cluster": "trn1", "nodes": 4}
+    shells = []
+    for capability in ("avx2", "default"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        for local in (True, False):
+            neuron = fingerprint(local=local, **trn1)  # type: ignore[arg-type]
+            shells.append((fingerprint(local=local), neuron))
+    (here, neuron_here), (slurm, neuron), (here_2, neuron_here_2), (slurm_2, neuron_2) = shells
+    assert here != here_2, "with --local this machine is the node"
+    assert slurm == slurm_2, "the nodes' are not known here"
+    assert (neuron_here, neuron) == (neuron_here_2, neuron_2), "Neuron's serve any host"
+    assert fingerprint("env.ATEN_CPU_CAPABILITY=avx2") != slurm, "of the recipe: on every node"
+
+
 def test_versions_and_variables_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve("tiny_neox")
     mesh = make_mesh(config, 2)
@@ -152,7 +167,7 @@ def run_with_graphs(root: Path, name: str, *overrides: str, measured: int | None
         ).save(run.micro_batch)  # fmt: skip
     mesh = make_mesh(config, 2, measured)
     made = graph_fingerprint(config, mesh, False, measured)
-    graph_cache.pack_archive(cache, run, "native", 1.0, fingerprint=made)
+    graph_cache.pack_archive(cache, run, "native", 1.0, versions={"torch": "2"}, fingerprint=made)
     return run
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from slurmllm.graphs import merge
 from slurmllm.rundir import RunDir
 
 NODES = ("n1", "n2")
+VERSIONS = {"torch": "2.9", "cpu_capability": "AVX512", "cpu_features": "avx2 avx512f"}
 
 
 @pytest.fixture
@@ -34,14 +36,19 @@ def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
     """Of an archive with graph `aaa`, as precompile left it; each node has it on its disk."""
     filled = tmp_path / "precompile"
     compile_graph(filled, "aaa")
-    manifest = graph_cache.pack_archive(filled, run, "native", 1.0, fingerprint="f")
+    manifest = graph_cache.pack_archive(
+        filled, run, "native", 1.0, versions=VERSIONS, fingerprint="f"
+    )
     for node in NODES:
         graph_cache.install_archive(tmp_path / node, run, manifest)
     return manifest
 
 
-def submit(run: RunDir, tmp_path: Path, node: str, manifest: GraphManifest) -> tuple[str, ...]:
-    return merge.submit_new_graphs(tmp_path / node, run, 0, NODES, node, manifest)
+def submit(
+    run: RunDir, tmp_path: Path, node: str, manifest: GraphManifest,
+    versions: Mapping[str, str] = VERSIONS,
+) -> tuple[str, ...]:  # fmt: skip
+    return merge.submit_new_graphs(tmp_path / node, run, 0, NODES, node, manifest, versions)
 
 
 def test_nothing_new_leaves_nothing(run: RunDir, tmp_path: Path, manifest: GraphManifest) -> None:
@@ -83,7 +90,7 @@ def test_new_graphs_of_all_nodes_are_merged(
     assert len(environment.graphs(node)) == 4
     for name in ("aaa", "bbb", "both", "ccc"):
         assert (node / f"inductor/k/{name}.so").read_bytes() == name.encode() * 100
-    assert merge.submit_new_graphs(node, run, 1, NODES, "n9", merged) == ()
+    assert merge.submit_new_graphs(node, run, 1, NODES, "n9", merged, VERSIONS) == ()
     assert merge.merge_new_graphs(run) == ()
 
 
@@ -130,32 +137,48 @@ def test_the_old_archive_serves_until_the_manifest_names_the_new_one(
     assert left == [GraphManifest.load(run.graphs_manifest).archive, "manifest.json"]
 
 
+@pytest.mark.parametrize("differs", ["torch", "cpu_capability", "cpu_features"])
 def test_graphs_of_other_versions_do_not_mix(
-    run: RunDir, tmp_path: Path, manifest: GraphManifest, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, tmp_path: Path, manifest: GraphManifest, differs: str
 ) -> None:
-    other = {**manifest.versions, "torch": "9.9"}
+    other = {**VERSIONS, differs: "other"}
     compile_graph(tmp_path / "n1", "bbb")
     compile_graph(tmp_path / "n2", "ccc")
     submit(run, tmp_path, "n1", manifest)
-    monkeypatch.setattr(environment, "versions", lambda: other)
-    assert submit(run, tmp_path, "n2", manifest) == ("aaa", "ccc"), "all that it has"
+    assert submit(run, tmp_path, "n2", manifest, other) == ("aaa", "ccc"), "all that it has"
     assert NewGraphs.load(run.new_graphs / "000_n2.json").versions == other
     assert merge.merge_new_graphs(run) == ("bbb",)
 
 
 def test_where_every_node_has_other_versions_theirs_take_the_archives_place(
-    run: RunDir, tmp_path: Path, manifest: GraphManifest, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, tmp_path: Path, manifest: GraphManifest
 ) -> None:
-    monkeypatch.setattr(environment, "versions", lambda: {"torch": "9.9"})
     for node in NODES:
         graph_cache.empty_cache_once(tmp_path / node, "attempt 0")
         compile_graph(tmp_path / node, "ddd")
-        submit(run, tmp_path, node, manifest)
+        submit(run, tmp_path, node, manifest, {"torch": "9.9"})
     assert merge.merge_new_graphs(run) == ("ddd",)
     merged = GraphManifest.load(run.graphs_manifest)
     assert (merged.versions, merged.graphs, merged.fingerprint) == ({"torch": "9.9"}, 1, "")
     assert {Path(f.path).stem for f in merged.files} == {"x", "ddd"}
     assert len(list(run.graphs.glob("graphs*.tar"))) == 1
+
+
+def test_rejected_graphs_are_replaced_by_those_of_the_next_attempt(
+    run: RunDir, tmp_path: Path, manifest: GraphManifest
+) -> None:
+    compile_graph(tmp_path / "n1", "bbb")
+    submit(run, tmp_path, "n1", manifest)
+    merge.reject_graphs(run, "train attempt 0 failed with it")
+    assert merge.merge_new_graphs(run) == (), "not those of the attempt that failed"
+    rejected = GraphManifest.load(run.graphs_manifest)
+    assert rejected.unusable(VERSIONS) == "train attempt 0 failed with it"
+    for node in NODES:  # aaa as well: the graphs compiled anew have the old names
+        assert submit(run, tmp_path, node, rejected)[0] == "aaa"
+    merge.merge_new_graphs(run)
+    merged = GraphManifest.load(run.graphs_manifest)
+    assert merged.unusable(VERSIONS) == ""
+    assert [state.name for state in merged.states] == ["aaa", "bbb"]
 
 
 def test_the_launchers_of_one_machine_empty_the_folder_once(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_graphs_that_others_put_into_a_run_are_ignored(tmp_path: Path, disk: Pat
     new = tmp_path / "new" / "inductor/fxgraph/cd/cde/x"
     new.parent.mkdir(parents=True)
     new.write_bytes(POISON)
-    merge.submit_new_graphs(tmp_path / "new", run, 0, ("n1",), "n1", manifest)
+    merge.submit_new_graphs(tmp_path / "new", run, 0, ("n1",), "n1", manifest, {})
     give_away(*run.new_graphs.iterdir())
     assert merge.merge_new_graphs(run) == ()
     graph_cache.submit_graphs(tmp_path / "new", run, "n2")

@@ -160,6 +160,11 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "divergence",
         "nan",
     ),
+    "not a number, at once and with graphs compiled before": (
+        seen(both(71, 71), failure(0, "StaleGraphsError", "loss is nan", exit_code=71)),
+        "stale_graphs",
+        "nan",
+    ),
     "device memory": (
         seen(both(70, 70), failure(1, "OutOfMemoryError", "CUDA out of memory")),
         "out_of_memory",

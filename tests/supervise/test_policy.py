@@ -94,6 +94,14 @@ def test_a_roll_back_goes_on_and_is_no_idle_attempt() -> None:
     assert decide(attempt(2, "node_failure"), [back, again], limits).action == "requeue"
 
 
+def test_stale_graphs_are_tried_anew_and_a_divergence_after_that_stops_the_run() -> None:
+    stale = decide(attempt(0, "stale_graphs"), [], recipe())
+    assert (stale.action, stale.backoff_s) == ("requeue", 0.0)
+    inside = decide(attempt(0, "stale_graphs"), [], recipe(), in_allocation=True)
+    assert inside.action == "restart"
+    assert decide(attempt(1, "divergence"), [stale], recipe()).action == "stop"
+
+
 @pytest.mark.parametrize(
     ("evidence", "passes"),
     [

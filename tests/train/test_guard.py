@@ -16,7 +16,7 @@ from slurmllm.backends.base import Backend
 from slurmllm.checkpoint.save import save
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
-from slurmllm.errors import DivergenceError
+from slurmllm.errors import DivergenceError, StaleGraphsError
 from slurmllm.records import Event, SkippedBatches, SkipsRecord, WorkerRecord
 from slurmllm.rundir import RunDir
 from slurmllm.train.guard import Guard
@@ -181,6 +181,30 @@ def diverge(run: RunDir, *overrides: str, found_by: int = 0) -> set[str]:
             decide(guard, backend)
 
     return {str(answer) for answer in PretendGang().all(work)}
+
+
+@pytest.mark.parametrize(("step", "stale"), [(41, True), (42, False)])
+def test_the_first_step_with_graphs_that_were_compiled_before(
+    tmp_path: Path, step: int, stale: bool
+) -> None:
+    """Of a resumed run, in which the second worker's node alone has reused graphs."""
+    run = RunDir(tmp_path)
+
+    def work(backend: Backend) -> None:
+        guard = guard_of(run, backend, "guard.not_finite=roll_back")
+        guard.reused_graphs = backend.worker.rank == 1
+        for number in (41, 42):
+            for name in ("loss", "gradient norm"):
+                bad = name == "gradient norm" and number == step
+                guard.check_finite(name, float("nan") if bad else 1.0, number, number)
+            decide(guard, backend)
+
+    answers = PretendGang().all(work)
+    kind = StaleGraphsError if stale else DivergenceError
+    assert [type(answer) for answer in answers] == [kind, kind]
+    message = f"the gradient norm of step {step} is nan"
+    assert all(str(answer).startswith(message) for answer in answers)
+    assert run.skips.exists() is not stale, "no batch is to blame"
 
 
 def test_what_one_worker_finds_ends_all(tmp_path: Path) -> None:

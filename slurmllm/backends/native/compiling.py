@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from slurmllm.backends.native.processor import CPUINFO, cpu_fields, processor
 from slurmllm.model.decoder import Block
 from slurmllm.model.output import Output
 
@@ -48,7 +49,7 @@ def missing_compiler() -> list[str]:
     ]
 
 
-def slow_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def slow_bf16(cpuinfo: Path = CPUINFO) -> bool:
     """Return whether this processor multiplies bf16 matrices more slowly than fp32 ones.
 
     Intel's without matrix units (AMX) do: 2048³ on two cores of such a Xeon reach 210 GFLOP/s in
@@ -56,13 +57,19 @@ def slow_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     to be faster, not measured. Decided by the processor's flags, not by a measurement, because all
     attempts of a run must decide alike.
     """
-    if platform.machine() != "x86_64" or not cpuinfo.is_file():
+    fields = cpu_fields(cpuinfo)
+    if platform.machine() != "x86_64" or not fields:
         return False
-    lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
-    fields = {key.strip(): value.split() for key, _, value in lines}
     flags = fields.get("flags", [])
     amd_bf16 = "avx512_bf16" in flags and fields.get("vendor_id") == ["AuthenticAMD"]
     return not ("amx_bf16" in flags or amd_bf16)
+
+
+def tag_cache_keys() -> None:
+    """Add this machine's processor to the keys of Inductor's cache, which lack it."""
+    config: Any = torch.compiler.config
+    made_for = "; ".join(processor("cpu", os.environ).values())
+    config.cache_key_tag = f"{os.environ.get('TORCH_COMPILE_CACHE_KEY_TAG', '')} {made_for}"
 
 
 def wrap_blocks(blocks: Sequence[Block], *, compiled: bool, recompute: Collection[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.backends.environment import Graph, Variable
+from slurmllm.backends.native.processor import processor as processor
 from slurmllm.config.recipe import ADAMW
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
@@ -101,7 +102,7 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
         "variables": {
             name: value
             for name, value in {**cluster.env, **recipe.env}.items()
-            if name.startswith(("TORCH", "INDUCTOR", "TRITON", "CXX", "OMP"))
+            if name.startswith(("TORCH", "INDUCTOR", "TRITON", "CXX", "OMP", "ATEN"))
         },
     }
 

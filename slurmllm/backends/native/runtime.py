@@ -81,6 +81,7 @@ class NativeBackend(Backend):
         worker, mesh, kind = self.worker, self.mesh, self.config.cluster.device
         if self.config.recipe.train.compile and kind == "cpu":
             faults += compiling.missing_compiler()
+            compiling.tag_cache_keys()
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
         self.device = torch.device(kind)

@@ -31,7 +31,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -365,6 +365,11 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = NOT_INSTALLED
     return found
+
+
+def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return nothing: neuronx-cc compiles for its own device, on any host."""
+    return {}
 
 
 def node_versions() -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,10 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
 
 def versions() -> dict[str, str]:
     return {"python": platform.python_version()}
+
+
+def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
+    return {}
 
 
 def node_versions() -> dict[str, str]:
