@@ -11,7 +11,8 @@ from end_to_end.bench import SMALL, Bench
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="emulates x86-64's AVX2")
 TRAIN = (
-    "submit", "tiny_neox", "--local", "--nodes=1", *SMALL, "--set=train.steps=6", "--set=optim.warmup_steps=2",
+    "submit", "tiny_neox", "--local", "--nodes=1", *SMALL, "--set=train.steps=6",
+    "--set=optim.warmup_steps=2",
     "--set=cluster.cpus_per_node=1",
 )  # fmt: skip
 # As if graphs that were compiled before computed garbage.
