@@ -39,7 +39,8 @@ def graph_fingerprint(
         mesh: Of the train stage.
         measured: The measured micro batch of a recipe with `micro_batch: auto`: precompile's
             graphs are of that one, for every node count.
-        versions: Of the libraries; by default those of this machine, or the container's image.
+        versions: Of the libraries and, with `local`, the processor; by default those of this
+            machine, or the container's image.
 
     Returns:
         None if the micro batch is not measured yet, so that the graphs are unknown.
@@ -52,9 +53,8 @@ def graph_fingerprint(
     environment = load_environment(config.backend)
     if versions is None and config.cluster.container is not None:
         versions = {"image": config.cluster.container.image}  # theirs are not known out here
-    versions = environment.versions() if versions is None else versions
-    if local:  # else the processors of the nodes are not known out here, and each node compares
-        versions = {**versions, **node_processor(config)}
+    elif versions is None:  # nor the processors of nodes: each compares its own
+        versions = {**environment.versions(), **(node_processor(config) if local else {})}
     parts = {
         "backend": config.backend,
         "versions": dict(versions),

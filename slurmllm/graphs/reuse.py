@@ -15,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
+from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.graphs.archive import checksum, make_own_folder
-from slurmllm.graphs.fingerprint import graph_fingerprint
+from slurmllm.graphs.fingerprint import graph_fingerprint, node_processor
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.rundir import RunDir, fsync_dir, root_of, run_folders
 from slurmllm.safe_files import open_trusted
@@ -35,21 +36,47 @@ def measured_micro_batch(run: RunDir) -> int | None:
 def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir) -> bool:
     """Whether `run`, `own` or another, has all graphs that a configuration of `own` needs."""
     manifest = _manifest(run)
-    if manifest is None or not manifest.complete or manifest.rejected:
+    if manifest is None:
         return False
-    measured = measured_micro_batch(run)
-    try:
-        mesh = make_mesh(config, nodes, measured)
-        fingerprint = graph_fingerprint(config, mesh, local, measured)
-    except SlurmllmError:
-        return False
+    fingerprint = _fingerprint(config, nodes, local, run)
     # An empty fingerprint: the nodes, whose versions differ from this machine's, compiled them.
     known = (fingerprint, "") if run == own else (fingerprint,)
     return fingerprint is not None and manifest.fingerprint in known
 
 
+def _fingerprint(
+    config: RunConfig, nodes: int, local: bool, run: RunDir, versions: dict[str, str] | None = None
+) -> str | None:
+    """Return the fingerprint of a configuration with the micro batch that `run` has measured."""
+    measured = measured_micro_batch(run)
+    with suppress(SlurmllmError):
+        mesh = make_mesh(config, nodes, measured)
+        return graph_fingerprint(config, mesh, local, measured, versions)
+    return None
+
+
+def other_processor(config: RunConfig, nodes: int, local: bool, run: RunDir) -> str:
+    """Return why the newest run with all graphs, but for another processor or torch, is not used.
+
+    Empty if there is none, or `local` is False: which processor a job gets is not known.
+    """
+    here = {**load_environment(config.backend).versions(), **node_processor(config)}
+    for other in (run, *_newest_first(run)) if local else ():
+        manifest = _manifest(other)
+        if manifest is not None and (reason := manifest.unusable(here)):
+            then = _fingerprint(config, nodes, local, other, manifest.versions)
+            if manifest.fingerprint == then:
+                return f"run {other.name!r}: {reason}"
+    return ""
+
+
 def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> Iterator[RunDir]:
     """The other runs in the folder of runs that have all graphs, newest first."""
+    return (other for other in _newest_first(run) if serves(config, nodes, local, run, other))
+
+
+def _newest_first(run: RunDir) -> list[RunDir]:
+    """Return the other runs in the folder of runs that have graphs."""
     modified_at: dict[RunDir, float] = {}
     root = root_of(run)
     for entry in run_folders(root) if root.is_dir() else ():
@@ -57,8 +84,7 @@ def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> Iterator[Ru
             if entry != run.path and (entry / "config.yaml").is_file():
                 other = RunDir(entry)
                 modified_at[other] = other.graphs_manifest.stat().st_mtime
-    newest = sorted(modified_at, key=lambda other: modified_at[other], reverse=True)
-    return (other for other in newest if serves(config, nodes, local, run, other))
+    return sorted(modified_at, key=lambda other: modified_at[other], reverse=True)
 
 
 def adopt(source: RunDir, run: RunDir, group: str | None = None) -> str:
@@ -127,6 +153,9 @@ def forget(run: RunDir) -> None:
 
 
 def _manifest(run: RunDir) -> GraphManifest | None:
+    """Return the manifest of a complete archive whose graphs may be used, None without one."""
     with suppress(StorageError):  # damaged: compile again
-        return GraphManifest.find(run.graphs_manifest)
+        manifest = GraphManifest.find(run.graphs_manifest)
+        if manifest is not None and manifest.complete and not manifest.rejected:
+            return manifest
     return None

@@ -400,4 +400,6 @@ def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | N
             "those of a group's members", refused[0],
             f" (and {len(refused) - 1} more)" if refused[1:] else "",
         )  # fmt: skip
+    elif reason := reuse.other_processor(config, nodes, local, run):
+        log.warning("compiling the graphs, not using those of %s", reason)
     return None

@@ -166,8 +166,7 @@ class Guard:
 
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
         """Check a metric before it is used."""
-        if self._first_step is None:
-            self._first_step = step
+        self._first_step = self._first_step or step
         # A compiler that only collects graphs (precompile on trn1) returns uninitialized memory.
         if math.isfinite(value) or self._stage == "precompile" or self.diverged:
             return

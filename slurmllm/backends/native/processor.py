@@ -1,13 +1,13 @@
 """The processor that compiled graphs are made for, found without torch.
 
-Inductor vectorizes for ATen's CPU capability ($ATEN_CPU_CAPABILITY, else the best of the
-processor), and the compiler then uses all instructions of the machine (`-march=native`). Inductor's
-cache keys hold neither: a graph of another capability is found, compiled for a vector length that
-its loops were not written for, and computes garbage. The name of a GPU is in the keys.
+Inductor vectorizes for ATen's CPU capability and compiles with `-march=native`; its cache keys hold
+neither. A graph of another capability would be compiled for a vector length that its loops were not
+written for, and compute garbage. The name of a GPU is in the keys.
 """
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 import subprocess
@@ -15,15 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-_SVE_BYTES = Path("/proc/sys/abi/sve_default_vector_length")
 # The flags of x86-64 that name instructions which a compiler emits by itself.
 _INSTRUCTIONS = re.compile(r"s?sse|avx|amx|fma|bmi|f16c|gfni|vaes|vpclmul|xop|tbm|abm|popcnt|movbe")
-# ATen's DispatchStub.cpp: value of $ATEN_CPU_CAPABILITY, name, and the flags needed without it.
-_CAPABILITIES = (
-    ("avx512", "AVX512", {"avx512vl", "avx512bw", "avx512dq", "fma"}),
-    ("avx2", "AVX2", {"avx2", "fma"}),
-    ("default", "DEFAULT", set[str]()),
-)
 _TIMEOUT_S = 20.0  # nvidia-smi takes some seconds if the driver has to wake the GPUs up
 
 
@@ -33,32 +26,31 @@ def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
         gpus = _output("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
         return {"gpu": ", ".join(sorted({line.replace(",", "") for line in gpus.splitlines()}))}
     fields, compiler = cpu_fields(), variables.get("CXX") or "g++"
-    flags = set(fields.get("flags") or fields.get("Features", ()))
-    features = flags
-    if platform.machine() == "x86_64":
-        features = {flag for flag in flags if _INSTRUCTIONS.match(flag)}
-    elif _SVE_BYTES.is_file():
-        features |= {f"sve_bytes={_SVE_BYTES.read_text().strip()}"}
+    flags = set(fields.get("flags") or fields.get("Features") or [])  # x86-64, Arm
+    x86 = platform.machine() == "x86_64"
+    features = filter(_INSTRUCTIONS.match, flags) if x86 else flags
     version = _output(compiler, "-dumpfullversion", "-dumpversion")
     return {
         "cpu_capability": cpu_capability(flags, variables.get("ATEN_CPU_CAPABILITY")),
         "cpu_features": " ".join(sorted(features)),
         # Inductor takes a smaller capability if this one cannot compile for the processor's.
-        "compiler": f"{Path(compiler).name} {version}".rstrip(),
+        "compiler": f"{Path(compiler).name} {version}",
     }
 
 
 def cpu_capability(flags: set[str], requested: str | None) -> str:
-    """Return torch.backends.cpu.get_cpu_capability() of a processor with these flags.
+    """Return torch.backends.cpu.get_cpu_capability() of an x86-64 with these flags.
 
-    On other architectures than x86-64: the requested capability, or `native`.
+    `requested` is $ATEN_CPU_CAPABILITY. On other architectures return it, or `native`.
     """
     if platform.machine() != "x86_64":
         return requested or "native"
-    names = {value: name for value, name, _ in _CAPABILITIES}
-    if requested in names:  # others are ignored
-        return names[requested]
-    return next(name for _, name, needed in _CAPABILITIES if needed <= flags)
+    if requested in ("default", "avx2", "avx512"):  # others are ignored
+        return requested.upper()
+    # ATen's DispatchStub.cpp
+    if {"avx512vl", "avx512bw", "avx512dq", "fma"} <= flags:
+        return "AVX512"
+    return "AVX2" if {"avx2", "fma"} <= flags else "DEFAULT"
 
 
 def cpu_fields(cpuinfo: Path = CPUINFO) -> dict[str, list[str]]:
@@ -69,6 +61,7 @@ def cpu_fields(cpuinfo: Path = CPUINFO) -> dict[str, list[str]]:
     return {key.strip(): value.split() for key, _, value in lines}
 
 
+@functools.cache
 def _output(*command: str) -> str:
     try:
         return subprocess.run(
