@@ -49,6 +49,7 @@ class ArrowFile:
                     raise pa.ArrowInvalid(part.fault)
                 if part.rows and not part.compressed:
                     part[0]  # raises an error if it is damaged
+                self.names: list[str] = part.schema.names
                 self._parts.append(part)
         except FileNotFoundError as error:
             raise DataError(
@@ -62,13 +63,12 @@ class ArrowFile:
                 f"is it another format? {_FIX.capitalize()}"
             ) from error
         self._schema = self._parts[0].schema
-        self.names: list[str] = self._schema.names
         copied = pa.string_view() in self._schema.types
         for file, part in zip(self.files, self._parts, strict=True):
             if not part.schema.equals(self._schema):
                 raise DataError(
-                    f"{file} has other columns than {self.files[0].name} ({part.schema.names} and "
-                    f"{self.names}, or of other types); {_FIX}"
+                    f"{file} has other columns than {self.files[0].name}, or of other types "
+                    f"({part.schema.names} and {self._schema.names}); {_FIX}"
                 )
             copied |= part.compressed
             if copied and part.largest_bytes > _LARGEST_COPY:
