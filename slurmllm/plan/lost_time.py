@@ -159,8 +159,6 @@ def expected_losses(
         return LostTime(shares, 0.0, steps, auto, mtbf_s)
     delay = noticing or DetectionDelay()
     parts_s = attempt.parts_s(delay)
-    # A job that always restarts and has no limit never waits again.
-    waits = 0.0 if restarts == 1 and math.isinf(attempt.leaves_s) else 1.0
     kept = replace(durations, cache=(0.0,))
     for weight, begins_s in _restarts(attempt.leaves_s, mtbf_s, restarts):
         left_s = attempt.leaves_s - begins_s
@@ -170,7 +168,7 @@ def expected_losses(
     length_s = math.fsum(parts_s.values())
     return LostTime(
         shares={part: parts_s[part] / length_s for part in TIME_PARTS},
-        goodput=parts_s["productive"] / (length_s + waits * fmean(durations.requeue)),
+        goodput=parts_s["productive"] / (length_s + fmean(durations.requeue)),
         interval_steps=steps,
         auto_steps=auto,
         mtbf_s=mtbf_s,
@@ -183,14 +181,11 @@ def _restarts(leaves_s: float, mtbf_s: float, share: float) -> Iterator[tuple[fl
     Failures restart the workers at the rate share / M and end the job at (1 - share) / M, so that
     exp(-(1 - share)·s/M)·share/M restarts are expected at s. The points divide their integral.
     """
-    ends, whole = 1 - share, leaves_s / mtbf_s
-    integral = -math.expm1(-ends * whole) / ends if ends else whole
-    if math.isinf(integral):  # the same attempt for ever
-        return
+    ends = max(1e-9, 1 - share)  # a job without a limit ends some time
+    integral = -math.expm1(-ends * leaves_s / mtbf_s) / ends
     for number in range(_POINTS if share else 0):
         part = (number + 0.5) / _POINTS * integral
-        begins = -math.log1p(-ends * part) / ends if ends else part
-        yield share * integral / _POINTS, mtbf_s * begins
+        yield share * integral / _POINTS, -mtbf_s * math.log1p(-ends * part) / ends
 
 
 class _Attempt:

@@ -216,8 +216,7 @@ def print_forecast(best: LayoutEstimate, forecaster: Forecaster) -> None:
     )
     interval = f"every {lost.interval_steps} steps"
     if best.config.recipe.checkpoint.every_steps != "auto":
-        auto = forecaster.auto_interval_steps(best)
-        chosen = str(auto) if auto < forecast.cost.steps else "none before the end"
+        chosen = str(lost.auto_steps) if lost.auto_steps < cost.steps else "none before the end"
         interval += f"; checkpoint.every_steps: auto would choose {chosen}"
     click.echo(f"checkpoints    {interval}")
 

@@ -52,85 +52,62 @@ def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Fi
     """
     curves = [curve for curve in curves if len(curve.nodes) > 1]
     panels = {
-        _draw_throughput: curves,
-        _draw_time: [curve for curve in curves if curve.hours is not None],
-        _draw_cost: [curve for curve in curves if curve.usd is not None],
+        field: shown
+        for field in _PANELS
+        if (shown := [curve for curve in curves if getattr(curve, field) is not None])
     }
-    draws = [draw for draw, shown in panels.items() if shown]
     bars = 1.6 + 0.45 * len(layouts) if layouts else 0.0
-    lines = 4.2 if draws else 0.0
-    width = 14 if len(draws) == 3 else 11
+    lines = 4.2 if panels else 0.0
+    width = 14 if len(panels) == 3 else 11
     figure = Figure(figsize=(width, bars + lines), dpi=120, layout="constrained")
     rows = figure.subfigures(
-        bool(draws) + bool(layouts), 1, squeeze=False,
+        bool(panels) + bool(layouts), 1, squeeze=False,
         height_ratios=[height for height in (lines, bars) if height],
     )[:, 0]  # fmt: skip
-    if draws:
-        for axes, draw in zip(
-            rows[0].subplots(1, len(draws), squeeze=False)[0], draws, strict=True
-        ):
-            draw(axes, panels[draw])
+    if panels:
+        drawn = rows[0].subplots(1, len(panels), squeeze=False)[0]
+        for axes, (field, shown) in zip(drawn, panels.items(), strict=True):
+            _draw_panel(axes, shown, field)
     if layouts:
         _draw_memory(rows[-1], layouts)
     return figure
 
 
-def _draw_throughput(axes: Axes, curves: Sequence[PlanCurve]) -> None:
-    """Throughput on logarithmic axes."""
+# Field of a curve → label of its panel, and the power of the nodes that it follows without loss.
+_PANELS = {
+    "tokens_per_s": ("tokens/s", 1),
+    "hours": ("time to the end", -1),
+    "usd": ("dollars to the end", 0),
+}
+
+
+def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
+    """Draw a figure over the nodes; logarithmic, with dashed lines of no loss, except dollars."""
+    label, power = _PANELS[field]
     for number, curve in enumerate(curves):
-        _scaled_line(axes, number, curve, curve.tokens_per_s, 1)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
+        values = getattr(curve, field)
+        axes.plot(
+            curve.nodes, values, label=curve.label, color=_COLORS[number % len(_COLORS)],
+            marker=_MARKERS[number % len(_MARKERS)], linewidth=1.8,
+        )  # fmt: skip
+        if power:
+            ideal = [values[0] * (nodes / curve.nodes[0]) ** power for nodes in curve.nodes]
+            dashed = "" if number else "no loss"
+            axes.plot(curve.nodes, ideal, color="#777777", lw=1.0, ls=(0, (4, 3)), label=dashed)
+    if power:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(0, 1.1 * max(max(getattr(curve, field)) for curve in curves))
     axes.yaxis.set_major_formatter(_WHOLE)
-    axes.set_ylabel("tokens/s")
-    _nodes_axis(axes, curves)
-
-
-def _draw_time(axes: Axes, curves: Sequence[PlanCurve]) -> None:
-    """Time to the end of the training on logarithmic axes."""
-    for number, curve in enumerate(curves):
-        assert curve.hours is not None
-        _scaled_line(axes, number, curve, curve.hours, -1)
-    axes.set_yticks(*_time_ticks(*axes.get_ylim()))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylabel("time to the end")
-    _nodes_axis(axes, curves)
-
-
-def _scaled_line(
-    axes: Axes, number: int, curve: PlanCurve, values: Sequence[float], power: int
-) -> None:
-    """A line, and a dashed one of what is proportional to a power of the nodes: without loss."""
-    _line(axes, number, curve, values)
-    ideal = [values[0] * (nodes / curve.nodes[0]) ** power for nodes in curve.nodes]
-    label = "" if number else "no loss"
-    axes.plot(curve.nodes, ideal, color="#777777", lw=1.0, ls=(0, (4, 3)), label=label)
-    axes.set_yscale("log")
-
-
-def _draw_cost(axes: Axes, curves: Sequence[PlanCurve]) -> None:
-    for number, curve in enumerate(curves):
-        assert curve.usd is not None
-        _line(axes, number, curve, curve.usd)
-    axes.set_ylim(0, 1.1 * max(usd for curve in curves for usd in curve.usd or ()))
-    axes.set_ylabel("dollars to the end")
-    axes.yaxis.set_major_formatter(_WHOLE)
-    _nodes_axis(axes, curves)
-
-
-def _line(axes: Axes, number: int, curve: PlanCurve, values: Sequence[float]) -> None:
-    axes.plot(
-        curve.nodes, values, label=curve.label, color=_COLORS[number % len(_COLORS)],
-        marker=_MARKERS[number % len(_MARKERS)], linewidth=1.8,
-    )  # fmt: skip
-
-
-def _nodes_axis(axes: Axes, curves: Sequence[PlanCurve]) -> None:
+    if field == "hours":
+        axes.set_yticks(*_time_ticks(*axes.get_ylim()))
     counts = sorted({nodes for curve in curves for nodes in curve.nodes})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("nodes")
+    axes.set(xlabel="nodes", ylabel=label)
     axes.legend(frameon=False)
 
 

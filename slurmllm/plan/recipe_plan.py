@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from slurmllm.config.resolve import RunConfig
@@ -134,13 +134,6 @@ class Forecaster:
         paid = self.price is not None and self.price.bills_waiting
         real = cost(candidate, self.tokens, price, lost.effective, lost.goodput, paid)
         return TrainingForecast(real, lost)
-
-    def auto_interval_steps(self, candidate: LayoutEstimate) -> int:
-        """Steps between two checkpoints with `checkpoint.every_steps: auto`."""
-        config, nodes = candidate.config, candidate.mesh.nodes
-        auto = config.recipe.checkpoint.model_copy(update={"every_steps": "auto"})
-        changed = replace(config, recipe=config.recipe.model_copy(update={"checkpoint": auto}))
-        return lost_time(changed, nodes, candidate.step.total).interval_steps
 
 
 @dataclass(frozen=True)

@@ -95,12 +95,12 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
     mix, save = PUBLISHED["llama3"], SaveCost(2.0, 60.0)
     faster = mix.node_mtbf_hours / (16 * mtbf_hours)
     scenario = Scenario(
-        config.recipe, 16, STEP_S, 400 * mtbf_hours * HOUR_S, USUAL, save,
+        config.recipe, 16, STEP_S, 300 * mtbf_hours * HOUR_S, USUAL, save,
         RandomFailures({kind: faster * rate for kind, rate in mix.per_node_hour.items()}),
         node_mtbf_hours=16 * mtbf_hours, time_limit_s=limit_h * HOUR_S, engineer_s=0.0,
         repair_s=HOUR_S,
     )  # fmt: skip
-    histories = [simulate(scenario, seed) for seed in range(3)]
+    histories = [simulate(scenario, seed) for seed in range(2)]
     used = [account_node_hours(history) for history in histories]
     actions = [
         attempt.action for history in histories for attempt in history.attempts
@@ -109,7 +109,7 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
     leaves_s = limit_h * HOUR_S - config.recipe.slurm.signal_lead_s
     share = restarts(config, 16, leaves_s)
     assert least < share < 1
-    assert share == pytest.approx(actions.count("restart") / len(actions), abs=0.04)
+    assert share == pytest.approx(actions.count("restart") / len(actions), abs=0.06)
     seen_hours = sum(one.node_hours for one in used) / len(actions)  # the rate that was drawn
 
     def losses(restarts: float) -> LostTime:
@@ -119,7 +119,7 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
 
     for figure in ("effective", "goodput"):
         mean = np.mean([getattr(one, figure) for one in used])
-        assert getattr(losses(share), figure) == pytest.approx(mean, abs=0.003), figure
+        assert getattr(losses(share), figure) == pytest.approx(mean, abs=0.004), figure
     # Each restart spares the run a wait, and adds a start-up at the end of the job's time.
     waits = [1 - one.goodput / one.effective for one in map(losses, (0.0, share))]
     assert waits[1] < waits[0]
