@@ -38,7 +38,7 @@ def test_the_row_of_awss_table(tmp_path: Path) -> None:
     assert facts.tokens_per_usd_bought == pytest.approx(60 * 256 * 2048 / (facts.usd or 1))
     assert facts.tokens_per_usd_bought < rate.tokens_per_usd
     assert (facts.state, facts.restarts, facts.steps, facts.parameters) == (
-        "done", 1, 60, 20_552_503_296
+        "done", 1, 60, 20_552_994_816
     )  # fmt: skip
     (kept,) = facts.saved
     assert (kept.step, kept.state, kept.seconds) == (30, "removed", 2.0)
