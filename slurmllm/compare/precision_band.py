@@ -28,7 +28,7 @@ from slurmllm.metrics.curves import Curve, Floats
 SPACINGS = {"fp32": 2.0**-23, "bf16_mixed": 2.0**-8, "bf16_sr": 2.0**-8, "bf16": 2.0**-8}
 _BIASED = "bf16"
 _WEIGHT = 0.02  # size of a weight if model.init_std is not recorded
-# Limits of bias and scatter in units of the walk; and of an unstable training, whose noise grows:
+# PrecisionLimits of bias and scatter in units of the walk; and of an unstable training, whose noise grows:
 # bias over scatter, and scatter over the curves' own noise
 _FACTORS = {
     "loss": (3.0, 6.0, 2.0, 0.25),

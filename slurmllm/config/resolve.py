@@ -15,7 +15,7 @@ from slurmllm.config.data_sources import with_user_configuration
 from slurmllm.config.directives import may_be_in_file
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
-from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
+from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
