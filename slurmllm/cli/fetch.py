@@ -83,8 +83,7 @@ def fetch_sources(
     """Fetch data sets; prints and returns what training reads of each."""
     from rich.filesize import decimal
 
-    from slurmllm.config.data_sources import read_source
-    from slurmllm.config.located_data import data_folder, source_folder
+    from slurmllm.config.data_sources import data_folder, read_source, source_folder
     from slurmllm.corpus.fetch import Fetch
     from slurmllm.progress import stage_progress
 

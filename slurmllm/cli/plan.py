@@ -375,7 +375,7 @@ def _submit_command(
     plan: RecipePlan, layout: LayoutEstimate | None, recipe: str, cluster: str | None
 ) -> str:
     """The command that submits a layout, with the options of this one; it fetches missing data."""
-    from slurmllm.config.located_data import locate
+    from slurmllm.config.data_sources import locate
     from slurmllm.plan.fit_check import changes
     from slurmllm.rundir import runs_root
 

@@ -133,7 +133,7 @@ def submit(
         print_warnings(prepared)
         if dry_run:
             _print_dry_run(prepared, as_json)
-            prepared.refuse_missing_data()
+            refuse_missing_data(prepared)
             return
         here = local or in_allocation
         sent = record_local(prepared, allocation=allocation) if here else submit_jobs(prepared)
@@ -144,7 +144,7 @@ def submit(
 
 def _data_settings(data: str | None, fetch: bool) -> dict[str, tuple[str, Any]]:
     """What --data sets: dotted path → (option, value)."""
-    from slurmllm.config.located_data import BUILTIN_ORIGIN
+    from slurmllm.config.data_sources import BUILTIN_ORIGIN
     from slurmllm.submit.inputs import STDLIB
 
     if data != "builtin":
@@ -213,6 +213,15 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
         click.echo(f"\n# ── arguments of backend {config.backend}")
         click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
     click.echo("dry run: nothing was written, nothing submitted", err=True)
+
+
+def refuse_missing_data(prepared: PreparedRun) -> None:
+    """Raise what `submit` would raise, after a dry run."""
+    from slurmllm.errors import ConfigError
+
+    if prepared.missing_data:
+        title = f"{prepared.config.recipe.name} has no training data"
+        raise ConfigError(title, prepared.missing_data)
 
 
 def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> None:

@@ -28,7 +28,7 @@ from slurmllm.metrics.curves import Curve, Floats
 SPACINGS = {"fp32": 2.0**-23, "bf16_mixed": 2.0**-8, "bf16_sr": 2.0**-8, "bf16": 2.0**-8}
 _BIASED = "bf16"
 _WEIGHT = 0.02  # size of a weight if model.init_std is not recorded
-# PrecisionLimits of bias and scatter in units of the walk; and of an unstable training, whose noise grows:
+# Limits of bias and scatter in units of the walk; and of an unstable training, whose noise grows:
 # bias over scatter, and scatter over the curves' own noise
 _FACTORS = {
     "loss": (3.0, 6.0, 2.0, 0.25),
@@ -37,7 +37,7 @@ _FACTORS = {
 }
 
 
-class PrecisionLimits(NamedTuple):
+class Limits(NamedTuple):
     """What a metric may differ by, relative."""
 
     bias: float  # lasting
@@ -85,7 +85,7 @@ def precision_limits(
     points: Mapping[str, Points],
     differences: Mapping[str, Floats],
     tolerances: Tolerances,
-) -> dict[str, PrecisionLimits]:
+) -> dict[str, Limits]:
     """Return the limits of loss, gradient norm and parameter norm.
 
     Raises:
@@ -118,5 +118,5 @@ def precision_limits(
         if noise is not None and (largest := float(noise.sigma.max())) < share * own:
             bias = max(bias, over_scatter * largest)
             unstable = noise.median > allowed
-        limits[name] = PrecisionLimits(bias, allowed, unstable)
+        limits[name] = Limits(bias, allowed, unstable)
     return limits

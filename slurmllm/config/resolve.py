@@ -33,6 +33,17 @@ _REMOVED_BY_NULL = ("hooks", "eval.corpora")
 _AUTO = {"auto": True}  # the meaning of `parallel: auto`
 
 
+def shipped_dir() -> Path:
+    """The folder that holds `configs/` and `sbatch/`.
+
+    In a checkout (an editable install too) it is the top of the tree; the wheel carries the same
+    two folders inside the package.
+    """
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "_shipped"
+    return installed if installed.is_dir() else package.parent
+
+
 def recipes_dir() -> Path:
     return shipped_dir() / "configs" / "recipes"
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
-from slurmllm.config.located_data import is_trial
+from slurmllm.config.data_sources import is_trial
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError

@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 
 from slurmllm import plugins
-from slurmllm.config.data_sources import read_source
-from slurmllm.config.located_data import data_folder, is_trial, locate
+from slurmllm.config.data_sources import data_folder, is_trial, locate, read_source
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, DataError
 from slurmllm.rundir import runs_root

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.container import paths_of
+from slurmllm.config.data_sources import is_trial, locate
 from slurmllm.config.load import save
-from slurmllm.config.located_data import is_trial, locate
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.graphs import reuse
@@ -105,12 +105,6 @@ class PreparedRun:
     @property
     def stages(self) -> tuple[Stage, ...]:
         return ("train",) if self.graphs_from is not None else STAGES
-
-    def refuse_missing_data(self) -> None:
-        """Raise the ConfigError with which a dry run's submission would end for want of data."""
-        if self.missing_data:
-            title = f"{self.config.recipe.name} has no training data"
-            raise ConfigError(title, self.missing_data)
 
 
 def prepare(request: RunRequest) -> PreparedRun:
