@@ -132,7 +132,7 @@ def test_builtin_data_of_another_user_is_not_used(
 ) -> None:
     used: list[Path] = []
 
-    def refuse(folder: Path) -> tuple[Path, Path]:
+    def refuse(folder: Path, vocab_size: int) -> tuple[Path, Path]:
         used.append(folder)
         raise StorageError("far enough")
 

@@ -83,9 +83,10 @@ def fetch_sources(
     """Fetch data sets; prints and returns what training reads of each."""
     from rich.filesize import decimal
 
-    from slurmllm.config.data_sources import data_folder, read_source, source_folder
+    from slurmllm.config.data_sources import read_source
     from slurmllm.corpus.fetch import Fetch
     from slurmllm.progress import stage_progress
+    from slurmllm.submit.inputs import data_folder, source_folder
 
     fetched = []
     for name in names:

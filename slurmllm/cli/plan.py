@@ -375,9 +375,9 @@ def _submit_command(
     plan: RecipePlan, layout: LayoutEstimate | None, recipe: str, cluster: str | None
 ) -> str:
     """The command that submits a layout, with the options of this one; it fetches missing data."""
-    from slurmllm.config.data_sources import locate
     from slurmllm.plan.fit_check import changes
     from slurmllm.rundir import runs_root
+    from slurmllm.submit.inputs import locate
 
     if plan.config.cluster.planning_only is not None:
         return f"refused: {plan.config.cluster.planning_only}"

@@ -133,7 +133,7 @@ def submit(
         print_warnings(prepared)
         if dry_run:
             _print_dry_run(prepared, as_json)
-            refuse_missing_data(prepared)
+            prepared.require_data()
             return
         here = local or in_allocation
         sent = record_local(prepared, allocation=allocation) if here else submit_jobs(prepared)
@@ -144,14 +144,14 @@ def submit(
 
 def _data_settings(data: str | None, fetch: bool) -> dict[str, tuple[str, Any]]:
     """What --data sets: dotted path → (option, value)."""
-    from slurmllm.config.data_sources import BUILTIN_ORIGIN
+    from slurmllm.config.resolve import TRIAL
     from slurmllm.submit.inputs import STDLIB
 
     if data != "builtin":
         return {} if data is None else {"data.source": ("--data", data.split(","))}
     if fetch:
         raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
-    return {f"data.{name}": (BUILTIN_ORIGIN, STDLIB) for name in ("corpus", "tokenizer")}
+    return {f"data.{name}": (TRIAL, STDLIB) for name in ("corpus", "tokenizer")}
 
 
 def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
@@ -213,15 +213,6 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
         click.echo(f"\n# ── arguments of backend {config.backend}")
         click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
     click.echo("dry run: nothing was written, nothing submitted", err=True)
-
-
-def refuse_missing_data(prepared: PreparedRun) -> None:
-    """Raise what `submit` would raise, after a dry run."""
-    from slurmllm.errors import ConfigError
-
-    if prepared.missing_data:
-        title = f"{prepared.config.recipe.name} has no training data"
-        raise ConfigError(title, prepared.missing_data)
 
 
 def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> None:

@@ -57,7 +57,6 @@ def submit(
     max_running: int | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Submit a sweep or run it here; returns the exit code."""
-    from slurmllm.cli.submit import refuse_missing_data
     from slurmllm.errors import EXIT_OK
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.sweep import prepare_sweep, run_sweep_locally, submit_sweep
@@ -72,7 +71,7 @@ def submit(
         _print_prepared(prepared, [], as_json)
         click.echo("dry run: nothing was written, nothing submitted", err=True)
         for run in prepared.runs:
-            refuse_missing_data(run)
+            run.require_data()
         return EXIT_OK
     if not request.local:
         _print_prepared(prepared, list(submit_sweep(prepared, SlurmClient())), as_json)

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError
 
 from slurmllm.config.operation import PositiveInt, Section
-from slurmllm.config.profiles import Level, available, did_you_mean, extended, find_yaml
+from slurmllm.config.profiles import (
+    Level,
+    available,
+    did_you_mean,
+    extended,
+    find_yaml,
+    shipped_dir,
+)
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.records import first_problem
-from slurmllm.safe_files import own_folder
 
-if TYPE_CHECKING:
-    from slurmllm.config.resolve import RunConfig
-
-
-BUILTIN_ORIGIN = "--data builtin"
 _FORM = "see docs/data.md#published-data-sets"
 
 
@@ -81,8 +82,6 @@ class SiteData(Section):
 
 
 def data_dir() -> Path:
-    from slurmllm.config.resolve import shipped_dir
-
     return shipped_dir() / "configs" / "data"
 
 
@@ -132,55 +131,3 @@ def with_user_configuration(profile: Level) -> Level:
         raise ConfigError(f"{path}: unknown field {min(unknown)!r}; it may set {fields}; {_FORM}")
     where = {dotted: f"{path.parent.name}/{line}" for dotted, line in lines.items()}
     return extended(profile, (values, where))
-
-
-def data_folder(config: RunConfig, root: Path) -> Path:
-    """The folder of fetched data sets: `cluster.data_folder`, else `.data` in that of the runs."""
-    if config.cluster.data_folder is not None:
-        return Path(config.cluster.data_folder).expanduser()
-    return own_folder(root, ".data", config.cluster.trusted_group)
-
-
-def source_folder(folder: Path, name: str) -> Path:
-    return folder / Path(name).stem
-
-
-class LocatedData(NamedTuple):
-    """What training reads, as far as it is there."""
-
-    values: dict[str, str]  # `corpus` and `tokenizer`
-    origins: dict[str, str]  # dotted path → where its value comes from
-    missing: list[str]  # data sets that are not there
-
-
-def locate(config: RunConfig, root: Path) -> LocatedData:
-    """Find corpus and tokenizer of a recipe's `data.source`, if `data.corpus` is not set.
-
-    Raises:
-        ConfigError: an unknown data set.
-    """
-    data, located = config.recipe.data, LocatedData({}, {}, [])
-    for name in data.sources if data.corpus is None else ():
-        source, site = read_source(name), config.cluster.data.get(name)
-        for field in ("corpus", "tokenizer"):
-            path, how = getattr(site, field, None), f"cluster.data.{name}.{field}"
-            how = f"cluster.data.{name} ({config.origins.get(how, 'default')})"
-            if site is None and (file := getattr(source, field)) is not None:
-                folder = source_folder(data_folder(config, root), name)
-                path, how = str(folder / file), f"fetched: {name}"
-                if not _exists(Path(path)) and name not in located.missing:
-                    located.missing.append(name)
-            if path is not None and getattr(data, field) is None:
-                located.values.setdefault(field, path)
-                located.origins.setdefault(f"data.{field}", how)
-    return located
-
-
-def _exists(path: Path) -> bool:
-    """Whether a file is there, or both files of a tokenized corpus that is named by its prefix."""
-    return path.is_file() or all(Path(f"{path}{end}").is_file() for end in (".bin", ".idx"))
-
-
-def is_trial(config: RunConfig) -> bool:
-    """Whether a run reads the built-in texts in place of its recipe's (`submit --data builtin`)."""
-    return config.origins.get("data.corpus") == BUILTIN_ORIGIN

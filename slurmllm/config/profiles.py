@@ -25,6 +25,17 @@ _FORM = "a cluster profile may be as short as `extends: PROFILE`, of `slurmllm r
 _NODES = ("device", "devices_per_node")
 
 
+def shipped_dir() -> Path:
+    """The folder that holds `configs/` and `sbatch/`.
+
+    In a checkout (an editable install too) it is the top of the tree; the wheel carries the same
+    two folders inside the package.
+    """
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "_shipped"
+    return installed if installed.is_dir() else package.parent
+
+
 def available(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 

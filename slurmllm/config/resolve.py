@@ -15,7 +15,7 @@ from slurmllm.config.data_sources import with_user_configuration
 from slurmllm.config.directives import may_be_in_file
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
-from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile
+from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
 from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
@@ -25,23 +25,13 @@ from slurmllm.plugins import is_known
 
 M = TypeVar("M", bound=BaseModel)
 
+TRIAL = "--data builtin"  # origin of the corpus of a first trial
 PLANNER = "planner: "  # prefix of the origins of the planner's choices
 
 # Mappings by name that `--set section.name=null` removes an entry from.
 _REMOVED_BY_NULL = ("hooks", "eval.corpora")
 
 _AUTO = {"auto": True}  # the meaning of `parallel: auto`
-
-
-def shipped_dir() -> Path:
-    """The folder that holds `configs/` and `sbatch/`.
-
-    In a checkout (an editable install too) it is the top of the tree; the wheel carries the same
-    two folders inside the package.
-    """
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "_shipped"
-    return installed if installed.is_dir() else package.parent
 
 
 def recipes_dir() -> Path:
@@ -110,6 +100,11 @@ class RunConfig:
     def is_set(self, path: str) -> bool:
         """Whether the value was set: it is neither a default nor the planner's choice."""
         return _is_set(path, self.origins)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it reads the built-in texts in place of the recipe's data."""
+        return self.origins.get("data.corpus") == TRIAL
 
     def open_degrees(self) -> list[str]:
         """The dotted paths that `parallel.auto` leaves for the planner to choose."""

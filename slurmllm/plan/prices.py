@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.config.cluster import Cluster, in_the_future
-from slurmllm.config.resolve import RunConfig, shipped_dir
+from slurmllm.config.profiles import shipped_dir
+from slurmllm.config.resolve import RunConfig
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import printable

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import slurmllm
-from slurmllm.config.resolve import shipped_dir
+from slurmllm.config.profiles import shipped_dir
 
 PYTHON = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 # Of the standard library's folder: nothing imports them but Python's own tests, editor and demos;

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
-from slurmllm.config.data_sources import is_trial
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
@@ -122,7 +121,7 @@ def read_details(
         workers=read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None,
         evaluation=None if recipe.eval.every_steps is None else last_evaluation(run),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
-        trial=is_trial(config),
+        trial=config.is_trial,
     )
 
 

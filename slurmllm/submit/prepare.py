@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.container import paths_of
-from slurmllm.config.data_sources import is_trial, locate
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, StorageError
@@ -38,7 +37,7 @@ from slurmllm.safe_files import (
     why_no_member,
 )
 from slurmllm.slurm.setup import setup_faults, setup_warnings
-from slurmllm.submit.inputs import missing_data, resolve_inputs
+from slurmllm.submit.inputs import locate, missing_data, resolve_inputs
 from slurmllm.submit.plugins import plugin_faults, warn_if_changed
 from slurmllm.submit.render import render
 from slurmllm.submit.run_folder import (
@@ -106,6 +105,12 @@ class PreparedRun:
     def stages(self) -> tuple[Stage, ...]:
         return ("train",) if self.graphs_from is not None else STAGES
 
+    def require_data(self) -> None:
+        """Raise after a dry run what a submission would raise without data."""
+        if self.missing_data:
+            title = f"{self.config.recipe.name} has no training data"
+            raise ConfigError(title, self.missing_data)
+
 
 def prepare(request: RunRequest) -> PreparedRun:
     """Check a run, then write its configuration, plan and scripts.
@@ -152,7 +157,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         raise ConfigError(error.title, [error.rule, *fixes]) from None
     reasons = list(unsupported(config))
     weights = config.recipe.train.finetune
-    if weights and not is_trial(config) and config.recipe.train.init_from is None:
+    if weights and not config.is_trial and config.recipe.train.init_from is None:
         fix = "add --set train.init_from=FOLDER, a checkpoint of another run or one that "
         fix += "`slurmllm checkpoint import` made"
         if isinstance(weights, str):
@@ -218,7 +223,7 @@ def prepare(request: RunRequest) -> PreparedRun:
             request.fetch(config, root, locate(config, root).missing)
         missing = []
     config = resolve_inputs(config, root, build=not dry_run)
-    if is_trial(config):
+    if config.is_trial:
         log.warning(
             "TRIAL RUN: --data builtin trains %s on the texts of this machine's Python, not on %s; "
             "its losses say nothing about the recipe", config.recipe.name,

@@ -14,7 +14,8 @@ from slurmllm import __version__
 from slurmllm.backends.environment import load_environment, node_local_cache, worker_environment
 from slurmllm.config.container import container_arguments
 from slurmllm.config.directives import as_arguments, quoted
-from slurmllm.config.resolve import RunConfig, shipped_dir
+from slurmllm.config.profiles import shipped_dir
+from slurmllm.config.resolve import RunConfig
 from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError
 from slurmllm.plan.mesh import Mesh

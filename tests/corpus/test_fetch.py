@@ -299,3 +299,22 @@ def test_vocabulary_files_become_a_tokenizer(server: DataServer, tmp_path: Path)
     (tmp_path / "gpt2-merges.txt").write_text("no merges at all")
     with pytest.raises(DataError, match="are not GPT-2's vocabulary files"):
         tokenizer_of_vocabulary(tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt")
+
+
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_other_file_systems(tmp_path: Path, protocol: str) -> None:
+    """As s3 and hf are read: by requests, from any place."""
+    import fsspec
+
+    folder = tmp_path / "there"
+    files = fsspec.filesystem(protocol)
+    files.makedirs(str(folder), exist_ok=True)
+    for number in range(2):
+        files.pipe(f"{folder}/{number}.bin", CONTENT[number * 100_000 : (number + 1) * 100_000])
+    given = source(f"{protocol}://{folder}/*.bin", name="whole.bin")
+    Fetch("a", given, tmp_path / "data").run()
+    assert (tmp_path / "data" / "whole.bin").read_bytes() == CONTENT[:200_000]
+    (tmp_path / "data" / fetch.MANIFEST).unlink()
+    (tmp_path / "data" / "whole.bin").unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        Fetch("a", source(f"{protocol}://{folder}/nosuch.bin"), tmp_path / "data").run()

@@ -16,8 +16,8 @@ COMMANDS: dict[str, list[str]] = {
     "python -c pass": ["-c", "pass"],
     "slurmllm --help": ["-m", "slurmllm", "--help"],
     "slurmllm recipes": ["-m", "slurmllm", "recipes"],
-    "slurmllm submit neox_20b --nodes 4 --dry-run": [
-        *("-m", "slurmllm", "submit", "neox_20b", "--nodes", "4", "--dry-run"),
+    "slurmllm submit neox_20b --nodes 4 --fetch --dry-run": [
+        *("-m", "slurmllm", "submit", "neox_20b", "--nodes", "4", "--fetch", "--dry-run"),
     ],
     "slurmllm status": ["-m", "slurmllm", "status"],
     "slurmllm plan llama2_70b --nodes 4096": [
