@@ -22,7 +22,7 @@ from slurmllm.compare.causes import Cause, compare_skips, find_differences
 from slurmllm.compare.comparison import Comparison, MetricComparison, Tolerances
 from slurmllm.compare.diagnosis import explain
 from slurmllm.compare.divergence import DivergenceResult, detect_divergence
-from slurmllm.compare.precision_band import Limits, precision_basis, precision_limits
+from slurmllm.compare.precision_band import PrecisionLimits, precision_basis, precision_limits
 from slurmllm.compare.seed_band import SeedBand
 from slurmllm.compare.statistics import Statistics, roughness, shared_noise, statistics
 from slurmllm.errors import RunError
@@ -103,7 +103,7 @@ def compare(
         measure = precision_basis((a, b), precisions, settings, asked, letter) or measure
     names = METRICS if measure.precisions is None else (*METRICS, "param_norm")
     compared = {name: points[name] for name in names if name in points}
-    limits = {name: Limits(tolerances.of(name)) for name in compared}
+    limits = {name: PrecisionLimits(tolerances.of(name)) for name in compared}
     if measure.precisions is not None:
         limits = precision_limits(a, measure.precisions, compared, differences, tolerances)
     band: comparison.Band | None = None
@@ -240,7 +240,7 @@ def compare_metric(
     points: Points,
     signed: Floats,
     described: Statistics,
-    limits: Limits,
+    limits: PrecisionLimits,
     changed: float,
     *,
     exact: Flags | None,

@@ -37,7 +37,7 @@ _FACTORS = {
 }
 
 
-class Limits(NamedTuple):
+class PrecisionLimits(NamedTuple):
     """What a metric may differ by, relative."""
 
     bias: float  # lasting
@@ -85,7 +85,7 @@ def precision_limits(
     points: Mapping[str, Points],
     differences: Mapping[str, Floats],
     tolerances: Tolerances,
-) -> dict[str, Limits]:
+) -> dict[str, PrecisionLimits]:
     """Return the limits of loss, gradient norm and parameter norm.
 
     Raises:
@@ -118,5 +118,5 @@ def precision_limits(
         if noise is not None and (largest := float(noise.sigma.max())) < share * own:
             bias = max(bias, over_scatter * largest)
             unstable = noise.median > allowed
-        limits[name] = Limits(bias, allowed, unstable)
+        limits[name] = PrecisionLimits(bias, allowed, unstable)
     return limits

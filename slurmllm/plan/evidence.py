@@ -77,7 +77,7 @@ _AXES = {
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunEvidence:
     """What published runs support of a prediction.
 
     Attributes:
@@ -109,7 +109,7 @@ class Evidence:
         }  # fmt: skip
 
 
-def interval_text(found: Evidence) -> str:
+def interval_text(found: RunEvidence) -> str:
     """`14.1–17.9`, sequences/s."""
     if found.lower is None or found.upper is None:
         return "-"
@@ -185,12 +185,12 @@ def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
     return errors[math.ceil(_QUANTILE * len(errors)) - 1] * (1 + octaves / 2)
 
 
-def evidence(candidate: LayoutEstimate) -> Evidence:
+def evidence(candidate: LayoutEstimate) -> RunEvidence:
     """What the published runs support of a layout's prediction."""
     cluster, mesh = candidate.config.cluster, candidate.mesh
     of_kind = _of_kind(cluster.device)
     if not of_kind:
-        return Evidence("beyond", (f"no published run on {cluster.device}",), None, None, None)
+        return RunEvidence("beyond", (f"no published run on {cluster.device}",), None, None, None)
     own = [run for run in of_kind if run.profile == cluster.name]
     point = {
         "parameters": parameters(candidate.config.recipe.model),
@@ -216,7 +216,7 @@ def evidence(candidate: LayoutEstimate) -> Evidence:
     far = octaves >= _FAR or candidate.mfu / factor > highest
     status: Status = "beyond" if far else "extrapolated" if reasons else "interpolated"
     speed = candidate.seq_per_s
-    return Evidence(status, tuple(reasons), near, speed / factor, speed * factor)
+    return RunEvidence(status, tuple(reasons), near, speed / factor, speed * factor)
 
 
 def at_lower_end(candidate: LayoutEstimate) -> LayoutEstimate:

@@ -89,7 +89,7 @@ class ArrowFile:
     def __len__(self) -> int:
         return self.first[-1]
 
-    def strings(self, name: str) -> Column:
+    def strings(self, name: str) -> ValueColumn:
         """A column of text; a DataError if there is none of this name and type."""
         kind = self._type(name)
         if pa.types.is_dictionary(kind):
@@ -99,7 +99,7 @@ class ArrowFile:
                 f"{self.path} has no string column {name!r} (columns: {', '.join(self.names)}); "
                 f"{_FIX}, whose --text-key names the column of the text"
             )
-        return Column(self, name)
+        return ValueColumn(self, name)
 
     def ids(self) -> DocumentIds | None:
         """The hashes of the documents that `data build` writes, None if the file has none."""
@@ -169,7 +169,7 @@ class _View(NamedTuple):
     indices: memoryview | None
 
 
-class Column:
+class ValueColumn:
     """A column of text, as UTF-8 bytes, or of lists of token ids, as arrays; by row."""
 
     def __init__(self, file: ArrowFile, name: str) -> None:
@@ -282,7 +282,7 @@ class ArrowTokenSource(TokenizedSource):
         super().__init__(None if encoder is None else encoder.end_of_document, vocab_size)
         self.path = file.path
         self.fingerprint = fingerprint(file.files, file.layout)
-        self._rows, self._documents = Column(file, _TOKENS), len(file)
+        self._rows, self._documents = ValueColumn(file, _TOKENS), len(file)
 
     def __len__(self) -> int:
         return self._documents
