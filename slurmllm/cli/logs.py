@@ -194,48 +194,36 @@ def _print_ranks(
     single: bool,
 ) -> None:
     """Print the logs of several workers (None: all), or of a single one of the last attempt."""
-    from slurmllm.errors import RunError
     from slurmllm.status.logs import LogRequests, MergedLogs
 
-    numbers = {stage: [attempt.number for attempt in run.attempts(stage)] for stage in stages}
-    if attempt is not None and attempt not in numbers[stages[0]] and not follow:
-        there = numbers[stages[0]]
-        range_text = f"there are 0–{there[-1]}" if there else "there is none yet"
-        raise RunError(f"{stages[0]} attempt {attempt} of {run.name}: {range_text}")
     requests = LogRequests(run, stages, ranks, attempt) if request else None
     if requests is not None and not follow:
         _request_logs(run, requests, wait=True)
-    if (
-        single
-        and ranks
-        and max(ranks)
-        and not _has_log(run, stages[0], attempt, max(ranks), follow)
-    ):
-        return
     # Earlier attempts can be long: the last lines are those of the newest attempt.
-    newest = {stage: max(numbers[stage], default=0) for stage in stages if lines or single}
+    newest = {
+        stage: max((attempt.number for attempt in run.attempts(stage)), default=0)
+        for stage in (stages if lines or single else ())
+    }
     merged = MergedLogs(run, stages, lambda rank: ranks is None or rank in ranks, newest, attempt)
-    if not follow and not merged.any_file():
-        raise RunError(
-            f"none of these workers of {run.name} wrote a log; see {run.logs}, and "
-            f"`slurmllm status {run.name}` for whether it has started"
-        )
+    rank = max(ranks) if single and ranks else None
+    if not merged.any_file() and not _may_get_log(run, stages[-1], attempt, rank, follow):
+        return
     printer = _Printer(run)
     for ended in _until_ended(run) if follow else [True]:
         rank_lines = merged.poll_last(lines, ended) if lines else merged.poll(ended)
-        lines = None
-        _echo(
-            (_coloured(line.text) for line in rank_lines) if single else printer.texts(rank_lines)
-        )
-        if follow and requests is not None and not ended:
+        lines = None  # for the first look
+        _echo(printer.texts(rank_lines, prefix=not single))
+        if requests is not None and not ended:
             _request_logs(run, requests, wait=False)
 
 
-def _has_log(run: RunDir, stage: Stage, attempt: int | None, rank: int, follow: bool) -> bool:
-    """Return whether a worker has a log or may get one; False if it printed nothing.
+def _may_get_log(
+    run: RunDir, stage: Stage, attempt: int | None, rank: int | None, follow: bool
+) -> bool:
+    """Whether workers without a log, or the only one, may get one; False if it printed nothing.
 
     Raises:
-        RunError: There is no such worker, or its log is still on its node.
+        RunError: There are no such workers, or the log is still on its node.
     """
     from slurmllm.errors import RunError, StorageError
     from slurmllm.records import NodeRecord
@@ -245,17 +233,25 @@ def _has_log(run: RunDir, stage: Stage, attempt: int | None, rank: int, follow: 
     record: AttemptRecord | None = None
     with suppress(StorageError):
         record = newest_attempt(run, (stage,), attempt)
-    node = node_of(record, rank) if record is not None else ""
-    numbers = [attempt.number for attempt in run.attempts(stage)]
-    number = max(numbers, default=0) if attempt is None else attempt
-    ranks = ranks_with_logs(run, stage, number)
-    if rank in ranks or (follow and (node or record is None)):
+    node = node_of(record, rank) if record is not None and rank is not None else ""
+    if follow and (rank is None or record is None or node):
         return True
-    if record is None or not node:
-        others = f"; those with one are {ranks[0]}–{ranks[-1]}" if ranks else ""
-        of = f" in attempt {number}" if numbers else ""
+    numbers = [attempt.number for attempt in run.attempts(stage)]
+    if attempt is not None and attempt not in numbers:
+        others = f"there are 0–{numbers[-1]}" if numbers else "there is none yet"
+        raise RunError(f"{stage} attempt {attempt} of {run.name}: {others}")
+    if not rank:
         raise RunError(
-            f"rank {rank}: no worker of {run.name} wrote a log{of}{others}; see {run.logs}"
+            f"none of these workers of {run.name} wrote a log; see {run.logs}, and "
+            f"`slurmllm status {run.name}` for whether it has started"
+        )
+    number = max(numbers, default=0) if attempt is None else attempt
+    if not node:
+        ranks = ranks_with_logs(run, stage, number)
+        others = f"; those with one are {ranks[0]}–{ranks[-1]}" if ranks else ""
+        raise RunError(
+            f"rank {rank}: no worker of {run.name} wrote a log in attempt {number}{others}; see "
+            f"{run.logs}"
         )
     worker = f"rank {rank} on {node}, {stage} attempt {number}"
     with suppress(StorageError):
@@ -319,7 +315,7 @@ def _coloured(text: str) -> str:
 
 
 class _Printer:
-    """Lines with `[rank 3 node-b]`, and a heading for each attempt."""
+    """Lines in their colours, and with `[rank 3 node-b]` and a heading for each attempt."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -327,10 +323,13 @@ class _Printer:
         self.records: dict[tuple[Stage, int], AttemptRecord] = {}
         self.width = 0
 
-    def texts(self, lines: Iterable[RankLine]) -> Iterator[str]:
+    def texts(self, lines: Iterable[RankLine], prefix: bool) -> Iterator[str]:
         from slurmllm.supervise.log_files import node_of
 
         for line in lines:
+            if not prefix:
+                yield _coloured(line.text)
+                continue
             if self.attempt != line[:2]:
                 self.attempt = line[:2]
                 yield click.style(f"── {line.stage} attempt {line.attempt}", bold=True)

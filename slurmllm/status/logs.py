@@ -98,11 +98,11 @@ class MergedLogs:
 
     def any_file(self) -> bool:
         """Whether there is a log of any of the ranks."""
-        return any(
-            (self._includes(0) and log.file.path.is_file())
-            or any(self._worker_logs(stage).values())
-            for stage, log in self._stage_logs.items()
-        )
+        for stage, log in self._stage_logs.items():
+            started = self._attempt is None or self._run.attempt(stage, self._attempt).path.is_dir()
+            if self._includes(0) and started and log.file.path.is_file():
+                return True
+        return any(any(self._worker_logs(stage).values()) for stage in self._stage_logs)
 
     def poll(self, last: bool = False) -> Iterator[RankLine]:
         """Yield the lines added since the last call, of the `last` one also an unfinished line."""
