@@ -205,7 +205,7 @@ def _print_ranks(
         for stage in (stages if lines or single else ())
     }
     merged = MergedLogs(run, stages, lambda rank: ranks is None or rank in ranks, newest, attempt)
-    rank = max(ranks) if single and ranks else None
+    rank = max(ranks) if single and ranks else None  # the only one
     if not merged.any_file() and not _may_get_log(run, stages[-1], attempt, rank, follow):
         return
     printer = _Printer(run)
@@ -240,18 +240,13 @@ def _may_get_log(
     if attempt is not None and attempt not in numbers:
         others = f"there are 0–{numbers[-1]}" if numbers else "there is none yet"
         raise RunError(f"{stage} attempt {attempt} of {run.name}: {others}")
-    if not rank:
-        raise RunError(
-            f"none of these workers of {run.name} wrote a log; see {run.logs}, and "
-            f"`slurmllm status {run.name}` for whether it has started"
-        )
     number = max(numbers, default=0) if attempt is None else attempt
-    if not node:
+    if not (rank and node):
         ranks = ranks_with_logs(run, stage, number)
         others = f"; those with one are {ranks[0]}–{ranks[-1]}" if ranks else ""
         raise RunError(
-            f"rank {rank}: no worker of {run.name} wrote a log in attempt {number}{others}; see "
-            f"{run.logs}"
+            f"none of these workers of {run.name} wrote a log{others}; see {run.logs}, and "
+            f"`slurmllm status {run.name}` for whether it has started"
         )
     worker = f"rank {rank} on {node}, {stage} attempt {number}"
     with suppress(StorageError):
