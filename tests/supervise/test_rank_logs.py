@@ -117,10 +117,10 @@ def test_a_killed_launcher_s_logs_are_collected_by_the_next_attempt(
 ) -> None:
     caplog.set_level(logging.INFO)
     killed, living = logs_of(config, run, node="n1"), logs_of(config, run, node="n2")
-    one, two, three = killed.open(1), killed.open(2), living.open(3)
-    os.write(one, b"begin\n")
+    first, second, third = killed.open(1), killed.open(2), living.open(3)
+    os.write(first, b"begin\n")
     killed.copy([1])
-    for file, text in ((one, b"end\n"), (two, b"two\n"), (three, b"three\n")):
+    for file, text in ((first, b"end\n"), (second, b"two\n"), (third, b"three\n")):
         os.write(file, text)
     assert killed._files is not None
     killed._files.lock.close()  # as its end does
