@@ -84,7 +84,7 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
             how = hang_text(hang)[: 1 + bool(hang.unresponsive_nodes)]
             if rank in locations:
                 how.append(f"its stack was in {locations[rank].text}")
-            name = "" if rank is None else node_of(run, record.stage, record.attempt, rank)
+            name = "" if rank is None else node_of(record, rank)
             return Culprit(record, rank, name, tuple(how), stacks=bool(locations))
     silent = [name for name in record.nodes if not reported_all(nodes.get(name))]
     lost = [name for name in silent if name in record.blamed_nodes]

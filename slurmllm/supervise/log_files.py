@@ -7,10 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmllm.errors import StorageError
 from slurmllm.format import printable
 from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir, Stage
 from slurmllm.safe_files import open_regular
 
 _BLOCK_BYTES = 64 * 1024
@@ -31,7 +29,7 @@ class GrowingLog:
     rest: bytes = b""
 
     def lines(self) -> Iterator[str]:
-        """The lines appended since the last call; none if the file is absent or unreadable.
+        """Yield the lines appended since the last call; none if the file is unreadable.
 
         The file is opened for every block: a merge reads the logs of thousands of ranks at a time,
         more than the limit of open files. Most have one block: the end is not looked for again.
@@ -43,19 +41,16 @@ class GrowingLog:
                     self.position, self.rest = 0, b""
                 stream.seek(self.position)
                 block = stream.read(_BLOCK_BYTES)
-            if not block:
-                return
             self.position += len(block)
             *whole, self.rest = (self.rest + block).split(b"\n")
-            for line in whole:
-                yield text_of(line)
+            yield from map(text_of, whole)
             if len(self.rest) > _LONGEST_BYTES:
                 yield from self.flush()
             if len(block) < _BLOCK_BYTES:
                 return
 
     def flush(self) -> Iterator[str]:
-        """The text after the last newline, if any."""
+        """Yield the text after the last newline, if any."""
         rest, self.rest = self.rest, b""
         if rest:
             yield text_of(rest)
@@ -67,42 +62,34 @@ class GrowingLog:
 
 
 def start_of_last(path: Path, lines: int) -> int:
-    """Offset of the last `lines` lines of a file, read backwards; OSError if it cannot be read."""
+    """Return the offset of the last `lines` lines of a file; OSError if it cannot be read."""
     with open_regular(path) as stream:
         at = end = stream.seek(0, 2)
-        if at == 0:
-            return 0
-        stream.seek(at - 1)
-        wanted = lines + (stream.read(1) == b"\n")
+        newlines = lines  # to step over, backwards
         while at > max(end - _LONGEST_TAIL_BYTES, 0):
             begin = max(0, at - _BLOCK_BYTES)
             stream.seek(begin)
             block = stream.read(at - begin)
-            found = block.count(b"\n")
-            if found >= wanted:
-                for _ in range(wanted):
+            if at == end:
+                newlines += block.endswith(b"\n")
+            if block.count(b"\n") >= newlines:
+                for _ in range(newlines):
                     block = block[: block.rindex(b"\n")]
                 return begin + len(block) + 1
-            wanted -= found
+            newlines -= block.count(b"\n")
             at = begin
     return at
 
 
 def text_of(line: bytes) -> str:
-    """A line made safe for a terminal; of a progress bar only its last state."""
+    """Return a line made safe for a terminal; of a progress bar only its last state."""
     text = line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
     return printable(text)
 
 
-def node_of(run: RunDir, stage: Stage, attempt: int, rank: int) -> str:
-    """The node of a worker by the attempt's record; empty if the record is missing."""
-    with suppress(StorageError):
-        return worker_node(AttemptRecord.load(run.attempt(stage, attempt).record), rank)
-    return ""
-
-
-def worker_node(record: AttemptRecord, rank: int) -> str:
-    """The node of a worker of an attempt; empty if it has no such worker."""
+def node_of(record: AttemptRecord, rank: int) -> str:
+    """Return the node of a worker of an attempt; empty if it has no such worker."""
     per_node = record.world_size // max(len(record.nodes), 1)
-    known = per_node > 0 and rank // per_node < len(record.nodes)
-    return record.nodes[rank // per_node] if known else ""
+    if per_node < 1 or rank // per_node >= len(record.nodes):
+        return ""
+    return record.nodes[rank // per_node]

@@ -24,31 +24,22 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import cast
 
 from slurmllm.backends.environment import make_cache_folder, node_disk
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import NodeError, StorageError
 from slurmllm.records import AttemptRecord
 from slurmllm.rundir import STAGES, RunDir, Stage
-from slurmllm.safe_files import (
-    check_private_folder,
-    open_append,
-    open_folder,
-    open_lock,
-    open_regular,
-    reason,
-)
+from slurmllm.safe_files import check_private_folder, open_append, open_lock, open_regular, reason
 
 MIRROR_S = 2.0  # interval between copies of a log that is asked for
 MOST_BYTES = 64 << 20  # of a log that is copied at a time: its beginning and its end
 BEGIN_BYTES = 1 << 20
-_BLOCK_BYTES = 1 << 20
-_LOCK = "lock"
 # <stage>_<attempt>-<start of the attempt, Unix time in ms>-<node>: if a run is removed, another one
 # may have its name and its attempt's number.
-_FOLDER = re.compile(r"^(?P<stage>[a-z]+)_(?P<attempt>\d{3,})-(?P<started>\d+)-.+$")
-_LOG = re.compile(r"^rank_(?P<rank>\d{5,})(?:\.log)?$")
+_FOLDER = re.compile(rf"^({'|'.join(STAGES)})_(\d{{3,}})-(\d+)-.+$")
+_LOG = re.compile(r"^rank_(\d{5,})(?:\.log)?$")
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +56,8 @@ class RankLogs:
     ) -> None:
         self._config, self._run, self._record, self._node = config, run, record, node
         self._attempt = run.attempt(record.stage, record.attempt)
-        self._look_s = look_s
-        self._next_look = self._next_copy = 0.0
-        self._requested: frozenset[int] = frozenset()
+        self._look_s, self._next_look = look_s, 0.0
         self._files: _LocalFiles | None = None
-        self._lock: BinaryIO | None = None
         self._refused = False
 
     def open(self, rank: int) -> int:
@@ -85,11 +73,9 @@ class RankLogs:
                 return self._files.open_new(rank)
             except (NodeError, OSError) as error:
                 self._refused = True
-                why = reason(error) if isinstance(error, OSError) else str(error)
-                log.warning(
-                    "the logs of %s are written to the run directory, not to its own disk: %s",
-                    self._node, why,
-                )  # fmt: skip
+                cause = reason(error) if isinstance(error, OSError) else str(error)
+                target = "are written to the run directory, not to its own disk"
+                log.warning("the logs of %s %s: %s", self._node, target, cause)
         return open_append(self._run.worker_log(self._record.stage, self._record.attempt, rank))
 
     def _make_folder(self) -> _LocalFiles:
@@ -101,10 +87,7 @@ class RankLogs:
             started = _milliseconds(self._record)
             folder = base / f"{stage}_{number:03d}-{started}-{self._node}"
             folder.mkdir(mode=0o700, exist_ok=True)
-            # Held as long as this process lives and by no other: workers do not inherit it.
-            self._lock = open_lock(folder / _LOCK)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _LocalFiles(folder, self._run, stage, number)
+            return _LocalFiles(folder, self._run, stage, number)
 
     def copy(self, ranks: Iterable[int]) -> None:
         """Copy what is new in the logs of some workers, such as those that failed."""
@@ -113,23 +96,18 @@ class RankLogs:
 
     def update(self) -> None:
         """Look for requests, and copy the logs that are asked for, if it is time."""
-        now = time.monotonic()
-        if self._files is None or now < min(self._next_look, self._next_copy):
+        if self._files is None or time.monotonic() < self._next_look:
             return
-        if now >= self._next_look:
-            self._next_look = now + self._look_s
-            with suppress(OSError):
-                self._requested = self._read_requests()
-        self._next_copy = now + MIRROR_S if self._requested else self._next_look
-        self._files.copy(self._requested, empty_too=True)
-
-    def _read_requests(self) -> frozenset[int]:
-        assert self._files is not None
-        names = {entry.name for entry in self._attempt.log_requests.iterdir()}
-        if self._attempt.log_request(None).name in names:
-            return frozenset(self._files.ranks)
-        matches = filter(None, map(_LOG.match, names))
-        return frozenset(int(match["rank"]) for match in matches) & self._files.ranks
+        names: set[str] = set()
+        with suppress(OSError):
+            names = {entry.name for entry in self._attempt.log_requests.iterdir()}
+        ranks = set(self._files.copied)
+        if self._attempt.log_request(None).name not in names:
+            ranks &= {int(match[1]) for match in map(_LOG.match, names) if match}
+        self._files.copy(ranks, requested=True)
+        self._next_look = time.monotonic() + (
+            min(MIRROR_S, self._look_s) if ranks else self._look_s
+        )
 
     def collect(self) -> None:
         """Copy all logs and remove them from the node's disk; after the workers have ended.
@@ -138,95 +116,84 @@ class RankLogs:
         """
         if self._files is None:
             return
-        if self._files.copy(self._files.ranks):
+        if self._files.copy(self._files.copied):
             shutil.rmtree(self._files.folder, ignore_errors=True)
+        self._files.lock.close()
         self._files = None
-        if self._lock is not None:
-            self._lock.close()
 
 
 class _LocalFiles:
-    """The log files of one launcher on the node's disk, and how much of each was copied."""
+    """The log files of one launcher on the node's disk, and how much of each was copied.
+
+    Raises:
+        OSError: Another launcher uses the folder.
+    """
 
     def __init__(self, folder: Path, run: RunDir, stage: Stage, attempt: int) -> None:
         self.folder = folder
-        self._target = run.worker_log(stage, attempt, 0).parent
-        self._copied: dict[int, int | None] = {}  # rank → bytes; None: as many as the copy has
-        self._created: set[int] = set()  # copies that exist
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        return frozenset(self._copied)
+        # Rank → bytes; -1: there is no copy yet; None: as many as the copy has.
+        self.copied: dict[int, int | None] = {}
+        self._run, self._stage, self._attempt = run, stage, attempt
+        # Held as long as this process lives and by no other: workers do not inherit it.
+        self.lock = open_lock(folder / "lock")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.lock.close()
+            raise
 
     def open_new(self, rank: int) -> int:
         descriptor = open_append(self._path(rank))
-        self._copied[rank] = 0
+        self.copied[rank] = -1
         return descriptor
 
-    def find(self) -> None:
-        """Take over the files of a launcher that has ended, which may have copied parts."""
-        for entry in self.folder.iterdir():
-            if match := _LOG.match(entry.name):
-                self._copied[int(match["rank"])] = None
+    def register(self) -> None:
+        """Register the files of a launcher that has ended, which may have copied parts."""
+        matches = (_LOG.match(entry.name) for entry in self.folder.iterdir())
+        self.copied = {int(match[1]): None for match in matches if match}
 
-    def copy(self, ranks: Iterable[int], *, empty_too: bool = False) -> bool:
-        """Append to the copies what they lack; returns whether all of it was copied."""
-        target: int | None = None
+    def copy(self, ranks: Iterable[int], *, requested: bool = False) -> bool:
+        """Append to the copies what they lack; returns whether all of it was copied.
+
+        Args:
+            requested: Whether logs without content are copied too, and errors are not reported,
+                because the copy is repeated.
+        """
         complete = True
-        try:
-            for rank in sorted(self.ranks.intersection(ranks)):
-                try:
-                    with open_regular(self._path(rank), follow=False) as stream:
-                        size = os.fstat(stream.fileno()).st_size
-                        done = self._copied[rank]
-                        missing = empty_too and rank not in self._created
-                        if size == (done or 0) and not missing:
-                            continue
-                        if target is None:
-                            target = open_folder(self._target)
-                        self._copied[rank] = _append(stream, size, target, self._name(rank), done)
-                        self._created.add(rank)
-                except OSError as error:
-                    complete = False
-                    if not empty_too:  # of a request: it is repeated
-                        log.warning(
-                            "cannot copy %s to %s: %s; it stays there until the next attempt",
-                            self._path(rank), self._target, reason(error),
-                        )  # fmt: skip
-        finally:
-            if target is not None:
-                os.close(target)
+        for rank in sorted(self.copied.keys() & ranks):
+            target = self._run.worker_log(self._stage, self._attempt, rank)
+            try:
+                self._append(rank, target, requested)
+            except OSError as error:
+                complete = False
+                if not requested:
+                    log.warning(
+                        "cannot copy %s to %s: %s; it stays there until the next attempt",
+                        *(self._path(rank), target.parent, reason(error)),
+                    )
         return complete
 
+    def _append(self, rank: int, copy: Path, empty_too: bool) -> None:
+        """Append what is new; of more than MOST_BYTES the middle is left out, which a line says."""
+        with open_regular(self._path(rank), follow=False) as source:
+            size, done = os.fstat(source.fileno()).st_size, self.copied[rank]
+            if size == done or (size == 0 and not empty_too):
+                return
+            with os.fdopen(open_append(copy), "ab") as target:
+                at = min(os.fstat(target.fileno()).st_size, size) if done is None else max(done, 0)
+                parts = [(at, size)]
+                if size - at > MOST_BYTES:
+                    parts = [(at, at + BEGIN_BYTES), (size - MOST_BYTES + BEGIN_BYTES, size)]
+                for begin, end in parts:
+                    if begin > at:
+                        target.write(f"\n[{begin - at} bytes left out]\n".encode())
+                    source.seek(begin)
+                    target.write(source.read(max(end - begin, 0)))
+                    at = end
+        self.copied[rank] = size
+
     def _path(self, rank: int) -> Path:
-        return self.folder / self._name(rank)
-
-    def _name(self, rank: int) -> str:
-        return f"rank_{rank:05d}.log"
-
-
-def _append(source: BinaryIO, size: int, folder: int, name: str, done: int | None) -> int:
-    """Append the bytes from `done` to `size` to a file in an open folder; returns the new `done`.
-
-    Of more than MOST_BYTES the middle is left out, which a line says.
-    """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, 0o644, dir_fd=folder), "ab", buffering=0) as target:
-        at = min(os.fstat(target.fileno()).st_size, size) if done is None else done
-        parts = [(at, size)]
-        if size - at > MOST_BYTES:
-            parts = [(at, at + BEGIN_BYTES), (size - MOST_BYTES + BEGIN_BYTES, size)]
-        for begin, end in parts:
-            if begin > at:
-                target.write(f"\n[{begin - at} bytes left out]\n".encode())
-            source.seek(begin)
-            at = begin
-            while at < end and (block := source.read(min(_BLOCK_BYTES, end - at))):
-                while block:
-                    written = target.write(block)
-                    at += written
-                    block = block[written:]
-    return at
+        return self.folder / f"rank_{rank:05d}.log"
 
 
 def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int) -> None:
@@ -234,37 +201,32 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
     try:
         base = _logs_folder(config, run)
         check_private_folder(base)
-        entries = sorted(base.iterdir())
+        folders = sorted(base.iterdir())
     except (NodeError, OSError):  # there are none, or not of this user
         return
-    for folder in entries:
+    for folder in folders:
         match = _FOLDER.match(folder.name)
-        known = next((name for name in STAGES if match and match["stage"] == name), None)
-        if match is None or known is None:
+        # An attempt of this number or a later one may have just begun.
+        if match is None or (match[1] == stage and int(match[2]) >= attempt):
             continue
-        number = int(match["attempt"])
-        if known == stage and number >= attempt:  # it may have just been made
-            continue
-        with suppress(OSError), open_lock(folder / _LOCK) as lock:
-            # Free if its launcher has ended: with --local several use one disk.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            files = _LocalFiles(folder, run, known, number)
-            record = None
-            with suppress(StorageError):
-                record = AttemptRecord.find(run.attempt(known, number).record)
-            if record is not None and str(_milliseconds(record)) == match["started"]:
-                files.find()
-                if not files.copy(files.ranks):
-                    continue
-                log.info(
-                    "collected the logs of %d workers of %s attempt %d, whose launcher was killed",
-                    len(files.ranks), known, number,
-                )  # fmt: skip
-            shutil.rmtree(folder, ignore_errors=True)
+        leftover, number = cast("Stage", match[1]), int(match[2])
+        with suppress(OSError):  # its launcher may live: with --local several use one disk
+            files = _LocalFiles(folder, run, leftover, number)
+            with files.lock:
+                record = None
+                with suppress(StorageError):
+                    record = AttemptRecord.find(run.attempt(leftover, number).record)
+                if record is not None and str(_milliseconds(record)) == match[3]:
+                    files.register()
+                    if not files.copy(files.copied):
+                        continue
+                    workers = f"{len(files.copied)} workers of {leftover} attempt {number}"
+                    log.info("collected the logs of %s, whose launcher was killed", workers)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _logs_folder(config: RunConfig, run: RunDir) -> Path:
-    """The folder for the logs of a run's workers on this node, in the user's private folder."""
+    """Return the folder for the logs of a run's workers on this node, in the private folder."""
     cache = make_cache_folder(config, run)
     return cache.with_name(f"{cache.name}.logs")
 

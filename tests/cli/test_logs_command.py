@@ -12,25 +12,25 @@ from click.testing import CliRunner, Result
 from slurmllm.cli import logs as module
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
-from slurmllm.records import AttemptRecord, FailureRecord
+from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.rundir import RunDir
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
-    found = RunDir(tmp_path / "runs" / "r")
-    found.path.mkdir(parents=True)
-    found.config.write_text(resolve("tiny_neox").to_yaml())
-    write(found.stage_log("precompile"), b"precompile attempt 0: 1 node(s): a\n")
-    write(found.stage_log("train"), b"train attempt 0: 2 node(s): a b\nzero\n")
-    write(found.worker_log("train", 0, 1), b"one\nlast\xff\x00\n")
+    run = RunDir(tmp_path / "runs" / "r")
+    run.path.mkdir(parents=True)
+    run.config.write_text(resolve("tiny_neox").to_yaml())
+    write(run.stage_log("precompile"), b"precompile attempt 0: 1 node(s): a\n")
+    write(run.stage_log("train"), b"train attempt 0: 2 node(s): a b\nzero\n")
+    write(run.worker_log("train", 0, 1), b"one\nlast\xff\x00\n")
     AttemptRecord(
         attempt=0, stage="train", job_id=None, nodes=("a", "b"), world_size=2, master_addr="a",
         master_port=1, started_at=0.0, ended_at=9.0, ending="code_error", action="stop",
         evidence=("rank 1 on b: KeyError: 'x'",),
-    ).save(found.attempt("train", 0).record)  # fmt: skip
-    return found
+    ).save(run.attempt("train", 0).record)  # fmt: skip
+    return run
 
 
 def write(path: Path, data: bytes) -> None:
@@ -82,11 +82,46 @@ def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
         (("--attempt", "4"), "there are 0–0"),
         (("--rank", "1", "--all-ranks"), "give one of them"),
         (("--failed", "--stage", "precompile"), "no attempt of r has failed"),
+        (("--stacks", "-n", "3", "--failed"), "leave out --failed and -n"),
+        (("-f", "--rank", "9"), "those with one are 1–1"),
     ],
 )
 def test_missing_logs_are_errors(run: RunDir, arguments: tuple[str, ...], expected: str) -> None:
     result = call(*arguments)
     assert (result.exit_code, expected in result.output) == (2, True), result.output
+
+
+def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(run: RunDir) -> None:
+    run.worker_log("train", 0, 1).unlink()
+    result = call("--rank", "1")
+    assert (result.exit_code, "the disk of b" in result.output) == (2, True), result.output
+    NodeRecord(node="b", pids={1: 1}, exit_codes={1: 0}).save(run.attempt("train", 0).node("b"))
+    result = call("--rank", "1")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "rank 1 on b, train attempt 0: it printed nothing" in result.stderr
+
+
+def test_a_running_attempt_is_asked_for_logs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they are there, the attempt has ended, or its nodes have not answered in time."""
+    attempt, log = run.attempt("train", 0), run.worker_log("train", 0, 1)
+    record = AttemptRecord.load(attempt.record)
+    record.model_copy(update={"ended_at": None}).save(attempt.record)
+    log.unlink()
+    monkeypatch.setattr("slurmllm.status.logs.ANSWER_S", 0.1)
+    monkeypatch.setattr("slurmllm.status.runs.is_active", lambda *_: True)
+    result = call("--ranks", "0,1", "--stage", "train")
+    assert "asking the nodes of train attempt 0" in result.stderr
+    assert "no answer from b" in result.stderr
+    assert "without the logs of rank 1, which" in result.stderr
+    assert "[rank 0 a] zero" in result.stdout
+    assert attempt.log_request(1).is_file()
+
+    monkeypatch.setattr("slurmllm.status.logs.ANSWER_S", 60.0)
+    monkeypatch.setattr(module.time, "sleep", lambda _: write(log, b"copied\n"))
+    assert call("--rank", "1").stdout == "copied\n"
+    log.unlink()
+    monkeypatch.setattr(module.time, "sleep", lambda _: record.save(attempt.record))
+    assert "which are collected" not in call("--all-ranks").output
 
 
 def test_the_first_failing_worker(run: RunDir) -> None:
@@ -120,4 +155,5 @@ def test_following_goes_on_into_the_next_attempt(
     thread.start()
     text = call("--all-ranks", "-f", "--stage", "train").stdout
     thread.join()
+    assert call("-f", "--rank", "0").stdout == "train attempt 0: 2 node(s): a b\nzero\n"
     assert text.endswith("last\ufffd\n── train attempt 1\n[rank 1]   again\n[rank 1]   end\n")

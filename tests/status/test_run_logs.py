@@ -81,9 +81,7 @@ def test_the_last_lines_of_every_log(run: RunDir) -> None:
     write(run.stage_log("train"), b"train attempt 1: 2 node(s): a b\ny\n")
     write(run.worker_log("train", 1, 1), b"1\n2\n3\n")
     merged = MergedLogs(run, ("train",), lambda _: True, {"train": 1})
-    merged.begin_with_last(2)
-    found = [line[1:] for line in merged.poll()]
-    assert found == [
+    assert [line[1:] for line in merged.poll_last(2)] == [
         (1, 0, "train attempt 1: 2 node(s): a b"),
         (1, 0, "y"),
         (1, 1, "2"),
@@ -145,10 +143,10 @@ def test_the_first_failure_of_its_own_is_the_culprit(run: RunDir) -> None:
     failure(run, 0, 1.0, "Connection closed by peer [127.0.0.1]:1")
     failure(run, 3, 3.0, "later")
     failure(run, 2, 2.0, "the cause")
-    found = culprit(run, failed_attempts(run, ("train",))[-1])
-    assert (found.rank, found.node, found.how) == (2, "b", ("ended with exit code 70",))
-    assert found.failure is not None
-    assert found.failure.message == "the cause"
+    first = culprit(run, failed_attempts(run, ("train",))[-1])
+    assert (first.rank, first.node, first.how) == (2, "b", ("ended with exit code 70",))
+    assert first.failure is not None
+    assert first.failure.message == "the cause"
 
 
 def test_without_failure_records_exit_codes_and_logs_decide(run: RunDir) -> None:
@@ -166,9 +164,9 @@ def test_a_lost_node_comes_before_lost_peers(run: RunDir) -> None:
     attempt(run, ending="node_failure", blamed_nodes=("b",))
     node(run, "a", {0: 3, 1: 3})
     failure(run, 0, 1.0, "Connection closed by peer [127.0.0.1]:1")
-    found = culprit(run, failed_attempts(run, ("train",))[-1])
-    assert (found.rank, found.node) == (2, "b")
-    assert "b stopped responding" in found.how[0]
+    first = culprit(run, failed_attempts(run, ("train",))[-1])
+    assert (first.rank, first.node) == (2, "b")
+    assert "b stopped responding" in first.how[0]
 
 
 def test_a_hang_names_who_is_behind(run: RunDir) -> None:
@@ -177,9 +175,9 @@ def test_a_hang_names_who_is_behind(run: RunDir) -> None:
     node(run, "b", {2: -9, 3: -9}, stopped_ranks=(2, 3))
     hang = HangRecord(found_at=1.0, phase="stepping", step=7, waited_s=60, limit_s=50, behind=(3,))
     hang.save(run.attempt("train", 0).hang)
-    found = culprit(run, failed_attempts(run, ("train",))[-1])
-    assert (found.rank, found.node) == (3, "b")
-    assert "after step 7" in found.how[0]
+    first = culprit(run, failed_attempts(run, ("train",))[-1])
+    assert (first.rank, first.node) == (3, "b")
+    assert "after step 7" in first.how[0]
 
 
 def test_endings_without_failure(run: RunDir) -> None:

@@ -117,13 +117,13 @@ def test_a_killed_launcher_s_logs_are_collected_by_the_next_attempt(
 ) -> None:
     caplog.set_level(logging.INFO)
     killed, living = logs_of(config, run, node="n1"), logs_of(config, run, node="n2")
-    one, two, three = killed.open(1), killed.open(2), living.open(3)
-    os.write(one, b"begin\n")
+    first, second, third = killed.open(1), killed.open(2), living.open(3)
+    os.write(first, b"begin\n")
     killed.copy([1])
-    for file, text in ((one, b"end\n"), (two, b"two\n"), (three, b"three\n")):
+    for file, text in ((first, b"end\n"), (second, b"two\n"), (third, b"three\n")):
         os.write(file, text)
-    assert killed._lock is not None
-    killed._lock.close()  # as its end does
+    assert killed._files is not None
+    killed._files.lock.close()  # as its end does
     collect_leftovers(config, run, "train", 0)  # of the same attempt: it may have just begun
     assert content(run, 1) == "begin\n"
     collect_leftovers(config, run, "train", 1)
@@ -139,8 +139,8 @@ def test_a_killed_launcher_s_logs_are_collected_by_the_next_attempt(
 def test_the_logs_of_a_removed_run_are_not_another_run_s(config: RunConfig, run: RunDir) -> None:
     logs = logs_of(config, run)
     os.write(logs.open(1), b"old\n")
-    assert logs._lock is not None
-    logs._lock.close()
+    assert logs._files is not None
+    logs._files.lock.close()
     record_of(run, started_at=7.0)  # another run of this name
     collect_leftovers(config, run, "train", 1)
     assert content(run, 1) is None
