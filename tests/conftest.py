@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 from training_rows import MakeFile, MakeRun, Row, write_rows
 
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVCLUSTER = ROOT / "tools" / "devcluster"

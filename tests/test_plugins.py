@@ -26,8 +26,8 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.errors import ConfigError, NodeError, PluginError
 from slurmllm.plugins import PluginRef
-from slurmllm.records import AttemptRecord, NodeRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, NodeRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.submit.plugins import warn_if_changed
 from slurmllm.train.exits import failure_record, format_failure
 from slurmllm.train.hooks import Hook

@@ -22,8 +22,8 @@ from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import ConfigError
-from slurmllm.host_memory import Memory
 from slurmllm.model import IGNORED as IGNORED
+from slurmllm.plan.host_memory import Memory
 from slurmllm.plan.mesh import Mesh
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.config.variables import mask
 from slurmllm.errors import NodeError
 from slurmllm.plan.mesh import Mesh
-from slurmllm.rundir import RunDir
-from slurmllm.safe_files import make_private_folder, why_replaceable
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import make_private_folder, why_replaceable
 
 BROADCAST = "SLURMLLM_BROADCAST"  # the path of the broadcast archive on the nodes
 

@@ -19,7 +19,7 @@ from slurmllm.config.yaml_source import write_yaml
 from slurmllm.control.rendezvous import free_port
 from slurmllm.diagnose.probe import read_lines
 from slurmllm.errors import ConfigError, NodeError
-from slurmllm.rundir import write_atomic
+from slurmllm.run.rundir import write_atomic
 from slurmllm.supervise.allocation import Allocation, node_command
 
 LIMIT_S = 300.0  # for all measurements

@@ -28,8 +28,8 @@ from slurmllm.calibrate import measuring
 from slurmllm.calibrate.measuring import Item, Scale, measure, scale_of
 from slurmllm.calibrate.node import Sample, Task, product_grid
 from slurmllm.config.resolve import resolve
-from slurmllm.host_memory import host_memory
 from slurmllm.model.decoder import build_model
+from slurmllm.plan.host_memory import host_memory
 from slurmllm.plan.mesh import make_mesh
 
 # Of a collective, instead of torch's 10 (NCCL) or 30 minutes (Gloo).

@@ -17,15 +17,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.metrics.row_reader import read_events
-from slurmllm.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord
-from slurmllm.rundir import RunDir, fsync_dir, read_all
+from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord
+from slurmllm.run.rundir import RunDir, fsync_dir, read_all
 
 if TYPE_CHECKING:
-    from slurmllm.progress import OnProgress
+    from slurmllm.display.progress import OnProgress
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.errors import RunError, StorageError
-from slurmllm.rundir import fsync_dir
-from slurmllm.safe_files import open_regular
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.run.rundir import fsync_dir
+from slurmllm.run.safe_files import open_regular
 
 if TYPE_CHECKING:
-    from slurmllm.progress import OnProgress
+    from slurmllm.display.progress import OnProgress
 
 MANIFEST = "manifest.json"
 PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed

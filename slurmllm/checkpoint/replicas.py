@@ -22,13 +22,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import MANIFEST, publish, read_manifest
 from slurmllm.config.operation import CheckpointConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.records import first_problem
-from slurmllm.rundir import RunDir, fsync_dir
-from slurmllm.safe_files import why_untrusted
+from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.records import first_problem
+from slurmllm.run.rundir import RunDir, fsync_dir
+from slurmllm.run.safe_files import why_untrusted
 
 _STEP = re.compile(r"^step_([0-9]{8,18})$")
 _CHUNK_BYTES = 16 * 2**20  # of a download, hashed as it arrives

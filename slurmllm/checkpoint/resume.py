@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.checkpoint.catalogue import (
     first_attempt_used,
     gone_lines,
@@ -24,8 +23,9 @@ from slurmllm.checkpoint.shards import WorkerContext
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_differences
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import CheckpointError, RunError, StorageError
-from slurmllm.records import JobsRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.run.records import JobsRecord
+from slurmllm.run.rundir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import TypeVar
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.checkpoint.catalogue import REMOVED, list_checkpoints, remove_expired
 from slurmllm.checkpoint.folder import MANIFEST, describe, fsync_file, publish
 from slurmllm.checkpoint.shards import ShardBackend, ShardWrite
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
-from slurmllm.rundir import RunDir, fsync_dir
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.run.rundir import RunDir, fsync_dir
 
 T = TypeVar("T")
 

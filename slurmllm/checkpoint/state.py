@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from slurmllm.artifact_records import DataRecord, ImportedModel
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ADAMW, ModelConfig, Recipe
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import RunError, StorageError
-from slurmllm.records import Record, first_problem
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import DataRecord, ImportedModel
+from slurmllm.run.records import Record, first_problem
+from slurmllm.run.rundir import RunDir
 
 TRAIN_STATE = "train_state.json"
 # AdamW's state per parameter next to `step`, by torch's names.

@@ -11,7 +11,7 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slurmllm.rundir import RunDir, SweepDir
+    from slurmllm.run.rundir import RunDir, SweepDir
     from slurmllm.slurm.client import SlurmClient
 
 
@@ -23,7 +23,7 @@ def cancel(run: str, runs_dir: Path) -> None:
 
     The workers save a checkpoint before they exit, if Slurm gives them the time.
     """
-    from slurmllm.rundir import find_run, find_sweep
+    from slurmllm.run.rundir import find_run, find_sweep
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.supervise.run_lock import locked
 
@@ -38,7 +38,7 @@ def cancel(run: str, runs_dir: Path) -> None:
 def _require_own_record(run: RunDir) -> None:
     """Raise RunError if others may have written what is to be cancelled."""
     from slurmllm.errors import RunError
-    from slurmllm.safe_files import why_untrusted
+    from slurmllm.run.safe_files import why_untrusted
 
     if why := why_untrusted(run.jobs.stat()):
         raise RunError(
@@ -51,7 +51,7 @@ def _cancel_run(found: RunDir, client: SlurmClient) -> None:
     import signal
 
     from slurmllm.errors import RunError
-    from slurmllm.records import JobsRecord
+    from slurmllm.run.records import JobsRecord
     from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import record_cancellation
 
@@ -107,8 +107,8 @@ def _signal(pid: int, number: int) -> None:
 
 def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
     """Cancel all jobs of a sweep, those that run last: no lane may start another one meanwhile."""
-    from slurmllm.records import JobsRecord, SweepRecord
-    from slurmllm.rundir import RunDir
+    from slurmllm.run.records import JobsRecord, SweepRecord
+    from slurmllm.run.rundir import RunDir
     from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import record_cancellation
     from slurmllm.supervise.run_lock import locked

@@ -89,7 +89,7 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
     from slurmllm.checkpoint.catalogue import CheckpointEntry, list_checkpoints
     from slurmllm.checkpoint.replicas import open_replica
     from slurmllm.config.load import load
-    from slurmllm.rundir import find_run
+    from slurmllm.run.rundir import find_run
 
     found = find_run(run, runs_dir)
     entries = list_checkpoints(found)
@@ -124,7 +124,7 @@ def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> No
     Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
     """
     from slurmllm.checkpoint.catalogue import list_checkpoints, read_entry
-    from slurmllm.rundir import find_run, is_run
+    from slurmllm.run.rundir import find_run, is_run
 
     path = Path(target)
     if path.is_dir() and not is_run(path) and not is_run(runs_dir / target):
@@ -165,7 +165,7 @@ def import_(
     """
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.hub import model_folder
-    from slurmllm.progress import input_progress
+    from slurmllm.display.progress import input_progress
 
     target, began = Path(out), time.monotonic()
     require_absent(target)
@@ -221,7 +221,7 @@ def export(
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.exporting import plan_export, run_export
     from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
-    from slurmllm.progress import input_progress
+    from slurmllm.display.progress import input_progress
 
     target, began = Path(out), time.monotonic()
     require_absent(target)
@@ -282,7 +282,7 @@ def convert(
     """
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.converting import mesh_of_run, plan_conversion, run_conversion
-    from slurmllm.progress import input_progress
+    from slurmllm.display.progress import input_progress
 
     target, began = Path(out), time.monotonic()
     given = {name: value for name, value in mesh.items() if value is not None}
@@ -326,7 +326,7 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
     """Returns the checkpoint folder that the arguments name, after verifying it."""
     from slurmllm.checkpoint.catalogue import newest_verified, read_entry, require_step
     from slurmllm.checkpoint.state import read_origin
-    from slurmllm.rundir import find_run
+    from slurmllm.run.rundir import find_run
 
     if run is None:
         directory = Path(source)
@@ -353,7 +353,7 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
 def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
     """Verifies checkpoints under one progress bar."""
     from slurmllm.checkpoint.catalogue import verify_entry
-    from slurmllm.progress import input_progress
+    from slurmllm.display.progress import input_progress
 
     total_bytes = sum(entry.num_bytes for entry in entries)
     verified: list[CheckpointEntry] = []
@@ -383,7 +383,7 @@ def _entry_json(entry: CheckpointEntry) -> dict[str, Any]:
 
 
 def _print_table(entries: list[CheckpointEntry]) -> None:
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     rows = []
     for entry in entries:

@@ -94,7 +94,7 @@ def compare(
     2 invalid input; 4 the plot cannot be written.
     """
     from slurmllm.errors import EXIT_NEGATIVE, UserError
-    from slurmllm.rundir import find_sweep
+    from slurmllm.run.rundir import find_sweep
 
     if not others and (sweep := find_sweep(a, runs_dir)) is not None:
         from slurmllm.cli.sweep import print_table_of
@@ -222,7 +222,7 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     from rich.text import Text
 
     from slurmllm.compare.comparison import format_figure
-    from slurmllm.tables import print_line, print_table
+    from slurmllm.display.tables import print_line, print_table
 
     print_line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
     print_line(_describe_side(letter, comparison.b, comparison.overlaps["b"]))

@@ -148,7 +148,7 @@ def build(
     from slurmllm.corpus.join import BuildCallbacks
     from slurmllm.corpus.options import CleanOptions, ReadOptions
     from slurmllm.corpus.work_folder import WorkFolder, refuse_existing
-    from slurmllm.progress import stage_progress
+    from slurmllm.display.progress import stage_progress
 
     begun = time.monotonic()
     if (prompt_key is None) != (completion_key is None):
@@ -290,9 +290,9 @@ def train(
     from slurmllm.corpus.options import InputErrors, ReadOptions
     from slurmllm.corpus.work_folder import refuse_existing
     from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
+    from slurmllm.display.progress import input_progress
     from slurmllm.errors import DataError
-    from slurmllm.progress import input_progress
-    from slurmllm.rundir import write_atomic
+    from slurmllm.run.rundir import write_atomic
 
     begun = time.monotonic()
     refuse_existing(out, overwrite)

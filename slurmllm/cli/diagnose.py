@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from slurmllm.config.resolve import RunConfig
-    from slurmllm.records import NodeHealth
+    from slurmllm.run.records import NodeHealth
     from slurmllm.supervise.allocation import Allocation
 
 
@@ -114,7 +114,7 @@ def _check(
 
 
 def _print_table(cluster: str, nodes: Mapping[str, NodeHealth]) -> None:
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     checks = list(dict.fromkeys(f.check for record in nodes.values() for f in record.findings))
     rows = []
@@ -220,8 +220,8 @@ def doctor(
     from slurmllm.diagnose.finding import exit_code
     from slurmllm.diagnose.login_node import installation_findings, slurm_findings
     from slurmllm.diagnose.storage import storage_findings
+    from slurmllm.display.tables import print_table
     from slurmllm.slurm.client import COMMANDS, SlurmClient
-    from slurmllm.tables import print_table
 
     # A profile is resolved together with a recipe, which is not used here.
     profile = resolve("tiny_neox", cluster).cluster

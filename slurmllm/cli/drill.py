@@ -68,8 +68,8 @@ def drill(
     from slurmllm.drill.plan import make_plan, parse_kinds, why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE, RunError
-    from slurmllm.records import JobsRecord
-    from slurmllm.rundir import find_run
+    from slurmllm.run.records import JobsRecord
+    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
 
     tolerances = Tolerances(exact=True)
@@ -139,7 +139,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _print(report: DrillReport) -> None:
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     print_table(_HEADINGS, (_row(result) for result in report.drills), fold="verdict")
     for result in report.drills:

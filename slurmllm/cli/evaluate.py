@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slurmllm.evaluate.evaluate import EvaluationPlan
     from slurmllm.evaluate.request import JobOutcome, JobRequest
     from slurmllm.evaluate.suites import LocatedSuite
-    from slurmllm.rundir import RunDir
+    from slurmllm.run.rundir import RunDir
 
 _DEFAULT_JOBS = 16
 

@@ -128,7 +128,7 @@ def _values(
 
 def _print(table: ScoreTable) -> None:
     """Print the newest checkpoints, and the published models that have a score."""
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     steps = table.steps[-_MAX_COLUMNS:]
     models = [m for m in table.sources if any(m in row.references for row in table.rows)]

@@ -85,7 +85,7 @@ def fetch_sources(
 
     from slurmllm.config.data_sources import read_source
     from slurmllm.corpus.fetch import Fetch
-    from slurmllm.progress import stage_progress
+    from slurmllm.display.progress import stage_progress
     from slurmllm.submit.inputs import data_folder, source_folder
 
     fetched = []
@@ -111,7 +111,7 @@ def _list(as_json: bool) -> None:
     from slurmllm.config.data_sources import data_dir, read_source
     from slurmllm.config.profiles import available
     from slurmllm.config.resolve import recipes_dir, resolve
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     recipes = [resolve(name).recipe for name in available(recipes_dir())]
     sets = {name: read_source(name) for name in available(data_dir())}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from slurmllm.rundir import Stage
+    from slurmllm.run.rundir import Stage
 
 _RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 # Unchecked: thousands of workers start at once, and their launchers have just read the run.
@@ -27,7 +27,7 @@ _ATTEMPT = click.option("--attempt", type=int, required=True)
 def supervise(ctx: click.Context, run: Path, stage: Stage) -> None:
     """Run one attempt of a stage on this allocation (called by the batch script)."""
     from slurmllm.log import setup_logging
-    from slurmllm.rundir import RunDir
+    from slurmllm.run.rundir import RunDir
     from slurmllm.supervise.supervisor import supervise as run_supervisor
 
     setup_logging()
@@ -42,7 +42,7 @@ def supervise(ctx: click.Context, run: Path, stage: Stage) -> None:
 def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
     """Start this node's workers (called by the supervisor through srun)."""
     from slurmllm.log import setup_logging
-    from slurmllm.rundir import RunDir
+    from slurmllm.run.rundir import RunDir
     from slurmllm.supervise.launcher import launch as run_launcher
 
     setup_logging()
@@ -57,7 +57,7 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
 def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
     """Train on one device (called by the launcher)."""
     from slurmllm.log import setup_logging
-    from slurmllm.rundir import RunDir
+    from slurmllm.run.rundir import RunDir
 
     # Before the import of torch, which takes seconds and may warn.
     rank = os.environ.get("RANK", "")

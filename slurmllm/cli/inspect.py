@@ -47,8 +47,8 @@ def inspect(
     """
     from slurmllm.data.inspection import count_epochs, first_sequences, inspect_corpus
     from slurmllm.data.sources import open_all
+    from slurmllm.display.progress import input_progress
     from slurmllm.errors import UserError
-    from slurmllm.progress import input_progress
 
     name, steps = None, 0
     if recipe is not None:
@@ -136,7 +136,7 @@ def _recipe_stream(
 
 
 def _print_report(report: CorpusReport) -> None:
-    from slurmllm.tables import print_line, print_table
+    from slurmllm.display.tables import print_line, print_table
 
     text = report.unit == "bytes"
     size = f"{report.size / 1e6:,.1f} MB of text" if text else f"{report.size:,} token ids"
@@ -170,7 +170,7 @@ def _print_report(report: CorpusReport) -> None:
 def _print_sequence(sequence: PackedSequence) -> None:
     from rich.text import Text
 
-    from slurmllm.tables import print_line
+    from slurmllm.display.tables import print_line
 
     text = Text()
     left = _SHOWN_CHARS

@@ -16,8 +16,8 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slurmllm.records import AttemptRecord
-    from slurmllm.rundir import RunDir, Stage
+    from slurmllm.run.records import AttemptRecord
+    from slurmllm.run.rundir import RunDir, Stage
     from slurmllm.status.logs import LogRequests, RankLine
     from slurmllm.supervise.first_failure import Culprit
 
@@ -122,7 +122,7 @@ def logs(
     --rank, --ranks, --all-ranks or --failed is given.
     """
     from slurmllm.errors import EXIT_INTERRUPTED
-    from slurmllm.rundir import find_run
+    from slurmllm.run.rundir import find_run
 
     _check_options(ctx, stacks)
     run_dir = find_run(run, runs_dir)
@@ -169,7 +169,7 @@ def _check_options(ctx: click.Context, stacks: bool) -> None:
 
 def _print_stage_logs(run: RunDir, stages: tuple[Stage, ...], lines: int | None) -> None:
     from slurmllm.errors import RunError
-    from slurmllm.safe_files import open_regular
+    from slurmllm.run.safe_files import open_regular
     from slurmllm.supervise.log_files import GrowingLog, start_of_last
 
     paths = [path for path in map(run.stage_log, stages) if path.is_file()]
@@ -226,7 +226,7 @@ def _may_get_log(
         RunError: There are no such workers, or the log is still on its node.
     """
     from slurmllm.errors import RunError, StorageError
-    from slurmllm.records import NodeRecord
+    from slurmllm.run.records import NodeRecord
     from slurmllm.status.logs import newest_attempt, ranks_with_logs
     from slurmllm.supervise.log_files import node_of
 
@@ -338,7 +338,7 @@ class _Printer:
     def _record_of(self, stage: Stage, attempt: int) -> AttemptRecord | None:
         """Return the record of an attempt, read once; None if it is not written yet."""
         from slurmllm.errors import StorageError
-        from slurmllm.records import AttemptRecord
+        from slurmllm.run.records import AttemptRecord
 
         if (stage, attempt) not in self.records:
             with suppress(StorageError):

@@ -15,7 +15,7 @@ from slurmllm import __version__
 from slurmllm.cli.options import open_outputs
 from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
 from slurmllm.format import printable
-from slurmllm.safe_files import reason
+from slurmllm.run.safe_files import reason
 
 EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 # Verb → its module, in the order of a run. Only the module of the verb that is called is imported:

@@ -20,7 +20,7 @@ from slurmllm.format import printable
 if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
     from slurmllm.plan.output import PlanTable
-    from slurmllm.records import Submission
+    from slurmllm.run.records import Submission
     from slurmllm.slurm.arrays import SlurmOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,7 +94,7 @@ def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -
 
 def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[CompletionItem]:
     """Names of runs for the shell, or its own completion of paths if none begins so."""
-    from slurmllm.rundir import RUN_NAME, is_run, is_sweep, run_folders, runs_root
+    from slurmllm.run.rundir import RUN_NAME, is_run, is_sweep, run_folders, runs_root
 
     found: list[str] = []
     with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def set_option(text: str) -> Callable[[Any], Any]:
 
 
 def _runs_root(_: click.Context, __: click.Parameter, folder: str | None) -> Path:
-    from slurmllm.rundir import runs_root
+    from slurmllm.run.rundir import runs_root
 
     return runs_root(folder)
 
@@ -360,8 +360,8 @@ def write_tables(
 ) -> None:  # fmt: skip
     """Write what --csv and --markdown ask for; `-` is standard output."""
     from slurmllm.config.yaml_source import flatten
-    from slurmllm.rundir import write_bytes
-    from slurmllm.tables import csv_text, markdown_table
+    from slurmllm.display.tables import csv_text, markdown_table
+    from slurmllm.run.rundir import write_bytes
 
     for option, path in outputs.items():
         if path is None:

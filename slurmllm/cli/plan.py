@@ -201,12 +201,12 @@ def _plan(
 ) -> None:  # fmt: skip
     """Plan recipes on profiles and node counts, and print or write the tables."""
     from slurmllm.backends.environment import load_environment
+    from slurmllm.display.progress import count_progress
     from slurmllm.errors import ConfigError, UserError
     from slurmllm.plan import budget, output
     from slurmllm.plan.cost import parse_tokens
     from slurmllm.plan.prices import parse_price, read_prices, select_price
     from slurmllm.plan.recipe_plan import plan_recipe
-    from slurmllm.progress import count_progress
 
     limit = None if limits is None else budget.parse_limits(*limits)
     total = None if tokens is None else parse_tokens(tokens)
@@ -257,7 +257,7 @@ def _plan(
     if purchase is not None and not purchase.choices:
         error = purchase.no_plan_error()
     if plot is not None and error is None:
-        from slurmllm.pictures import write_picture
+        from slurmllm.display.pictures import write_picture
         from slurmllm.plan import plot as drawing
 
         drawn = drawing.draw(plans) if purchase is None else drawing.draw_purchase(purchase)
@@ -376,7 +376,7 @@ def _submit_command(
 ) -> str:
     """The command that submits a layout, with the options of this one; it fetches missing data."""
     from slurmllm.plan.fit_check import changes
-    from slurmllm.rundir import runs_root
+    from slurmllm.run.rundir import runs_root
     from slurmllm.submit.inputs import locate
 
     if plan.config.cluster.planning_only is not None:
@@ -444,7 +444,7 @@ def _calibrate(
         for product in found.products
     ]  # fmt: skip
     if plot is not None:
-        from slurmllm.pictures import write_picture
+        from slurmllm.display.pictures import write_picture
         from slurmllm.plan.plot import draw_matrix_utilization
 
         rows = measured_products(found.hardware, found.products)

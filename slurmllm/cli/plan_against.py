@@ -21,7 +21,7 @@ def compare_with_run(
 ) -> None:
     """Print predicted and measured figures of a run."""
     from slurmllm.report.prediction import check_run_prediction
-    from slurmllm.rundir import find_run
+    from slurmllm.run.rundir import find_run
 
     found = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
     if as_json:
@@ -36,8 +36,8 @@ def compare_with_run(
 
 
 def _print_check(found: PredictionCheck, table: PlanTable) -> None:
+    from slurmllm.display.tables import print_table
     from slurmllm.format import format_plural
-    from slurmllm.tables import print_table
 
     steps = f"{found.steps} steps of attempt{'s' * (len(found.attempts) > 1)} "
     attempts = ", ".join(str(attempt) for attempt in found.attempts)

@@ -23,10 +23,10 @@ def draw_matrix_figure(
         predicted_products,
     )
     from slurmllm.config.resolve import resolve
-    from slurmllm.pictures import write_picture
+    from slurmllm.display.pictures import write_picture
+    from slurmllm.display.tables import print_table
     from slurmllm.plan.estimate import known_hardware
     from slurmllm.plan.plot import draw_matrix_utilization
-    from slurmllm.tables import print_table
 
     options.check_picture(path, option="--matrix-figure")
     options.check_folder("--matrix-figure", path)

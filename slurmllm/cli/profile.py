@@ -35,7 +35,7 @@ def profile(run: str, attempt: int | None, rank: int | None, runs_dir: Path, as_
     Exit codes: 0 success; 2 no profile; 4 a trace cannot be read.
     """
     from slurmllm.profile.profile import read_profile
-    from slurmllm.rundir import find_run
+    from slurmllm.run.rundir import find_run
 
     found_run = find_run(run, runs_dir)
     found = read_profile(found_run, attempt, rank)
@@ -72,9 +72,9 @@ def _json(one: RankResult) -> dict[str, object]:
 
 
 def _print(name: str, found: Profile, shown: RankResult) -> None:
+    from slurmllm.display.tables import print_line, print_table
     from slurmllm.format import format_bytes, format_percent, format_seconds
     from slurmllm.profile.trace import PARTS
-    from slurmllm.tables import print_line, print_table
 
     own = shown.profile
     steps = f"steps {own.first_step}–{own.last_step}"

@@ -57,7 +57,7 @@ def _list(as_json: bool) -> None:
         ]
         options.echo_json({"recipes": rows})
         return
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     table = (
         (recipe.name, _rounded(count), recipe.description, recipe.default_cluster)
@@ -77,7 +77,7 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
     if as_json:
         options.echo_json({"clusters": rows})
         return
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     shown = (
         "devices_per_node", "memory_gib", "bf16_tflops", "node_link_gb_s", "network_gb_s",
@@ -153,7 +153,7 @@ def _show(
         click.echo(yaml.safe_dump(tree, sort_keys=False), nl=False)
         return
     from slurmllm.config.yaml_source import flatten
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     rows = ((path, str(value), sources[path]) for path, value in flatten(tree).items())
     print_table(("field", "value", "source"), rows, fold="value")

@@ -55,7 +55,7 @@ def report(
     from slurmllm.plan.prices import parse_price
     from slurmllm.report import sources as reading
     from slurmllm.report.write import default_path, to_json, write_report
-    from slurmllm.rundir import find_sweep
+    from slurmllm.run.rundir import find_sweep
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.sweeps import rank, read_sweep
 
@@ -122,10 +122,10 @@ def report(
 
 def _print(runs: Sequence[RunFacts]) -> None:
     """The tables, and each run's warnings."""
+    from slurmllm.display.tables import print_table
     from slurmllm.report import tables
     from slurmllm.report.document import comparison_texts
     from slurmllm.report.throughput import scaling_rows
-    from slurmllm.tables import print_table
 
     def show(table: Table, before: str = "") -> None:
         click.echo(before)

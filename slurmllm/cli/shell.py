@@ -11,7 +11,7 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slurmllm.rundir import RunDir, Stage
+    from slurmllm.run.rundir import RunDir, Stage
     from slurmllm.slurm.client import SlurmClient
 
 
@@ -37,7 +37,7 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     from slurmllm.backends.environment import node_local_cache, worker_environment
     from slurmllm.config.load import load
     from slurmllm.errors import SlurmError, UserError
-    from slurmllm.rundir import find_run
+    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SRUN_OPTIONS, SlurmClient
     from slurmllm.submit.render import shared_folders
     from slurmllm.supervise.allocation import export_site, task_command
@@ -73,7 +73,7 @@ def _node_of(run: RunDir, rank: int, workers_per_node: int, client: SlurmClient)
         UserError: no job is running, or it has no such worker.
     """
     from slurmllm.errors import UserError
-    from slurmllm.records import JobsRecord
+    from slurmllm.run.records import JobsRecord
     from slurmllm.supervise.attempts import load_attempts
 
     last = JobsRecord.of(run).last
@@ -120,8 +120,8 @@ def run_stage(
     """
     from slurmllm.config.load import load
     from slurmllm.errors import RunError
-    from slurmllm.records import JobsRecord
-    from slurmllm.rundir import find_run
+    from slurmllm.run.records import JobsRecord
+    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import record_local, run_locally

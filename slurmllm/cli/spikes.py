@@ -114,8 +114,8 @@ def _draw(curves: list[Curve], found: list[SpikeAnalysis], plot: str | None) -> 
 def _print(run: SpikeAnalysis) -> None:
     from rich.text import Text
 
+    from slurmllm.display.tables import print_line, print_table
     from slurmllm.spikes.analysis import NAMES, SHOWN
-    from slurmllm.tables import print_line, print_table
 
     interval = "" if run.interval == 1 else f", one in {run.interval} logged"
     print_line(f"{run.name}: steps {run.first_step}–{run.last_step}{interval}")

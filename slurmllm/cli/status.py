@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slurmllm.cli.status_tables import View
-    from slurmllm.records import Event
+    from slurmllm.run.records import Event
     from slurmllm.status.runs import RunState
     from slurmllm.status.sweeps import SweepState
 
@@ -91,7 +91,7 @@ class _ShownStates:
         from rich.text import Text
 
         from slurmllm.cli.status_tables import View, run_view, runs_view
-        from slurmllm.tables import console
+        from slurmllm.display.tables import console
 
         if self.empty_text is None:
             return run_view(self.states[0], console())
@@ -103,7 +103,7 @@ class _ShownStates:
         return view._replace(lines=[Text(f"sweep {self.sweep.sweep.name}, {self.sweep.summary}")])
 
     def print(self) -> None:
-        from slurmllm.tables import console  # rich, which --json does not need
+        from slurmllm.display.tables import console  # rich, which --json does not need
 
         self.view().print(console())
 
@@ -118,7 +118,7 @@ class _ShownStates:
 
 def _make_reader(run: str | None, runs_dir: Path, active: bool) -> Callable[[], _ShownStates]:
     """Return a function that reads the state of a run, or of all runs."""
-    from slurmllm.rundir import find_run, find_sweep
+    from slurmllm.run.rundir import find_run, find_sweep
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import list_runs, run_state, run_states
     from slurmllm.status.sweeps import read_sweep
@@ -154,7 +154,7 @@ def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: 
     from rich.live import Live
     from rich.text import Text
 
-    from slurmllm.tables import console
+    from slurmllm.display.tables import console
 
     terminal = console()
     if as_json or not terminal.is_terminal:  # nothing can be redrawn in a pipe or file

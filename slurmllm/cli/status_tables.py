@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from slurmllm.display.tables import PROSE, Column, fitted
 from slurmllm.format import format_age, format_duration, format_hours, format_time, printable
 from slurmllm.metrics.evaluations import perplexity
 from slurmllm.metrics.step_time import finite_number
-from slurmllm.tables import PROSE, Column, fitted
 
 if TYPE_CHECKING:
-    from slurmllm.artifact_records import MicroBatchRecord
     from slurmllm.plan.mesh import Mesh
+    from slurmllm.run.artifact_records import MicroBatchRecord
     from slurmllm.status.details import Details, WorkerProgress
     from slurmllm.status.runs import RunState
 

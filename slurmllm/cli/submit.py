@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from slurmllm.config.recipe import Recipe
     from slurmllm.config.resolve import RunConfig
-    from slurmllm.records import Submission
+    from slurmllm.run.records import Submission
     from slurmllm.submit.prepare import Precompile, PreparedRun
 
 
@@ -199,7 +199,7 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
         return
     import yaml
 
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     if prepared.fit is not None and prepared.fit.chosen:
         click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
@@ -335,8 +335,8 @@ def resume(
     from slurmllm.config.load import load
     from slurmllm.config.resolve import change, changed_settings
     from slurmllm.errors import RunError
-    from slurmllm.records import JobsRecord
-    from slurmllm.rundir import find_run
+    from slurmllm.run.records import JobsRecord
+    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active, run_state
     from slurmllm.submit.launch import record_local, submit_jobs

@@ -12,7 +12,7 @@ from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
-    from slurmllm.rundir import SweepDir
+    from slurmllm.run.rundir import SweepDir
     from slurmllm.status.sweeps import RankedRun, SweepState
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.sweep import Case, PreparedSweep
@@ -126,7 +126,7 @@ def _print_prepared(
         }
         options.echo_json(found, indent=None)
         return
-    from slurmllm.tables import print_table
+    from slurmllm.display.tables import print_table
 
     limit = prepared.record.max_running
     click.echo(
@@ -169,8 +169,8 @@ def ranking_json(state: SweepState, ranked: Sequence[RankedRun]) -> dict[str, An
 
 
 def print_ranking(state: SweepState, ranked: Sequence[RankedRun]) -> None:
+    from slurmllm.display.tables import print_table
     from slurmllm.format import format_hours
-    from slurmllm.tables import print_table
 
     labels = state.record.labels
     click.echo(f"sweep {state.sweep.name}, {state.summary}")

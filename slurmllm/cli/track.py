@@ -46,7 +46,7 @@ def sync(
     from slurmllm.config.load import load
     from slurmllm.errors import UserError
     from slurmllm.log import setup_logging
-    from slurmllm.rundir import find_run
+    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
     from slurmllm.track import sync as sending

@@ -21,7 +21,7 @@ from slurmllm.metrics.curves import (
     describe_ranges,
     relative_difference,
 )
-from slurmllm.records import Record
+from slurmllm.run.records import Record
 
 Kind = Literal[
     "lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer", "mesh",

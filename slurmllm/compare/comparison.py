@@ -12,7 +12,7 @@ from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.causes import Cause, Kind, describe_schedule_change, tokens_per_step
 from slurmllm.compare.statistics import Statistics
 from slurmllm.metrics.curves import Axis, Curve, Range, describe_ranges
-from slurmllm.records import Record
+from slurmllm.run.records import Record
 
 Verdict = Literal["identical", "match", "equivalent", "differ"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # from the strongest

@@ -19,7 +19,7 @@ from slurmllm.compare.alignment import Points
 from slurmllm.compare.causes import Cause, Kind, SettingDifference
 from slurmllm.compare.statistics import largest_rise
 from slurmllm.metrics.curves import Curve, Floats
-from slurmllm.records import Record
+from slurmllm.run.records import Record
 
 _TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in a step's order
 

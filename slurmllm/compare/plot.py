@@ -13,8 +13,7 @@ from slurmllm.compare.alignment import Alignment, match_steps, shift_steps
 from slurmllm.compare.comparison import Comparison, curve_letter
 from slurmllm.compare.comparison import format_figure as in_figures
 from slurmllm.compare.seed_band import SeedBand
-from slurmllm.metrics.curves import Axis, Curve, Floats, piece_means, relative_difference, thin_rows
-from slurmllm.pictures import (
+from slurmllm.display.pictures import (
     PICTURE_STYLE,
     Axes,
     Figure,
@@ -25,7 +24,8 @@ from slurmllm.pictures import (
     rc_context,
     write_picture,
 )
-from slurmllm.rundir import report_path
+from slurmllm.metrics.curves import Axis, Curve, Floats, piece_means, relative_difference, thin_rows
+from slurmllm.run.rundir import report_path
 
 # A wide light line beneath narrow dark ones: both are visible if they coincide. They also differ
 # in lightness, for colour-blind readers and for print.

@@ -10,7 +10,7 @@ import numpy as np
 
 from slurmllm.compare.alignment import Points
 from slurmllm.metrics.curves import Floats, Ints
-from slurmllm.records import Record
+from slurmllm.run.records import Record
 
 WINDOWS = 10
 # Values of which the signed-rank test is exact

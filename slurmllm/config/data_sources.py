@@ -24,7 +24,7 @@ from slurmllm.config.profiles import (
 )
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError
-from slurmllm.records import first_problem
+from slurmllm.run.records import first_problem
 
 _FORM = "see docs/data.md#published-data-sets"
 

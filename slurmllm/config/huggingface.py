@@ -20,7 +20,7 @@ from slurmllm.config.families.family import REQUIRED, HuggingFaceModel
 from slurmllm.config.recipe import ModelConfig, RopeScaling
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import flatten
-from slurmllm.safe_files import read_limited
+from slurmllm.run.safe_files import read_limited
 
 CONFIG = "config.json"
 # transformers has three names for GELU by tanh, which differ only in speed.

@@ -20,8 +20,8 @@ from slurmllm.config.resolve import RunConfig, validate
 from slurmllm.config.variables import MASK
 from slurmllm.config.yaml_source import LARGEST_YAML, flatten, parse_yaml, read_yaml
 from slurmllm.errors import ConfigError
-from slurmllm.rundir import RunDir, write_atomic
-from slurmllm.safe_files import LARGEST_RECORD, open_trusted, read_limited
+from slurmllm.run.rundir import RunDir, write_atomic
+from slurmllm.run.safe_files import LARGEST_RECORD, open_trusted, read_limited
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from slurmllm.errors import ConfigError
-from slurmllm.safe_files import read_limited, reason
+from slurmllm.run.safe_files import read_limited, reason
 
 # PyYAML's implicit types that are replaced below; a timestamp stays a string.
 _TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}

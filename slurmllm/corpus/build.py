@@ -26,7 +26,7 @@ from slurmllm.corpus.shard import Shard, load_shard, plan_shards
 from slurmllm.corpus.work_folder import WorkFolder, output_files, refuse_existing
 from slurmllm.corpus.workers import peak_bytes, run_in_process, run_locally, run_on_slurm
 from slurmllm.errors import DataError
-from slurmllm.records import Record
+from slurmllm.run.records import Record
 from slurmllm.slurm.arrays import SlurmOptions
 
 

@@ -19,7 +19,7 @@ from slurmllm.corpus.inputs import InputFile, input_file
 from slurmllm.corpus.options import InputErrors, ReadOptions
 from slurmllm.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from slurmllm.errors import DataError
-from slurmllm.rundir import write_atomic
+from slurmllm.run.rundir import write_atomic
 
 VOCAB_SIZE = 4096
 # Keeps the build to seconds; the whole library is about 11 MB in Python 3.11.

@@ -26,10 +26,10 @@ from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.join import BuildCallbacks
 from slurmllm.corpus.options import ReadOptions
 from slurmllm.data.tokenizer import tokenizer_of_vocabulary
+from slurmllm.display.progress import OnStage
 from slurmllm.errors import DataError, InfrastructureError, SlurmllmError, StorageError
-from slurmllm.progress import OnStage
-from slurmllm.rundir import fsync_dir, write_atomic
-from slurmllm.safe_files import open_lock, reason
+from slurmllm.run.rundir import fsync_dir, write_atomic
+from slurmllm.run.safe_files import open_lock, reason
 
 MANIFEST = "fetched.json"
 _CHUNK = 1 << 22  # bytes that are read at a time

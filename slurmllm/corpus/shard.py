@@ -29,8 +29,8 @@ from slurmllm.corpus.readers import DocumentReader, Documents
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.data.sources.base import prompt_content
 from slurmllm.errors import DataError, StorageError
-from slurmllm.records import Record
-from slurmllm.safe_files import write_whole
+from slurmllm.run.records import Record
+from slurmllm.run.safe_files import write_whole
 
 Digests = npt.NDArray[np.uint64]
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from slurmllm.errors import DataError, StorageError
-from slurmllm.rundir import fsync_dir
-from slurmllm.safe_files import why_untrusted
+from slurmllm.run.rundir import fsync_dir
+from slurmllm.run.safe_files import why_untrusted
 
 _LOCK = "lock"
 # Below this, passing data to a thread takes longer than hashing it.

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from slurmllm.data.sandbox import sandbox
 from slurmllm.errors import DataError
-from slurmllm.safe_files import read_limited
-from slurmllm.staged_files import local_copy
+from slurmllm.run.safe_files import read_limited
+from slurmllm.run.staged_files import local_copy
 
 # A turn of a conversation: `role`, `content` and what else the template reads.
 Message = dict[str, Any]

@@ -21,9 +21,9 @@ from slurmllm.data.sources.base import BEGINS, UNTRAINED, Request, Source
 from slurmllm.data.spec import Split, SplitName, StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
+from slurmllm.display.progress import OnProgress
 from slurmllm.errors import DataError, SlurmllmError
-from slurmllm.progress import OnProgress
-from slurmllm.records import Record
+from slurmllm.run.records import Record
 
 # Bytes or tokens up to which a corpus is counted completely, which takes seconds.
 COUNTED_SIZE = 32 << 20

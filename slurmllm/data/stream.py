@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.artifact_records import DataRecord
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources import open_all
@@ -43,7 +42,8 @@ from slurmllm.data.sources.base import BEGINS, UNTRAINED
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.data.state import State, check_same_stream, identity, slot_positions, upgrade_state
 from slurmllm.errors import DataError, StorageError
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.rundir import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from slurmllm.diagnose.finding import fail, ok, warn
 from slurmllm.diagnose.node import FOLDERS, find
 from slurmllm.diagnose.probe import Nodes, ProbeLine, read_lines
 from slurmllm.errors import NodeError, SlurmllmError
-from slurmllm.records import Finding, NodeHealth
+from slurmllm.run.records import Finding, NodeHealth
 
 CHECK = "all-reduce"
 LIMIT_S = 300.0  # most of it: PyTorch's import on cold nodes, or nccom-test's compilation

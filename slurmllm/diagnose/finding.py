@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from slurmllm.errors import EXIT_OK, Blame, InfrastructureError, UserError
-from slurmllm.records import Finding
+from slurmllm.run.records import Finding
 
 Value = int | float | str
 

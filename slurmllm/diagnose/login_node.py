@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from slurmllm.config.cluster import Cluster
 from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import SlurmError
-from slurmllm.records import Finding
+from slurmllm.run.records import Finding
 from slurmllm.slurm.client import COMMANDS, PartitionNode, SlurmClient, explain_drain
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.

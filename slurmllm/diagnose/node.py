@@ -17,7 +17,7 @@ from slurmllm.diagnose.finding import fail, ok, warn
 from slurmllm.diagnose.probe import report
 from slurmllm.diagnose.storage import GB, node_local_findings, shared_findings
 from slurmllm.errors import NodeError, SlurmllmError
-from slurmllm.records import Finding
+from slurmllm.run.records import Finding
 
 # Counters of the Neuron driver since it was loaded (Neuron Sysfs User Guide, "hardware/"): those
 # that the runtime calls uncorrectable; AWS advises to replace the instance.

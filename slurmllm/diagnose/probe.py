@@ -28,7 +28,7 @@ from slurmllm.config.cluster import HealthChecks
 from slurmllm.config.resolve import RunConfig
 from slurmllm.diagnose.finding import fail, ok, warn
 from slurmllm.errors import StorageError
-from slurmllm.records import Finding, NodeHealth
+from slurmllm.run.records import Finding, NodeHealth
 
 POLL_S = 0.1
 TERMINATE_S = 5.0  # between SIGTERM and SIGKILL

@@ -15,9 +15,9 @@ from pathlib import Path
 from slurmllm.config.cluster import GIB, Cluster
 from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import NodeError, SlurmllmError, StorageError
-from slurmllm.records import Finding
-from slurmllm.rundir import is_run, write_atomic
-from slurmllm.safe_files import why_replaceable, why_untrusted
+from slurmllm.run.records import Finding
+from slurmllm.run.rundir import is_run, write_atomic
+from slurmllm.run.safe_files import why_replaceable, why_untrusted
 
 GB = 10**9
 # File systems that other machines mount too (the types of /proc/mounts).

@@ -11,8 +11,8 @@ from slurmllm.drill.injector import FAULTS, FaultKind, Injection
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve, describe_ranges
 from slurmllm.metrics.source import read_curve
-from slurmllm.records import EndingClass, Record, WorkerRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import EndingClass, Record, WorkerRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.status.history import read_history
 from slurmllm.status.recoveries import find_recoveries
 from slurmllm.supervise.attempts import load_attempts

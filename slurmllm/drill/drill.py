@@ -20,9 +20,9 @@ from slurmllm.drill.plan import DrillPlan
 from slurmllm.drill.runner import Runner
 from slurmllm.errors import CodeError, NodeError, RunError, StorageError
 from slurmllm.metrics.row_reader import last_row
-from slurmllm.records import AttemptRecord, NodeRecord
-from slurmllm.rundir import RunDir, write_atomic
-from slurmllm.safe_files import read_limited
+from slurmllm.run.records import AttemptRecord, NodeRecord
+from slurmllm.run.rundir import RunDir, write_atomic
+from slurmllm.run.safe_files import read_limited
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
 

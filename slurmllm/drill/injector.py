@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple, get_args
 
 from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.metrics.row_reader import last_row
-from slurmllm.records import AttemptRecord, EndingClass, NodeRecord, Record
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, EndingClass, NodeRecord, Record
+from slurmllm.run.rundir import RunDir
 
 FaultKind = Literal["worker", "node", "first_node", "time_limit", "save", "hang"]
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)

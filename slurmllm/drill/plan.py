@@ -14,8 +14,8 @@ from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind, FaultSpec
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.records import JobsRecord
-from slurmllm.rundir import RUN_NAME, RunDir
+from slurmllm.run.records import JobsRecord
+from slurmllm.run.rundir import RUN_NAME, RunDir
 from slurmllm.supervise.attempts import load_attempts
 from slurmllm.supervise.watchdog import recent_step_times
 

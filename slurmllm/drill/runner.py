@@ -19,8 +19,8 @@ from typing import IO
 from slurmllm.config.load import load
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import CodeError, RunError, SlurmError, SlurmllmError, StorageError
-from slurmllm.records import JobsRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import JobsRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import is_active
 from slurmllm.submit.launch import submit_jobs

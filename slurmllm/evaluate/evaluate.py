@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from slurmllm.artifact_records import EvaluationRecord
 from slurmllm.errors import StorageError, UserError
 from slurmllm.evaluate.request import (
     EXPORT_PREFIX,
@@ -26,7 +25,8 @@ from slurmllm.evaluate.request import (
 from slurmllm.evaluate.scores import ScoreTable, match_metric, read_scores, suite_table
 from slurmllm.evaluate.suites import VALIDATION, LocatedSuite, SuiteTask
 from slurmllm.evaluate.validation_text import LOOP, cache_key_parts, validation_text
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import EvaluationRecord
+from slurmllm.run.rundir import RunDir
 
 # Runs jobs, and yields their outcomes in the order in which they end.
 JobRunner = Callable[[Sequence[JobRequest]], Iterator[tuple[JobRequest, JobOutcome]]]

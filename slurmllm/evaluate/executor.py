@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from slurmllm.artifact_records import EvaluationRecord
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.errors import DataError, SlurmllmError, StorageError
 from slurmllm.evaluate.request import (
@@ -32,8 +31,9 @@ from slurmllm.evaluate.request import (
     ModelRef,
     TaskRequest,
 )
-from slurmllm.rundir import RunDir
-from slurmllm.safe_files import why_untrusted
+from slurmllm.run.artifact_records import EvaluationRecord
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import why_untrusted
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
     FailedJob,

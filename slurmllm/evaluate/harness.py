@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slurmllm.artifact_records import EvaluationRecord
 from slurmllm.data.sandbox import sandbox
 from slurmllm.errors import DataError, SlurmllmError, UserError
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef, TaskRequest, harness_version
 from slurmllm.evaluate.suites import suites_dir
+from slurmllm.run.artifact_records import EvaluationRecord
 
 REMEDY = "install it: pip install 'slurmllm[eval]'"
 # Classes of errors, or of their causes, if data cannot be downloaded from the hub.

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurmllm.display.pictures import Axes, EngFormatter, Figure, MaxNLocator, write_picture
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable
 from slurmllm.evaluate.suites import AVERAGE
 from slurmllm.metrics.curves import Curve, thin_rows
-from slurmllm.pictures import Axes, EngFormatter, Figure, MaxNLocator, write_picture
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 _COLUMNS = 3
 _MAX_POINTS = 1200  # of the training loss: one for each column of the picture

@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.catalogue import (
     CheckpointEntry,
     invalidated_checkpoints,
@@ -29,8 +28,9 @@ from slurmllm.checkpoint.folder import MANIFEST
 from slurmllm.checkpoint.state import MODEL
 from slurmllm.errors import CheckpointError, RunError, UserError
 from slurmllm.evaluate.suites import SuiteTask
-from slurmllm.rundir import RunDir, find_run, is_run
-from slurmllm.safe_files import open_regular
+from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.rundir import RunDir, find_run, is_run
+from slurmllm.run.safe_files import open_regular
 
 HARNESS = "lm_eval"
 # Prefix of the temporary folders of exported models, in the folder of the scores.

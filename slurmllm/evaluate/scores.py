@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from slurmllm.errors import SlurmllmError
 from slurmllm.format import ABSENT
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 if TYPE_CHECKING:
-    from slurmllm.artifact_records import EvaluationRecord
     from slurmllm.evaluate.suites import LocatedSuite, SuiteTask
+    from slurmllm.run.artifact_records import EvaluationRecord
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ HELD_OUT = "held-out text"
 
 def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
     """All scores of a run, and a warning for each unreadable file."""
-    from slurmllm.artifact_records import EvaluationRecord
+    from slurmllm.run.artifact_records import EvaluationRecord
 
     stored, warnings = [], []
     for path in run.evaluation_files():

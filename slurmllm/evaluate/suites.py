@@ -15,7 +15,7 @@ from slurmllm.config.profiles import available, find_yaml
 from slurmllm.config.resolve import recipes_dir
 from slurmllm.config.yaml_source import read_yaml, write_yaml
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.rundir import RunDir, write_atomic
+from slurmllm.run.rundir import RunDir, write_atomic
 
 # Not a task of the harness: our own loop over held-out text.
 VALIDATION = "validation"

@@ -18,7 +18,7 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import DataError, UserError
 from slurmllm.evaluate.request import ValidationText
 from slurmllm.evaluate.suites import VALIDATION
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 # Without --limit: enough for a standard error of some thousandths of a nat.
 MAX_SEQUENCES = 1000

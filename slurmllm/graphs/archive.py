@@ -27,18 +27,18 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
-from slurmllm.artifact_records import GraphFile, GraphManifest, GraphState
 from slurmllm.backends.environment import load_environment, node_disk
 from slurmllm.errors import NodeError, RunError, StorageError
-from slurmllm.rundir import RunDir, fsync_dir, write_atomic
-from slurmllm.safe_files import (
+from slurmllm.run.artifact_records import GraphFile, GraphManifest, GraphState
+from slurmllm.run.rundir import RunDir, fsync_dir, write_atomic
+from slurmllm.run.safe_files import (
     check_private_folder,
     open_lock,
     open_trusted,
     read_limited,
     unpack_tar,
 )
-from slurmllm.worker_files import INSTALLED_FILE
+from slurmllm.run.worker_files import INSTALLED_FILE
 
 _MARKER = ".archive"
 _POLL_S = 0.5

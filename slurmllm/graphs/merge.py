@@ -17,7 +17,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from slurmllm.artifact_records import GraphFile, GraphManifest, GraphState, NewGraphs
 from slurmllm.backends.environment import load_environment
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import (
@@ -29,7 +28,8 @@ from slurmllm.graphs.archive import (
     write_archive,
     write_tar,
 )
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import GraphFile, GraphManifest, GraphState, NewGraphs
+from slurmllm.run.rundir import RunDir
 
 
 def submit_new_graphs(

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.graphs.archive import checksum, make_own_folder
 from slurmllm.graphs.fingerprint import graph_fingerprint, node_processor
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.rundir import RunDir, fsync_dir, root_of, run_folders
-from slurmllm.safe_files import open_trusted
+from slurmllm.run.artifact_records import GraphManifest, MicroBatchRecord
+from slurmllm.run.rundir import RunDir, fsync_dir, root_of, run_folders
+from slurmllm.run.safe_files import open_trusted
 
 
 def measured_micro_batch(run: RunDir) -> int | None:

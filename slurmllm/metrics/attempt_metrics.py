@@ -35,7 +35,7 @@ from slurmllm.metrics.row_reader import (
     read_error,
     row_fault,
 )
-from slurmllm.safe_files import LONGEST_LINE, open_regular
+from slurmllm.run.safe_files import LONGEST_LINE, open_regular
 
 _BLOCK_BYTES = 4 << 20
 # Smaller runs are read line by line in less time than the import of pyarrow's reader takes.

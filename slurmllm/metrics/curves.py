@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.artifact_records import DataRecord
-from slurmllm.records import MetricsRow, SkippedBatches
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.records import MetricsRow, SkippedBatches
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.row_reader import read_events
-from slurmllm.records import Event
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import Event
+from slurmllm.run.rundir import RunDir
 
 
 def read_evaluations(run: RunDir, files: Iterable[Path]) -> dict[int, Event]:

@@ -26,7 +26,7 @@ from slurmllm.metrics.tags import (
     per_device,
     step_keys,
 )
-from slurmllm.safe_files import open_regular
+from slurmllm.run.safe_files import open_regular
 
 _GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1
 _BLOCK_BYTES = 1 << 16

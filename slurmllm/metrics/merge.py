@@ -29,7 +29,7 @@ from slurmllm.metrics.curves import (
     bit_identical,
     relative_difference,
 )
-from slurmllm.records import Event, SkippedBatches
+from slurmllm.run.records import Event, SkippedBatches
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from slurmllm.metrics.log_series import Log, RowCollector, TagSeries, log_suffix
 from slurmllm.metrics.row_reader import json_number, parse_row
 from slurmllm.metrics.tags import step_keys
 from slurmllm.metrics.text_logs import to_float
-from slurmllm.safe_files import LARGEST_RECORD, open_regular, read_limited, read_lines
+from slurmllm.run.safe_files import LARGEST_RECORD, open_regular, read_limited, read_lines
 
 _LARGEST_JSON = 256 << 20  # parsed, a document takes ten times that
 # Cells of a table that are no values, as pandas reads them

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmllm.errors import RunError
-from slurmllm.rundir import RunDir
-from slurmllm.safe_files import open_regular, read_limited, read_lines, reason
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import open_regular, read_limited, read_lines, reason
 
 if TYPE_CHECKING:
-    from slurmllm.records import Event
+    from slurmllm.run.records import Event
 
 Row = dict[str, Any]
 
@@ -172,7 +172,7 @@ def read_events(
     # Here, so that the rows above are read without pydantic.
     from pydantic import ValidationError
 
-    from slurmllm.records import Event
+    from slurmllm.run.records import Event
 
     path = run.events(attempt)
     try:

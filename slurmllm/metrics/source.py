@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slurmllm.artifact_records import DataRecord
 from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics import row_logs
 from slurmllm.metrics.curves import Convention, Curve, Setting
@@ -26,9 +25,10 @@ from slurmllm.metrics.tensorboard_logs import (
     read_tensorboard,
 )
 from slurmllm.metrics.text_logs import read_text
-from slurmllm.records import JobsRecord, SkipsRecord
-from slurmllm.rundir import RunDir, find_run, read_all
-from slurmllm.safe_files import open_regular, read_limited, read_lines, reason
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.records import JobsRecord, SkipsRecord
+from slurmllm.run.rundir import RunDir, find_run, read_all
+from slurmllm.run.safe_files import open_regular, read_limited, read_lines, reason
 
 __all__ = ["locate", "parse_tags", "read_curve"]
 

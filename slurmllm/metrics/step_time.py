@@ -20,8 +20,8 @@ from pydantic import ValidationError
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.row_reader import last_rows, line_error, read_events, read_rows
-from slurmllm.records import WAITS, AttemptRecord, MetricsRow, Submission, first_problem
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import WAITS, AttemptRecord, MetricsRow, Submission, first_problem
+from slurmllm.run.rundir import RunDir
 
 FIRST_STEPS = 6  # not steady, in each attempt; memory is read after the fifth
 MIN_STEPS = 5  # for a median

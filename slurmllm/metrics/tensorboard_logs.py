@@ -19,7 +19,7 @@ import numpy as np
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.log_series import Log, TagSeries
-from slurmllm.safe_files import open_regular
+from slurmllm.run.safe_files import open_regular
 
 _MAX_DEPTH = 3
 _EVENT_FILE = re.compile(r".*tfevents\.(?P<seconds>\d+)\..*")

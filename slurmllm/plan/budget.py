@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
+from slurmllm.display.tables import print_table
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.evidence import at_lower_end
 from slurmllm.plan.output import PlanTable, point_cells, point_json, price_lines
 from slurmllm.plan.prices import parse_dollars
 from slurmllm.plan.recipe_plan import Rank, RecipePlan, ScalingPoint, TrainingForecast
-from slurmllm.tables import print_table
 
 NODES = tuple(1 << power for power in range(10))  # node counts without --nodes: 1 to 512
 _UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}  # hours

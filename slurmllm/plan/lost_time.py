@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
-from slurmllm.records import TIME_PARTS, EndingClass, TimePart
+from slurmllm.run.records import TIME_PARTS, EndingClass, TimePart
 
 HOUR_S = 3600.0
 # Slurm's default SlurmdTimeout: a node that does not respond for so long is set to DOWN.

@@ -15,8 +15,8 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.format import format_plural
-from slurmllm.rundir import write_atomic
-from slurmllm.safe_files import read_limited
+from slurmllm.run.rundir import write_atomic
+from slurmllm.run.safe_files import read_limited
 
 
 class MeshError(ConfigError):

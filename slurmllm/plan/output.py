@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import click
 
 from slurmllm.config.cluster import GIB
+from slurmllm.display.tables import print_table
 from slurmllm.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.evidence import evidence, evidence_lines, interval_text, network_range
@@ -27,7 +28,6 @@ from slurmllm.plan.recipe_plan import (
     fixed_settings,
     most_refused,
 )
-from slurmllm.tables import print_table
 
 TOP = 10  # layouts shown by default
 _NEAREST = 3  # layouts that do not fit, at most

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmllm.config.cluster import GIB
-from slurmllm.pictures import (
+from slurmllm.display.pictures import (
     PICTURE_STYLE,
     Axes,
     Figure,

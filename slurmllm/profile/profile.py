@@ -12,7 +12,7 @@ from typing import NamedTuple
 from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
 from slurmllm.profile.trace import Interval, RankProfile, disjoint, summarize, take
-from slurmllm.rundir import ProfileFiles, RunDir
+from slurmllm.run.rundir import ProfileFiles, RunDir
 
 
 class RankResult(NamedTuple):

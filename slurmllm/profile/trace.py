@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, Self
 from pydantic import model_validator
 
 from slurmllm.errors import StorageError
-from slurmllm.records import Record
-from slurmllm.safe_files import open_regular
+from slurmllm.run.records import Record
+from slurmllm.run.safe_files import open_regular
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "waiting", "other")
 PREFIX = "slurmllm."  # of the names of our annotations

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from slurmllm.artifact_records import DataRecord
 from slurmllm.config.load import LenientConfig
 from slurmllm.evaluate.scores import ScoreTable
 from slurmllm.metrics.curves import Curve, SourceKind
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameters
 from slurmllm.plan.prices import NodePrice
-from slurmllm.records import CONTINUES, AttemptRecord, Event
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.records import CONTINUES, AttemptRecord, Event
 from slurmllm.spikes import SpikeAnalysis
 from slurmllm.status.recoveries import FailureRecovery
 from slurmllm.status.utilization import Utilization

@@ -23,9 +23,9 @@ import yaml
 from slurmllm.evaluate.scores import HELD_OUT
 from slurmllm.format import format_elapsed, format_names, format_number
 from slurmllm.metrics.curves import VAL_LOSS, Curve, Floats, Ints, piece_means, thin_rows
-from slurmllm.records import TIME_PARTS, TimePart
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import per_s, scaling_rows
+from slurmllm.run.records import TIME_PARTS, TimePart
 
 Json = dict[str, Any]
 _LOOK = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))

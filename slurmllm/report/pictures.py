@@ -8,11 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
+from slurmllm.display.pictures import (
+    PICTURE_STYLE,
+    Axes,
+    Figure,
+    LogFormatter,
+    rc_context,
+    write_picture,
+)
 from slurmllm.evaluate.plot import draw as draw_scores
 from slurmllm.format import format_number
 from slurmllm.metrics.curves import VAL_LOSS, piece_means, thin_rows
-from slurmllm.pictures import PICTURE_STYLE, Axes, Figure, LogFormatter, rc_context, write_picture
-from slurmllm.records import TIME_PARTS
 from slurmllm.report.document import CURVES, SCALING, UTILIZATION, scores_name
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import (
@@ -25,6 +31,7 @@ from slurmllm.report.figures import (
     shown_metrics,
     step_parts,
 )
+from slurmllm.run.records import TIME_PARTS
 from slurmllm.status.utilization import Utilization
 
 _ROWS = 2000

@@ -12,7 +12,6 @@ from statistics import mean, median
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
-from slurmllm.artifact_records import MicroBatchRecord
 from slurmllm.config.cluster import GIB
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, change
@@ -22,8 +21,9 @@ from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.mesh import load_mesh, make_mesh
 from slurmllm.plan.step import peak_flops
-from slurmllm.records import WorkerRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import MicroBatchRecord
+from slurmllm.run.records import WorkerRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.history import read_history, read_incarnations, read_submissions
 from slurmllm.status.utilization import account_node_hours

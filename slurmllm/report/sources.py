@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from slurmllm.artifact_records import DataRecord
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
 from slurmllm.config.load import LenientConfig, load_leniently
 from slurmllm.errors import ConfigError, RunError, SlurmllmError
@@ -20,11 +19,12 @@ from slurmllm.metrics.row_reader import read_events
 from slurmllm.metrics.source import read_curve
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plan.prices import NodePrice, PriceChoice, select_price
-from slurmllm.records import AttemptRecord, Event, NodeRecord
 from slurmllm.report.facts import CheckpointFacts, CheckpointState, Rate, RunFacts
 from slurmllm.report.throughput import throughput_by_nodes
-from slurmllm.rundir import RunDir, read_all
-from slurmllm.safe_files import reason
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.records import AttemptRecord, Event, NodeRecord
+from slurmllm.run.rundir import RunDir, read_all
+from slurmllm.run.safe_files import reason
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.spikes import SpikeAnalysis, analyze
 from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions

@@ -23,9 +23,9 @@ from slurmllm.format import (
     format_utc,
 )
 from slurmllm.plan.mesh import Mesh
-from slurmllm.records import TIME_PARTS
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.throughput import FIRST_STEPS, ScalingRow
+from slurmllm.run.records import TIME_PARTS
 from slurmllm.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.status.utilization import Utilization, sum_utilization
 

@@ -32,7 +32,7 @@ from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import figures, page_data
 from slurmllm.report.tables import Table
 from slurmllm.report.throughput import scaling_json, scaling_rows
-from slurmllm.rundir import report_path, write_atomic
+from slurmllm.run.rundir import report_path, write_atomic
 from slurmllm.status.recoveries import sum_by_ending
 from slurmllm.status.utilization import sum_utilization
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmllm.errors import SlurmError, StorageError
-from slurmllm.safe_files import check_private_folder
+from slurmllm.run.safe_files import check_private_folder
 from slurmllm.slurm.container import behind_prefix
 from slurmllm.slurm.setup import setup_script
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from slurmllm.metrics.curves import Flags, Floats, Ints, Range, SourceKind
-from slurmllm.records import Record
+from slurmllm.run.records import Record
 
 # passing: all returned to the mean; lasting: one did not, or went on for a whole window;
 # rising: the running mean stays above its lowest value; not_finite: NaN or infinite.

@@ -8,8 +8,7 @@ from textwrap import fill
 
 import numpy as np
 
-from slurmllm.metrics.curves import Curve, Floats, Ints, thin_rows
-from slurmllm.pictures import (
+from slurmllm.display.pictures import (
     PICTURE_STYLE,
     Axes,
     Figure,
@@ -18,7 +17,8 @@ from slurmllm.pictures import (
     rc_context,
     write_picture,
 )
-from slurmllm.rundir import report_path
+from slurmllm.metrics.curves import Curve, Floats, Ints, thin_rows
+from slurmllm.run.rundir import report_path
 from slurmllm.spikes.analysis import NAMES, Metric, SpikeAnalysis
 
 _COLORS: dict[Metric, str] = {"loss": "#12466b", "grad_norm": "#2a8c6e"}

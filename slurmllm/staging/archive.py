@@ -25,10 +25,10 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
-from slurmllm.artifact_records import EnvironmentManifest
 from slurmllm.errors import StorageError
-from slurmllm.rundir import fsync_dir
-from slurmllm.safe_files import open_lock, open_trusted, own_folder, reason, unpack_tar
+from slurmllm.run.artifact_records import EnvironmentManifest
+from slurmllm.run.rundir import fsync_dir
+from slurmllm.run.safe_files import open_lock, open_trusted, own_folder, reason, unpack_tar
 from slurmllm.staging.contents import PYTHON, Contents, StagedFile, own_contents
 
 MAX_AGE_S = 30 * 86400.0  # of an archive that no attempt has used

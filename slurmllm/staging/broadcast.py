@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from slurmllm.artifact_records import EnvironmentManifest
 from slurmllm.backends.environment import broadcast_path, node_local_cache
 from slurmllm.config.resolve import RunConfig
 from slurmllm.diagnose.probe import Nodes, read_lines
 from slurmllm.errors import SlurmllmError
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import EnvironmentManifest
+from slurmllm.run.rundir import RunDir
 from slurmllm.staging.archive import ensure_archive
 from slurmllm.staging.install import MARKER
 from slurmllm.staging.node import BROADCAST, FAULT, FOLDER, MANIFEST

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig
-from slurmllm.safe_files import check_private_folder, open_regular, reason
-from slurmllm.staged_files import copy_name
+from slurmllm.run.safe_files import check_private_folder, open_regular, reason
+from slurmllm.run.staged_files import copy_name
 from slurmllm.staging.archive import free_for
 
 FOLDER = "inputs"  # in the user's private folder on a node

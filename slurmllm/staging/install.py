@@ -24,10 +24,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from slurmllm.artifact_records import EnvironmentManifest
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import open_archive
-from slurmllm.safe_files import check_private_folder, open_lock, reason
+from slurmllm.run.artifact_records import EnvironmentManifest
+from slurmllm.run.safe_files import check_private_folder, open_lock, reason
 from slurmllm.staging.archive import free_for, unpack
 
 MAX_AGE_S = 14 * 86400.0  # of an environment on a node that no attempt has used

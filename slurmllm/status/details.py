@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import faults
 from slurmllm.metrics.evaluations import last_evaluation
 from slurmllm.plan.mesh import Mesh, load_mesh
-from slurmllm.records import (
+from slurmllm.run.artifact_records import GraphManifest, MicroBatchRecord
+from slurmllm.run.records import (
     AttemptRecord,
     Event,
     ExcludedNode,
@@ -24,7 +24,7 @@ from slurmllm.records import (
     WorkerPhase,
     WorkerRecord,
 )
-from slurmllm.rundir import RunDir, read_all
+from slurmllm.run.rundir import RunDir, read_all
 from slurmllm.supervise.attempts import load_attempts, node_records, unequal_versions
 from slurmllm.supervise.exclusion import excluded
 from slurmllm.supervise.watchdog import (

@@ -19,8 +19,8 @@ from slurmllm.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.metrics.attempt_metrics import read_attempts
 from slurmllm.metrics.merge import FileRows
 from slurmllm.metrics.row_reader import read_events
-from slurmllm.records import WAITS, AttemptRecord, Event, JobsRecord, Submission
-from slurmllm.rundir import STAGES, RunDir, Stage, read_all
+from slurmllm.run.records import WAITS, AttemptRecord, Event, JobsRecord, Submission
+from slurmllm.run.rundir import STAGES, RunDir, Stage, read_all
 from slurmllm.slurm.client import AccountingRow, SlurmClient, to_unix
 
 Floats = npt.NDArray[np.float64]

@@ -21,8 +21,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from slurmllm.log import message_of, parse_line
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir, Stage, write_atomic
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir, Stage, write_atomic
 from slurmllm.supervise.log_files import GrowingLog
 
 _RANK = re.compile(r"^rank_(\d+)\.log$")

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from slurmllm.records import AttemptRecord, EndingClass
+from slurmllm.run.records import AttemptRecord, EndingClass
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import HOUR_S, break_down_time
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from slurmllm.config.load import ConfigSummary
 from slurmllm.errors import SlurmError
-from slurmllm.records import AttemptRecord, JobsRecord, Submission
-from slurmllm.rundir import RunDir, SweepDir
+from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.run.rundir import RunDir, SweepDir
 from slurmllm.slurm.client import QueuedJob, SlurmClient
 from slurmllm.supervise.attempts import is_running, load_attempts
 

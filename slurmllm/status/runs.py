@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.catalogue import invalidation_reason, read_rollbacks
 from slurmllm.config.load import load, read_summary, summarize
 from slurmllm.errors import SlurmError, SlurmllmError, StorageError
 from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
-from slurmllm.records import AttemptRecord, JobsRecord
-from slurmllm.rundir import RunDir, run_folders
-from slurmllm.safe_files import reason
+from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.records import AttemptRecord, JobsRecord
+from slurmllm.run.rundir import RunDir, run_folders
+from slurmllm.run.safe_files import reason
 from slurmllm.slurm.client import SlurmClient, explain_drain
 from slurmllm.status.details import Details, read_details
 from slurmllm.status.run_state import (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.metrics.row_reader import json_number, last_rows, read_error
-from slurmllm.records import JobsRecord, SweepRecord
-from slurmllm.rundir import RunDir, SweepDir
+from slurmllm.run.records import JobsRecord, SweepRecord
+from slurmllm.run.rundir import RunDir, SweepDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import RunState, node_hours, run_states
 from slurmllm.supervise.attempts import load_attempts

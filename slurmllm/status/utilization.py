@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, computed_field
 
-from slurmllm.records import TIME_PARTS, AttemptRecord, EndingClass, TimePart
+from slurmllm.run.records import TIME_PARTS, AttemptRecord, EndingClass, TimePart
 from slurmllm.status.history import Incarnation, RunHistory, Steps
 
 HOUR_S = 3600.0

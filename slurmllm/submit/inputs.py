@@ -11,8 +11,8 @@ from slurmllm import plugins
 from slurmllm.config.data_sources import read_source
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, DataError
-from slurmllm.rundir import runs_root
-from slurmllm.safe_files import own_folder
+from slurmllm.run.rundir import runs_root
+from slurmllm.run.safe_files import own_folder
 
 log = logging.getLogger(__name__)
 STDLIB = "stdlib"  # the built-in corpus and its tokenizer

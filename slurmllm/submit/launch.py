@@ -24,9 +24,9 @@ from typing import IO
 from slurmllm.config.directives import as_arguments
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError
-from slurmllm.records import JobsRecord, Submission
-from slurmllm.rundir import RunDir, Stage
-from slurmllm.safe_files import open_append
+from slurmllm.run.records import JobsRecord, Submission
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.safe_files import open_append
 from slurmllm.slurm.client import ACTIVE_STATES, SlurmClient
 from slurmllm.submit.prepare import PreparedRun
 from slurmllm.submit.render import precompile_nodes

@@ -12,8 +12,8 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.config.variables import is_secret
 from slurmllm.errors import StorageError
 from slurmllm.plugins import versions
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.attempts import node_records
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.container import paths_of
 from slurmllm.config.load import save
@@ -31,8 +30,9 @@ from slurmllm.plan.mesh import (
     replica_nodes,
     save_mesh,
 )
-from slurmllm.rundir import STAGES, RunDir, Stage, write_atomic
-from slurmllm.safe_files import (
+from slurmllm.run.artifact_records import GraphManifest
+from slurmllm.run.rundir import STAGES, RunDir, Stage, write_atomic
+from slurmllm.run.safe_files import (
     read_limited,
     why_no_member,
 )

@@ -20,7 +20,7 @@ from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plugins import split_prefix
-from slurmllm.rundir import RunDir, Stage, root_of
+from slurmllm.run.rundir import RunDir, Stage, root_of
 from slurmllm.slurm.client import SRUN_OPTIONS
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON
 from slurmllm.slurm.setup import VERSION, setup_script

@@ -9,8 +9,8 @@ from pathlib import Path
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
-from slurmllm.rundir import RUN_NAME, RunDir, is_run
-from slurmllm.safe_files import give_to_group, user_name, why_untrusted
+from slurmllm.run.rundir import RUN_NAME, RunDir, is_run
+from slurmllm.run.safe_files import give_to_group, user_name, why_untrusted
 
 
 def new_run(root: Path, name: str | None, recipe: str) -> RunDir:

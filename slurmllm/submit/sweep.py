@@ -28,8 +28,8 @@ from slurmllm.config.variables import is_secret_at
 from slurmllm.config.yaml_source import flatten, read_yaml
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, SlurmError, UserError
 from slurmllm.graphs.fingerprint import graph_fingerprint
-from slurmllm.records import SweepCase, SweepRecord
-from slurmllm.rundir import RUN_NAME, SweepDir
+from slurmllm.run.records import SweepCase, SweepRecord
+from slurmllm.run.rundir import RUN_NAME, SweepDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.launch import record_local, run_locally, submit_jobs
 from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare

@@ -32,8 +32,8 @@ from slurmllm.control.rendezvous import (
     reachable_address,
 )
 from slurmllm.errors import SlurmError, UserError
-from slurmllm.records import JobsRecord
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.run.records import JobsRecord
+from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SRUN_OPTIONS, SlurmClient, retry_unreachable
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, in_container
 from slurmllm.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup

@@ -13,8 +13,8 @@ from types import FrameType
 from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.records import AttemptRecord, HangRecord, NodeRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts
 from slurmllm.supervise.classify import is_echo, reported_all
 from slurmllm.supervise.watchdog import LOOK_S, Watchdog

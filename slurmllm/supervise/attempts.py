@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import free_ports
 from slurmllm.errors import RunError, SlurmError, StorageError
 from slurmllm.metrics.row_reader import last_row_of, read_events, read_rows
-from slurmllm.records import (
+from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.records import (
     WAITS,
     AttemptRecord,
     FailureRecord,
@@ -36,7 +36,7 @@ from slurmllm.records import (
     SkipsRecord,
     WorkerRecord,
 )
-from slurmllm.rundir import RunDir, Stage, read_all
+from slurmllm.run.rundir import RunDir, Stage, read_all
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.classify import Ending, device_fault, reported_all

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slurmllm.error_patterns import ENDINGS, Meaning, meaning_of, means, telling_line
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
-from slurmllm.records import EndingClass, FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.error_patterns import ENDINGS, Meaning, meaning_of, means, telling_line
+from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}

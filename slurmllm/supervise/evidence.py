@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from slurmllm.artifact_records import GraphManifest
 from slurmllm.errors import SlurmError, StorageError
 from slurmllm.graphs.archive import faults
 from slurmllm.log import message_of
-from slurmllm.records import AttemptRecord, HangRecord, NodeRecord
-from slurmllm.rundir import RunDir, read_all
-from slurmllm.safe_files import open_regular
+from slurmllm.run.artifact_records import GraphManifest
+from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
+from slurmllm.run.rundir import RunDir, read_all
+from slurmllm.run.safe_files import open_regular
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmError
-from slurmllm.records import AttemptRecord, ExcludedNode, ExcludedNodes
-from slurmllm.rundir import STAGES, RunDir
+from slurmllm.run.records import AttemptRecord, ExcludedNode, ExcludedNodes
+from slurmllm.run.rundir import STAGES, RunDir
 from slurmllm.slurm.client import SlurmClient, retry_unreachable
 from slurmllm.supervise.attempts import load_attempts, lost_nodes
 from slurmllm.supervise.policy import HOUR_S, failing_nodes

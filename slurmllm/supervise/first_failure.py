@@ -17,11 +17,11 @@ from pathlib import Path
 from signal import Signals
 from typing import NamedTuple
 
-from slurmllm.error_patterns import telling_line
 from slurmllm.log import message_of
-from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
-from slurmllm.rundir import AttemptDir, RunDir, Stage, read_all
-from slurmllm.safe_files import read_limited
+from slurmllm.run.error_patterns import telling_line
+from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.rundir import AttemptDir, RunDir, Stage, read_all
+from slurmllm.run.safe_files import read_limited
 from slurmllm.supervise.attempts import failure_records, load_attempts, node_records
 from slurmllm.supervise.classify import (
     FailedWorker,

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import (
     BROADCAST,
     load_environment,
@@ -35,14 +34,15 @@ from slurmllm.graphs.fingerprint import graph_fingerprint, node_processor
 from slurmllm.graphs.reuse import measured_micro_batch
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plugins import versions
-from slurmllm.records import NodeRecord, WorkerRecord
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.run.artifact_records import GraphManifest
+from slurmllm.run.records import NodeRecord, WorkerRecord
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.worker_files import REUSED
 from slurmllm.staging.install import worker_python
 from slurmllm.staging.node import NodeStaging
 from slurmllm.supervise.classify import reported_all
 from slurmllm.supervise.rank_logs import collect_leftovers
 from slurmllm.supervise.workers import POLL_S, WORKER_SIGNAL, Workers, run_command
-from slurmllm.worker_files import REUSED
 
 STOPPED_GRACE_S = 10.0  # after a stop signal, for other nodes to submit their graphs
 

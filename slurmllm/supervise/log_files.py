@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmllm.format import printable
-from slurmllm.records import AttemptRecord
-from slurmllm.safe_files import open_regular
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.safe_files import open_regular
 
 _BLOCK_BYTES = 64 * 1024
 # A program without newlines must not fill the memory: a longer line is cut into pieces.

@@ -17,9 +17,9 @@ from slurmllm.config.load import load
 from slurmllm.config.operation import SlurmConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
-from slurmllm.records import Action, AttemptRecord, JobsRecord
-from slurmllm.rundir import STAGES, RunDir, Stage
-from slurmllm.safe_files import open_trusted, reason
+from slurmllm.run.records import Action, AttemptRecord, JobsRecord
+from slurmllm.run.rundir import STAGES, RunDir, Stage
+from slurmllm.run.safe_files import open_trusted, reason
 from slurmllm.slurm.client import retry_unreachable
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, started_again

@@ -20,8 +20,8 @@ from urllib.request import Request, urlopen
 
 from slurmllm.config.operation import NotifyEvent
 from slurmllm.config.resolve import RunConfig
-from slurmllm.records import CONTINUES, AttemptRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import CONTINUES, AttemptRecord
+from slurmllm.run.rundir import RunDir
 
 TIMEOUT_S = 10.0  # for a webhook to answer, or a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits

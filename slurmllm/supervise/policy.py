@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 
 from slurmllm.config.recipe import Recipe
-from slurmllm.error_patterns import means
-from slurmllm.records import Action, AttemptRecord, EndingClass, Restart
+from slurmllm.run.error_patterns import means
+from slurmllm.run.records import Action, AttemptRecord, EndingClass, Restart
 
 # requeue and chain exclude each other: `slurm.restart`.
 _QUEUE: tuple[Action, ...] = ("requeue", "chain")

@@ -10,8 +10,8 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import free_port
 from slurmllm.diagnose.bandwidth import with_bandwidth
 from slurmllm.diagnose.probe import check_nodes
-from slurmllm.records import AttemptRecord, NodeHealth
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, NodeHealth
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.allocation import SLURMLLM, Allocation
 from slurmllm.supervise.classify import Ending
 

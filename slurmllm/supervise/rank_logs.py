@@ -29,9 +29,15 @@ from typing import cast
 from slurmllm.backends.environment import make_cache_folder, node_disk
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import NodeError, StorageError
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import STAGES, RunDir, Stage
-from slurmllm.safe_files import check_private_folder, open_append, open_lock, open_regular, reason
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import STAGES, RunDir, Stage
+from slurmllm.run.safe_files import (
+    check_private_folder,
+    open_append,
+    open_lock,
+    open_regular,
+    reason,
+)
 
 MIRROR_S = 2.0  # interval between copies of a log that is asked for
 MOST_BYTES = 64 << 20  # of a log that is copied at a time: its beginning and its end

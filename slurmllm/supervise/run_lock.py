@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.errors import RunError, StorageError
-from slurmllm.records import LockRecord
-from slurmllm.rundir import RunDir
-from slurmllm.safe_files import open_regular, user_name
+from slurmllm.run.records import LockRecord
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import open_regular, user_name
 from slurmllm.supervise.attempts import process_identity
 
 WAIT_S = 10.0  # for another command to end, before this one is refused

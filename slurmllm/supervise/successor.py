@@ -18,8 +18,8 @@ from contextlib import suppress
 
 from slurmllm.config.operation import RestartSetting
 from slurmllm.errors import SlurmError, SlurmllmError
-from slurmllm.records import JobsRecord, Restart, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import JobsRecord, Restart, Submission
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import PREDECESSOR, SlurmClient, retry_unreachable
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation

@@ -40,8 +40,8 @@ from slurmllm.graphs import reuse
 from slurmllm.graphs.archive import IncompleteGraphsError, load_manifest, require_complete
 from slurmllm.graphs.merge import merge_new_graphs, reject_graphs
 from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
-from slurmllm.records import AttemptRecord, JobsRecord
-from slurmllm.rundir import RunDir, Stage, SweepDir
+from slurmllm.run.records import AttemptRecord, JobsRecord
+from slurmllm.run.rundir import RunDir, Stage, SweepDir
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.slurm.container import check_container
 from slurmllm.slurm.setup import check_setup_ran

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import die_with_parent
-from slurmllm.rundir import RunDir, Stage
-from slurmllm.safe_files import open_append, reason
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.safe_files import open_append, reason
 
 LAST_STEPS_S = 15.0  # for the last steps of a run, when its nodes have no more work
 

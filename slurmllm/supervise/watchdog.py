@@ -28,9 +28,9 @@ from typing import get_args
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.yaml_source import LARGEST_YAML
 from slurmllm.errors import StorageError
-from slurmllm.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
-from slurmllm.rundir import AttemptDir, RunDir, read_all
-from slurmllm.safe_files import (
+from slurmllm.run.records import AttemptRecord, HangRecord, Heartbeat, Phase, WorkerPhase
+from slurmllm.run.rundir import AttemptDir, RunDir, read_all
+from slurmllm.run.safe_files import (
     check_private_folder,
     open_lock,
     open_regular,
@@ -39,7 +39,7 @@ from slurmllm.safe_files import (
     reason,
     write_whole,
 )
-from slurmllm.worker_files import (
+from slurmllm.run.worker_files import (
     PHASE_FILE,
     RUN_COPY,
     STACKS_FILE,

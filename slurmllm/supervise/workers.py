@@ -41,13 +41,13 @@ from slurmllm.errors import EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.graphs.fingerprint import sharing, threads_of
 from slurmllm.log import setup_logging
 from slurmllm.plan.mesh import Mesh, load_mesh
-from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.run.records import AttemptRecord, FailureRecord, NodeRecord
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.worker_files import STACKS_SIGNAL
 from slurmllm.staging.install import worker_python
 from slurmllm.supervise.classify import is_echo
 from slurmllm.supervise.rank_logs import RankLogs
 from slurmllm.supervise.watchdog import Heartbeats
-from slurmllm.worker_files import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from slurmllm.errors import ConfigError, InfrastructureError, RunError, Slurmllm
 from slurmllm.metrics.curves import TAGS, VAL_LOSS, Curve, Ints
 from slurmllm.metrics.evaluations import evaluation_values
 from slurmllm.metrics.source import read_run
-from slurmllm.records import CONTINUES, AttemptRecord, JobsRecord, Record
-from slurmllm.rundir import RunDir
-from slurmllm.safe_files import open_lock
+from slurmllm.run.records import CONTINUES, AttemptRecord, JobsRecord, Record
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import open_lock
 from slurmllm.track.trackers import (
     TRACKERS,
     Description,

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from slurmllm.backends.base import Worker
 from slurmllm.config.operation import leaving_s
-from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import (
     EXIT_INTERRUPTED,
     Blame,
@@ -23,8 +22,9 @@ from slurmllm.errors import (
     SlurmllmError,
     StorageError,
 )
-from slurmllm.records import FailureRecord
-from slurmllm.worker_files import STACKS_FILE, STACKS_SIGNAL
+from slurmllm.run.error_patterns import meaning_of
+from slurmllm.run.records import FailureRecord
+from slurmllm.run.worker_files import STACKS_FILE, STACKS_SIGNAL
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
 # CAUTION: NCCL may catch SIGUSR1, so launchers send SIGUSR2 to workers; both are handled.

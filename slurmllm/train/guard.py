@@ -37,9 +37,9 @@ from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollback
 from slurmllm.config.operation import GuardConfig
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import DivergenceError, SlurmllmError, StaleGraphsError, StorageError
-from slurmllm.records import SkippedBatches, SkipsRecord
-from slurmllm.rundir import RunDir, Stage
-from slurmllm.worker_files import EventLog
+from slurmllm.run.records import SkippedBatches, SkipsRecord
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.worker_files import EventLog
 
 log = logging.getLogger(__name__)
 

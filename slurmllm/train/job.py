@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slurmllm.artifact_records import MicroBatchRecord
 from slurmllm.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.backends.environment import load_environment
 from slurmllm.checkpoint.catalogue import read_rollbacks
@@ -27,14 +26,15 @@ from slurmllm.data.state import State, merge_states
 from slurmllm.data.stream import PackedStream, check_data
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
-from slurmllm.records import SkippedBatches
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.run.artifact_records import MicroBatchRecord
+from slurmllm.run.records import SkippedBatches
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.worker_files import EventLog, PhaseWriter, run_copy, wait_for_graphs
 from slurmllm.train.agreement import Agreement, Flags
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.guard import Guard
 from slurmllm.train.plugins import import_plugins
 from slurmllm.train.schedules import SaveSchedule
-from slurmllm.worker_files import EventLog, PhaseWriter, run_copy, wait_for_graphs
 
 log = logging.getLogger(__name__)
 

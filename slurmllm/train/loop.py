@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, SupportsFloat
 
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
-from slurmllm.records import MetricsRow
+from slurmllm.run.records import MetricsRow
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
 from slurmllm.train.schedules import learning_rate

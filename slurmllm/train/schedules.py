@@ -19,8 +19,8 @@ from slurmllm.config.recipe import OptimConfig, Recipe
 from slurmllm.errors import ConfigError, SlurmllmError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir
 
 FIRST_SAVE_S = 60.0  # of training, so that the cost of a save is known early
 MEASURED_STEPS = 3  # after which the step time is known; the first step compiles

@@ -14,7 +14,7 @@ from slurmllm.backends.base import Worker
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, SlurmllmError
 from slurmllm.log import setup_logging
 from slurmllm.plugins import build
-from slurmllm.rundir import AttemptDir, RunDir, Stage
+from slurmllm.run.rundir import AttemptDir, RunDir, Stage
 from slurmllm.train.exits import StopRequest, dump_on_signal, failure_record, format_failure
 from slurmllm.train.hooks import Hook, HookContext
 from slurmllm.train.hooks.plugin import PluginHook

@@ -208,7 +208,7 @@ _NO_WAITS = """
 import sys
 from pathlib import Path
 import torch
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.train import loop
 from slurmllm.train.worker import run_worker
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import MANIFEST, describe
 from slurmllm.checkpoint.state import TrainState
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.yaml_source import flatten
 from slurmllm.plan.parameters import parameter_shapes
+from slurmllm.run.artifact_records import CheckpointManifest
 
 MODELS: dict[str, dict[str, Any]] = {
     # Odd sizes, so that ZeRO-1 pads; the vocabulary has padding rows.

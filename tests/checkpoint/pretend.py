@@ -16,7 +16,7 @@ from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.control.plane import ControlPlane
 from slurmllm.control.relay import Position, Relay
-from slurmllm.host_memory import Memory
+from slurmllm.plan.host_memory import Memory
 from slurmllm.plan.mesh import make_mesh
 
 T = TypeVar("T")

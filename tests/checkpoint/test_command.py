@@ -29,7 +29,7 @@ from slurmllm.cli.main import cli
 from slurmllm.config.recipe import Recipe
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 Run = Callable[..., Result]
 

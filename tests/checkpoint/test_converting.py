@@ -25,7 +25,6 @@ from checkpoint.nxd_folders import (
     zero_shard,
 )
 from checkpoint.test_nxd_files import HALF, assert_holds
-from slurmllm.artifact_records import ImportedModel
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats.converting import NxdMesh, plan_conversion, run_conversion
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
@@ -36,6 +35,7 @@ from slurmllm.checkpoint.state import INDEX, MODEL, TRAIN_STATE, TrainState, rea
 from slurmllm.errors import StorageError
 from slurmllm.plan.mesh import Mesh as PlanMesh
 from slurmllm.plan.mesh import save_mesh
+from slurmllm.run.artifact_records import ImportedModel
 
 FP32 = "fp32"
 

@@ -16,10 +16,10 @@ import torch
 from checkpoint.conftest import Run
 from checkpoint.nxd_folders import Layout, Whole, model_of, nxd_checkpoint, random_whole
 from checkpoint.test_converting import convert
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.formats.converting import NxdMesh, plan_conversion, run_conversion
 from slurmllm.checkpoint.state import TRAIN_STATE, TrainState
 from slurmllm.errors import ConfigError, StorageError
+from slurmllm.run.artifact_records import CheckpointManifest
 
 
 def test_refusals(run: Run, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from slurmllm.checkpoint.catalogue import require_recorded
 from slurmllm.checkpoint.save import save
 from slurmllm.cli.main import cli
 from slurmllm.errors import CheckpointError
-from slurmllm.records import AttemptRecord, Event, JobsRecord, SkippedBatches, SkipsRecord
-from slurmllm.records import Submission as Sent
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, Event, JobsRecord, SkippedBatches, SkipsRecord
+from slurmllm.run.records import Submission as Sent
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.policy import is_transient
 
 SAVED_AT = 1_800_000_000.0

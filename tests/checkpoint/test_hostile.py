@@ -20,13 +20,13 @@ from train.gang import Gang, make_data, make_run, small_config
 
 from checkpoint.nxd_folders import Layout, random_whole, write_nxd
 from checkpoint.test_command import write_checkpoint
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import MANIFEST, describe
 from slurmllm.checkpoint.formats import pickles
 from slurmllm.checkpoint.formats.weights import weight_reader
 from slurmllm.cli.main import cli
 from slurmllm.errors import StorageError
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.rundir import RunDir
 
 
 class Payload:

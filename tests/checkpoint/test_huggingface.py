@@ -14,7 +14,6 @@ from rounding import assert_rounded, forward_terms
 from torch import nn
 
 from checkpoint import hub
-from slurmllm.artifact_records import ImportedModel
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats import exporting, importing
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
@@ -28,6 +27,7 @@ from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import StorageError
 from slurmllm.model.decoder import Decoder, build_model
 from slurmllm.model.init import fill
+from slurmllm.run.artifact_records import ImportedModel
 
 pytestmark = pytest.mark.numerics
 

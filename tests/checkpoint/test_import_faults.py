@@ -19,7 +19,7 @@ from slurmllm.checkpoint.formats import importing
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
-from slurmllm.safe_files import LARGEST_RECORD
+from slurmllm.run.safe_files import LARGEST_RECORD
 
 SAVED = ("neox", "llama", "gpt3", "qwen3")
 

@@ -11,8 +11,8 @@ from slurmllm.checkpoint.catalogue import invalidation_reason, newest_verified
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save
 from slurmllm.errors import StorageError
-from slurmllm.records import SkippedBatches, SkipsRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import SkippedBatches, SkipsRecord
+from slurmllm.run.rundir import RunDir
 
 
 def skip(onset: int, attempt: int) -> SkippedBatches:

@@ -199,7 +199,7 @@ from slurmllm.control.plane import open_control
 from slurmllm.errors import StorageError
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 run, rank = RunDir(Path(sys.argv[1])), int(os.environ["RANK"])
 config = load(run.config)

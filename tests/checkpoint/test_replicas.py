@@ -17,8 +17,8 @@ from slurmllm.checkpoint.replicas import Replica, ReplicaCopier, open_replica
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save
 from slurmllm.errors import CheckpointError, NodeError, StorageError
-from slurmllm.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
+from slurmllm.run.rundir import RunDir
 
 
 @pytest.fixture(params=["folder", "memory"])

@@ -17,7 +17,7 @@ from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.checkpoint.save import save
 from slurmllm.cli.main import cli
 from slurmllm.errors import CheckpointError, RunError, StorageError
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from checkpoint.pretend import PretendGang, state
 from slurmllm.checkpoint.catalogue import RetainedCheckpoint, expired_steps, remove_expired
 from slurmllm.checkpoint.save import save
-from slurmllm.records import SkippedBatches, SkipsRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import SkippedBatches, SkipsRecord
+from slurmllm.run.rundir import RunDir
 
 HISTORIES = st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1e6), st.booleans()), max_size=12)
 

@@ -15,7 +15,7 @@ from slurmllm.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.checkpoint.save import remove_leftovers, save
 from slurmllm.checkpoint.state import TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 
 @pytest.fixture

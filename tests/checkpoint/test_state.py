@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from train.gang import small_config
 
-from slurmllm.artifact_records import DataRecord
 from slurmllm.checkpoint.state import (
     TRAIN_STATE,
     TrainState,
@@ -18,7 +17,8 @@ from slurmllm.checkpoint.state import (
     require_same_settings,
 )
 from slurmllm.errors import RunError
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.rundir import RunDir
 
 RECIPE = small_config().recipe
 FIELDS = fingerprint(RECIPE, "corpus", "tokenizer")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from train.gang import Gang, make_data, make_run
 
-from slurmllm.artifact_records import ImportedModel
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
@@ -22,6 +21,7 @@ from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import RunError, StorageError
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import fill, initialize
+from slurmllm.run.artifact_records import ImportedModel
 
 
 def config(family: str, **changes: object) -> ModelConfig:
@@ -173,7 +173,7 @@ from slurmllm.control.plane import open_control
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import fill
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 def local(parameter):
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

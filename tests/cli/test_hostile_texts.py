@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from training_rows import make_row, write_rows
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.config.resolve import resolve
 from slurmllm.format import printable
-from slurmllm.records import (
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.run.records import (
     AttemptRecord,
     ExcludedNode,
     ExcludedNodes,
@@ -26,7 +26,7 @@ from slurmllm.records import (
     SkippedBatches,
     SkipsRecord,
 )
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 BAD = (
     "\x1b]0;owned\x07\x1b[2J\x1b[8mhidden\x1b[0m\x9b31m\x90q\x9c\u202edesrever\u2066\u200b\x07\x08"

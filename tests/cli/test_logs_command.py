@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from slurmllm.cli import logs as module
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
-from slurmllm.records import AttemptRecord, FailureRecord, NodeRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, FailureRecord, NodeRecord
+from slurmllm.run.rundir import RunDir
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from slurmllm.tables import PROSE, Column, fitted, print_table
+from slurmllm.display.tables import PROSE, Column, fitted, print_table
 
 NUMBERS = st.floats(1, 1e12).map(lambda value: f"{value:,.2f}")
 WORDS = st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=9).map(" ".join)

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.plan.mesh import make_mesh, save_mesh
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir
 
 
 def profile(folder: Path, name: str, **changes: object) -> str:

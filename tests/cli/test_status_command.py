@@ -16,8 +16,8 @@ from slurmllm.cli.main import cli
 from slurmllm.cli.status_tables import runs_view
 from slurmllm.config.resolve import resolve
 from slurmllm.format import format_age
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm import client
 from slurmllm.status.runs import RunState, SavedCheckpoint
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from training_rows import MakeFile, MakeRun, Row, make_row, make_rows
 
-from slurmllm.artifact_records import DataRecord
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Comparison, Tolerances, format_figure
 from slurmllm.config.recipe import OptimConfig
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve
-from slurmllm.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
 from slurmllm.train.schedules import learning_rate
 
 

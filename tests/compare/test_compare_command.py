@@ -18,7 +18,7 @@ from slurmllm.cli.compare import _parse_shifts, compare
 from slurmllm.cli.main import cli
 from slurmllm.cli.options import source_options
 from slurmllm.errors import RunError, SlurmllmError, StorageError, UserError
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 METRICS = ("loss", "grad_norm")
 

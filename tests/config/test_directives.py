@@ -12,7 +12,7 @@ from slurmllm.config.directives import as_arguments, parse_options, quoted
 from slurmllm.config.load import load, save
 from slurmllm.config.resolve import RunConfig, change, recipes_dir, resolve
 from slurmllm.errors import ConfigError
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 
 def test_a_command_line_is_read_as_sbatch_reads_it() -> None:

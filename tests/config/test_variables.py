@@ -11,7 +11,7 @@ from slurmllm.config.load import load, load_leniently, save
 from slurmllm.config.resolve import change, clusters_dir, recipes_dir, resolve
 from slurmllm.config.variables import is_secret, loads_code
 from slurmllm.errors import ConfigError
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 CANARY = "hf_cAnArY"
 

@@ -21,8 +21,8 @@ from slurmllm.control import relay as relays
 from slurmllm.control.plane import ControlPlane
 from slurmllm.control.relay import Position, Relay
 from slurmllm.control.rendezvous import free_port
-from slurmllm.error_patterns import meaning_of
 from slurmllm.errors import CodeError, NodeError
+from slurmllm.run.error_patterns import meaning_of
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.error_patterns import meaning_of
+from slurmllm.run.error_patterns import meaning_of
 
 # One node: relay and worker; says when it has exchanged something, and why that ended.
 NODE = """

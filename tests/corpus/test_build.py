@@ -28,8 +28,8 @@ from slurmllm.corpus.build import BuildResult, CorpusManifest, build_corpus, man
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.options import CleanOptions, ReadOptions
 from slurmllm.data.sources.base import document_hash, prompt_hash
+from slurmllm.display.progress import stage_progress
 from slurmllm.errors import DataError, StorageError
-from slurmllm.progress import stage_progress
 
 PARAGRAPHS = ["one line", "two\nlines – größer", "東京\n  indented <|endoftext|>"]
 TEXT = "\n \n" + "\n\n".join(PARAGRAPHS) + "\n\t\n\n"

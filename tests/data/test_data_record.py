@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from slurmllm.artifact_records import DataRecord
 from slurmllm.data.stream import check_data
 from slurmllm.errors import DataError
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.rundir import RunDir
 
 
 def identity(**changed: Any) -> dict[str, Any]:

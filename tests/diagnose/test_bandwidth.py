@@ -11,7 +11,7 @@ import pytest
 from diagnose.conftest import Program
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.bandwidth import with_bandwidth
-from slurmllm.records import Finding, NodeHealth
+from slurmllm.run.records import Finding, NodeHealth
 
 NAMES = ("n1", "n2", "n3")
 

@@ -10,7 +10,7 @@ import pytest
 from diagnose.conftest import Profile, Program
 from slurmllm.diagnose.node import device_findings
 from slurmllm.errors import NodeError
-from slurmllm.records import Finding
+from slurmllm.run.records import Finding
 
 
 def chips(count: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose import login_node
-from slurmllm.records import Finding
+from slurmllm.run.records import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = {name: pinned for name, (_, _, pinned) in login_node.NEURON_PACKAGES.items()}

@@ -10,7 +10,7 @@ import pytest
 
 from slurmllm.config.cluster import HealthChecks
 from slurmllm.diagnose.probe import NodeReport, ProbeLine, collect, compare_nodes
-from slurmllm.records import Finding, NodeHealth
+from slurmllm.run.records import Finding, NodeHealth
 
 LATE = (
     "import time\n"

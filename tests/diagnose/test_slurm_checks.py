@@ -9,7 +9,7 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.finding import exit_code
 from slurmllm.diagnose.login_node import count_gpus, slurm_findings
-from slurmllm.records import Finding
+from slurmllm.run.records import Finding
 from slurmllm.slurm.client import COMMANDS, SlurmClient
 
 

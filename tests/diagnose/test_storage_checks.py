@@ -10,8 +10,8 @@ import pytest
 
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose import storage
-from slurmllm.records import Finding
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import Finding
+from slurmllm.run.rundir import RunDir
 
 MOUNTS = """\
 /dev/root / ext4 rw,relatime 0 0

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.resolve import resolve
 from slurmllm.drill.checks import DrillResult, check_recovery
 from slurmllm.drill.injector import Injection
 from slurmllm.drill.runner import LocalRunner, Runner, SlurmRunner
 from slurmllm.errors import DataError, RunError
-from slurmllm.records import AttemptRecord, WorkerRecord
-from slurmllm.rundir import RunDir, write_atomic
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.run.records import AttemptRecord, WorkerRecord
+from slurmllm.run.rundir import RunDir, write_atomic
 
 STEPS, SAVED, BROKEN = 9, 3, 5
 

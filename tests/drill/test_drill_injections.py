@@ -16,8 +16,8 @@ import pytest
 from slurmllm.drill import injector
 from slurmllm.drill.injector import FaultKind, FaultSpec, Injection, inject
 from slurmllm.errors import NodeError
-from slurmllm.records import AttemptRecord, NodeRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, NodeRecord
+from slurmllm.run.rundir import RunDir
 
 SLEEP = "import time; time.sleep(60)"
 FORK = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]).wait()"

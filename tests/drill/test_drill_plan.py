@@ -13,8 +13,8 @@ from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds, why_no_reference
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
-from slurmllm.records import AttemptRecord, JobsRecord, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.run.rundir import RunDir
 from slurmllm.train.schedules import learning_rate
 
 CONFIG = resolve("tiny_neox", "local", ["checkpoint.replica=/elsewhere", "slurm.drain=true"])

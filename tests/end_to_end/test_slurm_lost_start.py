@@ -20,8 +20,8 @@ from end_to_end.slurm_runs import Cluster, submit, wait
 
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.login_node import slurm_findings
-from slurmllm.records import JobsRecord, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import JobsRecord, Submission
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
 

@@ -13,8 +13,8 @@ import pytest
 from end_to_end.bench import REHEARSED, SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, accounted, lose_node, outside_pid, submit, wait
 
-from slurmllm.records import JobsRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import JobsRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 
 pytestmark = pytest.mark.slurm

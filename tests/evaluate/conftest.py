@@ -22,7 +22,7 @@ from slurmllm.corpus.options import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.evaluate.request import JobOutcome, JobRequest
 from slurmllm.evaluate.suites import suites_dir
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 MISSING = [n for n in ("lm_eval", "accelerate") if importlib.util.find_spec(n) is None]
 needs_harness = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")

@@ -18,7 +18,6 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from evaluate.conftest import ALL, Learnt, by_hand, in_processes, needs_harness, scores
-from slurmllm.artifact_records import EvaluationRecord
 from slurmllm.cli.main import cli
 from slurmllm.errors import UserError
 from slurmllm.evaluate.executor import JobProcess, exported
@@ -26,7 +25,8 @@ from slurmllm.evaluate.harness import Harness, task_manager
 from slurmllm.evaluate.request import EvaluationSettings, JobRequest, ModelRef, TaskRequest
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.evaluate.suites import VALIDATION, find_suite, suite_names, suites_dir
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import EvaluationRecord
+from slurmllm.run.rundir import RunDir
 
 pytestmark = needs_harness
 Evaluate = Callable[..., Result]

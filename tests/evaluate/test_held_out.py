@@ -21,7 +21,7 @@ from slurmllm.data.sources import open_all
 from slurmllm.data.spec import Split
 from slurmllm.evaluate.validation_loss import held_out_loss
 from slurmllm.evaluate.validation_text import stream_spec, validation_text
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 transformers = pytest.importorskip("transformers")
 Evaluate = Callable[..., Result]

@@ -11,7 +11,6 @@ import pytest
 from matplotlib.figure import Figure
 from training_rows import make_rows, write_rows
 
-from slurmllm.artifact_records import EvaluationRecord
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.evaluate.plot import draw
 from slurmllm.evaluate.request import task_key
@@ -27,7 +26,8 @@ from slurmllm.evaluate.suites import (
     suite_of_tasks,
 )
 from slurmllm.metrics.source import read_curve
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import EvaluationRecord
+from slurmllm.run.rundir import RunDir
 
 Keep = Callable[..., Path]
 

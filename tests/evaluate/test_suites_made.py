@@ -27,7 +27,7 @@ from slurmllm.corpus.options import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.evaluate.harness import task_manager
 from slurmllm.evaluate.suites import AVERAGE, VALIDATION, find_suite
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 pytestmark = needs_harness
 Evaluate = Callable[..., Result]

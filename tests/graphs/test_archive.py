@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.artifact_records import GraphManifest
 from slurmllm.errors import NodeError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs.archive import faults
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import GraphManifest
+from slurmllm.run.rundir import RunDir
 
 VERSIONS = {"torch": "2.9", "cpu_capability": "AVX2"}
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from end_to_end.bench import processes_with
 
-from slurmllm.artifact_records import GraphManifest
 from slurmllm.config.resolve import resolve
 from slurmllm.control.rendezvous import free_port, new_secret
 from slurmllm.graphs.merge import merge_new_graphs
-from slurmllm.records import AttemptRecord, NodeRecord
-from slurmllm.rundir import RunDir
-from slurmllm.rundir import Stage as StageName
+from slurmllm.run.artifact_records import GraphManifest
+from slurmllm.run.records import AttemptRecord, NodeRecord
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.rundir import Stage as StageName
 from slurmllm.submit.prepare import render_run, write_run
 
 STANDINS = Path(__file__).resolve().parent.parent / "nxd" / "standins"

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import slurmllm
-from slurmllm.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.backends.nxd.environment import versions
 from slurmllm.config.resolve import resolve
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import reuse
 from slurmllm.graphs.fingerprint import GRAPH_MODULES, graph_fingerprint, sources
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import GraphManifest, MicroBatchRecord
+from slurmllm.run.rundir import RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.artifact_records import GraphManifest, NewGraphs
 from slurmllm.backends.native import environment
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import GraphManifest, NewGraphs
+from slurmllm.run.rundir import RunDir
 
 NODES = ("n1", "n2")
 VERSIONS = {"torch": "2.9", "cpu_capability": "AVX512", "cpu_features": "avx2 avx512f"}

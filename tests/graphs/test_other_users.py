@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from graphs.test_fingerprint import run_with_graphs
 
-from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import (
     broadcast_path,
     make_cache_folder,
@@ -26,7 +25,8 @@ from slurmllm.corpus.builtin import ensure_stdlib
 from slurmllm.errors import NodeError, RunError, StorageError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge, reuse
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import GraphManifest
+from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, _find_graphs, prepare
 from slurmllm.supervise import watchdog
 from slurmllm.supervise.watchdog import Heartbeats

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.artifact_records import GraphManifest
 from slurmllm.backends.environment import load_environment
 from slurmllm.backends.native.processor import _output, cpu_capability, cpu_fields, processor
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_OK
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import GraphManifest
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.worker_files import INSTALLED_FILE, REUSED, wait_for_graphs
 from slurmllm.submit.prepare import render_run, write_run
 from slurmllm.supervise.launcher import Launcher
-from slurmllm.worker_files import INSTALLED_FILE, REUSED, wait_for_graphs
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="capabilities of x86-64")
 # ATen computes the capability once in a process, not before it is asked for: a child each.

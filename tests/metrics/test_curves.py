@@ -18,7 +18,7 @@ from slurmllm.metrics.curves import (
     relative_difference,
 )
 from slurmllm.metrics.source import read_curve
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
 

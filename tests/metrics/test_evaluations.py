@@ -20,7 +20,7 @@ from slurmllm.metrics.evaluations import last_evaluation, read_evaluations
 from slurmllm.metrics.source import read_run
 from slurmllm.report.figures import figures
 from slurmllm.report.sources import read_run_facts
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.track.sync import Session, TrackerRecord, _values
 

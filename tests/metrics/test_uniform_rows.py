@@ -19,7 +19,7 @@ from slurmllm.metrics import attempt_metrics as reader
 from slurmllm.metrics.attempt_metrics import read_uniform
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve
-from slurmllm.records import MetricsRow
+from slurmllm.run.records import MetricsRow
 
 odd_lines = st.sampled_from(
     [

@@ -11,7 +11,7 @@ from train.gang import Gang, curve, make_data, make_run
 from nxd.conftest import nxd_environment
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.errors import EXIT_REQUEUE, CheckpointError
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 pytestmark = pytest.mark.nxd
 
@@ -24,7 +24,7 @@ NXD = (
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -146,7 +146,7 @@ def test_a_stop_signal_saves_and_finishes(
 _FULL_AT_ONE = """
 import os, resource, sys
 from pathlib import Path
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 if os.environ["RANK"] == "1":
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 from slurmllm.train.worker import run_worker

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from slurmllm.pictures import write_picture
+from slurmllm.display.pictures import write_picture
 from slurmllm.plan.estimate import MemoryUse
 from slurmllm.plan.plot import PlanCurve, picture
 

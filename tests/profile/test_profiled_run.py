@@ -11,8 +11,8 @@ from train.gang import Gang, make_data, make_run
 
 from slurmllm.cli.main import cli
 from slurmllm.profile.trace import PARTS, RankProfile, summarize
-from slurmllm.records import MetricsRow
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import MetricsRow
+from slurmllm.run.rundir import RunDir
 
 TWO = ("cluster.devices_per_node=2", "train.steps=6", "checkpoint.every_steps=3")
 

@@ -12,7 +12,7 @@ import pytest
 from slurmllm.errors import StorageError
 from slurmllm.profile.profile import _result
 from slurmllm.profile.trace import RankProfile, summarize
-from slurmllm.rundir import ProfileFiles
+from slurmllm.run.rundir import ProfileFiles
 
 
 def event(name: str, start: float, end: float, kind: str = "cpu_op", **args: Any) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import Any
 
 from training_rows import make_row, write_rows
 
-from slurmllm.artifact_records import EvaluationRecord
 from slurmllm.config.resolve import resolve
 from slurmllm.evaluate.request import task_key
 from slurmllm.evaluate.suites import find_suite
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.records import AttemptRecord, Event
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import EvaluationRecord
+from slurmllm.run.records import AttemptRecord, Event
+from slurmllm.run.rundir import RunDir
 
 BEGIN = 1.7e9
 

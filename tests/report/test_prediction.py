@@ -19,14 +19,14 @@ from slurmllm.errors import ConfigError, RunError
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
 from slurmllm.plan.step import StepTime
-from slurmllm.records import AttemptRecord, Event, JobsRecord, Submission, WorkerRecord
 from slurmllm.report import prediction as module
 from slurmllm.report.prediction import (
     ExpectedOverheads,
     PredictionCheck,
     check_run_prediction,
 )
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, Event, JobsRecord, Submission, WorkerRecord
+from slurmllm.run.rundir import RunDir
 
 HARDWARE = Hardware(
     source="made up", bf16_tflops=0.05, fp32_tflops=0.05, memory_gib=2, reserved_gib=0.5,

@@ -22,7 +22,7 @@ from slurmllm.report.facts import RunFacts
 from slurmllm.report.figures import PART_COLORS, RUN_COLORS, STEP_PARTS
 from slurmllm.report.tables import Table, scores_table
 from slurmllm.report.write import default_path, to_markdown
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 EVIL = "<script>alert(1)<b>&"
 KEYS = {

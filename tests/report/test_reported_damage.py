@@ -17,7 +17,7 @@ from slurmllm.report.document import sections
 from slurmllm.report.figures import figures, page_data
 from slurmllm.report.sources import read_run_facts
 from slurmllm.report.write import to_html
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 
 def keep_only(name: str) -> Callable[[RunDir], None]:

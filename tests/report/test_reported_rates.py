@@ -15,7 +15,7 @@ from slurmllm.plan.prices import PriceChoice
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.sources import make_names_unique, read_run_facts
 from slurmllm.report.throughput import scaling_rows
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 
 def read(run: RunDir, price: float = 7.59) -> RunFacts:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
-from slurmllm.records import SkippedBatches
+from slurmllm.run.records import SkippedBatches
 from slurmllm.spikes.analysis import SpikeAnalysis, first_at_most, medians_before, window_means
 from slurmllm.spikes.detection import analyze, find_spikes, select_steps
 from slurmllm.spikes.plot import binned, default_path, draw

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from training_rows import MakeFile, MakeRun, Row, make_row
 
 from slurmllm.cli.main import cli
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.spikes.analysis import Spike, SpikeAnalysis
 
 

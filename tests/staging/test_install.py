@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.artifact_records import EnvironmentManifest
 from slurmllm.errors import StorageError
-from slurmllm.safe_files import open_lock
+from slurmllm.run.artifact_records import EnvironmentManifest
+from slurmllm.run.safe_files import open_lock
 from slurmllm.staging import archive, install
 from slurmllm.staging.archive import ensure_archive
 from slurmllm.staging.contents import Contents, StagedFile, own_contents
@@ -216,7 +216,7 @@ def test_old_archives_are_removed(site: Site, monkeypatch: pytest.MonkeyPatch) -
 def test_the_own_environment_has_what_a_worker_needs() -> None:
     names = {file.name for file in own_contents().files}
     assert any(name.endswith("/slurmllm/train/worker.py") for name in names)
-    assert any(name.endswith("/slurmllm/error_patterns.yaml") for name in names)
+    assert any(name.endswith("/slurmllm/run/error_patterns.yaml") for name in names)
     assert any(name.endswith("/numpy/__init__.py") for name in names)
     assert any(name.endswith("/os.py") for name in names)
     assert not any("/tests/staging/" in name for name in names)  # of the checkout, only packages

@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from fake_slurm import FakeSlurm
 from training_rows import make_row, write_rows
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
-from slurmllm.records import (
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.run.records import (
     AttemptRecord,
     Event,
     ExcludedNodes,
@@ -31,11 +31,11 @@ from slurmllm.records import (
     SkipsRecord,
     WorkerPhase,
 )
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.worker_files import read_phase
 from slurmllm.slurm import client
 from slurmllm.supervise.evidence import _log_tail
 from slurmllm.supervise.watchdog import recent_step_times
-from slurmllm.worker_files import read_phase
 
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 PLENTY = 10 << 30  # bytes

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmllm.log import message_of
-from slurmllm.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.status.logs import MergedLogs
 from slurmllm.supervise.first_failure import culprit, failed_attempts, last_lines
 from slurmllm.supervise.log_files import GrowingLog, start_of_last, text_of

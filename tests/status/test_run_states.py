@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.config.load import read_summary
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
 from slurmllm.metrics.step_time import read_pace
-from slurmllm.records import (
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.run.records import (
     AttemptRecord,
     Event,
     Heartbeat,
@@ -25,7 +25,7 @@ from slurmllm.records import (
     SkipsRecord,
     Submission,
 )
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow, QueuedJob
 from slurmllm.status.runs import node_hours, run_state, run_states
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from training_rows import MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.cli.main import cli
-from slurmllm.records import TIME_PARTS, AttemptRecord, Submission
 from slurmllm.report.pictures import draw_utilization
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import TIME_PARTS, AttemptRecord, Submission
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import AccountingRow
 from slurmllm.status.history import Incarnation, RunHistory, Steps, read_history, read_incarnations
 from slurmllm.status.recoveries import find_recoveries, sum_by_ending

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
-from slurmllm.records import JobsRecord, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import JobsRecord, Submission
+from slurmllm.run.rundir import RunDir
 from slurmllm.status.run_state import is_process_alive
 from slurmllm.supervise.attempts import process_identity
 

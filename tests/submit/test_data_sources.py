@@ -16,7 +16,7 @@ from slurmllm.config.data_sources import read_source
 from slurmllm.config.load import load
 from slurmllm.config.profiles import available
 from slurmllm.config.resolve import recipes_dir, resolve
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 REHEARSED = (
     "--cluster=local", "--set=backend=rehearsal", "--set=parallel.tensor=1",

@@ -17,8 +17,8 @@ from slurmllm.config.load import load, save
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.corpus.builtin import ensure_stdlib
 from slurmllm.errors import ConfigError, RunError
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare
 from slurmllm.supervise.allocation import LocalAllocation
 from slurmllm.supervise.supervisor import Supervisor

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slurmllm.errors import EXIT_INTERRUPTED
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.submit.launch import LocalJob
 
 

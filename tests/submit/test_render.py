@@ -22,7 +22,7 @@ from slurmllm.backends.environment import (
 )
 from slurmllm.config.resolve import change, resolve
 from slurmllm.errors import ConfigError
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.submit.prepare import render_run
 from slurmllm.submit.render import precompile_nodes, render
 

@@ -13,7 +13,7 @@ from fake_slurm import FakeSlurm
 from submit.commands import call, fails, submitted
 
 from slurmllm.config.load import load
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm import client
 
 

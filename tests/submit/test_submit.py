@@ -17,15 +17,15 @@ import yaml
 from fake_slurm import FakeSlurm
 from submit.commands import call, fails, submitted
 
-from slurmllm.artifact_records import GraphManifest, MicroBatchCandidate, MicroBatchRecord
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
 from slurmllm.graphs.archive import checksum
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.records import JobsRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import GraphManifest, MicroBatchCandidate, MicroBatchRecord
+from slurmllm.run.records import JobsRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.submit.run_folder import claim_run
 
 

@@ -16,7 +16,7 @@ from fake_slurm import FakeSlurm
 
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm import client
 from slurmllm.submit import launch
 

@@ -15,8 +15,8 @@ from slurmllm.cli.main import cli
 from slurmllm.config.load import load
 from slurmllm.errors import UserError
 from slurmllm.graphs import reuse
-from slurmllm.records import JobsRecord, SweepCase, SweepRecord
-from slurmllm.rundir import RunDir, SweepDir, find_run
+from slurmllm.run.records import JobsRecord, SweepCase, SweepRecord
+from slurmllm.run.rundir import RunDir, SweepDir, find_run
 from slurmllm.status.runs import list_runs, run_states
 from slurmllm.submit.sweep import Case, grid, name_cases, read_cases
 

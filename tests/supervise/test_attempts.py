@@ -12,10 +12,11 @@ from socket import gethostname
 import pytest
 from fake_slurm import FakeSlurm
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.config.resolve import resolve
-from slurmllm.records import AttemptRecord, FailureRecord, JobsRecord, NodeRecord, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.run.records import AttemptRecord, FailureRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.worker_files import EventLog
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import (
     Allocation,
@@ -39,7 +40,6 @@ from slurmllm.supervise.attempts import (
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import nodes_to_avoid, requeue, usable
 from slurmllm.supervise.next_job import wait_writable
-from slurmllm.worker_files import EventLog
 
 LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from slurmllm.error_patterns import means
-from slurmllm.records import EndingClass, FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.error_patterns import means
+from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 from slurmllm.supervise.classify import Evidence, classify
 from slurmllm.supervise.policy import ACTIONS
 

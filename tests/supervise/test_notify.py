@@ -19,8 +19,8 @@ from fake_slurm import FakeSlurm
 
 from slurmllm.config.resolve import RunConfig, recipes_dir, resolve
 from slurmllm.errors import ConfigError
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare, render_run, write_run
 from slurmllm.supervise import notify, supervisor
 from slurmllm.supervise.allocation import SlurmAllocation

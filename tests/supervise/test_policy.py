@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
-from slurmllm.records import AttemptRecord, EndingClass
+from slurmllm.run.records import AttemptRecord, EndingClass
 from slurmllm.supervise.policy import decide, failing_nodes, is_transient
 
 HOUR_S = 3600.0

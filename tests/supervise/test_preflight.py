@@ -16,7 +16,7 @@ from fake_slurm import FakeSlurm
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.finding import fail, ok, warn
-from slurmllm.records import (
+from slurmllm.run.records import (
     AttemptRecord,
     ExcludedNode,
     ExcludedNodes,
@@ -25,7 +25,7 @@ from slurmllm.records import (
     NodeRecord,
     Submission,
 )
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import render_run, write_run
 from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import close_attempt, open_attempt

@@ -14,8 +14,8 @@ from train.gang import Gang, make_data, make_run
 
 from slurmllm.backends.environment import make_cache_folder
 from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import rank_logs
 from slurmllm.supervise.rank_logs import RankLogs, collect_leftovers
 

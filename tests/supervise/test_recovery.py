@@ -16,7 +16,7 @@ from end_to_end.bench import SMALL, Bench, processes_with
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import StorageError
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.allocation import LocalAllocation
 from slurmllm.supervise.attempts import open_attempt
 from slurmllm.supervise.next_job import requeue_unrecorded

@@ -10,8 +10,8 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from slurmllm.config.resolve import resolve
-from slurmllm.records import AttemptRecord, JobsRecord, NodeRecord, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations

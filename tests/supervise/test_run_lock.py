@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from slurmllm.errors import RunError
-from slurmllm.records import JobsRecord, LockRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import JobsRecord, LockRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import run_lock
 from slurmllm.supervise.attempts import process_identity
 from slurmllm.supervise.run_lock import locked
@@ -33,7 +33,7 @@ COMMANDS = {
 HOLD = """
 import sys, time
 from pathlib import Path
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.run_lock import locked
 from slurmllm.supervise.attempts import process_identity
 with locked(RunDir(Path(sys.argv[1])), "cancel"):

@@ -11,8 +11,8 @@ from fake_slurm import FakeSlurm
 from slurmllm.config.load import read_summary
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
-from slurmllm.records import AttemptRecord, JobsRecord, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import PREDECESSOR
 from slurmllm.status.run_state import JobState, derive_state, read_records
 from slurmllm.status.runs import is_active

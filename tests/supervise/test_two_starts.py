@@ -16,8 +16,8 @@ from fake_slurm import FakeSlurm
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_NEGATIVE
-from slurmllm.records import AttemptRecord, Heartbeat, JobsRecord, Submission
-from slurmllm.rundir import STAGES, RunDir, Stage
+from slurmllm.run.records import AttemptRecord, Heartbeat, JobsRecord, Submission
+from slurmllm.run.rundir import STAGES, RunDir, Stage
 from slurmllm.supervise import allocation as allocations
 from slurmllm.supervise import attempts, run_lock
 from slurmllm.supervise.allocation import SlurmAllocation

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmllm.config.operation import WatchdogConfig
-from slurmllm.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.worker_files import PHASE_FILE, PhaseWriter
 from slurmllm.supervise.first_failure import outliers, stack_lines, stack_location
 from slurmllm.supervise.watchdog import (
     AttemptProgress as Progress,
@@ -29,7 +30,6 @@ from slurmllm.supervise.watchdog import (
     recent_step_times,
     slow_step_s,
 )
-from slurmllm.worker_files import PHASE_FILE, PhaseWriter
 
 CONFIG = WatchdogConfig(start_up_s=100, first_step_s=1000, step_factor=10, min_step_s=60, save_s=50)
 NODES = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
@@ -167,7 +167,7 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
     attempt.path.mkdir(parents=True)
     found = Heartbeats(attempt, "n1", CONFIG)
     code = (
-        "import time; from slurmllm.worker_files import PhaseWriter; "
+        "import time; from slurmllm.run.worker_files import PhaseWriter; "
         "from slurmllm.train.exits import dump_on_signal; dump_on_signal(); "
         "PhaseWriter.from_environment().begin('stepping', 7); print(flush=True); time.sleep(100)"
     )
@@ -214,7 +214,7 @@ def test_files_of_a_killed_launcher_go_and_those_of_a_living_one_stay(tmp_path: 
 
 
 def test_a_phase_is_read_back_and_rubbish_is_not(tmp_path: Path) -> None:
-    from slurmllm.worker_files import read_phase
+    from slurmllm.run.worker_files import read_phase
 
     path = tmp_path / "0"
     assert read_phase(path) is None

@@ -14,7 +14,7 @@ import pytest
 from _large_run.faults import WEIGHTS
 from _large_run.write import Size
 
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.attempts import failure_records, load_attempts, node_records
 
 NODES, PER_NODE = 8, 32

@@ -14,7 +14,7 @@ from _month.simulation import simulate
 
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.lost_time import Durations, SaveCost
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 
 def test_a_short_month(

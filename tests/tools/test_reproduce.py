@@ -15,7 +15,7 @@ import pytest
 from training_rows import MakeRun, make_row
 
 from slurmllm.config.resolve import resolve
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

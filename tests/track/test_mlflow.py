@@ -19,7 +19,7 @@ from training_rows import make_row, make_rows, write_rows
 
 from slurmllm.config.load import save
 from slurmllm.config.resolve import resolve
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.track.sync import sync
 
 pytest.importorskip("mlflow.server", reason="mlflow is not installed: `make trackers` runs this")

@@ -15,8 +15,8 @@ from slurmllm.cli.main import cli
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.errors import ConfigError, InfrastructureError, RunError
-from slurmllm.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord, Submission
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord, Submission
+from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare
 from slurmllm.supervise.tracking import Tracking
 from slurmllm.track import sync as sending

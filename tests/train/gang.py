@@ -24,7 +24,7 @@ from slurmllm.corpus.build import build_corpus
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.readers import ReadOptions
 from slurmllm.data.tokenizer import train_tokenizer
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.run.rundir import RunDir, Stage
 from train.forked import Forked
 
 _ENTRY = """
@@ -32,7 +32,7 @@ import os, resource, sys
 from pathlib import Path
 if limit := int(os.environ.get("TEST_FILE_SIZE_LIMIT", 0)):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.train.worker import run_worker
 sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmllm.checkpoint.folder import file_faults, read_manifest
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from train.conftest import LONG
 from train.gang import Gang, curve, rows
 

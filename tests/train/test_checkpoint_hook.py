@@ -14,8 +14,9 @@ from checkpoint.pretend import PretendBackend, PretendGang, state
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
-from slurmllm.records import AttemptRecord, EndingClass, MetricsRow
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, EndingClass, MetricsRow
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.worker_files import EventLog, PhaseWriter
 from slurmllm.supervise import attempt_monitor
 from slurmllm.train import exits as stopping
 from slurmllm.train.agreement import Flags
@@ -23,7 +24,6 @@ from slurmllm.train.exits import StopRequest
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.checkpoint import CheckpointHook
 from slurmllm.train.schedules import SaveSchedule
-from slurmllm.worker_files import EventLog, PhaseWriter
 
 from .gang import small_config
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from rounding import training_rounding
 
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.config.load import load
 from slurmllm.log import message_of
-from slurmllm.records import MetricsRow, WorkerRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.records import MetricsRow, WorkerRecord
+from slurmllm.run.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
 
 STEPS = 60

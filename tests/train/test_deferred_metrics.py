@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurmllm.errors import DivergenceError
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from train.gang import Gang, curve, make_data, make_run, rows
 
 # The native backend, made to look as one whose device the host should not wait for: its figures are
@@ -16,7 +16,7 @@ _LATE = """
 import os, sys
 from pathlib import Path
 from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 made = []
 
@@ -49,7 +49,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.train import loop
 from slurmllm.train.worker import run_worker
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from slurmllm.checkpoint.folder import file_faults, read_manifest
-from slurmllm.records import FailureRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import FailureRecord
+from slurmllm.run.rundir import RunDir
 from train.conftest import LONG
 from train.gang import Gang, make_run
 

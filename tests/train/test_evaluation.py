@@ -20,8 +20,8 @@ from slurmllm.evaluate.validation_loss import held_out_loss
 from slurmllm.evaluate.validation_text import stream_spec, validation_text
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.mesh import Mesh
-from slurmllm.records import Event
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import Event
+from slurmllm.run.rundir import RunDir
 from slurmllm.train.hooks.evaluation import make_passes
 from train.gang import Gang, curve, make_data, make_run
 

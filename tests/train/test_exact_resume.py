@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rounding import training_rounding
 
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.config.load import load
 from slurmllm.errors import EXIT_REQUEUE
-from slurmllm.records import FailureRecord, WorkerRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.records import FailureRecord, WorkerRecord
+from slurmllm.run.rundir import RunDir
 from train.conftest import LONG
 from train.gang import Gang, curve, rows
 

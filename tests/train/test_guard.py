@@ -17,10 +17,10 @@ from slurmllm.checkpoint.save import save
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.errors import DivergenceError, StaleGraphsError
-from slurmllm.records import Event, SkippedBatches, SkipsRecord, WorkerRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import Event, SkippedBatches, SkipsRecord, WorkerRecord
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.worker_files import EventLog
 from slurmllm.train.guard import Guard
-from slurmllm.worker_files import EventLog
 from train.gang import Gang, curve, rows, small_config
 
 NewRun = Callable[..., RunDir]
@@ -31,7 +31,7 @@ _ENTRY = """
 import hashlib, os, sys
 from pathlib import Path
 from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.train.worker import run_worker
 
 poison, kind = os.environ["TEST_POISON"].split(), os.environ["TEST_KIND"]

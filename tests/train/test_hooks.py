@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurmllm.records import MetricsRow
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import MetricsRow
+from slurmllm.run.rundir import RunDir
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.monitoring import MetricsHook, ProgressHook
 

@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 from data.corpora import write_prompts
 
-from slurmllm.artifact_records import DataRecord
 from slurmllm.backends.base import IGNORED, Worker
 from slurmllm.cli.data import data as cli_data
 from slurmllm.control.plane import ControlPlane
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import ConfigError
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import DataRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.job import Job, make_job, open_stream
 from train.gang import Gang, make_run, rows, small_config

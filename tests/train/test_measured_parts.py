@@ -11,9 +11,9 @@ import pytest
 from slurmllm.config.load import load
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.plan.mesh import make_mesh, save_mesh
-from slurmllm.records import MetricsRow
 from slurmllm.report.prediction import check_run_prediction
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import MetricsRow
+from slurmllm.run.rundir import RunDir
 from train.gang import rows
 
 # Of no machine: what is compared here is what was measured.

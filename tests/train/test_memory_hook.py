@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from slurmllm.host_memory import Memory
+from slurmllm.plan.host_memory import Memory
+from slurmllm.run.worker_files import EventLog
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.monitoring import MemoryHook
-from slurmllm.worker_files import EventLog
 
 from .gang import control_planes
 from .test_hooks import moment

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from rounding import training_rounding
 
-from slurmllm.artifact_records import MicroBatchCandidate, MicroBatchRecord
 from slurmllm.backends.base import Worker
 from slurmllm.config.load import load
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import StorageError
-from slurmllm.host_memory import Memory
+from slurmllm.plan.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
-from slurmllm.records import WorkerRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
+from slurmllm.run.records import WorkerRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.train import micro_batch
 from slurmllm.train.agreement import Agreement
 from slurmllm.train.exits import StopRequest

@@ -10,8 +10,8 @@ from rounding import training_rounding
 
 from slurmllm.backends.native.environment import graphs
 from slurmllm.config.load import load
-from slurmllm.records import WorkerRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import WorkerRecord
+from slurmllm.run.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
 
 pytestmark = pytest.mark.numerics

@@ -12,7 +12,7 @@ import pytest
 
 from slurmllm.backends.base import Backend, Worker
 from slurmllm.profile.trace import RankProfile
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 from slurmllm.train.hooks.profiling import ProfilingHook
 
 from .gang import small_config

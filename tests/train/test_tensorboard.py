@@ -20,8 +20,8 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 
 from slurmllm.metrics.curves import TAGS
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.records import AttemptRecord, MetricsRow
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, MetricsRow
+from slurmllm.run.rundir import RunDir
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.tensorboard import TensorBoardHook
 

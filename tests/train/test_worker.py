@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from slurmllm.errors import ConfigError
-from slurmllm.records import FailureRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import FailureRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.train.job import precompile_mesh
 from slurmllm.train.worker import run_worker
 from train.gang import Gang, rows

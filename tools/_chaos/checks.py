@@ -14,7 +14,7 @@ from _chaos.running import Course
 from slurmllm.checkpoint.catalogue import list_checkpoints, verify_entry
 from slurmllm.drill.injector import find_processes
 from slurmllm.errors import SlurmllmError
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 Figures = Mapping[int, tuple[Any, ...]]  # step → values that must be equal bit by bit
 REPRODUCED = ("loss", "grad_norm", "param_norm", "lr", "tokens")

@@ -19,7 +19,7 @@ from _chaos.bench import Bench
 from _chaos.plan import Failure
 from _chaos.watching import RunFiles
 from slurmllm.drill.injector import RunProcess, find_processes, kill
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 Undo = Callable[[], "subprocess.Popen[bytes] | None"]
 SLOW_BYTES_PER_S = 200_000

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from _chaos.checks import records
 from _chaos.running import Course
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 PHASES = ("notice", "requeue", "begin", "preflight", "cache", "start_up", "first_step", "rest")
 

@@ -28,11 +28,11 @@ Target = Callable[[Path], object]
 
 
 def records(path: Path) -> None:
-    from slurmllm import artifact_records, records
     from slurmllm.checkpoint.formats.nxd_files import NxdLayout
     from slurmllm.checkpoint.state import TrainState
     from slurmllm.corpus.shard import ShardRecord
     from slurmllm.profile.trace import RankProfile
+    from slurmllm.run import artifact_records, records
 
     own = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord, RankProfile)}
     named = {**vars(records), **vars(artifact_records), **own}
@@ -84,7 +84,7 @@ def metrics(path: Path) -> None:
 
 def events(path: Path) -> None:
     from slurmllm.metrics.row_reader import read_events
-    from slurmllm.rundir import RunDir
+    from slurmllm.run.rundir import RunDir
 
     run = RunDir(path.parent)
     run.events(0).parent.mkdir(exist_ok=True)
@@ -238,8 +238,8 @@ def slurm(path: Path) -> None:
 
 
 def lines(path: Path) -> None:
-    from slurmllm.error_patterns import meaning_of, telling_line
     from slurmllm.log import message_of, parse_line
+    from slurmllm.run.error_patterns import meaning_of, telling_line
     from slurmllm.supervise.first_failure import stack_location
     from slurmllm.supervise.log_files import GrowingLog
 
@@ -255,7 +255,7 @@ def lines(path: Path) -> None:
 
 def probe(path: Path) -> None:
     from slurmllm.diagnose.probe import ProbeLine
-    from slurmllm.worker_files import read_phase
+    from slurmllm.run.worker_files import read_phase
 
     read_phase(path)
     for line in path.read_text(errors="replace").splitlines():
@@ -281,7 +281,7 @@ def trace(path: Path) -> None:
 
 def scores(path: Path) -> None:
     from slurmllm.evaluate.scores import score_tables
-    from slurmllm.rundir import RunDir
+    from slurmllm.run.rundir import RunDir
 
     folder = RunDir(path.parent).path / "evaluations/step_00000001"
     folder.mkdir(parents=True, exist_ok=True)

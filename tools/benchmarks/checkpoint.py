@@ -29,7 +29,7 @@ from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.config.resolve import RunConfig, change, resolve
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 HIDDEN, FFN, VOCAB, SEQ = 1024, 4096, 8192, 64
 BYTES_PER_PARAMETER = 12

@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 from _large_run.write import Size, write_run
 
-from slurmllm.records import AttemptRecord, JobsRecord
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import AttemptRecord, JobsRecord
+from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.attempts import load_attempts
 
 NAME = "large"

@@ -36,8 +36,8 @@ from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmllmError
 from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost
 from slurmllm.plan.lost_time_assumptions import PUBLISHED, Published
-from slurmllm.records import TIME_PARTS as PARTS
-from slurmllm.rundir import RunDir
+from slurmllm.run.records import TIME_PARTS as PARTS
+from slurmllm.run.rundir import RunDir
 from slurmllm.status.history import RunHistory, read_history
 from slurmllm.status.utilization import Utilization, account_node_hours
 

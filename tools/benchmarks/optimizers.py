@@ -32,10 +32,10 @@ from slurmllm.corpus.readers import ReadOptions
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.display.tables import print_table
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plugins import register
-from slurmllm.tables import print_table
 from slurmllm.train.schedules import learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]

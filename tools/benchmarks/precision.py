@@ -28,7 +28,7 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from slurmllm.metrics.source import read_curve
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 Floats = npt.NDArray[np.float64]
 

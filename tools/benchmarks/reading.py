@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from slurmllm.records import MetricsRow
+from slurmllm.run.records import MetricsRow
 
 TAGS = ("train/loss", "train/grad_norm", "train/lr", "throughput/seq_per_s", "time/step_time_s")
 

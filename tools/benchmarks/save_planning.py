@@ -68,7 +68,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.backends.base import Worker
 from slurmllm.backends.native import dcp
 from slurmllm.backends.native.dcp import DcpSaver
@@ -89,6 +88,7 @@ from slurmllm.control.relay import Position, Relay
 from slurmllm.control.rendezvous import SECRET, free_port, new_secret
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
 
 Times = dict[str, float]
 FORMER_LIMIT = 512  # workers, of the generated plans of DCP: 4,096 take 20 GB

@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.artifact_records import CheckpointFile
 from slurmllm.control.plane import ControlPlane
 from slurmllm.control.relay import Position, Relay
 from slurmllm.control.rendezvous import die_with_parent, free_port
+from slurmllm.run.artifact_records import CheckpointFile
 from slurmllm.train.agreement import Agreement, Flags
 
 SECRET = b"of this benchmark"

@@ -14,7 +14,7 @@ from pathlib import Path
 from reproduce.runs import TrainingError, slurmllm
 from slurmllm.drill.injector import signal_worker
 from slurmllm.metrics.row_reader import last_row
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 Shown = list[tuple[str, str]]  # commands and what they printed
 

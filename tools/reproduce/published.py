@@ -14,15 +14,15 @@ from matplotlib.ticker import EngFormatter
 from published_rows import Row, rows
 
 from slurmllm.config.resolve import resolve
+from slurmllm.display.pictures import write_picture
+from slurmllm.display.tables import Column, fitted
 from slurmllm.format import format_count, format_dollars
-from slurmllm.pictures import write_picture
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
 from slurmllm.plan.plot import PlanCurve
 from slurmllm.plan.plot import picture as scaling_picture
 from slurmllm.plan.recipe_plan import plan_recipe
 from slurmllm.plan.step import step_time
-from slurmllm.tables import Column, fitted
 
 RESERVED_USD = 7.59  # a trn1.32xlarge-hour, three years reserved: the NeoX post's
 A100_USD = 32.77  # a p4d.24xlarge-hour on demand, 8 A100-40GB, at the end of 2023

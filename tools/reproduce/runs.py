@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.evaluate.suites import suites_dir
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 AT_ONCE = 2
 

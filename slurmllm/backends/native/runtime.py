@@ -46,9 +46,9 @@ from slurmllm.backends.native.unsharded import UnshardedWeights
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
-from slurmllm.host_memory import Memory, host_memory
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize, local_part
+from slurmllm.plan.host_memory import Memory, host_memory
 from slurmllm.plan.mesh import Mesh, pipelines, without_fsdp
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or

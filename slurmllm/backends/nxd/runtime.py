@@ -47,9 +47,9 @@ from slurmllm.checkpoint.formats.weights import open_training
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.errors import CodeError, ConfigError
-from slurmllm.host_memory import Memory, host_memory
 from slurmllm.model import decoder
 from slurmllm.model.decoder import Decoder
+from slurmllm.plan.host_memory import Memory, host_memory
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies, sharding
 

@@ -31,7 +31,7 @@ from slurmllm.checkpoint.formats.nxd_files import (
 )
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.errors import StorageError
-from slurmllm.rundir import fsync_dir
+from slurmllm.run.rundir import fsync_dir
 
 
 class NxdSaving(ShardWrite):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from slurmllm.artifact_records import CheckpointManifest
 from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe, read_manifest
 from slurmllm.checkpoint.formats.dcp_write import write_dcp
 from slurmllm.checkpoint.formats.nxd_files import NxdFiles, NxdLayout, names_of_stages, read_layout
@@ -44,13 +43,14 @@ from slurmllm.config.recipe import ADAMW, OptimConfig
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError, RunError, StorageError
-from slurmllm.host_memory import free_memory
+from slurmllm.plan.host_memory import free_memory
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plan.parameters import parameter_shapes
-from slurmllm.rundir import RunDir, is_run
+from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.rundir import RunDir, is_run
 
 if TYPE_CHECKING:
-    from slurmllm.progress import OnProgress
+    from slurmllm.display.progress import OnProgress
 
 Precision = Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"]
 

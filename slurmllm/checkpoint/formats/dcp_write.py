@@ -52,7 +52,7 @@ from slurmllm.errors import CodeError, SlurmllmError, StorageError
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-    from slurmllm.progress import OnProgress
+    from slurmllm.display.progress import OnProgress
 
 
 _SPLIT_BYTES = 64 * 2**20  # size of a worker's state from which on it takes several files

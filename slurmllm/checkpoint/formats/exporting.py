@@ -42,7 +42,7 @@ from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
-    from slurmllm.progress import OnProgress
+    from slurmllm.display.progress import OnProgress
 
 
 @dataclass(frozen=True)

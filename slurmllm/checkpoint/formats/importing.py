@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmllm.artifact_records import CheckpointFile, CheckpointManifest, ImportedModel
 from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe
 from slurmllm.checkpoint.formats.huggingface import (
     SHARDS,
@@ -53,10 +52,11 @@ from slurmllm.config.families import FAMILIES
 from slurmllm.config.huggingface import SourceConfig, read_config
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
-from slurmllm.safe_files import read_limited
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest, ImportedModel
+from slurmllm.run.safe_files import read_limited
 
 if TYPE_CHECKING:
-    from slurmllm.progress import OnProgress
+    from slurmllm.display.progress import OnProgress
 
 _TRAINABLE = ("F64", "F32", "F16", "BF16")
 

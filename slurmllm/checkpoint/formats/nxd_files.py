@@ -28,8 +28,8 @@ from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
 from slurmllm.plan.parameters import Shape, parameter_shapes, share_of
-from slurmllm.records import Record
-from slurmllm.safe_files import open_regular
+from slurmllm.run.records import Record
+from slurmllm.run.safe_files import open_regular
 
 LAYOUT = "nxd_layout.json"
 TAG = "nxd"  # NxD's term for the folder of one checkpoint

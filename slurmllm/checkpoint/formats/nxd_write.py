@@ -33,7 +33,7 @@ from slurmllm.config.recipe import ModelConfig, OptimConfig
 from slurmllm.plan.parameters import parameter_shapes
 
 if TYPE_CHECKING:
-    from slurmllm.progress import OnProgress
+    from slurmllm.display.progress import OnProgress
 
 _RegionReader = Callable[[Region], Tensor]
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.utils import _ReaderView
 
 from slurmllm.errors import StorageError
-from slurmllm.safe_files import open_regular, read_limited
+from slurmllm.run.safe_files import open_regular, read_limited
 
 METADATA = ".metadata"
 Places = dict[str, list[tuple[int, int]]]  # file → offset and length of its shards, bytes

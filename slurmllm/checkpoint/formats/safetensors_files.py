@@ -23,7 +23,7 @@ from torch import Tensor
 from slurmllm.checkpoint.folder import fsync_file
 from slurmllm.checkpoint.shards import Region
 from slurmllm.errors import StorageError
-from slurmllm.safe_files import open_regular
+from slurmllm.run.safe_files import open_regular
 
 # Type codes of the header (huggingface/safetensors, README, "Format").
 DTYPES = {

@@ -14,8 +14,8 @@ import numpy as np
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.data.tokenizer import TokenEncoder, count_ids, read_tokenizer
 from slurmllm.errors import DataError, StorageError
-from slurmllm.rundir import RunDir, is_run
-from slurmllm.safe_files import open_regular, read_limited
+from slurmllm.run.rundir import RunDir, is_run
+from slurmllm.run.safe_files import open_regular, read_limited
 
 TOKENIZER_FOLDER = "tokenizer"  # in an imported checkpoint
 TOKENIZER = "tokenizer.json"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.plane import ControlPlane
 from slurmllm.plan.mesh import Mesh
-from slurmllm.records import MetricsRow
-from slurmllm.safe_files import open_append
+from slurmllm.run.records import MetricsRow
+from slurmllm.run.safe_files import open_append
 
 if TYPE_CHECKING:
     from torch import nn

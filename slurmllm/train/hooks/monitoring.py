@@ -10,9 +10,9 @@ from contextlib import suppress
 from datetime import timedelta
 from statistics import mean
 
-from slurmllm.host_memory import Memory
-from slurmllm.records import WorkerRecord
-from slurmllm.safe_files import open_append
+from slurmllm.plan.host_memory import Memory
+from slurmllm.run.records import WorkerRecord
+from slurmllm.run.safe_files import open_append
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
 

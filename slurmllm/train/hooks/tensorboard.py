@@ -22,7 +22,7 @@ from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import StorageError
 from slurmllm.metrics.curves import TAGS
 from slurmllm.metrics.evaluations import evaluation_values
-from slurmllm.records import AttemptRecord
+from slurmllm.run.records import AttemptRecord
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
 from slurmllm.train.job import Job
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurmllm.records import FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.records import FailureRecord, HangRecord, NodeRecord
 from slurmllm.supervise.classify import Evidence
 
 # Fault → weight. Hardware fails most, as in Meta's table of Llama 3's interruptions; the others are

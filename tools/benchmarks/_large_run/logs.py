@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Iterable
 from datetime import datetime
 
-from slurmllm.records import AttemptRecord
-from slurmllm.rundir import AttemptDir, RunDir
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import AttemptDir, RunDir
 
 
 def log_line(at: float, node: str, rank: int | None, component: str, text: str) -> str:

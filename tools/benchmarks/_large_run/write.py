@@ -11,7 +11,10 @@ from typing import Any
 
 from _large_run.faults import BEFORE_STEPS, WEIGHTS, Ended, end_by, node_record
 from _large_run.logs import log_line, write_rank_logs, write_stacks
-from slurmllm.artifact_records import (
+from slurmllm.config.load import save
+from slurmllm.config.resolve import RunConfig, resolve
+from slurmllm.plan.mesh import make_mesh, save_mesh
+from slurmllm.run.artifact_records import (
     CheckpointFile,
     CheckpointManifest,
     CorpusRecord,
@@ -20,10 +23,7 @@ from slurmllm.artifact_records import (
     GraphManifest,
     GraphState,
 )
-from slurmllm.config.load import save
-from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.plan.mesh import make_mesh, save_mesh
-from slurmllm.records import (
+from slurmllm.run.records import (
     AttemptRecord,
     Event,
     ExcludedNode,
@@ -41,7 +41,7 @@ from slurmllm.records import (
     WorkerPhase,
     WorkerRecord,
 )
-from slurmllm.rundir import RunDir, Stage
+from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.supervise.classify import Ending, classify
 from slurmllm.supervise.policy import decide
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from slurmllm.plan.lost_time_assumptions import FailureKind
-from slurmllm.records import EndingClass
+from slurmllm.run.records import EndingClass
 
 # The ending that the supervisor gives each kind.
 ENDINGS: Mapping[FailureKind, EndingClass] = {

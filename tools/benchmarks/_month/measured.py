@@ -10,7 +10,7 @@ import numpy as np
 
 from slurmllm.errors import RunError
 from slurmllm.plan.lost_time import Durations, SaveCost
-from slurmllm.records import TimePart
+from slurmllm.run.records import TimePart
 from slurmllm.status.history import RunHistory
 from slurmllm.status.recoveries import find_recoveries
 from slurmllm.status.utilization import AllocationTime, break_down_time

@@ -15,7 +15,7 @@ from _month.simulation import simulate
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import RunError
 from slurmllm.plan.lost_time_assumptions import FailureKind
-from slurmllm.records import AttemptRecord, EndingClass
+from slurmllm.run.records import AttemptRecord, EndingClass
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import Utilization, account_node_hours
 

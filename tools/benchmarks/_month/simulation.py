@@ -17,7 +17,7 @@ import numpy as np
 from _month.failures import BREAKS_NODE, ENDINGS, Failure, FailureQuery
 from _month.scenario import Scenario, draw
 from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s
-from slurmllm.records import AttemptRecord, EndingClass
+from slurmllm.run.records import AttemptRecord, EndingClass
 from slurmllm.status.history import Floats, Incarnation, Ints, RunHistory, Steps
 from slurmllm.supervise.policy import decide, failing_nodes
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from departures.scoring import read_answer
-from slurmllm.rundir import RunDir
+from slurmllm.run.rundir import RunDir
 
 SMALL = (
     "model.num_layers=2", "model.hidden_size=128", "model.num_heads=4",

@@ -22,7 +22,7 @@ def run_worker(run, stage, attempt):  # type: ignore[no-untyped-def]
     import fake_runtime
 
     from slurmllm.errors import EXIT_REQUEUE
-    from slurmllm.records import FailureRecord, WorkerRecord
+    from slurmllm.run.records import FailureRecord, WorkerRecord
 
     stopped = []
     signal.signal(signal.SIGUSR2, lambda number, frame: stopped.append(number))

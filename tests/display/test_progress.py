@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from slurmllm.progress import count_progress
+from slurmllm.display.progress import count_progress
 
 
 class Terminal(io.StringIO):

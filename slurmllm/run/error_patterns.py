@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import yaml
 
-from slurmllm.records import EndingClass
+from slurmllm.run.records import EndingClass
 
 Meaning = Literal[
     "memory",  # of the device or the host

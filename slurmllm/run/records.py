@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
-from slurmllm.rundir import RUN_NAME, RunDir, write_atomic
-from slurmllm.safe_files import LARGEST_RECORD, open_trusted, read_limited, reason
+from slurmllm.run.rundir import RUN_NAME, RunDir, write_atomic
+from slurmllm.run.safe_files import LARGEST_RECORD, open_trusted, read_limited, reason
 
 EndingClass = Literal[
     "done",  # the final step was reached

@@ -12,7 +12,7 @@ import os
 import warnings
 from pathlib import Path
 
-from slurmllm.rundir import write_bytes
+from slurmllm.run.rundir import write_bytes
 
 _here = os.open(".", os.O_PATH)  # fchdir returns to it even if it has been removed
 os.chdir("/")

@@ -19,9 +19,9 @@ import pytest
 
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.errors import StorageError
-from slurmllm.records import Heartbeat
-from slurmllm.rundir import RunDir, write_atomic
-from slurmllm.safe_files import (
+from slurmllm.run.records import Heartbeat
+from slurmllm.run.rundir import RunDir, write_atomic
+from slurmllm.run.safe_files import (
     check_private_folder,
     make_private_folder,
     open_append,
@@ -31,8 +31,8 @@ from slurmllm.safe_files import (
     unpack_tar,
     why_untrusted,
 )
+from slurmllm.run.worker_files import EventLog
 from slurmllm.supervise.watchdog import Heartbeats
-from slurmllm.worker_files import EventLog
 
 NOBODY = pwd.getpwnam("nobody")
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

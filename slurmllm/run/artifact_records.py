@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AliasChoices, Field
 
-from slurmllm.records import NodeName, Record
+from slurmllm.run.records import NodeName, Record
 
 _NO_NAMES = frozenset({"", ".", ".."})
 LATEST_TIME = 253_402_214_400  # Unix time, s: the last day that Python's datetime knows

@@ -24,9 +24,9 @@ from slurmllm.diagnose.login_node import import_torch
 from slurmllm.errors import NodeError, StorageError
 from slurmllm.evaluate.executor import exported
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef
-from slurmllm.records import JobsRecord, Submission
-from slurmllm.rundir import RunDir
-from slurmllm.safe_files import read_limited, write_whole
+from slurmllm.run.records import JobsRecord, Submission
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import read_limited, write_whole
 from slurmllm.submit import inputs
 from slurmllm.submit.launch import LocalJob
 from slurmllm.supervise.attempts import process_identity

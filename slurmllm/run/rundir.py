@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from slurmllm.errors import RunError, StorageError
-from slurmllm.safe_files import reason, write_whole
+from slurmllm.run.safe_files import reason, write_whole
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from slurmllm.records import Event, Phase, WorkerPhase
-from slurmllm.rundir import RunDir
-from slurmllm.safe_files import open_append, read_limited
+from slurmllm.run.records import Event, Phase, WorkerPhase
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import open_append, read_limited
 
 PHASE_FILE = "SLURMLLM_PHASE_FILE"
 STACKS_FILE = "SLURMLLM_STACKS_FILE"  # a worker dumps its Python stacks into this file …

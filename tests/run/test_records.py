@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from slurmllm.artifact_records import GraphManifest
 from slurmllm.errors import StorageError
-from slurmllm.records import ExcludedNode, JobsRecord, Record, Submission
+from slurmllm.run.artifact_records import GraphManifest
+from slurmllm.run.records import ExcludedNode, JobsRecord, Record, Submission
 
 MANIFEST = {
     "complete": True, "backend": "native", "versions": {}, "graphs": 0, "archive_bytes": 0,

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from slurmllm.error_patterns import ENDINGS, Row, meaning_of, table, telling_line
-from slurmllm.records import FailureRecord, NodeRecord
+from slurmllm.run.error_patterns import ENDINGS, Row, meaning_of, table, telling_line
+from slurmllm.run.records import FailureRecord, NodeRecord
 from slurmllm.supervise.classify import Evidence, classify
 from slurmllm.train.exits import classify_error
 
