@@ -46,11 +46,11 @@ def test_the_interval_is_wider_the_farther_away() -> None:
         return math.log(found.upper / found.lower)
 
     assert width(4) == pytest.approx(width(16))
-    assert width(64) == pytest.approx(1.5 * width(32)), "an octave more than any row"
+    assert width(128) == pytest.approx(1.5 * width(64)), "an octave more than any row"
     far = evidence(layout("neox_20b", 256, "train.global_batch=262144"))
     assert far.status == "beyond"
-    assert far.reasons == ("nodes 256 is outside 1 to 32 of the published runs",)
-    near = evidence(layout("neox_20b", 64, "train.global_batch=65536"))
+    assert far.reasons == ("nodes 256 is outside 1 to 64 of the published runs",)
+    near = evidence(layout("neox_20b", 128, "train.global_batch=131072"))
     assert near.status == "extrapolated"
 
 
