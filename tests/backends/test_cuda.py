@@ -143,7 +143,7 @@ def test_grouped_attention_with_a_mask_has_a_fused_kernel() -> None:
     positions = torch.arange(128).remainder(50).expand(2, -1)
     core, results = CausalCore(use_rotary=False, grouped=True), []
     for device in ("cpu", "cuda"):
-        inputs = [x.to(device).requires_grad_() for x in (q, k, v)]
+        inputs = [x.detach().to(device, copy=True).requires_grad_() for x in (q, k, v)]
         mask = document_mask(positions.to(device), torch.bfloat16)
         kernels = [torch.nn.attention.SDPBackend.MATH]
         if device == "cuda":
