@@ -87,8 +87,8 @@ def missing_data(config: RunConfig, root: Path) -> list[str]:
         return faults
     folder = data_folder(config, root)
     elsewhere = "" if folder == data_folder(config, runs_root()) else f" --to {folder}"
-    gigabytes = sum(read_source(name).gigabytes or 0 for name in located.missing)
-    size = f", about {gigabytes:,.3g} GB" if gigabytes else ""
+    sizes = [read_source(name).gigabytes for name in located.missing]
+    size = "" if None in sizes else f", about {sum(filter(None, sizes)):,.3g} GB"
     return [
         f"data.source: {' and '.join(located.missing)} not in {folder}; `slurmllm data fetch "
         f"{' '.join(located.missing)}{elsewhere}` downloads what is missing{size}; --fetch does "
