@@ -78,7 +78,7 @@ def test_what_all_share(name: str) -> None:
     assert found.optim.betas == ((0.9, 0.999) if defaults else (0.9, 0.95))
     small = name in ("llama2_13b", "qwen3_0.6b", "qwen3_8b")
     assert found.model.norm_eps == (1e-6 if small else 1e-5)
-    assert found.train.finetune == name.endswith("_finetune")
+    assert bool(found.train.finetune) == name.endswith("_finetune")
     rotary = {"neox": 0.25, "llama": 1.0, "qwen3": 1.0, "gpt3": 0.0}
     assert found.model.rotary_pct == rotary[found.model.family]
 
