@@ -2,7 +2,7 @@
 
 python tools/benchmarks/planner_tables.py
 
-Prints Markdown (docs/plan.md has it): MosaicML's tables of llm-foundry, by model and nodes and by
+Prints Markdown: MosaicML's tables of llm-foundry, by model and nodes and by
 model and sequence length, and AWS's of trn1. A cell is the published throughput, and predicted over
 published, from constants that were fitted without the model (slurmllm/plan/published_runs.csv).
 Where a table has several rows for a cell (micro batches, releases), the last is shown.
