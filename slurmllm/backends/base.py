@@ -23,8 +23,8 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import ConfigError
 from slurmllm.model import IGNORED as IGNORED
-from slurmllm.plan.host_memory import Memory
 from slurmllm.plan.mesh import Mesh
+from slurmllm.run.host_memory import Memory
 
 if TYPE_CHECKING:
     from torch import nn

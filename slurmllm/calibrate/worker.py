@@ -29,8 +29,8 @@ from slurmllm.calibrate.measuring import Item, Scale, measure, scale_of
 from slurmllm.calibrate.node import Sample, Task, product_grid
 from slurmllm.config.resolve import resolve
 from slurmllm.model.decoder import build_model
-from slurmllm.plan.host_memory import host_memory
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.run.host_memory import host_memory
 
 # Of a collective, instead of torch's 10 (NCCL) or 30 minutes (Gloo).
 _LIMIT = timedelta(seconds=120)

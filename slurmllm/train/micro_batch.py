@@ -24,9 +24,9 @@ from dataclasses import replace
 import numpy as np
 
 from slurmllm.backends.base import MicroBatch
-from slurmllm.plan.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, micro_batches, save_mesh
 from slurmllm.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
+from slurmllm.run.host_memory import Memory
 from slurmllm.train.exits import classify_error
 from slurmllm.train.job import Job, change_micro_batch
 from slurmllm.train.schedules import learning_rate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slurmllm.plan.host_memory import host_memory
+from slurmllm.run.host_memory import host_memory
 
 SIZE = 2**27
 

@@ -16,8 +16,8 @@ from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.control.plane import ControlPlane
 from slurmllm.control.relay import Position, Relay
-from slurmllm.plan.host_memory import Memory
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.run.host_memory import Memory
 
 T = TypeVar("T")
 SECRET = b"known to the workers"

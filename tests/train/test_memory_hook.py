@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurmllm.plan.host_memory import Memory
+from slurmllm.run.host_memory import Memory
 from slurmllm.run.worker_files import EventLog
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.monitoring import MemoryHook

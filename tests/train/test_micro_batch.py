@@ -14,9 +14,9 @@ from slurmllm.backends.base import Worker
 from slurmllm.config.load import load
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import StorageError
-from slurmllm.plan.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, load_mesh, make_mesh, save_mesh
 from slurmllm.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
+from slurmllm.run.host_memory import Memory
 from slurmllm.run.records import WorkerRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.train import micro_batch

@@ -48,8 +48,8 @@ from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize, local_part
-from slurmllm.plan.host_memory import Memory, host_memory
 from slurmllm.plan.mesh import Mesh, pipelines, without_fsdp
+from slurmllm.run.host_memory import Memory, host_memory
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or
 # write a checkpoint meanwhile.

@@ -49,9 +49,9 @@ from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.errors import CodeError, ConfigError
 from slurmllm.model import decoder
 from slurmllm.model.decoder import Decoder
-from slurmllm.plan.host_memory import Memory, host_memory
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies, sharding
+from slurmllm.run.host_memory import Memory, host_memory
 
 # Parts of a profiled step; an instance has the table of these functions of its own.
 _PARTS = {ForwardStepTask: "forward", BackwardStepTask: "backward"}

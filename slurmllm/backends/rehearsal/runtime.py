@@ -23,7 +23,7 @@ from slurmllm.backends.base import Backend, MicroBatch, ModelFactory
 from slurmllm.backends.rehearsal.environment import unsupported
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError, StorageError
-from slurmllm.plan.host_memory import Memory, host_memory
+from slurmllm.run.host_memory import Memory, host_memory
 
 STEP_S = "SLURMLLM_REHEARSAL_STEP_S"  # shortest duration of a step, s
 BYTES = "SLURMLLM_REHEARSAL_BYTES"  # of the state, all workers together

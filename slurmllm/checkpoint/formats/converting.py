@@ -43,10 +43,10 @@ from slurmllm.config.recipe import ADAMW, OptimConfig
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import ConfigError, RunError, StorageError
-from slurmllm.plan.host_memory import free_memory
 from slurmllm.plan.mesh import load_mesh
 from slurmllm.plan.parameters import parameter_shapes
 from slurmllm.run.artifact_records import CheckpointManifest
+from slurmllm.run.host_memory import free_memory
 from slurmllm.run.rundir import RunDir, is_run
 
 if TYPE_CHECKING:

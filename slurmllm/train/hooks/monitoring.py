@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from statistics import mean
 
-from slurmllm.plan.host_memory import Memory
+from slurmllm.run.host_memory import Memory
 from slurmllm.run.records import WorkerRecord
 from slurmllm.run.safe_files import open_append
 from slurmllm.train.hooks import Hook, StepEnd
