@@ -35,7 +35,7 @@ def fetch(
     names: tuple[str, ...], to: Path | None, parts: int | None, list_: bool, cluster: str | None,
     runs_dir: Path, as_json: bool,
 ) -> None:  # fmt: skip
-    """Download published data sets: NAME is one of --list, a recipe, or a .yaml file of a recipe.
+    """Download published data sets: NAME is one of --list, a recipe, or a .yaml file of either.
 
     An interrupted download continues when the same command is run again. Files are verified, and a
     corpus of texts is built. `submit` finds what is in the default folder.
@@ -43,6 +43,7 @@ def fetch(
     from slurmllm.config.data_sources import data_dir
     from slurmllm.config.profiles import available, did_you_mean
     from slurmllm.config.resolve import recipes_dir, resolve
+    from slurmllm.config.yaml_source import read_yaml
     from slurmllm.errors import ConfigError
 
     if list_:
@@ -51,15 +52,18 @@ def fetch(
     if not names:
         raise click.UsageError("name a data set of `slurmllm data fetch --list`, or a recipe")
     published, fetched = available(data_dir()), []
-    known = [*published, *available(recipes_dir())]
+    shipped = [*published, *available(recipes_dir())]
     for name in names:
-        if name not in known and Path(name).suffix not in (".yaml", ".yml"):
+        is_source = name in published
+        if Path(name).suffix in (".yaml", ".yml"):
+            is_source = "files" in read_yaml(Path(name))[0]  # which a recipe has not
+        elif name not in shipped:
             raise ConfigError(
-                f"{name!r} is neither a data set nor a recipe; {did_you_mean(name, known)}"
+                f"{name!r} is neither a data set nor a recipe; {did_you_mean(name, shipped)}"
                 "`slurmllm data fetch --list` lists the data sets"
             )
-        config = resolve("tiny_neox" if name in published else name, cluster)
-        sources = (name,) if name in published else config.recipe.data.sources
+        config = resolve("tiny_neox" if is_source else name, cluster)
+        sources = (name,) if is_source else config.recipe.data.sources
         if not sources:
             raise ConfigError(
                 f"{name} names no published data set (data.source); choose one of "
@@ -80,7 +84,7 @@ def fetch_sources(
     config: RunConfig, root: Path, names: Sequence[str], to: Path | None = None,
     parts: int | None = None, *, err: bool = True,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Fetch data sets; prints and returns what training reads of each."""
+    """Fetch data sets; print and return what training reads of each."""
     from rich.filesize import decimal
 
     from slurmllm.config.data_sources import read_source

@@ -143,7 +143,7 @@ def submit(
 
 
 def _data_settings(data: str | None, fetch: bool) -> dict[str, tuple[str, Any]]:
-    """What --data sets: dotted path → (option, value)."""
+    """Return what --data sets: dotted path → (option, value)."""
     from slurmllm.config.resolve import TRIAL
     from slurmllm.submit.inputs import STDLIB
 
@@ -179,7 +179,7 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
     run, config, mesh = prepared.run, prepared.config, prepared.mesh
     variables = worker_environment(config, run)
     arguments = load_environment(config.backend).arguments(config, mesh)
-    for reason in [one for one in prepared.refusals if one not in prepared.missing_data]:
+    for reason in prepared.refusals:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
     if as_json:
         shown = {
@@ -193,7 +193,7 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
             ],
             "backend_arguments": arguments,
             "planner": _planner_json(prepared),
-            "refusals": list(prepared.refusals),
+            "refusals": [*prepared.refusals, *prepared.missing_data],
         }
         options.echo_json(shown, indent=None)
         return

@@ -65,7 +65,7 @@ def submit(
     for warning in dict.fromkeys(w for run in prepared.runs if run.fit for w in run.fit.warnings):
         click.echo(f"warning: {warning}", err=True)
     for run in prepared.runs:
-        for reason in [one for one in run.refusals if one not in run.missing_data]:
+        for reason in run.refusals:
             click.echo(f"warning: submit would refuse {run.run.name}: {reason}", err=True)
     if request.dry_run:
         _print_prepared(prepared, [], as_json)
@@ -116,7 +116,7 @@ def _print_prepared(
                     "graphs": run.graphs_from,
                     "lane": prepared.lane(place),
                     "train_job": job,
-                    "refusals": list(run.refusals),
+                    "refusals": [*run.refusals, *run.missing_data],
                 }
                 for place, (run, case, job) in enumerate(
                     zip(prepared.runs, prepared.record.cases, train_jobs, strict=True)

@@ -110,7 +110,7 @@ def read_source(name: str) -> DataSource:
 
 
 def user_configuration() -> Path:
-    """The file of this user's settings for every run, which need not exist."""
+    """Return the file of this user's settings for every run, which need not exist."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     path = os.environ.get("SLURMLLM_CONFIG") or f"{base}/slurmllm/config.yaml"
     return Path(path).expanduser()

@@ -13,12 +13,13 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from slurmllm.config.data_sources import DataSource, PublishedFile
 from slurmllm.corpus.build import build_corpus
@@ -27,9 +28,11 @@ from slurmllm.corpus.join import BuildCallbacks
 from slurmllm.corpus.options import ReadOptions
 from slurmllm.data.tokenizer import tokenizer_of_vocabulary
 from slurmllm.display.progress import OnStage
-from slurmllm.errors import DataError, InfrastructureError, SlurmllmError, StorageError
+from slurmllm.errors import DataError, InfrastructureError, StorageError
 from slurmllm.run.rundir import fsync_dir, write_atomic
 from slurmllm.run.safe_files import open_lock, reason
+
+T = TypeVar("T")
 
 MANIFEST = "fetched.json"
 _CHUNK = 1 << 22  # bytes that are read at a time
@@ -40,7 +43,13 @@ _SILENCE_S = 60  # after which a connection counts as broken
 _WORKERS = 4
 _AGAIN = "run the same command again"
 _MIRROR = "cluster.data_mirrors names another address (docs/data.md#published-data-sets)"
-_PACKAGES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "hf": "huggingface_hub"}
+# Errors of connections that are not OSErrors, by module.
+_ERRORS = (
+    ("aiohttp", "ClientError"),
+    ("huggingface_hub.errors", "HTTPError"),
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+)
 
 
 class _Address(NamedTuple):
@@ -79,7 +88,7 @@ class Fetch:
     on_note: Callable[[str], None] = lambda note: None
 
     def run(self) -> list[dict[str, Any]]:
-        """Fetch what is missing and build the corpus; returns name, size and origins of each file.
+        """Fetch what is missing and build the corpus; return name, size and origins of each file.
 
         Raises:
             DataError: nothing is at an address, it may not be read, or other data are there.
@@ -91,15 +100,23 @@ class Fetch:
             with self._locked():
                 files = self._fetched()
                 if files is None:
-                    there = sum(one.stat().st_size for one in self.folder.iterdir())
-                    _require_space(self.folder, int(1e9 * (self.source.gigabytes or 0)) - there)
-                    files = [one for file in self.source.files for one in self._download(file)]
+                    if self.parts is None:
+                        there = sum(path.stat().st_size for path in self.folder.iterdir())
+                        _require_space(self.folder, int(1e9 * (self.source.gigabytes or 0)) - there)
+                    files = [file for each in self.source.files for file in self._download(each)]
+                    if self.source.corpus and self.source.build and self._manifest.exists():
+                        # Built from the files of an earlier fetch, with other --parts.
+                        (self.folder / self.source.corpus).unlink(missing_ok=True)
                     manifest = {"name": self.name, "parts": self.parts, "files": files}
-                    write_atomic(self.folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+                    write_atomic(self._manifest, json.dumps(manifest, indent=2) + "\n")
                 self._make_inputs([file["name"] for file in files])
         except OSError as error:
             raise _storage_error(self.folder, error) from error
         return files
+
+    @property
+    def _manifest(self) -> Path:
+        return self.folder / MANIFEST
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -115,9 +132,9 @@ class Fetch:
             yield
 
     def _fetched(self) -> list[dict[str, Any]] | None:
-        """The files of an earlier fetch; None if it was another one or a file has gone."""
+        """Return the files of an earlier fetch; None if it was another one or a file has gone."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            manifest = json.loads((self.folder / MANIFEST).read_bytes())
+            manifest = json.loads(self._manifest.read_bytes())
             files: list[dict[str, Any]] = manifest["files"]
             sizes = [(self.folder / file["name"]).stat().st_size for file in files]
             if manifest["parts"] == self.parts and sizes == [f["size_bytes"] for f in files]:
@@ -128,6 +145,8 @@ class Fetch:
         """Fetch a file, or all of a pattern, each under its own name or joined."""
         url = _mirrored(file.url, self.mirrors)
         address = _address(url, anonymous=url == file.url)
+        if address.url != url:
+            self.on_note(f"{url} is read as {address.url}, because s3fs is not installed")
         addresses = [address]
         if "*" in PurePosixPath(address.path).name:
             system = address.file_system
@@ -141,15 +160,15 @@ class Fetch:
         if file.name is not None:
             yield self._write(file.name, addresses, file)
         else:
-            for one in addresses:
-                yield self._write(PurePosixPath(one.path).name, [one], file)
+            for address in addresses:
+                yield self._write(PurePosixPath(address.path).name, [address], file)
 
     def _write(
         self, name: str, addresses: list[_Address], published: PublishedFile
     ) -> dict[str, Any]:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        states = [_retry(one.url, partial(_state, one)) for one in addresses]
+        states = [_retry(address.url, partial(_state, address)) for address in addresses]
         for address, state in zip(addresses, states, strict=True):
             if published.size is not None and state.size not in (None, published.size):
                 raise DataError(
@@ -178,12 +197,12 @@ class Fetch:
                     self.on_progress(f"fetching {name}", done, total)
 
                 end = _append(address, state, out, begin, show)
-                sha256, wanted = _digest(part, begin, end), published.sha256 or state.sha256
-                if wanted not in (None, sha256):
+                sha256, stated = _digest(part, begin, end), published.sha256 or state.sha256
+                if stated not in (None, sha256):
                     part.rename(path) if was_there else part.unlink()
                     fix = f"remove {path}, then" if was_there else "the download was deleted;"
                     raise DataError(
-                        f"{address.url}: its sha256 is {sha256}, and {wanted} is published: damaged"
+                        f"{address.url}: its sha256 is {sha256}, and {stated} is published: damaged"
                         f" on the way, or other data; {fix} {_AGAIN}, or {_MIRROR}"
                     )
                 origins.append({"url": address.url, "size_bytes": end - begin, "sha256": sha256})
@@ -219,8 +238,8 @@ class Fetch:
 
 
 def _mirrored(url: str, mirrors: Mapping[str, str]) -> str:
-    """The address with the longest begin that has a mirror replaced by it."""
-    begin = max((one for one in mirrors if url.startswith(one)), key=len, default="")
+    """Return an address with the longest begin that has a mirror replaced by it."""
+    begin = max(filter(url.startswith, mirrors), key=len, default="")
     return mirrors.get(begin, "") + url.removeprefix(begin)
 
 
@@ -243,8 +262,7 @@ def _address(url: str, anonymous: bool) -> _Address:
             options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
         file_system, path = url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
-        package = _PACKAGES.get(protocol)
-        fix = f"`pip install {package}`" if package else _MIRROR
+        fix = "`pip install s3fs`" if protocol == "s3" else _MIRROR
         raise DataError(f"{url} cannot be opened here: {error}; {fix}") from error
     return _Address(url, file_system, str(path))
 
@@ -283,40 +301,34 @@ def _open(address: _Address, offset: int) -> Iterator[_Opened]:
 def _append(
     address: _Address, state: _Opened, out: BinaryIO, begin: int, on_bytes: Callable[[int], None]
 ) -> int:
-    """Append what is missing of an address whose bytes begin at `begin`; returns where they end."""
-    there, failures, whole = max(0, out.seek(0, os.SEEK_END) - begin), 0, False
-    done = min(there, state.size or 0)  # without a size, nothing says where to continue
-    if not state.size:
+    """Append what is missing of an address whose bytes begin at `begin`; return where they end."""
+    # Without a size, nothing says where to continue.
+    done = min(max(0, out.seek(0, os.SEEK_END) - begin), state.size or 0)
+    if state.size is None:
         out.truncate(begin)
-    while not whole and done != state.size:
-        before = done
-        try:
-            with _open(address, done) as opened:
-                if (opened.size, opened.version) != (state.size, state.version):
-                    raise DataError(f"{address.url} was changed while it was fetched; {_AGAIN}")
-                if opened.first < done:
-                    done = 0
-                    out.truncate(begin)
-                while chunk := opened.stream.read(_CHUNK):
-                    _write(out, chunk)
-                    done += len(chunk)
-                    on_bytes(begin + done)
-            whole = state.size is None
-            if not whole and done != state.size:
-                raise ConnectionError(f"sent {done:,} of {state.size:,} bytes")
-        except Exception as error:
-            failures = 0 if done > before else failures + 1
-            _pause_or_raise(address.url, error, failures, done)
+
+    def read() -> None:
+        nonlocal done
+        with _open(address, done) as opened:
+            if (opened.size, opened.version) != (state.size, state.version):
+                raise DataError(f"{address.url} was changed while it was fetched; {_AGAIN}")
+            if opened.first < done:
+                done = 0
+                out.truncate(begin)
+            while chunk := opened.stream.read(_CHUNK):
+                try:
+                    out.write(chunk)
+                    out.flush()
+                except OSError as error:  # of the disk, not of the connection
+                    raise _storage_error(Path(out.name).parent, error) from error
+                done += len(chunk)
+                on_bytes(begin + done)
+        if state.size not in (None, done):
+            raise ConnectionError(f"sent {done:,} of {state.size:,} bytes")
+
+    if done != state.size:
+        _retry(address.url, read, lambda: done)
     return begin + done
-
-
-def _write(out: BinaryIO, chunk: bytes) -> None:
-    """Write to the disk; its errors are not those of the connection."""
-    try:
-        out.write(chunk)
-        out.flush()
-    except OSError as error:
-        raise _storage_error(Path(out.name).parent, error) from error
 
 
 def _digest(path: Path, begin: int, end: int) -> str:
@@ -329,39 +341,55 @@ def _digest(path: Path, begin: int, end: int) -> str:
     return digest.hexdigest()
 
 
-def _retry(url: str, ask: Callable[[], Any]) -> Any:
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """Return what the file systems that are loaded raise if a connection breaks."""
+    loaded = ((sys.modules.get(module), name) for module, name in _ERRORS)
+    return (OSError, *(getattr(module, name, OSError) for module, name in loaded))
+
+
+def _retry(url: str, ask: Callable[[], T], arrived: Callable[[], int] = lambda: 0) -> T:
+    """Return the answer of `ask`, which is asked again if the connection breaks.
+
+    Args:
+        arrived: The bytes that have arrived. Any progress starts the count of tries anew.
+    """
     failures = 0
     while True:
+        before = arrived()
         try:
             return ask()
-        except Exception as error:
-            failures += 1
-            _pause_or_raise(url, error, failures)
+        except _connection_errors() as error:
+            _raise_refusal(url, error)
+            failures = 0 if arrived() > before else failures + 1
+            if failures >= _TRIES:
+                rest = f"; {arrived():,} bytes are kept" if arrived() else ""
+                raise InfrastructureError(
+                    f"{url}: the connection failed {failures} times: "
+                    f"{error or type(error).__name__}{rest}; {_AGAIN} later; without a way to the "
+                    f"internet, set HTTPS_PROXY, or {_MIRROR}"
+                ) from error
+        except (ValueError, NotImplementedError) as error:  # an address of another form
+            raise DataError(f"{url} cannot be read: {error}; {_MIRROR}") from error
+        time.sleep(_PAUSE_S * 2**failures)
 
 
-def _pause_or_raise(url: str, error: Exception, failures: int, done: int = 0) -> None:
-    """Wait before the next try, or raise: each fsspec file system raises errors of its own."""
-    if isinstance(error, SlurmllmError):
-        raise error
-    response = getattr(error, "response", None)
-    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+def _raise_refusal(url: str, error: Exception) -> None:
+    """Raise DataError if a server answered, and another try will have the same answer."""
+    # A FileNotFoundError hides why: an answer, no connection, or the form of the address.
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None
+    response = getattr(cause or error, "response", None)
+    status = getattr(cause or error, "status", None) or getattr(response, "status_code", None)
     if status in (401, 403) or isinstance(error, PermissionError):
         raise DataError(
             f"{url} may not be read ({status or 'access denied'}): Hugging Face: accept the terms "
             "on its page, and set HF_TOKEN; S3: `pip install s3fs` and credentials; or "
             f"{_MIRROR}"
         ) from error
-    if status in (404, 410) or (isinstance(error, FileNotFoundError) and error.__cause__ is None):
+    is_broken = isinstance(cause, _connection_errors()) and status is None
+    if status in (404, 410) or (isinstance(error, FileNotFoundError) and not is_broken):
         raise DataError(f"{url} does not exist (404); {_MIRROR}") from error
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
         raise DataError(f"{url} is refused ({status}): {error}; {_MIRROR}") from error
-    if failures >= _TRIES:
-        kept = f"; {done:,} bytes are kept" if done else ""
-        raise InfrastructureError(
-            f"{url}: the connection failed {failures} times: {error or type(error).__name__}{kept};"
-            f" {_AGAIN} later; without a way to the internet, set HTTPS_PROXY, or {_MIRROR}"
-        ) from error
-    time.sleep(_PAUSE_S * 2**failures)
 
 
 def _require_space(folder: Path, missing_bytes: int) -> None:

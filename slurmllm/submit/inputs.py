@@ -65,13 +65,13 @@ def _exists(path: Path) -> bool:
     return path.is_file() or all(Path(f"{path}{end}").is_file() for end in (".bin", ".idx"))
 
 
-def missing_data(config: RunConfig, root: Path) -> list[str]:
+def missing_data(config: RunConfig, root: Path, located: LocatedData) -> list[str]:
     """Return why a run has no training data, with what to do; empty if it has.
 
     Args:
         root: The folder of all runs.
     """
-    data, located = config.recipe.data, locate(config, root)
+    data = config.recipe.data
     if data.corpus is not None or ("corpus" in located.values and not located.missing):
         return []
     faults = [
@@ -120,15 +120,15 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
     if data.corpus is None and build:
         title = f"{config.recipe.name} has no training data"
-        raise ConfigError(title, missing_data(config, root))
+        raise ConfigError(title, missing_data(config, root, located))
     has_builtin = STDLIB in [*(path for _, path in paths), data.tokenizer]
     if not build and (data.corpus is None or has_builtin):
         for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
             # A tokenized corpus may be named by the common prefix of its two files.
             prefix, rest = plugins.split_prefix(path)
             files = (Path(rest), Path(f"{rest}.idx"))
-            found = prefix is not None or any(file.exists() for file in files)
-            if path != STDLIB and not found:
+            exists = prefix is not None or any(file.exists() for file in files)
+            if path != STDLIB and not exists:
                 raise DataError(f"{option}: {path!r} is not a file; name one that exists")
         if data.corpus is not None and config.recipe.eval.every_steps is not None:
             # Texts are counted in tokens: with the built-in tokenizer, which takes seconds to make.

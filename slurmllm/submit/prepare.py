@@ -92,8 +92,9 @@ class PreparedRun:
     scripts: dict[Stage, str]  # text of each stage's batch script
     # The planner's prediction; None without hardware figures, or if not asked for.
     fit: FitCheck | None = None
-    refusals: tuple[str, ...] = ()  # reasons why the run cannot be trained; only after a dry run
-    missing_data: tuple[str, ...] = ()  # those of them that are missing data
+    # Reasons why the run cannot be trained, and those that are missing data; only after a dry run.
+    refusals: tuple[str, ...] = ()
+    missing_data: tuple[str, ...] = ()
     # Name of the run whose compiled graphs are used; None: precompile first.
     graphs_from: str | None = None
     is_new: bool = False  # whether `prepare` created the directory
@@ -215,13 +216,15 @@ def prepare(request: RunRequest) -> PreparedRun:
         source = Path(init_from).absolute()
         require_model(source, config.recipe.model)
         config = config.with_init_from(str(source))
-    missing = missing_data(config, root)
-    if missing and request.fetch is not None:
+    located = locate(config, root)
+    missing = missing_data(config, root, located)
+    if request.fetch is not None and located.missing:
         if dry_run:
             log.warning("--fetch would download the data first: %s", missing[0])
+            # Without a corpus among them, a submission would fail after the download.
+            missing = [] if "corpus" in located.values else missing
         else:
-            request.fetch(config, root, locate(config, root).missing)
-        missing = []
+            request.fetch(config, root, located.missing)
     config = resolve_inputs(config, root, build=not dry_run)
     if config.is_trial:
         log.warning(
@@ -230,8 +233,7 @@ def prepare(request: RunRequest) -> PreparedRun:
             " and ".join(config.recipe.data.sources) or "data of its own",
         )  # fmt: skip
     if dry_run:
-        refusals = (*reasons, *missing)
-        return replace(prepared, fit=fit, refusals=refusals, missing_data=tuple(missing))
+        return replace(prepared, fit=fit, refusals=tuple(reasons), missing_data=tuple(missing))
     if request.run is None:
         run = claim_run(folder, request.name, config.recipe.name, config.cluster)
     try:

@@ -1,4 +1,4 @@
-"""A server of files that misbehaves as told, for the tests of downloads."""
+"""A server of files that misbehaves as a test sets it, for the tests of downloads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def data_server() -> Iterator[DataServer]:
             name = self.path.lstrip("/")
             faults = server.faults.get(name, {})
             if name.endswith("/") or not name:
-                body = "".join(f'<a href="/{one}">x</a>' for one in sorted(server.files)).encode()
+                body = "".join(f'<a href="/{name}">x</a>' for name in sorted(server.files)).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", "text/html")
                 self.send_header("Content-Length", str(len(body)))

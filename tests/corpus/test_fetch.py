@@ -12,8 +12,10 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import pytest
 
 from corpus.data_server import DataServer, data_server
@@ -177,6 +179,47 @@ def test_a_server_that_is_busy_or_not_there(server: DataServer, tmp_path: Path) 
         Fetch("a", source("http://127.0.0.1:9/a.bin"), tmp_path).run()
 
 
+def test_a_hub_that_refuses(
+    server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face's file system reports a gated repository as a file that is not there."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url.rstrip("/"))
+    server.faults["api/models/org/gated"] = {"status": 401}
+    with pytest.raises(DataError, match=r"may not be read \(401\).*accept the terms.*HF_TOKEN"):
+        Fetch("a", source("hf://org/gated/a.bin"), tmp_path).run()
+    with pytest.raises(DataError, match="cannot be read: Repository id must be"):
+        Fetch("a", source("hf://org"), tmp_path).run()
+
+
+def test_a_sum_that_the_hub_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    info = MemoryFileSystem.info
+    for stated in (SHA256, SHA256[::-1]):
+        large_file = SimpleNamespace(sha256=stated)
+        monkeypatch.setattr(
+            MemoryFileSystem, "info", lambda *path, lfs=large_file: info(*path) | {"lfs": lfs}
+        )
+        fsspec.filesystem("memory").pipe("/hub/a.bin", CONTENT)
+        run = Fetch("a", source("memory://hub/a.bin"), tmp_path / stated)
+        if stated == SHA256:
+            run.run()
+            continue
+        with pytest.raises(DataError, match=f"and {stated} is published"):
+            run.run()
+
+
+def test_a_bug_is_no_broken_connection(
+    server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(fetch, "_open", broken)
+    with pytest.raises(TypeError, match="a bug"):
+        download(server, tmp_path)
+
+
 def test_a_server_that_is_silent(
     server: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,10 +246,10 @@ def test_two_fetches_at_once(server: DataServer, tmp_path: Path) -> None:
                 range(3),
             )
         )
-    assert [one.returncode for one in done] == [0, 0, 0], done
+    assert [process.returncode for process in done] == [0, 0, 0], done
     assert (tmp_path / "data" / "a.bin").read_bytes() == CONTENT
     assert server.asked("a.bin") == [0, 0]  # size and content, by the first of them
-    assert sum("waiting for another fetch" in one.stdout for one in done) == 2
+    assert sum("waiting for another fetch" in process.stdout for process in done) == 2
 
 
 def test_no_room_beforehand(server: DataServer, tmp_path: Path, monkeypatch: Any) -> None:
@@ -215,6 +258,12 @@ def test_no_room_beforehand(server: DataServer, tmp_path: Path, monkeypatch: Any
     with pytest.raises(StorageError, match=r"needs 0.0003 GB more, and has 0.0002 GB free.* --to"):
         download(server, tmp_path)
     assert server.asked("a.bin") == [0]  # nothing was downloaded
+    many = source(f"{server.url}*.bin").model_copy(update={"gigabytes": 0.001})
+    with pytest.raises(StorageError, match=r"needs 0.001 GB more"):
+        Fetch("a", many, tmp_path).run()
+    server.files["a.bin"] = CONTENT[:1000]
+    Fetch("a", many, tmp_path, parts=1).run()  # a part of the data set has room
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT[:1000]
 
 
 def test_a_disk_that_fills_up(server: DataServer, tmp_path: Path) -> None:
@@ -252,11 +301,17 @@ def test_mirrors_replace_the_longest_begin() -> None:
     assert fetch._mirrored("https://x/b.bin", mirrors) == "https://x/b.bin"
 
 
-def test_a_public_bucket_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_public_bucket_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # type: ignore[arg-type]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     address = fetch._address("s3://neuron-s3/gpt/a.bin", anonymous=True)
     assert address.path == "https://neuron-s3.s3.amazonaws.com/gpt/a.bin"
+    notes: list[str] = []
+    monkeypatch.setattr(Fetch, "_write", lambda *_: {"name": "a.bin"})
+    Fetch("a", source("s3://neuron-s3/gpt/a.bin"), tmp_path, on_note=notes.append).run()
+    assert notes == [
+        f"s3://neuron-s3/gpt/a.bin is read as {address.path}, because s3fs is not installed"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -273,14 +328,18 @@ def test_the_texts_become_a_corpus(server: DataServer, tmp_path: Path) -> None:
     server.files["d.jsonl"] = "\n".join(lines).encode()
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text(train_tokenizer(lines, 300))
-    given = source(f"{server.url}d.jsonl").model_dump()
-    given |= {"corpus": "d.arrow", "build": {"prompt_key": "instruction"}}
-    given["build"]["completion_key"] = "response"
+    values = source(f"{server.url}*.jsonl").model_dump()
+    values |= {"corpus": "d.arrow", "build": {"prompt_key": "instruction"}}
+    values["build"]["completion_key"] = "response"
     for _ in range(2):  # the second one finds the corpus
-        Fetch("a", DataSource.model_validate(given), tmp_path).run()
+        Fetch("a", DataSource.model_validate(values), tmp_path, parts=1).run()
     (reader,), _ = open_all([(tmp_path / "d.arrow", 1.0)], tokenizer, 300, "none")
     assert len(reader) == 50
     assert not reader.trains_every_token
+    server.files["e.jsonl"] = server.files["d.jsonl"]
+    Fetch("a", DataSource.model_validate(values), tmp_path).run()  # the other part too
+    (reader,), _ = open_all([(tmp_path / "d.arrow", 1.0)], tokenizer, 300, "none")
+    assert len(reader) == 100
 
 
 def test_vocabulary_files_become_a_tokenizer(server: DataServer, tmp_path: Path) -> None:
@@ -290,8 +349,8 @@ def test_vocabulary_files_become_a_tokenizer(server: DataServer, tmp_path: Path)
     server.files["gpt2-vocab.json"] = json.dumps(trained["model"]["vocab"]).encode()
     server.files["gpt2-merges.txt"] = f"#version: 0.2\n{merges}\n".encode()
     files = [{"url": f"{server.url}gpt2-{name}"} for name in ("vocab.json", "merges.txt")]
-    given = {"description": "d", "origin": "o", "licence": "l", "tokenizer": "tokenizer.json"}
-    Fetch("a", DataSource.model_validate({**given, "files": files}), tmp_path).run()
+    values = {"description": "d", "origin": "o", "licence": "l", "tokenizer": "tokenizer.json"}
+    Fetch("a", DataSource.model_validate({**values, "files": files}), tmp_path).run()
     made, path = TokenEncoder(tmp_path / "tokenizer.json"), tmp_path / "trained.json"
     path.write_text(json.dumps(trained))
     text = "the lazy fox\n\n  jumps over 17 naïve dogs"
@@ -304,15 +363,13 @@ def test_vocabulary_files_become_a_tokenizer(server: DataServer, tmp_path: Path)
 @pytest.mark.parametrize("protocol", ["memory", "file"])
 def test_other_file_systems(tmp_path: Path, protocol: str) -> None:
     """As s3 and hf are read: by requests, from any place."""
-    import fsspec
-
     folder = tmp_path / "there"
     files = fsspec.filesystem(protocol)
     files.makedirs(str(folder), exist_ok=True)
     for number in range(2):
         files.pipe(f"{folder}/{number}.bin", CONTENT[number * 100_000 : (number + 1) * 100_000])
-    given = source(f"{protocol}://{folder}/*.bin", name="whole.bin")
-    Fetch("a", given, tmp_path / "data").run()
+    joined = source(f"{protocol}://{folder}/*.bin", name="whole.bin")
+    Fetch("a", joined, tmp_path / "data").run()
     assert (tmp_path / "data" / "whole.bin").read_bytes() == CONTENT[:200_000]
     (tmp_path / "data" / fetch.MANIFEST).unlink()
     (tmp_path / "data" / "whole.bin").unlink()

@@ -55,20 +55,20 @@ def test_every_recipe_names_data_that_are_described() -> None:
     for name in available(recipes_dir()):
         sources = resolve(name).recipe.data.sources
         assert bool(sources) is not name.startswith("tiny_"), name
-        given = [read_source(source) for source in sources]
-        assert [one.corpus for one in given if one.corpus] != [] or name.startswith("tiny_")
-        assert sum(one.corpus is not None for one in given) <= 1, name
-        assert sum(one.tokenizer is not None for one in given) <= 1, name
+        data_sets = [read_source(source) for source in sources]
+        corpora = [data_set.corpus for data_set in data_sets if data_set.corpus]
+        assert len(corpora) == 1 or name.startswith("tiny_"), name
+        assert sum(data_set.tokenizer is not None for data_set in data_sets) <= 1, name
 
 
 def test_missing_data_name_the_command(fake: FakeSlurm) -> None:
-    told = fails(2, *NEOX)
-    assert "`slurmllm data fetch wikipedia_gpt2` downloads what is missing" in told
-    assert "--data builtin" in told
-    assert "--set data.corpus=" in told
+    message = fails(2, *NEOX)
+    assert "`slurmllm data fetch wikipedia_gpt2` downloads what is missing" in message
+    assert "--data builtin" in message
+    assert "--set data.corpus=" in message
     dry = call(*NEOX, "--dry-run")
     assert (dry.exit_code, dry.stdout.count("#!/bin/bash")) == (2, 2)
-    assert told in dry.stderr
+    assert message in dry.stderr
     shown = call(*NEOX, "--dry-run", "--json")
     assert shown.exit_code == 2
     assert "data fetch" in json.loads(shown.stdout)["refusals"][0]
@@ -96,8 +96,8 @@ def test_fetch_first_then_submit(mirrored: DataServer, fake: FakeSlurm, tmp_path
     # An option takes precedence.
     (folder / "moved.bin").write_bytes((folder / "my-gpt2_text_document.bin").read_bytes())
     (folder / "moved.idx").write_bytes((folder / "my-gpt2_text_document.idx").read_bytes())
-    own = call(*NEOX, f"--set=data.corpus={folder}/moved", "--json")
-    assert files_of(own)[:2] == (f"{folder}/moved", "None")
+    moved = call(*NEOX, f"--set=data.corpus={folder}/moved", "--json")
+    assert files_of(moved)[:2] == (f"{folder}/moved", "None")
 
 
 def test_fetch_by_its_own_command(mirrored: DataServer, tmp_path: Path) -> None:
@@ -118,10 +118,35 @@ def test_fetch_by_its_own_command(mirrored: DataServer, tmp_path: Path) -> None:
         f"tokenizer: {folder}/tokenizer.json}}"
     )
     assert "names no published data set" in fails(2, "data", "fetch", "tiny_neox")
-    told = fails(2, "data", "fetch", "wikipedia")
-    assert "neither a data set nor a recipe; did you mean 'wikipedia_gpt2'?" in told
+    message = fails(2, "data", "fetch", "wikipedia")
+    assert "neither a data set nor a recipe; did you mean 'wikipedia_gpt2'?" in message
     listed = json.loads(call("data", "fetch", "--list", "--json").stdout)["data_sets"]
     assert "neox_20b" in next(d["recipes"] for d in listed if d["name"] == "wikipedia_gpt2")
+
+
+def test_a_data_set_of_a_file(fake: FakeSlurm, tmp_path: Path) -> None:
+    """The command that `submit` names fetches it."""
+    file = tmp_path / "mine.yaml"
+    with data_server() as server:
+        publish_wikipedia(server, tmp_path / "published")
+        urls = [f"{{url: {server.url}wiki/my-gpt2_text_document.{end}}}" for end in ("bin", "idx")]
+        file.write_text(
+            "description: d\norigin: o\nlicence: l\ncorpus: my-gpt2_text_document\n"
+            f"files: [{', '.join(urls)}]\n"
+        )
+        line = (*NEOX, f"--data={file}")
+        assert f"`slurmllm data fetch {file}` downloads what is missing" in fails(2, *line)
+        assert call("data", "fetch", str(file)).exit_code == 0
+    sent = call(*line, "--json")
+    assert sent.exit_code == 0, sent.output
+    assert files_of(sent)[0].endswith("/.data/mine/my-gpt2_text_document")
+
+
+def test_a_dry_run_of_what_cannot_be_fetched(fake: FakeSlurm) -> None:
+    """Neither a recipe without data nor a tokenizer alone is complete after --fetch."""
+    for option in ("--set=data.source=null", "--data=gpt2_tokenizer"):
+        dry = call(*NEOX, option, "--fetch", "--dry-run")
+        assert (dry.exit_code, "no training data" in dry.stderr) == (2, True)
 
 
 def test_a_site_has_it_already(
@@ -136,18 +161,18 @@ def test_a_site_has_it_already(
     )
     by_profile = call(*NEOX, f"--cluster={profile}", "--json")
     assert by_profile.exit_code == 0, by_profile.output
-    found = files_of(by_profile)
-    assert found[:2] == (corpus, tokenizer)
-    assert found[2]["data.corpus"] == "cluster.data.wikipedia_gpt2 (site.yaml:3)"
+    files = files_of(by_profile)
+    assert files[:2] == (corpus, tokenizer)
+    assert files[2]["data.corpus"] == "cluster.data.wikipedia_gpt2 (site.yaml:3)"
     # The user's own configuration is over the profile's.
     profile.write_text("extends: local\ndata:\n  wikipedia_gpt2: {corpus: /nosuch}\n")
     assert "/nosuch" in fails(2, *NEOX, f"--cluster={profile}")
     file = tmp_path / "user" / "config.yaml"
     file.write_text(f"data:\n  wikipedia_gpt2:\n    corpus: {corpus}\n")
     by_user = call(*NEOX, f"--cluster={profile}", "--json")
-    found = files_of(by_user)
-    assert found[:2] == (corpus, "None")
-    assert found[2]["data.corpus"] == "cluster.data.wikipedia_gpt2 (user/config.yaml:3)"
+    files = files_of(by_user)
+    assert files[:2] == (corpus, "None")
+    assert files[2]["data.corpus"] == "cluster.data.wikipedia_gpt2 (user/config.yaml:3)"
     file.write_text(f"data_folder: {tmp_path}/site\n")
     assert files_of(call(*NEOX, "--json"))[0] == corpus
     for text, message in (
@@ -188,8 +213,8 @@ def test_a_trial_on_the_built_in_texts(
 
 
 def test_a_small_vocabulary_and_other_data(fake: FakeSlurm, runs: str) -> None:
-    given = ("--set=model.vocab_size=512", "--data=builtin", "--json", runs)
-    small = call("submit", "tiny_neox", *given)
+    options = ("--set=model.vocab_size=512", "--data=builtin", "--json", runs)
+    small = call("submit", "tiny_neox", *options)
     assert small.exit_code == 0, small.output
     assert ".512.tokenizer.json" in files_of(small)[1]
     other = fails(2, *NEOX, "--data=c4_en,gpt2_tokenizer")
