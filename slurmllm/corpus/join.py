@@ -6,9 +6,10 @@ sequence is a document.
 
 Text becomes an Arrow stream of one record batch, larger than memory, and the footer of Arrow's file
 format: readers of streams (Hugging Face datasets) stop before the footer, and readers of files find
-the batch by it. Arrow writes both from placeholder buffers: slices of a memory-mapped sparse file,
-of the right sizes, which are never read. When Arrow passes such a buffer to the sink, its content
-is streamed instead. Schema, metadata and footer are therefore Arrow's own.
+the batch by it. Arrow writes a file from placeholder buffers: slices of a memory-mapped sparse
+file, of the right sizes, which are never read. When Arrow passes such a buffer to the sink, its
+content is streamed instead. Schema, metadata and footer are therefore Arrow's own, except that the
+schema's message begins where the file's magic was.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import pyarrow.ipc
 from slurmllm.corpus.finished_shard import FinishedShard, mark_duplicates
 from slurmllm.corpus.options import BuildOptions, TokenDtype
 from slurmllm.corpus.work_folder import OutputFile, WorkFolder, write_error
-from slurmllm.data.sources.arrow_batches import FILE_BEGIN, move_blocks
+from slurmllm.data.sources.arrow_batches import FILE_BEGIN
 from slurmllm.data.sources.tokenized import (
     MEGATRON_HEADER,
     MEGATRON_MAGIC,
@@ -253,16 +254,24 @@ def write_arrow(
             for buffer, (_, content) in zip(buffers, contents, strict=True)
         }
         batch = pa.RecordBatch.from_arrays(arrays, schema=schema(columns))
-        sink = _StreamedFile(file, streamed, on_progress)
+        begin = _stream_begin(batch.schema)
+        file.write(begin)
+        sink = _StreamedFile(file, len(begin), streamed, on_progress)
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        sink.finish()
     assert not sink.missing, "Arrow did not write the buffers as they were passed"
     return batch.schema
 
 
+def _stream_begin(schema: pa.Schema) -> bytes:
+    """The schema's message, padded by the size of the magic: offsets in the footer stay right."""
+    message = schema.serialize().to_pybytes()  # four bytes, the int32 size of the rest, the rest
+    rest = message[8:] + bytes(len(FILE_BEGIN))
+    return bytes(message[:4]) + len(rest).to_bytes(4, "little") + rest
+
+
 class _StreamedFile(io.RawIOBase):
-    """A sink that makes a stream with a footer of an Arrow file.
+    """A file without its first `skipped` bytes.
 
     It writes `contents` instead of buffers, by the buffers' address and size.
     """
@@ -270,11 +279,12 @@ class _StreamedFile(io.RawIOBase):
     def __init__(
         self,
         file: OutputFile,
+        skipped: int,
         contents: dict[tuple[int, int], Iterator[Any]],
         on_progress: Callable[[int], None],
     ) -> None:
         self._file, self._contents, self._on_progress = file, contents, on_progress
-        self._last = bytearray()  # what Arrow wrote since the last content
+        self._skipped = skipped
         self.missing = {key for key in contents if key[1]}
 
     def writable(self) -> bool:
@@ -283,9 +293,10 @@ class _StreamedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         key = (data.address, data.size) if isinstance(data, pa.Buffer) else None
         if key not in self._contents:
-            self._last += memoryview(data)
-            return len(memoryview(data))
-        self._flush()
+            data = memoryview(data)
+            self._file.write(data[self._skipped :])
+            self._skipped -= min(self._skipped, len(data))
+            return len(data)
         begin = self._file.size_bytes
         for part in self._contents[key]:
             self._file.write(part)
@@ -294,15 +305,6 @@ class _StreamedFile(io.RawIOBase):
         written = self._file.size_bytes - begin
         assert written == data.size, f"{written} bytes for a buffer of {data.size}"
         return written
-
-    def finish(self) -> None:
-        """Write what is left, the end marker and the footer."""
-        move_blocks(self._last, -len(FILE_BEGIN))
-        self._flush()
-
-    def _flush(self) -> None:
-        self._file.write(bytes(self._last[0 if self._file.size_bytes else len(FILE_BEGIN) :]))
-        self._last.clear()
 
 
 def _placeholders(sparse: Any, sizes: Sequence[int], last: dict[int, int]) -> list[pa.Buffer]:

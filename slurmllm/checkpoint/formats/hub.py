@@ -9,8 +9,8 @@ from slurmllm.errors import DataError, InfrastructureError, UserError
 
 _PREFIX = "hf://"
 # The tokenizer, configuration and safetensors of a model: no pickles, nor other programs' weights.
-_PATTERNS = ("config.json", "model.safetensors", "model-*.safetensors",
-             "model.safetensors.index.json", *FILES)  # fmt: skip
+_WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+_PATTERNS = ["config.json", *_WEIGHTS, *FILES]
 
 
 def model_folder(source: str) -> Path:
@@ -25,45 +25,37 @@ def model_folder(source: str) -> Path:
     """
     if not source.startswith(_PREFIX):
         return Path(source)
-    try:
-        from huggingface_hub import constants, errors, snapshot_download
-    except ImportError as error:
-        raise UserError(
-            f"{source} needs the package huggingface_hub: pip install huggingface_hub"
-        ) from error
+    from huggingface_hub import constants, errors, snapshot_download  # 0.3 s of imports
+
     name, _, revision = source.removeprefix(_PREFIX).partition("@")
     page = f"{constants.ENDPOINT}/{name}"
+    login = "log in with `hf auth login`, or set HF_TOKEN"
+    # The first that fits: a gated model is also one that is not seen.
+    refusals: dict[type[Exception], str] = {
+        errors.HFValidationError: f" names no model; write {_PREFIX}ORG/NAME[@REVISION]",
+        errors.GatedRepoError: f" is gated: accept its terms on {page}, then {login}",
+        errors.RevisionNotFoundError: f": no such branch, tag or commit; see {page}/tree/main",
+        errors.RepositoryNotFoundError: (
+            f": no such model, or a private one; check the name on {constants.ENDPOINT}, and for a "
+            f"private model {login}"
+        ),
+    }
     try:
-        folder = Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=[*_PATTERNS])
-        )
-    except errors.HFValidationError as error:
-        raise UserError(f"{source} names no model; write {_PREFIX}ORG/NAME[@REVISION]") from error
-    except errors.GatedRepoError as error:
-        raise UserError(
-            f"{source} is gated: accept its terms on {page}, then log in with `hf auth login`, or "
-            "set HF_TOKEN"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(f"{source}: no such branch, tag or commit; see {page}/tree/main") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(
-            f"{source}: no such model, or a private one; check the name on {constants.ENDPOINT}, "
-            "and for a private model log in with `hf auth login`, or set HF_TOKEN"
-        ) from error
+        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=_PATTERNS))
+    except tuple(refusals) as error:
+        reason = next(text for kind, text in refusals.items() if isinstance(error, kind))
+        raise UserError(f"{source}{reason}") from error
     except errors.LocalEntryNotFoundError as error:
         offline = constants.HF_HUB_OFFLINE
-        reason = (
-            "HF_HUB_OFFLINE is set; unset it" if offline
-            else f"{constants.ENDPOINT} does not answer; try again"
-        )  # fmt: skip
+        silent = f"{constants.ENDPOINT} does not answer; try again"
+        reason = "HF_HUB_OFFLINE is set; unset it" if offline else silent
         version = f" --revision {revision}" if revision else ""
         raise (DataError if offline else InfrastructureError)(
             f"{source} is not in the cache as a whole, and {reason}, or run `hf download "
             f"{name}{version} --exclude '*.bin'` where there is a network, and copy the cache "
             f"{constants.HF_HUB_CACHE}"
         ) from error
-    except OSError as error:  # also of the hub; a download continues where it ended
+    except (OSError, errors.HTTPError) as error:  # a download continues where it ended
         raise InfrastructureError(
             f"{source} cannot be downloaded to {constants.HF_HUB_CACHE}: {error}; run the same "
             "command again, if the disk is full with HF_HOME in another place"

@@ -63,15 +63,14 @@ class ArrowFile:
                 f"is it another format? {_FIX.capitalize()}"
             ) from error
         self._schema = self._parts[0].schema
-        copied = pa.string_view() in self._schema.types
+        are_views = pa.string_view() in self._schema.types
         for file, part in zip(self.files, self._parts, strict=True):
             if not part.schema.equals(self._schema):
                 raise DataError(
                     f"{file} has other columns than {self.files[0].name}, or of other types "
                     f"({part.schema.names} and {self._schema.names}); {_FIX}"
                 )
-            copied |= part.compressed
-            if copied and part.largest_bytes > _LARGEST_COPY:
+            if (are_views or part.compressed) and part.largest_bytes > _LARGEST_COPY:
                 raise DataError(
                     f"{file} is compressed, or of the type string_view, in a batch of "
                     f"{part.largest_bytes / 1e6:,.0f} MB, which cannot be mapped; {_FIX}"
@@ -82,6 +81,7 @@ class ArrowFile:
         self.first: list[int] = np.cumsum(rows).tolist()
         if len(self) == 0:
             raise DataError(f"{path} has no documents; {_FIX} from files with text")
+        copied = are_views or any(part.compressed for part in self._parts)
         # How many batches of a column stay open.
         self.open_batches = _OPEN_COPIES if copied else _OPEN_BATCHES
         self.batch = lru_cache(self.open_batches)(self._read)
@@ -128,10 +128,9 @@ class ArrowFile:
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:
-            raise self.damaged(
-                document, f"byte {begin + error.start} of it is not UTF-8 "
-                f"(0x{data[error.start]:02x})",
-            ) from error  # fmt: skip
+            at, byte = error.start, data[error.start]
+            reason = f"byte {begin + at} of it is not UTF-8 (0x{byte:02x})"
+            raise self.damaged(document, reason) from error
 
     def damaged(self, document: int, reason: str) -> StorageError:
         return StorageError(

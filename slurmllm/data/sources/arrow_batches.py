@@ -25,10 +25,8 @@ _MAGIC = b"ARROW1"
 FILE_BEGIN = _MAGIC + b"\0\0"  # of the file format
 _FOOTER_END = 4 + len(_MAGIC)  # after the footer: its length (int32) and the magic
 _CONTINUATION = b"\xff\xff\xff\xff"  # before each message
-# Fields of the Flatbuffers tables, by number (format/Message.fbs, format/File.fbs).
-_HEADER, _ROWS, _COMPRESSION = 2, 0, 3
-_FOOTER_BLOCKS = (2, 3)  # dictionaries and record batches
-_INT32, _INT64, _UINT16 = struct.Struct("<i"), struct.Struct("<q"), struct.Struct("<H")
+_HEADER, _COMPRESSION = 2, 3  # numbers of fields (format/Message.fbs)
+_INT32, _UINT16 = struct.Struct("<i"), struct.Struct("<H")
 
 
 class ArrowBatches:
@@ -98,7 +96,7 @@ class ArrowBatches:
 
     def _scan(self) -> str | None:
         """Find the batches; returns the fault behind the last one."""
-        fault = None
+        fault, no_columns = None, pa.schema([])
         try:
             while True:
                 begin = self._source.tell()
@@ -106,12 +104,10 @@ class ArrowBatches:
                 if message.type == "dictionary":
                     self._dictionaries.append(len(self.rows))
                 elif message.type == "record batch":
-                    data = memoryview(message.metadata)
-                    batch = _target(data, _field(data, _target(data, 0), _HEADER))
-                    place = _field(data, batch, _ROWS)
+                    rows = pa.ipc.read_record_batch(message, no_columns).num_rows
                     self._begins.append(begin)
-                    self.rows.append(_INT64.unpack_from(data, place)[0] if place else 0)
-                    self.compressed |= bool(_field(data, batch, _COMPRESSION))
+                    self.rows.append(rows)
+                    self.compressed = self.compressed or _is_compressed(message)
                     self.largest_bytes = max(self.largest_bytes, self._source.tell() - begin)
         except EOFError:
             end, size = self._source.tell(), len(self._map)
@@ -120,12 +116,12 @@ class ArrowBatches:
                 fault = "it has no end marker: it was cut off, or its writer did not close it"
             elif (end < size or is_file) and not 0 < footer <= size - end - _FOOTER_END:
                 fault = f"{size - end:,} bytes follow its end marker, and not a whole footer"
-        except (pa.ArrowException, OSError, struct.error) as error:
+        except (pa.ArrowException, OSError) as error:
             fault = f"after byte {begin:,} of {len(self._map):,}: {error}"
         return fault and f"{fault} (complete: {len(self.rows):,} batches, {sum(self.rows):,} rows)"
 
 
-def _footer_length(data: mmap.mmap | bytearray) -> int:
+def _footer_length(data: mmap.mmap) -> int:
     """Bytes of the footer at the end of a file; 0 if there is none."""
     if len(data) < _FOOTER_END or data[-len(_MAGIC) :] != _MAGIC:
         return 0
@@ -133,32 +129,22 @@ def _footer_length(data: mmap.mmap | bytearray) -> int:
     return int(length) if 0 < length <= len(data) - _FOOTER_END else 0
 
 
-def move_blocks(file: bytearray, distance: int) -> None:
-    """Add `distance` bytes to the offset of each block in the footer that ends a file."""
-    footer = len(file) - _FOOTER_END - _footer_length(file)
-    for number in _FOOTER_BLOCKS:
-        if place := _field(file, _target(file, footer), number):
-            blocks = _target(file, place)  # an int32 count, then 24 bytes each
-            (count,) = _INT32.unpack_from(file, blocks)
-            for at in range(blocks + 4, blocks + 4 + 24 * count, 24):
-                _INT64.pack_into(file, at, _INT64.unpack_from(file, at)[0] + distance)
+def _is_compressed(message: pa.ipc.Message) -> bool:
+    """Whether the message of a batch has `header.compression`, which pyarrow does not tell."""
+    data = memoryview(message.metadata)
+    (root,) = _INT32.unpack_from(data)
+    header = _field(data, root, _HEADER)
+    (distance,) = _INT32.unpack_from(data, header)
+    return _field(data, header + distance, _COMPRESSION) > 0
 
 
-# Flatbuffers: a buffer begins with the offset of its root table, a table with the distance back to
-# its vtable: uint16 sizes of vtable and table, then of each field its offset in the table.
-# (https://flatbuffers.dev/internals/)
+def _field(data: memoryview, table: int, number: int) -> int:
+    """The place of a field of a Flatbuffers table; 0 if it is absent.
 
-
-def _target(data: memoryview | bytearray, at: int) -> int:
-    """The place that the offset stored at `at` refers to."""
-    return at + int(_INT32.unpack_from(data, at)[0])
-
-
-def _field(data: memoryview | bytearray, table: int, number: int) -> int:
-    """The place of a table's field; 0 if it has its default value."""
+    A table begins with the distance back to its vtable: uint16 sizes of vtable and table, then the
+    offset of each field in the table (https://flatbuffers.dev/internals/).
+    """
     vtable = table - _INT32.unpack_from(data, table)[0]
-    slot = 4 + 2 * number
-    if slot >= _UINT16.unpack_from(data, vtable)[0]:
-        return 0
-    offset = _UINT16.unpack_from(data, vtable + slot)[0]
-    return table + offset if offset else 0
+    slot, (size,) = 4 + 2 * number, _UINT16.unpack_from(data, vtable)
+    (offset,) = _UINT16.unpack_from(data, vtable + slot) if slot < size else (0,)
+    return offset and table + int(offset)
