@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.backends.native.processor import _output, cpu_capability, cpu_fields, processor
+from slurmllm.backends.native.processor import cpu_capability, cpu_fields, output, processor
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_OK
 from slurmllm.graphs import archive as graph_cache
@@ -80,11 +80,11 @@ def test_gpus_are_known_by_name_and_compute_capability(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     kinds = []
     for line in ("NVIDIA A100-SXM4-40GB, 8.0", "NVIDIA H100 80GB HBM3, 9.0"):
-        _output.cache_clear()
+        output.cache_clear()
         smi.write_text(f"#!/bin/sh\necho '{line}'\necho '{line}'\n")
         smi.chmod(0o755)
         kinds.append(processor("cuda", {"ATEN_CPU_CAPABILITY": "avx2"}))
-    _output.cache_clear()
+    output.cache_clear()
     assert kinds == [{"gpu": "NVIDIA A100-SXM4-40GB 8.0"}, {"gpu": "NVIDIA H100 80GB HBM3 9.0"}]
     assert load_environment("nxd").processor("neuron", os.environ) == {}
 
