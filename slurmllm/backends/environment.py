@@ -13,6 +13,7 @@ import importlib
 import os
 import secrets
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from slurmllm.run.rundir import RunDir
 from slurmllm.run.safe_files import make_private_folder, why_replaceable
 
 BROADCAST = "SLURMLLM_BROADCAST"  # the path of the broadcast archive on the nodes
+_OUTPUT_S = 20.0  # nvidia-smi takes some seconds if the driver has to wake the GPUs up
 
 
 class Variable(NamedTuple):
@@ -124,6 +126,17 @@ class BackendEnvironment(Protocol):
 def load_environment(backend: str) -> BackendEnvironment:
     module = importlib.import_module(f"slurmllm.backends.{backend}.environment")
     return cast(BackendEnvironment, module)
+
+
+def output_of(*command: str) -> str | None:
+    """Return what a program prints that ends by itself; None if it is missing, hangs or fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_OUTPUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def node_local_cache(config: RunConfig, run: RunDir) -> str:

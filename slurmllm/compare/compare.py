@@ -120,12 +120,12 @@ def compare(
     changed = min((step for step in changes if step is not None), default=math.inf)
     metrics = {
         name: compare_metric(
-            *(one, shown_differences[name], described[name], limits[name], changed),
+            *(metric_points, shown_differences[name], described[name], limits[name], changed),
             exact=bit_identical(shown[name].a, shown[name].b) if tolerances.exact else None,
             interpolated=alignment.method == "interpolated",
             band=None if band is None else band.metrics[name],
         )
-        for name, one in compared.items()
+        for name, metric_points in compared.items()
     }
     verdict: comparison.Verdict = "match"
     if any(metric.departs for metric in metrics.values()):
@@ -263,10 +263,10 @@ def compare_metric(
         a, b, r = points.a[finite], points.b[finite], signed[finite]
         rough = max(0.0, limits.scatter - tolerance) + (roughness(a, b) if interpolated else 0.0)
         shared = shared_noise(a, b, r)
-        known = 1.0 if shared is None else 0.0 if limits.unstable else shared
+        correlation = 1.0 if shared is None else 0.0 if limits.unstable else shared
         # After a change of precision there is noise.
         identical = 0 if limits.scatter else int(np.searchsorted(steps, changed))
-        result = detect_divergence(r, tolerance, rough, identical, known)
+        result = detect_divergence(r, tolerance, rough, identical, correlation)
     at = steps[finite]
     rule: comparison.RuleName | None = result.rule
     onset = None if result.onset is None else int(at[result.onset])

@@ -111,11 +111,11 @@ def precision_limits(
         unit = weights if name == "param_norm" else losses
         if _BIASED in precisions and name != "param_norm":
             unit = share = 0.0
-        r, own = differences[name], roughness(of_metric.a, of_metric.b)
+        r, rough = differences[name], roughness(of_metric.a, of_metric.b)
         noise = scatter(r[np.isfinite(r)]) if np.isfinite(r).sum() > 2 else None
         bias = max(bias * unit, tolerances.of(name))
-        allowed, unstable = max(bias, min(most * unit, own / 2)), False
-        if noise is not None and (largest := float(noise.sigma.max())) < share * own:
+        allowed, unstable = max(bias, min(most * unit, rough / 2)), False
+        if noise is not None and (largest := float(noise.sigma.max())) < share * rough:
             bias = max(bias, over_scatter * largest)
             unstable = noise.median > allowed
         limits[name] = PrecisionLimits(bias, allowed, unstable)

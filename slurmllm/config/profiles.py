@@ -26,7 +26,7 @@ _NODES = ("device", "devices_per_node")
 
 
 def shipped_dir() -> Path:
-    """The folder that holds `configs/` and `sbatch/`.
+    """Return the folder that holds `configs/` and `sbatch/`.
 
     In a checkout (an editable install too) it is the top of the tree; the wheel carries the same
     two folders inside the package.
@@ -95,10 +95,10 @@ def read_profile(path: Path, folder: Path) -> Level:
         own, origins = levels[0]
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "profile"
         levels[0] = {"name": name, **own}, {"name": path.name, **origins}
-    found = levels.pop()
+    profile = levels.pop()
     while levels:
-        found = extended(found, levels.pop())
-    return found
+        profile = extended(profile, levels.pop())
+    return profile
 
 
 def _base(values: dict[str, Any], origins: dict[str, str], path: Path, folder: Path) -> Path | None:
@@ -118,9 +118,9 @@ def _base(values: dict[str, Any], origins: dict[str, str], path: Path, folder: P
         raise ConfigError(f"extends ({where}): {error.title}") from None
 
 
-def extended(base: Level, own: Level) -> Level:
-    """Return values over those of a profile that they extend."""
-    (values, origins), (given, own_origins) = base, own
+def extended(base: Level, extension: Level) -> Level:
+    """Return a base profile with the values of one that extends it in place of its own."""
+    (values, origins), (given, own_origins) = base, extension
     hardware, before = given.get("hardware", {}), values.get("hardware")
     other_nodes = any(key in given and given[key] != values.get(key) for key in _NODES)
     changed: list[str] = []

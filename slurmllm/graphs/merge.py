@@ -33,9 +33,14 @@ from slurmllm.run.rundir import RunDir
 
 
 def submit_new_graphs(
-    cache: Path, run: RunDir, attempt: int, nodes: Sequence[str], node: str,
-    manifest: GraphManifest, versions: Mapping[str, str],
-) -> tuple[str, ...]:  # fmt: skip
+    cache: Path,
+    run: RunDir,
+    attempt: int,
+    nodes: Sequence[str],
+    node: str,
+    manifest: GraphManifest,
+    versions: Mapping[str, str],
+) -> tuple[str, ...]:
     """Submit the graphs that a node's cache has and the archive lacks; returns their names.
 
     `nodes` are those of the attempt, `manifest` is the one with which it began, `versions` those

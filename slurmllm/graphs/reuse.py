@@ -60,8 +60,10 @@ def other_processor(config: RunConfig, nodes: int, local: bool, run: RunDir) -> 
 
     Empty if there is none, or `local` is False: which processor a job gets is not known.
     """
+    if not local:
+        return ""
     here = {**load_environment(config.backend).versions(), **node_processor(config)}
-    for other in (run, *_newest_first(run)) if local else ():
+    for other in (run, *_newest_first(run)):
         manifest = _manifest(other)
         if manifest is not None and (reason := manifest.unusable(here)):
             then = _fingerprint(config, nodes, local, other, manifest.versions)

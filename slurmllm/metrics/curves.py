@@ -82,13 +82,15 @@ class Curve:
     steps: Ints  # ascending, each once [rows]
     attempts: Ints  # the attempt of each row [rows]
     columns: Mapping[str, Floats]  # values by metric name, of metrics that a row has [rows]
-    absent: Mapping[str, Flags]  # for a metric that some rows lack, which rows those are [rows]
-    overlap_rows: int  # number of recomputed rows: those that a later attempt replaced
+    # For a metric that some rows lack, which rows those are [rows]
+    absent: Mapping[str, Flags] = field(default_factory=dict)
+    overlap_rows: int = 0  # number of recomputed rows: those that a later attempt replaced
     # Whether these are bit-identical to the rows that replaced them; None without overlap.
-    overlap_identical: bool | None
-    overlap_max_rel_diff: float | None  # largest difference between them; None without overlap
-    gaps: tuple[Range, ...]  # ranges of steps that are missing between the first and the last
-    warnings: tuple[str, ...]
+    overlap_identical: bool | None = None
+    # Largest difference between them; None without overlap.
+    overlap_max_rel_diff: float | None = None
+    gaps: tuple[Range, ...] = ()  # steps that are missing between the first and the last
+    warnings: tuple[str, ...] = ()
     kind: SourceKind = "run"
     data: DataRecord | None = None  # the data that the run read; None if not recorded
     skips: tuple[SkippedBatches, ...] = ()  # roll-backs; rows that one of them undid are no overlap

@@ -109,11 +109,11 @@ class RunEvidence:
         }  # fmt: skip
 
 
-def interval_text(found: RunEvidence) -> str:
-    """`14.1–17.9`, sequences/s."""
-    if found.lower is None or found.upper is None:
+def interval_text(published: RunEvidence) -> str:
+    """Return `14.1–17.9`, sequences/s."""
+    if published.lower is None or published.upper is None:
         return "-"
-    return f"{format_number(found.lower)}–{format_number(found.upper)}"
+    return f"{format_number(published.lower)}–{format_number(published.upper)}"
 
 
 def evidence_text(candidate: LayoutEstimate) -> str:

@@ -159,11 +159,11 @@ def expected_losses(
         return LostTime(shares, 0.0, steps, auto, mtbf_s)
     delay = noticing or DetectionDelay()
     parts_s = attempt.parts_s(delay)
-    kept = replace(durations, cache=(0.0,))
+    without_broadcast = replace(durations, cache=(0.0,))
     for weight, begins_s in _restarts(attempt.leaves_s, mtbf_s, restarts):
         left_s = attempt.leaves_s - begins_s
-        again = _Attempt(step_s, steps * step_s, save, kept, mtbf_s, left_s, None)
-        for part, seconds in again.parts_s(delay).items():
+        restart = _Attempt(step_s, steps * step_s, save, without_broadcast, mtbf_s, left_s, None)
+        for part, seconds in restart.parts_s(delay).items():
             parts_s[part] += weight * seconds
     length_s = math.fsum(parts_s.values())
     return LostTime(

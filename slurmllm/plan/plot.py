@@ -86,10 +86,8 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
     label, power = _PANELS[field]
     for number, curve in enumerate(curves):
         values = getattr(curve, field)
-        axes.plot(
-            curve.nodes, values, label=curve.label, color=_COLORS[number % len(_COLORS)],
-            marker=_MARKERS[number % len(_MARKERS)], linewidth=1.8,
-        )  # fmt: skip
+        color, marker = _COLORS[number % len(_COLORS)], _MARKERS[number % len(_MARKERS)]
+        axes.plot(curve.nodes, values, label=curve.label, color=color, marker=marker, lw=1.8)
         if power:
             ideal = [values[0] * (nodes / curve.nodes[0]) ** power for nodes in curve.nodes]
             dashed = "" if number else "no loss"
@@ -148,12 +146,12 @@ def draw_matrix_utilization(products: Sequence[Mapping[str, Any]], profile: str)
     Left: k and n grow together, as in feed-forward matrices; right, if measured: k for some n.
     """
     together, alone = dict[str, list[Mapping[str, Any]]](), dict[str, list[Mapping[str, Any]]]()
-    for one in products:
-        if one["n"] == 4 * one["k"]:
-            name = f"{one['precision']}, peak {one['peak_tflops']:.4g} TFLOP/s"
-            together.setdefault(name, []).append(one)
-        if one["precision"] == products[0]["precision"]:
-            alone.setdefault(f"n = {one['n']:,}", []).append(one)
+    for row in products:
+        if row["n"] == 4 * row["k"]:
+            name = f"{row['precision']}, peak {row['peak_tflops']:.4g} TFLOP/s"
+            together.setdefault(name, []).append(row)
+        if row["precision"] == products[0]["precision"]:
+            alone.setdefault(f"n = {row['n']:,}", []).append(row)
     most = max(map(len, alone.values()))
     panels = {"4k": together}
     if most > 1:

@@ -176,10 +176,10 @@ class Guard:
         if spike := self._detector.spike:  # the divergence began with it
             reason += f", after a spike of the gradient norm from step {spike.onset} on"
             onset, first = spike.onset, spike.batch
+        stale = self.reused_graphs and step == self._first_step
         self._found = Divergence(
-            reason, "guard.not_finite", self._config.not_finite, onset, first, batch,
-            stale=self.reused_graphs and step == self._first_step,
-        )  # fmt: skip
+            reason, "guard.not_finite", self._config.not_finite, onset, first, batch, stale
+        )
 
     def check_norm(self, step: int, batch: int, norm: float) -> None:
         """Check the gradient norm of a step whose metrics are finite."""
@@ -217,20 +217,23 @@ class Guard:
             self._add_event("spike_over", step, norm, change.spike, message)
 
     def fail(self) -> NoReturn:
-        """Raise a DivergenceError on all workers, as one of them found one (collective)."""
-        control, found = self._backend.control, self._found
+        """Raise a DivergenceError on all workers, as one of them found one (collective).
+
+        A StaleGraphsError instead if graphs that were compiled before may be to blame.
+        """
+        control, mine = self._backend.control, self._found
         # Nodes of another processor have compiled graphs of their own.
-        if stale := control.first(found if found is not None and found.stale else None):
+        if stale := control.first(mine if mine and mine.stale else None):
             raise StaleGraphsError(
                 f"{stale.reason}, the first one with graphs that were compiled before; they are "
                 "rejected, and the next attempt compiles its own"
             )
-        found = control.first(found)
-        assert found is not None
+        divergence = control.first(mine)
+        assert divergence is not None
         # Broadcast, so that no worker fails before rank 0 has written `skips.json`: soon after a
         # worker fails, the launcher kills the others.
-        action = self._act(found) if control.rank == 0 else None
-        raise DivergenceError(f"{found.reason}; {control.broadcast(action)}")
+        action = self._act(divergence) if control.rank == 0 else None
+        raise DivergenceError(f"{divergence.reason}; {control.broadcast(action)}")
 
     def protected_steps(self) -> tuple[int, ...]:
         """Return the checkpoint needed if the current spike leads to a roll-back; on rank 0."""

@@ -13,11 +13,8 @@ from slurmllm.metrics.curves import Curve, Floats, Ints, Setting
 
 
 def curve(name: str, steps: Ints, settings: Mapping[str, Setting] = {}, **columns: Floats) -> Curve:
-    return Curve(
-        name=name, path=Path(name), steps=steps, attempts=np.zeros(len(steps), dtype=np.int64),
-        columns=columns, absent={}, overlap_rows=0, overlap_identical=None,
-        overlap_max_rel_diff=None, gaps=(), warnings=(), settings=settings,
-    )  # fmt: skip
+    attempts = np.zeros(len(steps), dtype=np.int64)
+    return Curve(name, Path(name), steps, attempts, columns, settings=settings)
 
 
 def smooth(steps: Ints, scale: float = 1.0) -> Floats:

@@ -188,16 +188,16 @@ def schedule(step_count: str, **fields: object) -> list[float]:
 
 @pytest.mark.parametrize("decay", ["cosine", "constant"])
 @pytest.mark.parametrize(
-    ("one", "other"), list(itertools.permutations(("from_1", "nemo", "transformers"), 2))
+    "counts", list(itertools.permutations(("from_1", "nemo", "transformers"), 2))
 )
-def test_schedules_that_count_steps_differently(compared, one: str, other: str, decay: str) -> None:
+def test_schedules_that_count_steps_differently(compared, counts, decay: str) -> None:
     """With the five digits of another framework's log."""
     a, b = (
         [row | {"lr": lr} for row, lr in zip(make_rows(1, 50), rates, strict=True)]
-        for rates in (schedule(one, decay=decay), schedule(other, decay=decay))
+        for rates in (schedule(count, decay=decay) for count in counts)
     )
     (cause,) = compared(a, departed(b, 0.05, 21)).settings
-    text = f"the schedules differ only in how they count steps, A as {one} and B as {other}"
+    text = "the schedules differ only in how they count steps, A as {} and B as {}".format(*counts)
     assert cause.endswith(f": {text} (optim.step_count)")
 
 

@@ -52,12 +52,6 @@ def make_curve(values: Floats, name: str = "run", **settings: Any) -> Curve:
         steps=np.arange(1, len(values) + 1),
         attempts=np.zeros(len(values), dtype=np.int64),
         columns=columns | {"lr": rates()[: len(values)]},
-        absent={},
-        overlap_rows=0,
-        overlap_identical=None,
-        overlap_max_rel_diff=None,
-        gaps=(),
-        warnings=(),
         settings={key.replace("__", "."): value for key, value in settings.items()},
     )
 
@@ -82,21 +76,21 @@ def test_precisions_match(runs: dict[str, Floats], model: str, pair: tuple[str, 
 
 
 def test_departures_are_still_found(runs: dict[str, Floats]) -> None:
-    found: dict[str, list[str]] = {}
+    verdicts: dict[str, list[str]] = {}
     for name, values in runs.items():
         model, _, rest = name.rpartition("-")
         if "+" not in rest and rest != "bf16":
             continue
         precision, _, departure = rest.partition("+")
         comparison = as_precision(runs[f"{model}-bf16_mixed"], values, "bf16_mixed", precision)
-        found.setdefault(departure or rest, []).append(comparison.verdict)
+        verdicts.setdefault(departure or rest, []).append(comparison.verdict)
     always = {"bf16", "lr1.02", "lr0.98", "wd0.1", "beta2_0.99"}
-    assert always | {"noclip"} == found.keys()
+    assert always | {"noclip"} == verdicts.keys()
     for departure in always:
-        assert set(found[departure]) == {"differ"}, departure
-        assert len(found[departure]) >= 5
+        assert set(verdicts[departure]) == {"differ"}, departure
+        assert len(verdicts[departure]) >= 5
     # Without clipping a training of width 64 is hardly another one.
-    assert found["noclip"].count("differ") >= len(found["noclip"]) - 1
+    assert verdicts["noclip"].count("differ") >= len(verdicts["noclip"]) - 1
 
 
 def test_it_finds_what_the_tolerances_miss(runs: dict[str, Floats]) -> None:

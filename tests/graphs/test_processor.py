@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.backends.native.processor import _output, cpu_capability, cpu_fields, processor
+from slurmllm.backends.native.processor import cpu_capability, cpu_fields, output, processor
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_OK
 from slurmllm.graphs import archive as graph_cache
-from slurmllm.graphs import merge
+from slurmllm.graphs import merge, reuse
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
@@ -30,7 +30,7 @@ x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="capabilities of
 # ATen computes the capability once in a process, not before it is asked for: a child each.
 _TORCH = """
 import json, os, sys, torch
-found = {}
+capabilities = {}
 for value in json.loads(sys.argv[1]):
     reader, writer = os.pipe()
     if os.fork() == 0:
@@ -40,34 +40,33 @@ for value in json.loads(sys.argv[1]):
         os.write(writer, torch.backends.cpu.get_cpu_capability().encode())
         os._exit(0)
     os.close(writer)
-    found[json.dumps(value)] = os.read(reader, 100).decode()
+    capabilities[json.dumps(value)] = os.read(reader, 100).decode()
     os.wait()
-print(json.dumps(found))
+print(json.dumps(capabilities))
 """
 
 
 @x86
 def test_the_capability_is_torch_s() -> None:
     values = [None, "", "default", "avx2", "avx512", "AVX2", "vsx", "avx512_256"]
-    environment = {n: v for n, v in os.environ.items() if n != "ATEN_CPU_CAPABILITY"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _TORCH, json.dumps(values)],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-c", _TORCH, json.dumps(values)]
+    capabilities = json.loads(subprocess.check_output(command, text=True))
     flags = set(cpu_fields()["flags"])
-    assert json.loads(done.stdout) == {json.dumps(v): cpu_capability(flags, v) for v in values}
-    assert len(set(json.loads(done.stdout).values())) > 1, "the variable has an effect"
+    assert capabilities == {json.dumps(v): cpu_capability(flags, v) for v in values}
+    assert len(set(capabilities.values())) > 1, "the variable has an effect"
 
 
 @x86
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
-        ("sse2 avx", "DEFAULT"), ("avx avx2", "DEFAULT"), ("avx2 fma", "AVX2"),
+        ("sse2 avx", "DEFAULT"),
+        ("avx avx2", "DEFAULT"),
+        ("avx2 fma", "AVX2"),
         ("avx2 fma avx512f avx512vl", "AVX2"),
         ("avx2 fma avx512f avx512vl avx512bw avx512dq", "AVX512"),
     ],
-)  # fmt: skip
+)
 def test_capabilities_of_other_processors(flags: str, name: str) -> None:
     assert cpu_capability(set(flags.split()), None) == name
     assert cpu_capability(set(flags.split()), "avx2") == "AVX2"
@@ -80,13 +79,40 @@ def test_gpus_are_known_by_name_and_compute_capability(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     kinds = []
     for line in ("NVIDIA A100-SXM4-40GB, 8.0", "NVIDIA H100 80GB HBM3, 9.0"):
-        _output.cache_clear()
+        output.cache_clear()
         smi.write_text(f"#!/bin/sh\necho '{line}'\necho '{line}'\n")
         smi.chmod(0o755)
         kinds.append(processor("cuda", {"ATEN_CPU_CAPABILITY": "avx2"}))
-    _output.cache_clear()
+    output.cache_clear()
     assert kinds == [{"gpu": "NVIDIA A100-SXM4-40GB 8.0"}, {"gpu": "NVIDIA H100 80GB HBM3 9.0"}]
     assert load_environment("nxd").processor("neuron", os.environ) == {}
+
+
+@pytest.mark.parametrize("script", [None, "exit 9", "exec sleep 30"])
+def test_gpus_of_a_broken_driver_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
+) -> None:
+    """Without nvidia-smi, or if it fails or hangs; the GPU's name is in Inductor's keys too."""
+    output.cache_clear()
+    monkeypatch.setattr("slurmllm.backends.environment._OUTPUT_S", 0.5)
+    smi = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    if script is not None:
+        smi.write_text(f"#!/bin/sh\n{script}\n")
+        smi.chmod(0o755)
+    assert processor("cuda", {}) == {"gpu": "unknown"}
+    output.cache_clear()
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_the_login_node_is_not_asked_for_its_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    asked = []
+    monkeypatch.setattr(reuse, "node_processor", lambda config: asked.append(config) or {})
+    config = resolve("tiny_neox", "local")
+    assert reuse.other_processor(config, 1, local, RunDir(tmp_path / "runs" / "r")) == ""
+    assert asked == [config] * local
 
 
 def test_a_manifest_says_what_differs() -> None:
@@ -113,10 +139,18 @@ class MixedPartition:
         self.run = RunDir(folder / "runs" / "r")
         self.run.path.mkdir(parents=True)
         write_run(render_run(config, 2, self.run))
-        AttemptRecord(
-            attempt=0, stage="train", job_id="7", nodes=("new", "old"), world_size=2,
-            master_addr="127.0.0.1", master_port=1, control_port=2, started_at=0.0,
-        ).save(self.run.attempt("train", 0).record)  # fmt: skip
+        record = AttemptRecord(
+            attempt=0,
+            stage="train",
+            job_id="7",
+            nodes=("new", "old"),
+            world_size=2,
+            master_addr="127.0.0.1",
+            master_port=1,
+            control_port=2,
+            started_at=0.0,
+        )
+        record.save(self.run.attempt("train", 0).record)
         self.installed: dict[str, bool] = {}  # node → whether its workers use the archive's graphs
 
     def launch(self, node: str, *graphs: str) -> Launcher:
@@ -228,11 +262,9 @@ def test_a_shared_cache_of_inductor_keeps_capabilities_apart(tmp_path: Path) -> 
 
     def compile_for(capability: str) -> tuple[int, ...]:
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
-        done = subprocess.run(
-            [sys.executable, "-c", _COMPILE], env={**os.environ, **cache},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return tuple(int(number) for number in done.stdout.split())
+        command, environment = [sys.executable, "-c", _COMPILE], {**os.environ, **cache}
+        numbers = subprocess.check_output(command, env=environment, text=True)
+        return tuple(map(int, numbers.split()))
 
     best = cpu_capability(set(cpu_fields()["flags"]), None).lower()
     other = "default" if best == "avx2" else "avx2"

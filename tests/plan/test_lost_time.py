@@ -32,9 +32,8 @@ from slurmllm.status.utilization import account_node_hours
 USUAL = Durations((125.0,), (15.0,), (10.0,), (400.0, 500.0), (60.0,), (10.0,), (30.0, 50.0))
 NOTHING = Durations((0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,))
 STEP_S = 14.3
-NO_STOPS = (
-    "slurm.failure_budget=1000000", "slurm.hang_budget=1000000", "slurm.no_progress_limit=1000000"
-)  # fmt: skip
+LIMITS = ("failure_budget", "hang_budget", "no_progress_limit")
+NO_STOPS = tuple(f"slurm.{limit}=1000000" for limit in LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
     share = restarts(config, 16, leaves_s)
     assert least < share < 1
     assert share == pytest.approx(actions.count("restart") / len(actions), abs=0.06)
-    seen_hours = sum(one.node_hours for one in used) / len(actions)  # the rate that was drawn
+    seen_hours = sum(history.node_hours for history in used) / len(actions)  # as it was drawn
 
     def losses(restarts: float) -> LostTime:
         return expected_losses(
@@ -118,10 +117,10 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
         )
 
     for figure in ("effective", "goodput"):
-        mean = np.mean([getattr(one, figure) for one in used])
+        mean = np.mean([getattr(history, figure) for history in used])
         assert getattr(losses(share), figure) == pytest.approx(mean, abs=0.004), figure
     # Each restart spares the run a wait, and adds a start-up at the end of the job's time.
-    waits = [1 - one.goodput / one.effective for one in map(losses, (0.0, share))]
+    waits = [1 - lost.goodput / lost.effective for lost in map(losses, (0.0, share))]
     assert waits[1] < waits[0]
     assert losses(share).shares["start_up"] >= losses(0.0).shares["start_up"]
 
@@ -229,8 +228,8 @@ def test_losses_of_a_configuration() -> None:
     assert run_lost_time(nodes=512).effective < usual.effective
     # Restarts in the job spare waits in the queue, and reach the time limit more often.
     queued, spared = (
-        run_lost_time("checkpoint.every_steps=auto", "slurm.time=14-00:00:00", one)
-        for one in ("slurm.restart_in_allocation=false", "slurm.spare_nodes=8")
+        run_lost_time("checkpoint.every_steps=auto", "slurm.time=14-00:00:00", restart)
+        for restart in ("slurm.restart_in_allocation=false", "slurm.spare_nodes=8")
     )
     assert spared.goodput > queued.goodput
     assert spared.goodput / spared.effective > 1 - (1 - queued.goodput / queued.effective) / 2

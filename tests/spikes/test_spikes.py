@@ -24,11 +24,7 @@ def make_curve(losses: object, **columns: object) -> Curve:
     values = {"loss": losses, **columns}
     arrays = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
     steps = np.arange(1, len(arrays["loss"]) + 1)
-    return Curve(
-        name="r", path=Path("r"), steps=steps, attempts=np.zeros_like(steps), columns=arrays,
-        absent={}, overlap_rows=0, overlap_identical=None, overlap_max_rel_diff=None, gaps=(),
-        warnings=(),
-    )  # fmt: skip
+    return Curve("r", Path("r"), steps, np.zeros_like(steps), arrays)
 
 
 def slowly(losses: list[float], window: int, threshold: float) -> list[tuple[object, ...]]:

@@ -100,6 +100,9 @@ def test_stale_graphs_are_tried_anew_and_a_divergence_after_that_stops_the_run()
     inside = decide(attempt(0, "stale_graphs"), [], recipe(), in_allocation=True)
     assert inside.action == "restart"
     assert decide(attempt(1, "divergence"), [stale], recipe()).action == "stop"
+    # If the graphs could not be rejected, as on a full file system.
+    last = play([attempt(number, "stale_graphs") for number in range(3)], SHORT)[-1]
+    assert (last.action, last.ending) == ("stop", "no_progress")
 
 
 @pytest.mark.parametrize(

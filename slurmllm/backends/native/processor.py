@@ -10,26 +10,29 @@ from __future__ import annotations
 import functools
 import platform
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from slurmllm.backends.environment import output_of
+
 CPUINFO = Path("/proc/cpuinfo")
+_UNKNOWN = "unknown"
 # The flags of x86-64 that name instructions which a compiler emits by itself.
 _INSTRUCTIONS = re.compile(r"s?sse|avx|amx|fma|bmi|f16c|gfni|vaes|vpclmul|xop|tbm|abm|popcnt|movbe")
-_TIMEOUT_S = 20.0  # nvidia-smi takes some seconds if the driver has to wake the GPUs up
+output = functools.cache(output_of)  # `submit --local` asks once for each earlier run
 
 
 def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Return what this node's graphs are made for; `variables` are those of the workers."""
     if device == "cuda":
-        gpus = _output("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
-        return {"gpu": ", ".join(sorted({line.replace(",", "") for line in gpus.splitlines()}))}
+        gpus = output("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+        names = {line.replace(",", "") for line in (gpus or _UNKNOWN).splitlines()}
+        return {"gpu": ", ".join(sorted(names))}
     fields, compiler = cpu_fields(), variables.get("CXX") or "g++"
     flags = set(fields.get("flags") or fields.get("Features") or [])  # x86-64, Arm
     x86 = platform.machine() == "x86_64"
     features = filter(_INSTRUCTIONS.match, flags) if x86 else flags
-    version = _output(compiler, "-dumpfullversion", "-dumpversion")
+    version = output(compiler, "-dumpfullversion", "-dumpversion") or _UNKNOWN
     return {
         "cpu_capability": cpu_capability(flags, variables.get("ATEN_CPU_CAPABILITY")),
         "cpu_features": " ".join(sorted(features)),
@@ -54,18 +57,11 @@ def cpu_capability(flags: set[str], requested: str | None) -> str:
 
 
 def cpu_fields(cpuinfo: Path = CPUINFO) -> dict[str, list[str]]:
-    """Return the words of each field of the last processor; empty if there is no such file."""
+    """Read /proc/cpuinfo: field → its value, split at spaces, of the last processor.
+
+    Empty if there is no such file.
+    """
     if not cpuinfo.is_file():
         return {}
     lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
     return {key.strip(): value.split() for key, _, value in lines}
-
-
-@functools.cache
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"

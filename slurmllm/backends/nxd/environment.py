@@ -29,13 +29,12 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.backends.environment import Graph, Variable
+from slurmllm.backends.environment import Graph, Variable, output_of
 from slurmllm.backends.nxd.arguments import arguments as arguments
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.families import FAMILIES
@@ -354,7 +353,6 @@ _PACKAGES = (
 )  # fmt: skip
 _DRIVER = Path("/sys/module/neuron/version")
 _LIBRARIES = Path("/opt/aws/neuron/lib")
-_LIMIT_S = 10.0
 
 
 def versions() -> dict[str, str]:
@@ -376,7 +374,7 @@ def node_versions() -> dict[str, str]:
     try:
         driver = _DRIVER.read_text(encoding="utf-8").strip()  # of the loaded kernel module
     except OSError:
-        driver = _output_of(["modinfo", "--field", "version", "neuron"]) or NOT_INSTALLED
+        driver = output_of("modinfo", "--field", "version", "neuron") or NOT_INSTALLED
     return {
         **versions(),
         "neuron-driver": driver,
@@ -391,17 +389,7 @@ def _library_version(name: str, package: str) -> str:
     if file.exists() and (found := re.search(r"\.so\.(\d+\.\d[\w.+-]*)$", file.resolve().name)):
         return found.group(1)
     return (
-        _output_of(["dpkg-query", "--show", "--showformat=${Version}", package])
-        or _output_of(["rpm", "--query", "--queryformat", "%{VERSION}", package])
+        output_of("dpkg-query", "--show", "--showformat=${Version}", package)
+        or output_of("rpm", "--query", "--queryformat", "%{VERSION}", package)
         or NOT_INSTALLED
     )
-
-
-def _output_of(command: Sequence[str]) -> str | None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_LIMIT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

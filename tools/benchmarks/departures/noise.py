@@ -55,12 +55,6 @@ def curve(name: str, columns: Mapping[str, Floats], steps: Ints | None = None) -
         steps=np.arange(1, points + 1) if steps is None else steps,
         attempts=np.zeros(points, dtype=np.int64),
         columns=columns,
-        absent={},
-        overlap_rows=0,
-        overlap_identical=None,
-        overlap_max_rel_diff=None,
-        gaps=(),
-        warnings=(),
         kind="csv",
     )
 
