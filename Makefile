@@ -1,7 +1,7 @@
 # make demo    train tiny_neox here, kill it once, resume, compare with an unbroken run
 # make test    all tests, on a real Slurm where one may be installed
 # make test-all  the long tests too: samples of the chaos suite; then `make numerics`
-# make numerics  the tests of what torch computes, as up to four other processors compute it
+# make numerics  the numerical tests under four CPU settings: SSE, AVX2, MKL compatible, AVX-512
 # make check   ruff, mypy, shellcheck, the documentation
 # make docs    the documentation as a site in build/site
 # make audit   installed packages with known vulnerabilities, by pip-audit; needs its database

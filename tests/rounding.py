@@ -19,7 +19,7 @@ from slurmllm.config.resolve import RunConfig
 _LAMBDA = 4
 
 
-def rounding(terms: int, dtype: torch.dtype = torch.float32, *, mean_of: int = 1) -> float:
+def rounding_bound(terms: int, dtype: torch.dtype = torch.float32, *, mean_of: int = 1) -> float:
     """Return how far apart two computations may be, relative to the largest magnitude.
 
     Each of n operations in a row rounds by at most u = eps / 2 of its result. The roundings are
@@ -38,7 +38,7 @@ def rounding(terms: int, dtype: torch.dtype = torch.float32, *, mean_of: int = 1
 def assert_rounded(
     found: ArrayLike, expected: ArrayLike, terms: int, *, scale: float = 0.0, name: str = ""
 ) -> None:
-    """Assert that two fp32 tensors differ by `rounding(terms)` of the largest magnitude at most.
+    """Assert that two fp32 tensors differ by at most `rounding_bound(terms)` of the largest one.
 
     Elements near 0 are sums that cancel: their errors are of the size of the terms.
 
@@ -52,7 +52,7 @@ def assert_rounded(
     a, b = (torch.as_tensor(values).detach().double() for values in (found, expected))
     assert a.shape == b.shape, name
     apart, largest = float((a - b).abs().max()), max(float(b.abs().max()), scale)
-    allowed = rounding(terms) * largest
+    allowed = rounding_bound(terms) * largest
     assert apart <= allowed, f"{name}: {apart:.3g} apart, {allowed:.3g} allowed of {largest:.3g}"
 
 
@@ -84,4 +84,4 @@ def training_rounding(config: RunConfig, steps: int, *, targets: int | None = No
     """
     model, train = config.recipe.model, config.recipe.train
     tokens = train.global_batch * model.seq_len
-    return rounding(steps * gradient_terms(model, tokens), mean_of=targets or tokens)
+    return rounding_bound(steps * gradient_terms(model, tokens), mean_of=targets or tokens)

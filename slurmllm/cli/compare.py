@@ -240,8 +240,8 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
             f"{format_figure(metric.scatter.allowed)} from point to point"
             for name, metric in comparison.metrics.items()
         )
-        which = " and ".join(basis.precisions)
-        print_line(f"band: precision ({which}; {basis.reason}): {', '.join(limits)}")
+        which = " against ".join(basis.precisions)
+        print_line(f"band: noise of {which} ({basis.reason}): {', '.join(limits)}")
     print_line()
     color = "green" if comparison.match else "red"
     runs = "" if alone else f"A and {letter} "

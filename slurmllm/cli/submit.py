@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 )
 @click.option(
     "--data", "data", metavar="builtin|NAME",
-    help="builtin: train on texts of this machine's Python, for a first trial; else a published "
-    "data set (`slurmllm data fetch --list`).",
+    help="builtin: train on the source files of this machine's Python, for a first trial; else a "
+    "published data set (`slurmllm data fetch --list`).",
 )  # fmt: skip
 @click.option("--fetch", is_flag=True, help="First download the recipe's data if they are missing.")
 @options.precompile

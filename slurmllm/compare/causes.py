@@ -165,8 +165,8 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
     text = f"learning rates differ from step {step} ({values})"
     if (counts := _step_counts(lr)) is not None:
         text += (
-            f": the schedules differ only in how they count steps, A as {counts[0]} and "
-            f"{alignment.letter} as {counts[1]} (optim.step_count)"
+            ": the learning-rate schedules differ only in how they number steps "
+            f"(optim.step_count): A uses {counts[0]}, {alignment.letter} uses {counts[1]}"
         )
     for letter, curve in (("A", a), (alignment.letter, b)):
         began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])

@@ -128,7 +128,7 @@ class Cluster(Section):
     # Where `slurmllm data fetch` puts data sets, on the shared file system; by default `.data` in
     # the folder of the runs.
     data_folder: str | None = None
-    # Other addresses of published data sets: the begin of an address → what replaces it.
+    # Mirrors of published data sets: a URL prefix → its replacement; the longest match is used.
     data_mirrors: dict[str, str] = Field(default_factory=dict)
     # Environment variables for every job of this cluster.
     env: dict[EnvName, str] = Field(default_factory=dict)

@@ -42,7 +42,7 @@ _PAUSE_S = 1.0  # before the second try; doubled for each further one
 _SILENCE_S = 60  # after which a connection counts as broken
 _WORKERS = 4
 _AGAIN = "run the same command again"
-_MIRROR = "cluster.data_mirrors names another address (docs/data.md#published-data-sets)"
+_MIRROR = "set cluster.data_mirrors to a mirror (docs/data.md#published-data-sets)"
 # Errors of connections that are not OSErrors, by module.
 _ERRORS = (
     ("aiohttp", "ClientError"),
@@ -365,8 +365,8 @@ def _retry(url: str, ask: Callable[[], T], arrived: Callable[[], int] = lambda: 
                 rest = f"; {arrived():,} bytes are kept" if arrived() else ""
                 raise InfrastructureError(
                     f"{url}: the connection failed {failures} times: "
-                    f"{error or type(error).__name__}{rest}; {_AGAIN} later; without a way to the "
-                    f"internet, set HTTPS_PROXY, or {_MIRROR}"
+                    f"{error or type(error).__name__}{rest}; {_AGAIN} later; without direct "
+                    f"internet access, set HTTPS_PROXY, or {_MIRROR}"
                 ) from error
         except (ValueError, NotImplementedError) as error:  # an address of another form
             raise DataError(f"{url} cannot be read: {error}; {_MIRROR}") from error

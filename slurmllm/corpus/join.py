@@ -265,9 +265,10 @@ def write_arrow(
 
 def _stream_begin(schema: pa.Schema) -> bytes:
     """The schema's message, padded by the size of the magic: offsets in the footer stay right."""
-    message = schema.serialize().to_pybytes()  # four bytes, the int32 size of the rest, the rest
+    # Four bytes, the int32 size of the rest, the rest.
+    message: bytes = schema.serialize().to_pybytes()
     rest = message[8:] + bytes(len(FILE_BEGIN))
-    return bytes(message[:4]) + len(rest).to_bytes(4, "little") + rest
+    return message[:4] + len(rest).to_bytes(4, "little") + rest
 
 
 class _StreamedFile(io.RawIOBase):

@@ -76,13 +76,13 @@ class GraphManifest(Record):
             return self.rejected
         differences = []
         for name in sorted(self.versions.keys() | versions.keys()):
-            there, here = self.versions.get(name, "none"), versions.get(name, "none")
+            built, here = self.versions.get(name, "none"), versions.get(name, "none")
             if name == "cpu_features":  # long: only those that the other has not
-                old, new = set(there.split()), set(here.split())
-                there, here = (" ".join(sorted(s)) or "no others" for s in (old - new, new - old))
-            if there != here:
-                differences.append(f"{name} {there} there, {here} here")
-        return f"built with other versions ({'; '.join(differences)})"
+                old, new = set(built.split()), set(here.split())
+                built, here = (" ".join(sorted(s)) or "no others" for s in (old - new, new - old))
+            if built != here:
+                differences.append(f"{name} {built} in the archive, {here} on this node")
+        return f"built in another environment ({'; '.join(differences)})"
 
 
 class EnvironmentManifest(Record):

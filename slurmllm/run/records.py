@@ -352,7 +352,7 @@ class NodeRecord(Record):
 
     node: NodeName
     # Graphs: not needed, on this disk already, from the broadcast archive, read from the shared
-    # file system, or not used: the archive is for other versions or another processor, or a step
+    # file system, or not used: the archive was built in another environment, or a step
     # with its graphs went wrong.
     cache: Literal["none", "present", "broadcast", "shared", "other_versions", "rejected"] = "none"
     cache_reason: str = ""  # why the archive is not used

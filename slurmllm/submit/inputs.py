@@ -30,7 +30,7 @@ def source_folder(folder: Path, name: str) -> Path:
 
 
 class LocatedData(NamedTuple):
-    """What training reads, as far as it is there."""
+    """What a recipe's data sets provide, and which of them were not found."""
 
     values: dict[str, str]  # `corpus` and `tokenizer`
     origins: dict[str, str]  # dotted path → where its value comes from
@@ -82,17 +82,19 @@ def missing_data(config: RunConfig, root: Path, located: LocatedData) -> list[st
         )
         if getattr(data, name) is None
     ]
-    faults.append("for a first trial: --data builtin trains on the texts of this machine's Python")
+    faults.append(
+        "for a first trial, --data builtin trains on the source files of this machine's Python"
+    )
     if not located.missing:
         return faults
     folder = data_folder(config, root)
     elsewhere = "" if folder == data_folder(config, runs_root()) else f" --to {folder}"
     sizes = [read_source(name).gigabytes for name in located.missing]
-    size = "" if None in sizes else f", about {sum(filter(None, sizes)):,.3g} GB"
+    size = "" if None in sizes else f" (about {sum(filter(None, sizes)):,.3g} GB)"
     return [
-        f"data.source: {' and '.join(located.missing)} not in {folder}; `slurmllm data fetch "
-        f"{' '.join(located.missing)}{elsewhere}` downloads what is missing{size}; --fetch does "
-        "that first",
+        f"data.source: data set {' and '.join(located.missing)} was not found in {folder}; run "
+        f"`slurmllm data fetch {' '.join(located.missing)}{elsewhere}`{size}, or add --fetch to "
+        "download it before the run is submitted",
         *faults,
     ]
 

@@ -228,10 +228,11 @@ def prepare(request: RunRequest) -> PreparedRun:
     config = resolve_inputs(config, root, build=not dry_run)
     if config.is_trial:
         log.warning(
-            "TRIAL RUN: --data builtin trains %s on the texts of this machine's Python, not on %s; "
-            "its losses say nothing about the recipe", config.recipe.name,
-            " and ".join(config.recipe.data.sources) or "data of its own",
-        )  # fmt: skip
+            "TRIAL RUN: with --data builtin, %s trains on the source files of this machine's "
+            "Python instead of %s; its losses cannot be compared with the recipe's",
+            config.recipe.name,
+            " and ".join(config.recipe.data.sources) or "a corpus",
+        )
     if dry_run:
         return replace(prepared, fit=fit, refusals=tuple(reasons), missing_data=tuple(missing))
     if request.run is None:

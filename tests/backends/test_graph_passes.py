@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rounding import rounding
+from rounding import rounding_bound
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -69,7 +69,7 @@ def test_wide_products_round_once() -> None:
     exact = F.linear(x, w, b)
     # Half of bf16's spacing, but for the order of the sum: rounding twice would be off by more.
     spacing = torch.exp2(exact.abs().log2().floor() - 7)
-    allowed = spacing / 2 + rounding(65) * exact.abs().max()
+    allowed = spacing / 2 + rounding_bound(65) * exact.abs().max()
     assert ((module(*inputs).float() - exact).abs() <= allowed).all()
     assert ADDMM not in targets(module)
     assert targets(module)[MM] == 1

@@ -145,7 +145,7 @@ def test_a_model_is_downloaded_once_and_used_offline(
         ("hf://org/model@no", 2, "hf://org/model@no: no such branch, tag or commit"),
         ("hf://a/b/c", 2, "hf://a/b/c names no model; write hf://ORG/NAME"),
         ("hf://org/pickles", 2, "hf://org/pickles has no safetensors"),
-        ("hf://org/broken", 3, "does not answer; try again, or run `hf download org/broken "),
+        ("hf://org/broken", 3, "cannot be reached; try again, or run `hf download org/broken "),
         ("hf://org/cut", 3, "hf://org/cut cannot be downloaded to "),
     ],
 )
@@ -163,8 +163,8 @@ def test_offline_without_the_model(tmp_path: Path, server: ThreadingHTTPServer) 
     done = import_model(server, tmp_path, source, tmp_path / "out", HF_HUB_OFFLINE="1")
     assert done.returncode == 2
     text = " ".join(done.stderr.split())
-    assert f"{source} is not in the cache as a whole, and HF_HUB_OFFLINE is set" in text
-    assert "`hf download org/model --revision old --exclude '*.bin'` where" in text
+    assert f"{source} is not fully cached, and HF_HUB_OFFLINE is set" in text
+    assert "`hf download org/model --revision old --exclude '*.bin'` on a machine" in text
     assert f"{tmp_path}/hub" in text
 
 

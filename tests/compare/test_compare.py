@@ -197,8 +197,8 @@ def test_schedules_that_count_steps_differently(compared, counts, decay: str) ->
         for rates in (schedule(count, decay=decay) for count in counts)
     )
     (cause,) = compared(a, departed(b, 0.05, 21)).settings
-    text = "the schedules differ only in how they count steps, A as {} and B as {}".format(*counts)
-    assert cause.endswith(f": {text} (optim.step_count)")
+    text = "the learning-rate schedules differ only in how they number steps"
+    assert cause.endswith(f": {text} (optim.step_count): A uses {counts[0]}, B uses {counts[1]}")
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_chosen_if_nothing_else_that_is_recorded_differs(runs: dict[str, Floats]
     stochastic = make_curve(b, "b", train__precision="bf16_sr", optim__weight_decay=0.01)
     chosen = compare(mixed, stochastic)
     assert chosen.basis.kind == "precision"
-    assert chosen.basis.reason == "nothing else that is recorded differs"
+    assert chosen.basis.reason == "selected because only train.precision differs"
     assert not [warning for warning in chosen.warnings if "although" in warning]
     assert chosen.settings, "it stays on record"
     assert compare(mixed, stochastic, basis="tolerance").basis.kind == "tolerance"
@@ -211,7 +211,7 @@ def test_precisions_of_foreign_logs_are_named(logs: dict[str, Path]) -> None:
     }
     shown = run(a, b, other, "--as", "precision", "--precision", "bf16_mixed,bf16_sr,bf16_sr")
     assert shown.exit_code == 1
-    assert "band: precision (bf16_mixed and bf16_sr; requested): loss " in shown.stdout
+    assert "band: noise of bf16_mixed against bf16_sr (requested): loss " in shown.stdout
     assert "A and B match: as bf16_mixed and bf16_sr, " in shown.stdout
     assert "A and C differ: " in shown.stdout
     assert json.loads(run(a, b, "--json").stdout)["basis"]["kind"] == "tolerance"

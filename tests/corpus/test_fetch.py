@@ -175,7 +175,7 @@ def test_a_server_that_is_busy_or_not_there(server: DataServer, tmp_path: Path) 
     server.faults["a.bin"] = {"status": 503}
     with pytest.raises(InfrastructureError, match="failed 5 times: 503"):
         download(server, tmp_path)
-    with pytest.raises(InfrastructureError, match=r"HTTPS_PROXY, or cluster.data_mirrors"):
+    with pytest.raises(InfrastructureError, match=r"HTTPS_PROXY, or set cluster.data_mirrors"):
         Fetch("a", source("http://127.0.0.1:9/a.bin"), tmp_path).run()
 
 

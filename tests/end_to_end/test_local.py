@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from end_to_end.bench import SLOWLY, SMALL, Bench, processes_with
-from rounding import rounding
+from rounding import rounding_bound
 
 from slurmllm.checkpoint.formats.weights import open_training
 from slurmllm.checkpoint.state import MOMENTS, read_origin
@@ -195,4 +195,4 @@ def test_validation_while_training_has_the_numbers_of_evaluate(
     rows = json.loads(evaluated[evaluated.index("{") :])["suites"][0]["rows"]
     loss = next(row for row in rows if row["metric"] == "loss")["scores"]["40"]
     # The sum over the targets of 8 sequences, in other batches.
-    assert found["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=rounding(8 * 128))
+    assert found["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=rounding_bound(8 * 128))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from rounding import forward_terms, rounding
+from rounding import forward_terms, rounding_bound
 
 from evaluate.conftest import in_processes
 from slurmllm.checkpoint.state import read_origin
@@ -42,7 +42,7 @@ def test_the_loss_is_that_of_transformers(run: RunDir, tmp_path: Path) -> None:
         logits = model(rows[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
     terms = forward_terms(read_origin(directory).model) + rows[:, 1:].numel()
-    assert found.loss == pytest.approx(float(expected), rel=rounding(terms))
+    assert found.loss == pytest.approx(float(expected), rel=rounding_bound(terms))
     assert found.targets == rows[:, 1:].numel()
     assert found.scores["perplexity"] == pytest.approx(np.exp(found.loss))
 

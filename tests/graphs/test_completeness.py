@@ -297,7 +297,10 @@ def test_nodes_with_other_versions_say_so_and_compile(stage: Stage) -> None:
     )
     text = stage.submit("second")
     assert "compiled by run first already" in text, "foretold, and wrong"
-    assert "built with other versions (neuronx-cc 2.99 there, not installed here)" in text
+    assert (
+        "built in another environment (neuronx-cc 2.99 in the archive, not installed on this"
+        in text
+    )
     assert sum(stage.misses("second").values()) >= 2
     record = RunDir(stage.runs / "second").attempt("train", 0).node("local1")
     assert json.loads(record.read_text())["cache"] == "other_versions"

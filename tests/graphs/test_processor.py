@@ -123,12 +123,12 @@ def test_a_manifest_says_what_differs() -> None:
     here = {"torch": "2.9", "cpu_capability": "AVX2", "cpu_features": "avx2 fma"}
     assert manifest.unusable(manifest.versions) == ""
     assert manifest.unusable(here) == (
-        "built with other versions (cpu_capability AVX512 there, AVX2 here; "
-        "cpu_features amx_tile there, no others here)"
+        "built in another environment (cpu_capability AVX512 in the archive, AVX2 on this node; "
+        "cpu_features amx_tile in the archive, no others on this node)"
     )
     # An archive of a version that did not record the processor.
     old = GraphManifest.model_construct(versions={"torch": "2.9"}, rejected="")
-    assert "cpu_capability none there, AVX2 here" in old.unusable(here)
+    assert "cpu_capability none in the archive, AVX2 on this node" in old.unusable(here)
 
 
 class MixedPartition:
@@ -205,7 +205,9 @@ def test_a_partition_with_two_generations_of_processors(
         assert partition.installed == {"new": True, "old": False}
         assert new.workers.node_record.cache == "shared"
         record = old.workers.node_record
-        reason = "built with other versions (cpu_capability AVX512 there, AVX2 here)"
+        reason = (
+            "built in another environment (cpu_capability AVX512 in the archive, AVX2 on this node)"
+        )
         assert (record.cache, record.cache_reason) == ("other_versions", reason)
         assert record.versions["cpu_capability"] == "AVX2"
         assert f"ignoring the graph archive: {reason}; this node compiles its own" in caplog.text

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mesh_pool import FAMILIES, Case, MeshPool, counted, deviation, micro_batches, small_run
-from rounding import assert_rounded, gradient_terms, rounding, training_rounding
+from rounding import assert_rounded, gradient_terms, rounding_bound, training_rounding
 
 from nxd.conftest import Reference
 
@@ -112,7 +112,7 @@ def test_z_loss_gradients_are_autograds(pool: MeshPool, tensor: int) -> None:
     config = small_run("neox", tensor, 1, 1, "backend=nxd")
     for outcome in pool.run(Case(config, last=0, before=z_loss_and_autograd)):
         # An exponential of each logit, their sum, and a mean over 10 targets; and back.
-        assert max(outcome.before) < rounding(2 * (512 + 10))
+        assert max(outcome.before) < rounding_bound(2 * (512 + 10))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_every_recipe_names_data_that_are_described() -> None:
 
 def test_missing_data_name_the_command(fake: FakeSlurm) -> None:
     message = fails(2, *NEOX)
-    assert "`slurmllm data fetch wikipedia_gpt2` downloads what is missing" in message
+    assert "; run `slurmllm data fetch wikipedia_gpt2`" in message
     assert "--data builtin" in message
     assert "--set data.corpus=" in message
     dry = call(*NEOX, "--dry-run")
@@ -135,7 +135,7 @@ def test_a_data_set_of_a_file(fake: FakeSlurm, tmp_path: Path) -> None:
             f"files: [{', '.join(urls)}]\n"
         )
         line = (*NEOX, f"--data={file}")
-        assert f"`slurmllm data fetch {file}` downloads what is missing" in fails(2, *line)
+        assert f"run `slurmllm data fetch {file}`" in fails(2, *line)
         assert call("data", "fetch", str(file)).exit_code == 0
     sent = call(*line, "--json")
     assert sent.exit_code == 0, sent.output
@@ -202,7 +202,10 @@ def test_a_trial_on_the_built_in_texts(
             "--set=parallel.pipeline=1", "--set=parallel.sequence=false")  # fmt: skip
     sent = call("submit", recipe, "--nodes=4", *more, "--data=builtin", "--json", runs)
     assert sent.exit_code == 0, sent.output
-    assert f"TRIAL RUN: --data builtin trains {recipe} on the texts of this mac" in caplog.text
+    assert (
+        f"TRIAL RUN: with --data builtin, {recipe} trains on the source files of this mac"
+        in caplog.text
+    )
     corpus, tokenizer, origins = files_of(sent)
     assert "stdlib" in corpus
     assert "stdlib" in tokenizer
@@ -218,7 +221,5 @@ def test_a_small_vocabulary_and_other_data(fake: FakeSlurm, runs: str) -> None:
     assert small.exit_code == 0, small.output
     assert ".512.tokenizer.json" in files_of(small)[1]
     other = fails(2, *NEOX, "--data=c4_en,gpt2_tokenizer")
-    assert (
-        "`slurmllm data fetch c4_en gpt2_tokenizer` downloads what is missing, about 305" in other
-    )
+    assert "run `slurmllm data fetch c4_en gpt2_tokenizer` (about 305" in other
     assert "exclude each other" in fails(2, *NEOX, "--data=builtin", "--fetch")

@@ -30,7 +30,7 @@ from departures.scoring import (
 from departures.settings import EARLY, LATE, Settings
 from departures.training import Columns, train
 from departures.truth import COLUMN_SETS, INDISTINCT, visible_verdicts
-from rounding import rounding
+from rounding import rounding_bound
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.numerics
@@ -39,7 +39,7 @@ STEPS = 14
 SINCE = 11
 # Of a loss or norm of the last steps: see `training_rounding`, for a model of this size.
 _TERMS = LAYERS * (4 * HIDDEN + 3 * 32 + FFN) + HIDDEN + VOCABULARY
-ROUNDING = rounding((STEPS - SINCE + 1) * (2 * _TERMS + 8 * 32), mean_of=8 * 32)
+ROUNDING = rounding_bound((STEPS - SINCE + 1) * (2 * _TERMS + 8 * 32), mean_of=8 * 32)
 
 
 @pytest.fixture(autouse=True, scope="module")

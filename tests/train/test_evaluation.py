@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rounding import rounding
+from rounding import rounding_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slurmllm.backends.base import IGNORED
@@ -72,7 +72,7 @@ def test_the_numbers_of_evaluate_and_the_same_training(
             with stream_spec(text, run.checkpoint(step), None) as spec:
                 expected = held_out_loss(run.checkpoint(step), spec, 41, None, "cpu")
             # The sum over the targets of 41 sequences, in other batches.
-            assert event.values[name] == pytest.approx(expected.loss, rel=rounding(41 * 32))
+            assert event.values[name] == pytest.approx(expected.loss, rel=rounding_bound(41 * 32))
     assert first[20].values != first[40].values
 
 

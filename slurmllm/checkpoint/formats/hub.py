@@ -47,15 +47,16 @@ def model_folder(source: str) -> Path:
         raise UserError(f"{source}{reason}") from error
     except errors.LocalEntryNotFoundError as error:
         offline = constants.HF_HUB_OFFLINE
-        silent = f"{constants.ENDPOINT} does not answer; try again"
+        silent = f"{constants.ENDPOINT} cannot be reached; try again"
         reason = "HF_HUB_OFFLINE is set; unset it" if offline else silent
         version = f" --revision {revision}" if revision else ""
         raise (DataError if offline else InfrastructureError)(
-            f"{source} is not in the cache as a whole, and {reason}, or run `hf download "
-            f"{name}{version} --exclude '*.bin'` where there is a network, and copy the cache "
+            f"{source} is not fully cached, and {reason}, or run `hf download {name}{version} "
+            f"--exclude '*.bin'` on a machine with internet access and copy its cache to "
             f"{constants.HF_HUB_CACHE}"
         ) from error
-    except (OSError, errors.HTTPError) as error:  # a download continues where it ended
+    # The base of the errors of the hub's http library, which need not be OSErrors.
+    except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]
         raise InfrastructureError(
             f"{source} cannot be downloaded to {constants.HF_HUB_CACHE}: {error}; run the same "
             "command again, if the disk is full with HF_HOME in another place"

@@ -37,7 +37,7 @@ class ArrowBatches:
         rows: Number of rows of each batch.
         compressed: Whether a batch is decompressed when it is read, instead of mapped.
         largest_bytes: Size of the largest batch in the file.
-        fault: What is missing or wrong behind the last batch; None if the file is complete.
+        fault: Why reading stops after the last complete batch; None if the file is complete.
 
     Raises:
         OSError: the file cannot be read.
@@ -95,7 +95,7 @@ class ArrowBatches:
         return digest.hexdigest()[:16]
 
     def _scan(self) -> str | None:
-        """Find the batches; returns the fault behind the last one."""
+        """Find the batches; return why reading stops after the last one (None: the file ends)."""
         fault, no_columns = None, pa.schema([])
         try:
             while True:
@@ -118,7 +118,7 @@ class ArrowBatches:
                 fault = f"{size - end:,} bytes follow its end marker, and not a whole footer"
         except (pa.ArrowException, OSError) as error:
             fault = f"after byte {begin:,} of {len(self._map):,}: {error}"
-        return fault and f"{fault} (complete: {len(self.rows):,} batches, {sum(self.rows):,} rows)"
+        return fault and f"{fault} (readable: {len(self.rows):,} batches, {sum(self.rows):,} rows)"
 
 
 def _footer_length(data: mmap.mmap) -> int:
