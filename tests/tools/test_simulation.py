@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from _month.failures import RandomFailures, Scripted, ScriptedFailures
-from _month.measured import measure
-from _month.replay import compare
 from _month.scenario import DAY_S, Scenario
 from _month.simulation import simulate
 from hypothesis import given, settings
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
-from slurmllm.errors import RunError
 from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost, best_interval_s
 from slurmllm.plan.lost_time_assumptions import PUBLISHED, FailureKind
 from slurmllm.status.history import RunHistory
@@ -198,28 +195,6 @@ def test_auto_learns_the_rate() -> None:
     auto, rare = (np.mean([account_node_hours(simulate(s, seed)).effective for seed in range(3)])
                   for s in (hopeful, fixed))  # fmt: skip
     assert auto > rare + 0.03
-
-
-def test_a_replay_finds_the_run_again() -> None:
-    """Durations of one run, failures of another: what is predicted is what was."""
-    drawn = replace(QUICK, start_up=(100.0, 120.0, 140.0), requeue=(120.0, 130.0))
-    one, other = (
-        simulate(scenario(steps=4000, durations=drawn, gap_s=0.5, time_limit_s=5 * HOUR_S), seed)
-        for seed in (1, 2)
-    )
-    saves = [(5.0, 30.0)]
-    found = compare(
-        replace(other, submissions=()), recipe("checkpoint.every_steps=60"),
-        measure([replace(one, saves=saves)]), seeds=range(5),
-    )  # fmt: skip
-    figures = {figure.name: figure for figure in found}
-    assert figures["steps_lost"].actual > 0
-    for name in ("effective", "node_hours", "wall_hours", "saving"):
-        assert abs(figures[name].error or 0) < 0.05, figures[name]
-    for name in ("start_up", "recomputation"):
-        assert abs(figures[name].error or 0) < 0.15, figures[name]
-    with pytest.raises(RunError, match="is not done"):
-        compare(replace(one, attempts=one.attempts[:1]), recipe(), measure([one]), [0])
 
 
 def test_published_rates() -> None:
