@@ -60,14 +60,6 @@ check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py \
-	  tools/benchmarks/*.py tools/benchmarks/_month/*.py tools/benchmarks/_gpu/*.py \
-	  tools/check_parallelcluster.py \
-	  tools/house.py tools/audit.py tools/slurm_matrix.py
-	$(BIN)/mypy --strict tools/chaos tools/_chaos
-	MYPYPATH=tools $(BIN)/mypy --strict tools/fuzz
-	$(BIN)/mypy --strict tools/benchmarks/departures
-	MYPYPATH=tools/benchmarks $(BIN)/mypy --strict tools/reproduce
 	$(BIN)/python tools/house.py --check
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
 	$(MAKE) --no-print-directory docs

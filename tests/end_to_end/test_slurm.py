@@ -6,7 +6,7 @@ import json
 import subprocess
 
 import pytest
-from end_to_end.bench import REHEARSED, SLOWLY, Bench
+from end_to_end.bench import SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, accounted, lose_node, submit, wait
 
 pytestmark = pytest.mark.slurm
@@ -96,9 +96,8 @@ def test_the_first_node_dies_with_the_supervisor(
 
 
 def test_signals_as_at_the_time_limit(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
+    bench: Bench, inputs: tuple[str, ...], rehearsed_on_slurm: str
 ) -> None:
-    submit(bench, inputs, "unsignalled", *REHEARSED)
     job = submit(bench, inputs, "signalled", *SLOWLY)["train"]
     bench.wait_for_step("signalled", 8)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)  # as --signal=B:USR1
@@ -111,8 +110,7 @@ def test_signals_as_at_the_time_limit(
         attempt = bench.attempt("signalled", number)
         assert attempt["checkpoint_after"] == attempt["last_step"] >= step
         assert bench.attempt("signalled", number + 1)["first_step"] == attempt["last_step"] + 1
-    wait(bench, "unsignalled", "done")
-    assert bench.compare_exactly("unsignalled", "signalled")["overlaps"]["b"]["rows"] == 0
+    assert bench.compare_exactly(rehearsed_on_slurm, "signalled")["overlaps"]["b"]["rows"] == 0
 
 
 def test_a_log_is_fetched_from_the_disk_of_its_node(
