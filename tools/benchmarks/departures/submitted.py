@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from departures.scoring import read_answer
+from departures.answers import read_answer
 from slurmllm.run.rundir import RunDir
 
 SMALL = (
