@@ -52,7 +52,7 @@ class Suite:
                 "unsupported": True,
             }  # fmt: skip
             pairs = (("hang", "hang"),)
-            yield Outcome(seed, "", faults, 7.0, ("done",), (injected,), pairs, ())
+            yield Outcome(seed, "", faults, 7.0, ("done",), (injected,), pairs)
 
     def __call__(self, *options: str) -> int:
         command = ["chaos", f"--dir={self.folder}", *options]

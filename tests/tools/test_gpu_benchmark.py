@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINERS = ("slurmllm, native backend", "compiled loop, transformers", "torchtitan")
+TRAINERS = ("slurmllm, native backend", "compiled loop, transformers")
 
 
 def benchmark(*options: str) -> subprocess.CompletedProcess[str]:

@@ -151,18 +151,6 @@ class Bench:
             return False if "Invalid job id" in done.stderr else None
         return done.stdout.strip() not in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
-    def incarnations(self, job: str) -> list[tuple[float, float]]:
-        """Begin and end of each start of a job, Unix time, by sacct."""
-        printed = self.slurm(
-            "sacct", "--noheader", "--parsable2", "--allocations", "--duplicates",
-            "--format=start,end", "--jobs", job,
-        )  # fmt: skip
-        found = []
-        for line in (printed or "").splitlines():
-            begin, _, end = line.partition("|")
-            found.append((_timestamp(begin), _timestamp(end)))
-        return found
-
     def repair(self) -> None:
         """Restore the cluster after a run: nodes, slurmctld, the shared directory, no jobs."""
         shared = self.cluster.shared()
@@ -207,13 +195,6 @@ class Bench:
             output = (done.stderr or done.stdout).strip()
             raise ChaosError(f"{' '.join(command[:6])} …: exit {done.returncode}: {output}")
         return done.stdout
-
-
-def _timestamp(text: str) -> float:
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:  # Unknown, None
-        return float("nan")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

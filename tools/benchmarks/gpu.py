@@ -7,9 +7,8 @@ Parts, each in a process of its own and with a limit of time; one that fails lea
 1. The device and torch's attention kernels.
 2. The tests with the marker `gpu`.
 3. Training of gpt3_1.3b and a Llama of 1.1 B at sequence 2,048 in bf16 by the native backend, and
-   by two others, of which those that are not installed are left out: a compiled plain loop over
-   transformers' model, and torchtitan's model. Tokens/s, model-FLOPs utilization, memory, and what
-   `slurmllm plan` predicts for this GPU.
+   by a compiled plain loop over transformers' model, if that is installed. Tokens/s, model-FLOPs
+   utilization, memory, and what `slurmllm plan` predicts for this GPU.
 
 `--device cpu --tiny` runs the same code on tiny models, to check it where no GPU is; its figures
 mean nothing. It needs torch, pytest and the packages that slurmllm imports; no network.
@@ -184,7 +183,7 @@ def main() -> int:
         models = TINY if options.tiny else MODELS
         forecasts = {}
         # Ours first: if the time is short, the peers are left out.
-        for trainer in ("ours", "loop", "torchtitan"):
+        for trainer in ("ours", "loop"):
             for model in models:
                 part = run_training(runner, model, trainer, device, profile, options.tiny)
                 parts.append(part)

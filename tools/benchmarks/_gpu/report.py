@@ -11,7 +11,6 @@ from _gpu.task import Measured
 NAMES = {
     "ours": "slurmllm, native backend",
     "loop": "compiled loop, transformers",
-    "torchtitan": "torchtitan",
 }
 
 

@@ -1,4 +1,4 @@
-"""The trainers: slurmllm's native backend, and plain loops over the models of other libraries.
+"""The trainers: slurmllm's native backend, and a plain loop over transformers' models.
 
 Each is a function task → step; a step takes tokens and labels, int64 [batch, seq], and returns its
 loss, which may still be computing.
@@ -71,44 +71,7 @@ def make_loop(task: Task) -> Step:
     return _plain_step(task, model, _compile(_loss_of(logits), task))
 
 
-def make_torchtitan(task: Task) -> Step:
-    """torchtitan's Llama (0.2), compiled block by block as torchtitan does, and its loss.
-
-    On one GPU torchtitan computes under autocast, as here, because there is nothing to shard.
-    """
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
-    from torchtitan.models.llama3.model.model import Transformer
-
-    config = task.config().recipe.model
-    if config.family != "llama":
-        raise ImportError(f"torchtitan has no model of the family {config.family}")
-    arguments = TransformerModelArgs(
-        dim=config.hidden_size, n_layers=config.num_layers, n_heads=config.num_heads,
-        n_kv_heads=config.kv_heads, vocab_size=config.padded_vocab_size,
-        # torchtitan rounds two thirds of four times the width up to such a multiple.
-        multiple_of=_multiple(config), norm_eps=config.norm_eps, rope_theta=config.rotary_base,
-        max_seq_len=config.seq_len,
-    )  # fmt: skip
-    with torch.device(task.device):
-        model: Any = Transformer(arguments)
-        model.init_weights()
-    model.train()
-    for block in model.layers.values():
-        block.compile(fullgraph=True, backend=_inductor(task))
-
-    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = loss(model(tokens), labels)
-        return found
-
-    loss = _compile(_cross_entropy, task)
-    return _plain_step(task, model, loss_of)
-
-
-TRAINERS: dict[str, Callable[[Task], Step]] = {
-    "ours": make_ours,
-    "loop": make_loop,
-    "torchtitan": make_torchtitan,
-}
+TRAINERS: dict[str, Callable[[Task], Step]] = {"ours": make_ours, "loop": make_loop}
 
 
 def _gpt2(transformers: Any, config: ModelConfig) -> nn.Module:
@@ -134,14 +97,6 @@ def _llama(transformers: Any, config: ModelConfig) -> nn.Module:
         )
     )  # fmt: skip
     return found
-
-
-def _multiple(config: ModelConfig) -> int:
-    least = int(2 * 4 * config.hidden_size / 3)
-    for multiple in (256, 128, 64, 32, 16, 8, 4, 2, 1):
-        if -(-least // multiple) * multiple == config.ffn_hidden_size:
-            return multiple
-    raise ImportError(f"torchtitan cannot make a feed-forward layer of {config.ffn_hidden_size}")
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
