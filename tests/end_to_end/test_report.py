@@ -6,7 +6,7 @@ import json
 import subprocess
 
 import pytest
-from end_to_end.bench import SLOWLY, Bench
+from end_to_end.bench import Bench
 from end_to_end.slurm_runs import Cluster, submit, wait
 from report.browser import open_report, require_chromium, require_sound
 
@@ -17,7 +17,7 @@ def test_a_requeued_run(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     require_chromium()
-    job = submit(bench, inputs, "reported", *SLOWLY)["train"]
+    job = submit(bench, inputs, "reported", "--set=train.compile=false")["train"]
     bench.wait_for_step("reported", 12)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)  # as the time limit
     wait(bench, "reported", "done", "stopped", "cancelled")
