@@ -92,8 +92,11 @@ class DevCluster:
     def call(self, *arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, str(DEVCLUSTER), *arguments, "--dir", str(self.directory)],
-            capture_output=True, text=True, timeout=600, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -20,8 +20,9 @@ def test_broken_copies_go_on_exactly(bench: Bench, rehearsed: str) -> None:
     assert found["own_reference"]
     by_kind = {one["kind"]: one for one in found["drills"]}
     assert {kind: one["ending"] for kind, one in by_kind.items()} == {
-        "time_limit": "advance_signal", "save": "node_failure",
-    }  # fmt: skip
+        "time_limit": "advance_signal",
+        "save": "node_failure",
+    }
     assert by_kind["time_limit"]["steps_lost"] == 0
     assert by_kind["save"]["at_step"] == 2 * found["every_steps"]
     assert by_kind["save"]["steps_recomputed"] > 0

@@ -55,9 +55,8 @@ def test_node_local_disks_are_apart(slurm: Cluster, bench: Bench, unbroken: str)
     other = next(name for name in ("n1", "n2", "n3", "n4", "n5") if name not in nodes)
     for node, there in ((nodes[1], True), (other, False)):
         found = subprocess.run(
-            ["srun", "-Q", "-w", node, "-N1", "-n1", *folder],
-            capture_output=True, check=False,
-        )  # fmt: skip
+            ["srun", "-Q", "-w", node, "-N1", "-n1", *folder], capture_output=True, check=False
+        )
         assert (found.returncode == 0) is there
 
 
@@ -117,9 +116,13 @@ def test_a_log_is_fetched_from_the_disk_of_its_node(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
     submit(
-        bench, inputs, "fetched", "--set=backend=rehearsal", "--set=env.SLURMLLM_LOG=debug",
+        bench,
+        inputs,
+        "fetched",
+        "--set=backend=rehearsal",
+        "--set=env.SLURMLLM_LOG=debug",
         "--set=env.SLURMLLM_REHEARSAL_STEP_S=1.0",
-    )  # fmt: skip
+    )
     bench.wait_for_step("fetched", 2)
     path = bench.runs / "fetched" / "logs" / "train_000" / "rank_00001.log"
     assert not path.exists()

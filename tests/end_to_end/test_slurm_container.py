@@ -65,14 +65,17 @@ def settings(image: Path) -> tuple[str, ...]:
     shown = {str(ROOT), sys.prefix, sys.base_prefix, *(path for path in sys.path if path)}
     folders = ["/usr", *(p for p in sorted(shown) if Path(p).is_dir() and p[:5] != "/usr/")]
     container = {
-        "runtime": "apptainer", "image": str(image), "mounts": folders,
+        "runtime": "apptainer",
+        "image": str(image),
+        "mounts": folders,
         "python": "/opt/inside/python",
-    }  # fmt: skip
+    }
     return (
         f"--set=cluster.container={json.dumps(container)}",
         '--set=cluster.setup=["export FROM_SETUP=1"]',
-        *SLOWLY, "--set=slurm.backoff_s=0",
-    )  # fmt: skip
+        *SLOWLY,
+        "--set=slurm.backoff_s=0",
+    )
 
 
 def test_a_run_in_a_container_is_killed_and_resumed(

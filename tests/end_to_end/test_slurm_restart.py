@@ -87,8 +87,10 @@ def test_a_chain_of_jobs(
     lost = bench.attempt("chained", 1)["nodes"][1]
     lose_node(slurm, bench, "chained", lost)
     assert bench.endings("chained") == [
-        ("advance_signal", "chain"), ("node_failure", "chain"), ("done", "finish"),
-    ]  # fmt: skip
+        ("advance_signal", "chain"),
+        ("node_failure", "chain"),
+        ("done", "finish"),
+    ]
     train, following = sent()
     assert following is None
     jobs.append(str(train))

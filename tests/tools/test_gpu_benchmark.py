@@ -17,8 +17,10 @@ TRAINERS = ("slurmllm, native backend", "compiled loop, transformers")
 def benchmark(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "tools/benchmarks/gpu.py"), *options],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_tiny_models(tmp_path: Path) -> None:

@@ -33,10 +33,14 @@ def scenario(
 ) -> Scenario:
     """Sixteen nodes for two days; a node fails every 200 hours in a way that breaks it."""
     fields: dict[str, Any] = {
-        "recipe": recipe(*(overrides or ("checkpoint.every_steps=60",))), "nodes": 16,
-        "step_s": 10.0, "horizon_s": 2 * DAY_S, "durations": QUICK, "save": SaveCost(5.0, 30.0),
+        "recipe": recipe(*(overrides or ("checkpoint.every_steps=60",))),
+        "nodes": 16,
+        "step_s": 10.0,
+        "horizon_s": 2 * DAY_S,
+        "durations": QUICK,
+        "save": SaveCost(5.0, 30.0),
         "failures": RandomFailures(rates if rates is not None else {"device": 1 / 200}),
-    }  # fmt: skip
+    }
     return Scenario(**(fields | changed))
 
 
@@ -102,8 +106,10 @@ def test_the_policy_is_the_supervisors() -> None:
     start = Scripted("network", 30, training=False)
     endings = [(a.ending, a.action) for a in scripted(start, start, start).attempts]
     assert endings[:3] == [
-        ("node_failure", "restart"), ("node_failure", "requeue"), ("no_progress", "stop")
-    ]  # fmt: skip
+        ("node_failure", "restart"),
+        ("node_failure", "requeue"),
+        ("no_progress", "stop"),
+    ]
     backoffs = [a.backoff_s for a in scripted(start, start).attempts]
     assert backoffs == [0.0, 60.0, 0.0]
     (stopped, after) = scripted(Scripted("software", 5000, training=True), engineer_s=999).attempts
@@ -175,9 +181,10 @@ def test_the_formulas_interval_is_the_best_one(cost_s: float, mtbf_hours: float)
     """
     best = best_interval_s(cost_s, mtbf_hours * HOUR_S) / 10
     base = scenario(
-        horizon_s=100 * mtbf_hours * HOUR_S, save=SaveCost(cost_s, cost_s),
+        horizon_s=100 * mtbf_hours * HOUR_S,
+        save=SaveCost(cost_s, cost_s),
         rates={"network": 1 / (16 * mtbf_hours)},
-    )  # fmt: skip
+    )
 
     def effective(factor: float) -> float:
         own = recipe(f"checkpoint.every_steps={max(1, round(best * factor))}")
@@ -192,8 +199,10 @@ def test_auto_learns_the_rate() -> None:
     """Where the profile is far too hopeful, the run saves oftener once nodes have failed."""
     hopeful = scenario("checkpoint.every_steps=auto", node_mtbf_hours=1e6, horizon_s=20 * DAY_S)
     fixed = replace(hopeful, recipe=recipe("checkpoint.every_steps=2000"))
-    auto, rare = (np.mean([account_node_hours(simulate(s, seed)).effective for seed in range(3)])
-                  for s in (hopeful, fixed))  # fmt: skip
+    auto, rare = (
+        np.mean([account_node_hours(simulate(s, seed)).effective for seed in range(3)])
+        for s in (hopeful, fixed)
+    )
     assert auto > rare + 0.03
 
 

@@ -103,12 +103,17 @@ class Bench:
         """Start the cluster."""
         timeout_s = 5 if self.setup.nodes <= 8 else 30  # a hundred slurmds respond late
         self.tool(
-            "up", f"--nodes={self.setup.nodes + SPARE_NODES}", f"--slurmd-timeout={timeout_s}",
-            "--kill-wait=30", f"--shared={self.shared}", f"--shared-mb={SHARED_MB}", "--network",
+            "up",
+            f"--nodes={self.setup.nodes + SPARE_NODES}",
+            f"--slurmd-timeout={timeout_s}",
+            "--kill-wait=30",
+            f"--shared={self.shared}",
+            f"--shared-mb={SHARED_MB}",
+            "--network",
             *(("--clock",) if shutil.which("cc") else ()),
             # In every node's namespace is a mount of every disk: too many for a hundred nodes.
             *((f"--node-disk-mb={NODE_DISK_MB}",) if self.setup.nodes <= 8 else ()),
-        )  # fmt: skip
+        )
 
     def down(self) -> None:
         """End everything."""
@@ -124,16 +129,27 @@ class Bench:
         """Run a slow verb in a process of its own."""
         return subprocess.Popen(
             [sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"],
-            env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=self.env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def submit(self, name: str, env: Mapping[str, str]) -> str:
         """Submit a run, with further variables; returns the id of its train job."""
         printed = self._call(
-            [*SLURMLLM, "submit", "tiny_neox", f"--nodes={self.setup.nodes}", f"--name={name}",
-             *self.setup.options(), *self.setup.inputs, f"--runs-dir={self.runs}", "--json"],
+            [
+                *SLURMLLM,
+                "submit",
+                "tiny_neox",
+                f"--nodes={self.setup.nodes}",
+                f"--name={name}",
+                *self.setup.options(),
+                *self.setup.inputs,
+                f"--runs-dir={self.runs}",
+                "--json",
+            ],
             env,
-        )  # fmt: skip
+        )
         return str(json.loads(printed)["jobs"]["train"])
 
     def slurm(self, *command: str) -> str | None:
@@ -145,8 +161,10 @@ class Bench:
         """Whether a job is in Slurm's queue; None if Slurm does not respond."""
         done = subprocess.run(
             ["squeue", "--noheader", "--jobs", job, "--format=%T"],
-            env=self.env, capture_output=True, text=True,
-        )  # fmt: skip
+            env=self.env,
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             return False if "Invalid job id" in done.stderr else None
         return done.stdout.strip() not in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")

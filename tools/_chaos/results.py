@@ -48,7 +48,7 @@ class Results:
     def __init__(self, folder: Path, part: Part) -> None:
         self.setup = {
             name: value for name, value in asdict(part.setup).items() if name != "inputs"
-        } | {"kinds": list(part.kinds)}  # fmt: skip
+        } | {"kinds": list(part.kinds)}
         digest = hashlib.sha256(json.dumps(self.setup, sort_keys=True).encode()).hexdigest()[:8]
         self.path = folder / f"{part.setup.backend}-{part.setup.nodes}-{digest}.jsonl"
         self.title, self.commit = part.title(), commit()

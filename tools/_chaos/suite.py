@@ -132,9 +132,13 @@ def _one(seed: int, kinds: Sequence[str]) -> Outcome:
 
 
 def run_all(
-    setup: Setup, work: Path, seeds: Sequence[int], kinds: Sequence[str], parallel: int,
+    setup: Setup,
+    work: Path,
+    seeds: Sequence[int],
+    kinds: Sequence[str],
+    parallel: int,
     ends_at: float = math.inf,
-) -> Iterator[Outcome]:  # fmt: skip
+) -> Iterator[Outcome]:
     """Run the seeds on `parallel` clusters at once, then stop these; yields results as runs end.
 
     No run is started that would end after `ends_at` (monotonic, s) if it took as long as the

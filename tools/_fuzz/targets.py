@@ -320,15 +320,36 @@ def run(path: Path) -> None:
 
 # A target's name is that of its folder in tests/fuzz/corpus.
 TARGETS: dict[str, Target] = {
-    "records": records, "config": config, "recipe": recipe, "profile": profile, "suite": suite,
-    "metrics": metrics, "events": events, "logs": logs, "tensorboard": logs,
-    "tensorboard_event": framed_event, "wandb_value": framed_value, "mlflow": mlflow,
-    "tokens": tokens, "arrow": arrow,
-    "corpus": corpus, "tokenizer": tokenizer, "chat": chat, "safetensors": safetensors,
-    "safetensors_header": safetensors_header, "dcp": dcp, "huggingface": huggingface,
-    "slurm": slurm, "lines": lines, "probe": probe, "phase": probe, "plan": plan, "scores": scores,
-    "run": run, "trace": trace,
-}  # fmt: skip
+    "records": records,
+    "config": config,
+    "recipe": recipe,
+    "profile": profile,
+    "suite": suite,
+    "metrics": metrics,
+    "events": events,
+    "logs": logs,
+    "tensorboard": logs,
+    "tensorboard_event": framed_event,
+    "wandb_value": framed_value,
+    "mlflow": mlflow,
+    "tokens": tokens,
+    "arrow": arrow,
+    "corpus": corpus,
+    "tokenizer": tokenizer,
+    "chat": chat,
+    "safetensors": safetensors,
+    "safetensors_header": safetensors_header,
+    "dcp": dcp,
+    "huggingface": huggingface,
+    "slurm": slurm,
+    "lines": lines,
+    "probe": probe,
+    "phase": probe,
+    "plan": plan,
+    "scores": scores,
+    "run": run,
+    "trace": trace,
+}
 
 
 def corpus_files(target: str) -> dict[str, bytes]:

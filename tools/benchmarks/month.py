@@ -117,18 +117,27 @@ def _variants(
 ) -> Iterator[tuple[dict[str, str], Scenario]]:
     """Recovery × interval × kind of save, the best first."""
     table = (
-        ("auto", "auto", "async"), ("auto", "auto", "blocking"), ("auto", "200", "async"),
-        ("auto", "1000", "async"), ("by_hand", "auto", "async"), ("by_hand", "1000", "async"),
-    )  # fmt: skip
+        ("auto", "auto", "async"),
+        ("auto", "auto", "blocking"),
+        ("auto", "200", "async"),
+        ("auto", "1000", "async"),
+        ("by_hand", "auto", "async"),
+        ("by_hand", "1000", "async"),
+    )
     for recovery, every, saves in table:
         named = {"recovery": recovery, "interval": every, "saves": saves}
         yield named, _scenario(published, preset, options, recovery, every, saves)
 
 
 def _scenario(
-    published: Published, preset: Preset, options: argparse.Namespace, recovery: str,
-    every: str, saves: str, by_hand_h: float | None = None,
-) -> Scenario:  # fmt: skip
+    published: Published,
+    preset: Preset,
+    options: argparse.Namespace,
+    recovery: str,
+    every: str,
+    saves: str,
+    by_hand_h: float | None = None,
+) -> Scenario:
     delay_h = options.engineer if recovery == "auto" else (by_hand_h or options.by_hand)
     config = resolve(options.model, "trn1", [f"checkpoint.every_steps={every}", *options.set])
     return Scenario(

@@ -77,25 +77,36 @@ TRAINERS: dict[str, Callable[[Task], Step]] = {"ours": make_ours, "loop": make_l
 def _gpt2(transformers: Any, config: ModelConfig) -> nn.Module:
     found: nn.Module = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=config.padded_vocab_size, n_positions=config.seq_len,
-            n_embd=config.hidden_size, n_layer=config.num_layers, n_head=config.num_heads,
-            n_inner=config.ffn_hidden_size, activation_function="gelu_pytorch_tanh",
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa",
+            vocab_size=config.padded_vocab_size,
+            n_positions=config.seq_len,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            n_inner=config.ffn_hidden_size,
+            activation_function="gelu_pytorch_tanh",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            attn_implementation="sdpa",
         )
-    )  # fmt: skip
+    )
     return found
 
 
 def _llama(transformers: Any, config: ModelConfig) -> nn.Module:
     found: nn.Module = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=config.padded_vocab_size, max_position_embeddings=config.seq_len,
-            hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads, num_key_value_heads=config.kv_heads,
-            intermediate_size=config.ffn_hidden_size, tie_word_embeddings=False,
+            vocab_size=config.padded_vocab_size,
+            max_position_embeddings=config.seq_len,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.kv_heads,
+            intermediate_size=config.ffn_hidden_size,
+            tie_word_embeddings=False,
             attn_implementation="sdpa",
         )
-    )  # fmt: skip
+    )
     return found
 
 
@@ -124,8 +135,11 @@ def _plain_step(task: Task, model: nn.Module, loss_of: Callable[[Tensor, Tensor]
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ],
-        lr=LR, betas=optim.betas, eps=optim.eps, fused=True,
-    )  # fmt: skip
+        lr=LR,
+        betas=optim.betas,
+        eps=optim.eps,
+        fused=True,
+    )
 
     def step(tokens: Tokens, labels: Tokens) -> SupportsFloat:
         inputs = send(torch.from_numpy(tokens), device), send(torch.from_numpy(labels), device)

@@ -145,9 +145,11 @@ class _Simulation:
         healthy = tuple(name for name in self.held if name not in failing)
         # The supervisor is on the first node.
         in_allocation = (
-            scenario.restarts_in_job and len(healthy) >= scenario.nodes
-            and healthy[0] == self.held[0] and closed.ended_at < self.signal_at
-        )  # fmt: skip
+            scenario.restarts_in_job
+            and len(healthy) >= scenario.nodes
+            and healthy[0] == self.held[0]
+            and closed.ended_at < self.signal_at
+        )
         decided = decide(closed, earlier, scenario.recipe, in_allocation=in_allocation)
         self.nodes.exclude(failing, closed.ended_at + hours * HOUR_S)
         for name in broken:
@@ -339,12 +341,23 @@ class _SimulatedAttempt:
             self.whole.waited_s[self.number] = self.waited_s
         after = self.whole.checkpoint
         return AttemptRecord(
-            attempt=self.number, stage="train", job_id=_JOB, restart_count=self.number,
-            nodes=self.nodes, world_size=len(self.nodes), master_addr=self.nodes[0],
-            master_port=1024, started_at=self.start, ended_at=ended_at, ending=ending,
-            evidence=evidence, blamed_nodes=blamed,
+            attempt=self.number,
+            stage="train",
+            job_id=_JOB,
+            restart_count=self.number,
+            nodes=self.nodes,
+            world_size=len(self.nodes),
+            master_addr=self.nodes[0],
+            master_port=1024,
+            started_at=self.start,
+            ended_at=ended_at,
+            ending=ending,
+            evidence=evidence,
+            blamed_nodes=blamed,
             last_step=self.step if steps is not None else None,
-            checkpoint_before=self.before or None, checkpoint_after=after or None,
-            steps_gained=after - self.before, steps_lost=self.step - after,
+            checkpoint_before=self.before or None,
+            checkpoint_after=after or None,
+            steps_gained=after - self.before,
+            steps_lost=self.step - after,
             phases_s=self.phases_s | {"stopping": stopping_s},
-        )  # fmt: skip
+        )

@@ -30,9 +30,7 @@ from departures import noise, published, submitted
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(
-        prog="departures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="departures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--noise", type=int, metavar="SEEDS", help="simulations a row")
     parser.add_argument("--submitted", type=Path, metavar="DIR", help="runs directory")
