@@ -74,16 +74,14 @@ class _Made:
     seconds: list[Floats] = field(default_factory=list)
     ends: list[Floats] = field(default_factory=list)
 
-    def add(
-        self, first: int, count: int, begin: float, step_s: float, gap_s: float, extra_s: float
-    ) -> float:
+    def add(self, first: int, count: int, begin: float, step_s: float, extra_s: float) -> float:
         """Add steps, the first of them longer; returns when the next one can begin."""
         seconds = np.full(count, step_s)
         seconds[0] += extra_s
         self.numbers.append(np.arange(first, first + count, dtype=np.int64))
         self.seconds.append(seconds)
-        self.ends.append(begin + np.cumsum(seconds) + gap_s * np.arange(count))
-        return float(self.ends[-1][-1]) + gap_s
+        self.ends.append(begin + np.cumsum(seconds))
+        return float(self.ends[-1][-1])
 
     def steps(self) -> Steps | None:
         if not self.numbers:
@@ -250,24 +248,19 @@ class _SimulatedAttempt:
 
         A step that is running is finished at a signal, and lost at a failure.
         """
-        step_s, gap_s, last = self.scenario.step_s, self.scenario.gap_s, self.scenario.steps
+        step_s, last = self.scenario.step_s, self.scenario.steps
         self.clock = self.trains_at
         while self.step != last:
             self.whole.position = self.step
             count = self.whole.interval()
             if last is not None:
                 count = min(count, last - self.step)
-            # A step counts once it has ended; the gap after it need not be over.
-            within = math.floor(
-                (stop_at - self.clock - self.extra_s + gap_s) / (step_s + gap_s) + 1e-9
-            )
+            within = math.floor((stop_at - self.clock - self.extra_s) / step_s + 1e-9)
             saving = within >= count
             if not saving:
                 count = max(0, within) + (1 if signalled and stop_at > self.trains_at else 0)
             if count:
-                self.clock = self.made.add(
-                    self.step + 1, count, self.clock, step_s, gap_s, self.extra_s
-                )
+                self.clock = self.made.add(self.step + 1, count, self.clock, step_s, self.extra_s)
                 self.step, self.extra_s = self.step + count, 0.0
             if not saving:
                 return None
