@@ -18,8 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Each of the suite's thousands of processes would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
-# More processes than cores: half of the suite waits for Slurm.
-PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python tools/run_tests.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test test-all numerics check docs audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix install dev slurm browser clean
@@ -49,25 +48,16 @@ PROCESSORS := sse $(if $(call has,avx2),avx2 compatible) $(if $(call has,avx512v
 
 numerics: $(PROCESSORS:%=numerics-%)
 
-# MKL_DYNAMIC: or it lets torch have no more threads than there are cores. A cache for each: kernels
-# that Inductor compiled for one processor are wrong on another.
+# MKL_DYNAMIC: or it lets torch have no more threads than there are cores. Each call has a compiler
+# cache of its own: kernels that Inductor compiled for one processor are wrong on another.
 numerics-%: dev
-	@cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; \
-	  set -x; env $(PROCESSOR_$*) SLURMLLM_TEST_ALL=0 MKL_DYNAMIC=FALSE OMP_WAIT_POLICY=passive TORCHINDUCTOR_CACHE_DIR="$$cache" \
+	env $(PROCESSOR_$*) SLURMLLM_TEST_ALL=0 MKL_DYNAMIC=FALSE OMP_WAIT_POLICY=passive \
 	  $(PYTEST) -m numerics
 
 check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict tools/devcluster tools/_devcluster tools/demo.py \
-	  tools/benchmarks/*.py tools/benchmarks/_month/*.py tools/benchmarks/_gpu/*.py \
-	  tools/check_parallelcluster.py \
-	  tools/house.py tools/audit.py tools/slurm_matrix.py
-	$(BIN)/mypy --strict tools/chaos tools/_chaos
-	MYPYPATH=tools $(BIN)/mypy --strict tools/fuzz
-	$(BIN)/mypy --strict tools/benchmarks/departures
-	MYPYPATH=tools/benchmarks $(BIN)/mypy --strict tools/reproduce
 	$(BIN)/python tools/house.py --check
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
 	$(MAKE) --no-print-directory docs

@@ -20,21 +20,6 @@ from slurmllm.run.rundir import RunDir
 ROOT = Path(__file__).resolve().parent.parent
 DEVCLUSTER = ROOT / "tools" / "devcluster"
 LEFT_OUT = "long: `make test-all` runs it"
-# The files that take a minute or more, the longest first, and the order of other folders: those
-# that mostly wait for Slurm, those that train whole runs, other slow ones, and the rest. A long
-# file that starts late would leave processes idle at the end.
-_LONGEST = [
-    "backends/test_meshes.py", "end_to_end/test_slurm.py", "supervise/test_recovery.py",
-    "end_to_end/test_slurm_restart.py", "end_to_end/test_slurm_endings.py",
-    "end_to_end/test_slurm_container.py", "graphs/test_completeness.py",
-    "end_to_end/test_slurm_lost_start.py", "tools/test_devcluster.py", "end_to_end/test_local.py",
-    "end_to_end/test_drill_slurm.py", "end_to_end/test_drill.py",
-]  # fmt: skip
-_START = {
-    **dict.fromkeys(("chaos", "end_to_end", "tools", "slurm"), 0),
-    **dict.fromkeys(("diagnose", "graphs", "supervise"), 1),
-    **dict.fromkeys(("backends", "checkpoint", "corpus", "evaluate", "train"), 2),
-}
 # More threads than that wait for each other on a busy machine; workers and jobs inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _COMMANDS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "sbatch")
@@ -57,9 +42,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _compiler_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compile into a folder of this run: torch's own, in /tmp, may be another processor's."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # the processes share what they compile
+    # The processes of tools/run_tests.py share what they compile.
+    folder = Path(os.environ.get("SLURMLLM_TEST_CACHES") or tmp_path_factory.getbasetemp())
     for compiler in ("torchinductor", "triton"):
         os.environ[f"{compiler.upper()}_CACHE_DIR"] = str(folder / compiler)
 
@@ -71,8 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest files, so that the processes end together; skip what cannot run."""
-    items.sort(key=_place)
+    """Skip what cannot run, and what takes long."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if on_gpu and (reason := _no_gpu()):
         for item in on_gpu:
@@ -81,11 +64,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("long") is not None:
                 item.add_marker(pytest.mark.skip(reason=LEFT_OUT))
-
-
-def _place(item: pytest.Item) -> int:
-    name = f"{item.path.parent.name}/{item.path.name}"
-    return _LONGEST.index(name) if name in _LONGEST else 100 + _START.get(item.path.parent.name, 3)
 
 
 def _no_gpu() -> str | None:
@@ -114,8 +92,11 @@ class DevCluster:
     def call(self, *arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, str(DEVCLUSTER), *arguments, "--dir", str(self.directory)],
-            capture_output=True, text=True, timeout=600, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -72,9 +72,14 @@ class FakeSlurm(SlurmClient):
         self._ids = itertools.count(1)
 
     def submit(
-        self, script: str, after_ok: str | None = None, exclude: str = "", requeue: bool = True,
-        after: str | None = None, name: str | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        script: str,
+        after_ok: str | None = None,
+        exclude: str = "",
+        requeue: bool = True,
+        after: str | None = None,
+        name: str | None = None,
+    ) -> str:
         if self.refuse is not None:
             raise SlurmError(f"sbatch failed with exit code 1: sbatch: error: {self.refuse}")
         job_id = str(next(self._ids))

@@ -286,9 +286,15 @@ def test_a_resume_warns_of_another_version(
     attempt = run.attempt("train", 0)
     warn_if_changed(config, run)
     record = AttemptRecord(
-        stage="train", attempt=0, job_id=None, nodes=("n1",), world_size=1, master_addr="n1",
-        master_port=1, started_at=1.0,
-    )  # fmt: skip
+        stage="train",
+        attempt=0,
+        job_id=None,
+        nodes=("n1",),
+        world_size=1,
+        master_addr="n1",
+        master_port=1,
+        started_at=1.0,
+    )
     record.save(attempt.record)
     for version in ("1.5", "1.4"):
         NodeRecord(node="n1", versions={"plug_old": version}).save(attempt.node("n1"))
@@ -310,8 +316,11 @@ def test_backends_refuse_what_they_cannot_train() -> None:
 
 
 def test_a_data_source_that_loads_torch_is_refused(install: Install) -> None:
-    install("plug_heavy", "import sys, types\nsys.modules.setdefault('torch', types)\nX = 1",
-            models="heavy = plug_heavy:X")  # fmt: skip
+    install(
+        "plug_heavy",
+        "import sys, types\nsys.modules.setdefault('torch', types)\nX = 1",
+        models="heavy = plug_heavy:X",
+    )
     kept = sys.modules.pop("torch", None)
     try:
         with pytest.raises(ConfigError, match="its module imports torch"):

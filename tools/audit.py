@@ -31,8 +31,10 @@ def main() -> int:
         audit = [sys.executable, "-m", "pip_audit", "--skip-editable", "--format", "json"]
         done = subprocess.run(
             [*audit, "--progress-spinner", "off", "--output", str(found)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if not found.is_file():
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             print(f"audit: not done: {database} cannot be reached: {reason:.300}", file=sys.stderr)

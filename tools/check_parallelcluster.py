@@ -32,9 +32,7 @@ def _instance(name: str, vcpus: int, gib: int, cards: int = 1, efa: int = 0) -> 
     """What `aws ec2 describe-instance-types` says of a type, as far as the validators look."""
     return {
         "InstanceType": name,
-        "VCpuInfo": {
-            "DefaultVCpus": vcpus, "DefaultCores": vcpus // 2, "DefaultThreadsPerCore": 2,
-        },
+        "VCpuInfo": {"DefaultVCpus": vcpus, "DefaultCores": vcpus // 2, "DefaultThreadsPerCore": 2},
         "MemoryInfo": {"SizeInMiB": gib * 1024},
         "ProcessorInfo": {"SupportedArchitectures": ["x86_64"]},
         "NetworkInfo": {
@@ -48,7 +46,7 @@ def _instance(name: str, vcpus: int, gib: int, cards: int = 1, efa: int = 0) -> 
         "EbsInfo": {"EbsOptimizedSupport": "default"},
         "SupportedUsageClasses": ["on-demand", "spot"],
         "InstanceStorageSupported": efa > 0,
-    }  # fmt: skip
+    }
 
 
 # AWS's product pages for m6i and trn1.
@@ -75,9 +73,11 @@ class Report:
         """Sorted lists, errors and warnings in the order of the file."""
         ran = sorted(self.ran - self.not_run)
         return {
-            "errors": self.errors, "warnings": self.warnings,
-            "ran": ran, "not_run": sorted(self.not_run),
-        }  # fmt: skip
+            "errors": self.errors,
+            "warnings": self.warnings,
+            "ran": ran,
+            "not_run": sorted(self.not_run),
+        }
 
 
 def check(path: Path) -> Report:

@@ -31,12 +31,22 @@ PRONOUNS = frozenset(
 )
 MOST_LINES, MOST_BRANCHES = 60, 25
 _BRANCHES = (
-    ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.match_case,
-)  # fmt: skip
+    ast.If,
+    ast.For,
+    ast.While,
+    ast.ExceptHandler,
+    ast.IfExp,
+    ast.comprehension,
+    ast.match_case,
+)
 _LAYOUT = {
-    tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
     tokenize.ENDMARKER,
-}  # fmt: skip
+}
 _DIRECTIVES = ("# noqa", "# fmt:", "# type:", "#!")  # for tools, not for readers
 
 Sources = Mapping[str, str]  # path relative to the top of the tree → its text

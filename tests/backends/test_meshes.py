@@ -40,11 +40,23 @@ PARTS = "train.activation_checkpointing=[core, mlp, norm]"
 # Masks, positions that begin anew, and labels not learnt: other counts in each micro batch.
 DOCUMENTS = "data.mask=document"
 
+# Every family, kind of mesh and setting, and most pairs of them; `make test-all` runs the others.
 MESHES: list[Any] = [
     ("neox", 4, 1, 1, FEW, SEQUENCE),
+    ("neox", 1, 2, 1, "train.micro_batch=8"),  # fewer micro batches than stages
+    ("neox", 2, 1, 2, DOCUMENTS, FEW, SEQUENCE, "parallel.zero=3"),
+    ("llama", 2, 2, 1, FEW, INTERLEAVED, SELECTIVE),
+    ("llama", 1, 2, 2, FULL, "parallel.zero=3"),
+    ("llama3", 2, 2, 1, FEW, SEQUENCE),
+    ("qwen3", 2, 1, 2, FEW, SEQUENCE, FULL, "parallel.zero=0"),
+    ("gpt3", 1, 2, 2, INTERLEAVED, "parallel.zero=2"),
+    ("gpt3", 2, 2, 1, FEW, SEQUENCE, PARTS),
+    ("gpt3", 1, 4, 1, DOCUMENTS),
+]
+
+LONG = [
     ("neox", 1, 2, 1),
     ("neox", 1, 4, 1),
-    ("neox", 1, 2, 1, "train.micro_batch=8"),  # fewer micro batches than stages
     ("neox", 1, 1, 4, "parallel.zero=0", PARTS),
     ("neox", 1, 1, 2, "parallel.zero=2", SELECTIVE),
     ("neox", 2, 1, 2, FEW, "parallel.zero=3"),
@@ -52,24 +64,13 @@ MESHES: list[Any] = [
     ("llama", 1, 1, 2),
     ("llama", 2, 1, 2, FEW, SEQUENCE, FULL),
     ("llama", 4, 1, 1, FEW, PARTS),
-    ("llama", 2, 2, 1, FEW, INTERLEAVED, SELECTIVE),
-    ("llama", 1, 2, 2, FULL, "parallel.zero=3"),
-    ("llama3", 2, 2, 1, FEW, SEQUENCE),
     ("llama3", 1, 2, 2, INTERLEAVED, "parallel.zero=2"),
     ("qwen3", 2, 2, 1, FEW, INTERLEAVED, SELECTIVE),
-    ("qwen3", 2, 1, 2, FEW, SEQUENCE, FULL, "parallel.zero=0"),
     ("gpt3", 1, 4, 1),
     ("gpt3", 2, 1, 2, FEW),
-    ("gpt3", 2, 2, 1, FEW, SEQUENCE, PARTS),
-    ("gpt3", 1, 2, 2, INTERLEAVED, "parallel.zero=2"),
-    ("neox", 2, 1, 2, DOCUMENTS, FEW, SEQUENCE, "parallel.zero=3"),
     ("llama", 2, 1, 1, DOCUMENTS, FEW, SEQUENCE, SELECTIVE),
     ("gpt3", 2, 1, 1, DOCUMENTS, FEW, SEQUENCE, FULL),
     ("neox", 1, 2, 2, DOCUMENTS, INTERLEAVED, FULL),
-    ("gpt3", 1, 4, 1, DOCUMENTS),
-]
-
-LONG = [
     ("llama3", 2, 1, 1, FEW),
     ("llama3", 1, 2, 1),
     ("llama3", 1, 1, 2, FULL),
@@ -100,7 +101,14 @@ def test_same_training(
     assert groups == expected[0].after
 
 
-@pytest.mark.parametrize("documents", [(), (DOCUMENTS,)], ids=["plain", "documents"])
+# The z-loss's run below is compiled with documents too.
+@pytest.mark.parametrize(
+    "documents",
+    [
+        pytest.param((), id="plain"),
+        pytest.param((DOCUMENTS,), id="documents", marks=pytest.mark.long),
+    ],
+)
 def test_compiled(pool: MeshPool, reference: Reference, documents: tuple[str, ...]) -> None:
     config = small("neox", 2, 1, 1, FEW, SEQUENCE, "train.compile=true", *documents)
     case = Case(config, last=STEPS)

@@ -48,11 +48,13 @@ class Suite:
             self.runs.append(seed)
             faults = {"run done": "lost" if seed in self.broken else ""}
             injected = {
-                "failure": {"kind": "network_bad"}, "victim": "no netem", "happened": False,
+                "failure": {"kind": "network_bad"},
+                "victim": "no netem",
+                "happened": False,
                 "unsupported": True,
-            }  # fmt: skip
+            }
             pairs = (("hang", "hang"),)
-            yield Outcome(seed, "", faults, 7.0, ("done",), (injected,), pairs, ())
+            yield Outcome(seed, "", faults, 7.0, ("done",), (injected,), pairs)
 
     def __call__(self, *options: str) -> int:
         command = ["chaos", f"--dir={self.folder}", *options]

@@ -15,10 +15,15 @@ SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
 # The model is small, so a run takes little more than its start-up. A step still takes long enough
 # that a test which waits for it sees it before the run ends.
 SMALL = (
-    "--set=model.num_layers=2", "--set=model.hidden_size=64", "--set=model.num_heads=4",
-    "--set=model.ffn_hidden_size=256", "--set=model.seq_len=128", "--set=train.steps=40",
-    "--set=checkpoint.every_steps=10", "--set=train.log_every=5",
-)  # fmt: skip
+    "--set=model.num_layers=2",
+    "--set=model.hidden_size=64",
+    "--set=model.num_heads=4",
+    "--set=model.ffn_hidden_size=256",
+    "--set=model.seq_len=128",
+    "--set=train.steps=40",
+    "--set=checkpoint.every_steps=10",
+    "--set=train.log_every=5",
+)
 
 # Everything but the arithmetic, in steps that wait instead of computing: for tests of what happens
 # around the training.
@@ -54,8 +59,10 @@ class Bench:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [*SLURMLLM, *arguments, "--runs-dir", str(self.runs)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self.started.append(process)
         return process
 

@@ -6,45 +6,23 @@ import json
 import signal
 
 import pytest
-from end_to_end.bench import REHEARSED, SLOWER_STEPS, SMALL, Bench, processes_with
-
-TRAIN = (
-    "submit",
-    "tiny_neox",
-    "--nodes=2",
-    "--local",
-    "--set=train.compile=false",
-    *SMALL,
-    SLOWER_STEPS,
-)
-
-
-@pytest.fixture(scope="module")
-def drilled(bench: Bench, inputs: tuple[str, ...]) -> str:
-    bench.call(*TRAIN, *inputs, "--name=drilled")
-    return "drilled"
-
-
-@pytest.fixture(scope="module")
-def rehearsed(bench: Bench, inputs: tuple[str, ...]) -> str:
-    bench.call("submit", "tiny_neox", "--nodes=2", "--local", *SMALL, *REHEARSED, *inputs,
-               "--set=train.steps=20", "--name=rehearsed")  # fmt: skip
-    return "rehearsed"
+from end_to_end.bench import Bench, processes_with
 
 
 def copies(bench: Bench, run: str) -> list[str]:
     return sorted(entry.name for entry in bench.runs.glob(f"{run}-drill-*"))
 
 
-def test_broken_copies_go_on_exactly(bench: Bench, drilled: str) -> None:
-    text = bench.call("drill", drilled, "--kinds=time_limit,save", "--json", "--seed=3")
+def test_broken_copies_go_on_exactly(bench: Bench, rehearsed: str) -> None:
+    text = bench.call("drill", rehearsed, "--kinds=time_limit,save", "--json", "--seed=3")
     found = json.loads(text[text.index("{") :])
     assert found["passed"]
     assert found["own_reference"]
     by_kind = {one["kind"]: one for one in found["drills"]}
     assert {kind: one["ending"] for kind, one in by_kind.items()} == {
-        "time_limit": "advance_signal", "save": "node_failure",
-    }  # fmt: skip
+        "time_limit": "advance_signal",
+        "save": "node_failure",
+    }
     assert by_kind["time_limit"]["steps_lost"] == 0
     assert by_kind["save"]["at_step"] == 2 * found["every_steps"]
     assert by_kind["save"]["steps_recomputed"] > 0
@@ -52,7 +30,7 @@ def test_broken_copies_go_on_exactly(bench: Bench, drilled: str) -> None:
         took = dict(one["recovery"])
         assert took.pop("total_s") == pytest.approx(sum(took.values()), abs=0.1)
         assert took["start_up_s"] > 0 < took["first_step_s"]
-    assert found["kept"] == copies(bench, drilled) == []
+    assert found["kept"] == copies(bench, rehearsed) == []
 
 
 def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, rehearsed: str) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from end_to_end.bench import REHEARSED, Bench
-from end_to_end.slurm_runs import Cluster, accounted, submit, wait
+from end_to_end.bench import Bench
+from end_to_end.slurm_runs import accounted
 
 pytestmark = pytest.mark.slurm
 
 
-def test_nodes_that_go_and_the_first_of_them(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
-) -> None:
-    submit(bench, inputs, "base", *REHEARSED)
-    wait(bench, "base", "done", "stopped", "interrupted")
-    text = bench.call("drill", "base", "--kinds=node,first_node", "--json", "--keep")
+def test_nodes_that_go_and_the_first_of_them(bench: Bench, rehearsed_on_slurm: str) -> None:
+    text = bench.call("drill", rehearsed_on_slurm, "--kinds=node,first_node", "--json", "--keep")
     found = json.loads(text[text.index("{") :])
     assert found["passed"], found
     assert found["own_reference"]

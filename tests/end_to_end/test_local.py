@@ -31,13 +31,20 @@ def unbroken(bench: Bench, inputs: tuple[str, ...]) -> str:
 def test_the_run_directory_is_complete(bench: Bench, unbroken: str) -> None:
     run = bench.runs / unbroken
     for name in (
-        "config.yaml", "plan.json", "jobs.json", "scripts/train.sbatch",
+        "config.yaml",
+        "plan.json",
+        "jobs.json",
+        "scripts/train.sbatch",
         "scripts/precompile.sbatch",
-        "logs/train.log", "logs/precompile.log",
-        "graphs/manifest.json", "graphs/attempts/000/attempt.json", "attempts/000/attempt.json",
-        "attempts/000/nodes/local1.json", "metrics/attempt_000.jsonl",
+        "logs/train.log",
+        "logs/precompile.log",
+        "graphs/manifest.json",
+        "graphs/attempts/000/attempt.json",
+        "attempts/000/attempt.json",
+        "attempts/000/nodes/local1.json",
+        "metrics/attempt_000.jsonl",
         "checkpoints/step_00000040/manifest.json",
-    ):  # fmt: skip
+    ):
         assert (run / name).is_file(), name
     assert list((run / "tensorboard").rglob("*tfevents*"))
     assert bench.status(unbroken)["checkpoints"] == [20, 30, 40]

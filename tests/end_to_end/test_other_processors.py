@@ -11,9 +11,15 @@ from end_to_end.bench import SMALL, Bench
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="emulates x86-64's AVX2")
 TRAIN = (
-    "submit", "tiny_neox", "--local", "--nodes=1", *SMALL, "--set=train.steps=4",
-    "--set=optim.warmup_steps=2", "--set=cluster.cpus_per_node=1",
-)  # fmt: skip
+    "submit",
+    "tiny_neox",
+    "--local",
+    "--nodes=1",
+    *SMALL,
+    "--set=train.steps=4",
+    "--set=optim.warmup_steps=2",
+    "--set=cluster.cpus_per_node=1",
+)
 # As if graphs that were compiled before computed garbage.
 _PLUGIN = """
 from slurmllm.train.guard import Guard
@@ -53,9 +59,12 @@ def test_a_run_on_another_processor_compiles_for_itself(
 
 
 def test_a_first_step_that_goes_wrong_is_tried_with_fresh_graphs(
-    bench: Bench, inputs: tuple[str, ...], first: str, tmp_path: Path,
+    bench: Bench,
+    inputs: tuple[str, ...],
+    first: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "bad_graphs.py").write_text(_PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     text = bench.call(*TRAIN, *inputs, "--name=bad", "--set=plugins=[bad_graphs]")

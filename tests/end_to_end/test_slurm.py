@@ -6,7 +6,7 @@ import json
 import subprocess
 
 import pytest
-from end_to_end.bench import REHEARSED, SLOWLY, Bench
+from end_to_end.bench import SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, accounted, lose_node, submit, wait
 
 pytestmark = pytest.mark.slurm
@@ -55,9 +55,8 @@ def test_node_local_disks_are_apart(slurm: Cluster, bench: Bench, unbroken: str)
     other = next(name for name in ("n1", "n2", "n3", "n4", "n5") if name not in nodes)
     for node, there in ((nodes[1], True), (other, False)):
         found = subprocess.run(
-            ["srun", "-Q", "-w", node, "-N1", "-n1", *folder],
-            capture_output=True, check=False,
-        )  # fmt: skip
+            ["srun", "-Q", "-w", node, "-N1", "-n1", *folder], capture_output=True, check=False
+        )
         assert (found.returncode == 0) is there
 
 
@@ -96,9 +95,8 @@ def test_the_first_node_dies_with_the_supervisor(
 
 
 def test_signals_as_at_the_time_limit(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
+    bench: Bench, inputs: tuple[str, ...], rehearsed_on_slurm: str
 ) -> None:
-    submit(bench, inputs, "unsignalled", *REHEARSED)
     job = submit(bench, inputs, "signalled", *SLOWLY)["train"]
     bench.wait_for_step("signalled", 8)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)  # as --signal=B:USR1
@@ -111,17 +109,20 @@ def test_signals_as_at_the_time_limit(
         attempt = bench.attempt("signalled", number)
         assert attempt["checkpoint_after"] == attempt["last_step"] >= step
         assert bench.attempt("signalled", number + 1)["first_step"] == attempt["last_step"] + 1
-    wait(bench, "unsignalled", "done")
-    assert bench.compare_exactly("unsignalled", "signalled")["overlaps"]["b"]["rows"] == 0
+    assert bench.compare_exactly(rehearsed_on_slurm, "signalled")["overlaps"]["b"]["rows"] == 0
 
 
 def test_a_log_is_fetched_from_the_disk_of_its_node(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
     submit(
-        bench, inputs, "fetched", "--set=backend=rehearsal", "--set=env.SLURMLLM_LOG=debug",
+        bench,
+        inputs,
+        "fetched",
+        "--set=backend=rehearsal",
+        "--set=env.SLURMLLM_LOG=debug",
         "--set=env.SLURMLLM_REHEARSAL_STEP_S=1.0",
-    )  # fmt: skip
+    )
     bench.wait_for_step("fetched", 2)
     path = bench.runs / "fetched" / "logs" / "train_000" / "rank_00001.log"
     assert not path.exists()

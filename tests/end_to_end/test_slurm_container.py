@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import SLOWER_STEPS, Bench, processes_with
+from end_to_end.bench import SLOWLY, Bench, processes_with
 from end_to_end.slurm_runs import Cluster, outside_pid, submit, wait
 
 pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parents[2]
-EAGER = ("--set=train.compile=false", SLOWER_STEPS)
 # As `apptainer exec` does it for root: a mount namespace with the image as its root, the host's
 # process ids, and the command in the place of the task's own process.
 STAND_IN = """\
@@ -66,20 +65,22 @@ def settings(image: Path) -> tuple[str, ...]:
     shown = {str(ROOT), sys.prefix, sys.base_prefix, *(path for path in sys.path if path)}
     folders = ["/usr", *(p for p in sorted(shown) if Path(p).is_dir() and p[:5] != "/usr/")]
     container = {
-        "runtime": "apptainer", "image": str(image), "mounts": folders,
+        "runtime": "apptainer",
+        "image": str(image),
+        "mounts": folders,
         "python": "/opt/inside/python",
-    }  # fmt: skip
+    }
     return (
         f"--set=cluster.container={json.dumps(container)}",
         '--set=cluster.setup=["export FROM_SETUP=1"]',
-        *EAGER, "--set=slurm.backoff_s=0",
-    )  # fmt: skip
+        *SLOWLY,
+        "--set=slurm.backoff_s=0",
+    )
 
 
 def test_a_run_in_a_container_is_killed_and_resumed(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], image: Path
+    bench: Bench, inputs: tuple[str, ...], image: Path, rehearsed_on_slurm: str
 ) -> None:
-    submit(bench, inputs, "outside", *EAGER)
     submit(bench, inputs, "inside", *settings(image))
     bench.wait_for_step("inside", 4)
     workers = [
@@ -94,9 +95,8 @@ def test_a_run_in_a_container_is_killed_and_resumed(
     bench.wait_for_step("inside", saved["last_step"] + 2, attempt=1)
     os.kill(outside_pid(bench.runs / "inside", rank=1), signal.SIGKILL)
     wait(bench, "inside", "done")
-    wait(bench, "outside", "done")
     assert bench.endings("inside")[-2:] == [("node_failure", "restart"), ("done", "finish")]
-    bench.compare_exactly("outside", "inside")
+    bench.compare_exactly(rehearsed_on_slurm, "inside")
 
 
 def root(pid: int) -> bool:

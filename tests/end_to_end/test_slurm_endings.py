@@ -16,10 +16,15 @@ def test_the_time_limit_itself(slurm: Cluster, bench: Bench, inputs: tuple[str, 
     # Slurm looks at time limits every 30 s, and signals when the lead would begin before it looks
     # again: 90 to 120 s after the start, time enough for steps on a busy machine.
     submit(
-        bench, inputs, "limited", "--time=3", "--set=slurm.signal_lead_s=60",
-        "--set=train.steps=100000", "--set=backend=rehearsal",  # two minutes of CPUs for others
+        bench,
+        inputs,
+        "limited",
+        "--time=3",
+        "--set=slurm.signal_lead_s=60",
+        "--set=train.steps=100000",
+        "--set=backend=rehearsal",  # two minutes of CPUs for others
         "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.2",
-    )  # fmt: skip
+    )
     again = bench.runs / "limited" / "attempts" / "001" / "attempt.json"
     bench.until(again.is_file, "not requeued")
     left = bench.attempt("limited", 0)

@@ -19,11 +19,17 @@ pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A node of the development cluster has one CPU, so one worker; four of them are the pipeline.
 REHEARSED = (
-    "--cluster=local", "--set=backend=rehearsal", "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05",
-    "--set=parallel.tensor=1", "--set=parallel.sequence=false", "--set=train.global_batch=8",
-    "--set=model.seq_len=128", "--set=train.steps=12", "--set=optim.warmup_steps=2",
+    "--cluster=local",
+    "--set=backend=rehearsal",
+    "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05",
+    "--set=parallel.tensor=1",
+    "--set=parallel.sequence=false",
+    "--set=train.global_batch=8",
+    "--set=model.seq_len=128",
+    "--set=train.steps=12",
+    "--set=optim.warmup_steps=2",
     "--set=checkpoint.every_steps=6",
-)  # fmt: skip
+)
 
 
 def test_neox_20b_on_four_nodes_from_a_fresh_copy(
@@ -31,8 +37,11 @@ def test_neox_20b_on_four_nodes_from_a_fresh_copy(
 ) -> None:
     names = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "slurmllm", "configs", "sbatch"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout.splitlines()  # fmt: skip
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
     for name in names:
         (tmp_path / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tmp_path / "clone" / name)

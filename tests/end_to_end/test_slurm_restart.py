@@ -38,16 +38,8 @@ def no_requeue(slurm: Cluster) -> Iterator[None]:
         subprocess.run(["scontrol", "reconfigure"], check=True)
 
 
-@pytest.fixture
-def undisturbed(slurm: Cluster, bench: Bench, inputs: tuple[str, ...]) -> str:
-    if not (bench.runs / "undisturbed").is_dir():
-        submit(bench, inputs, "undisturbed", *QUICK)
-        wait(bench, "undisturbed", "done")
-    return "undisturbed"
-
-
 def test_a_spare_node_takes_the_place_of_a_lost_one(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], undisturbed: str
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], rehearsed_on_slurm: str
 ) -> None:
     job = submit(bench, inputs, "spared", *QUICK, *SLOWLY, "--set=slurm.spare_nodes=1")["train"]
     bench.wait_for_step("spared", 12)
@@ -66,12 +58,12 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     assert failed["blamed_nodes"] == [lost]
     # Slurm has taken the lost node out of the job, which it did not requeue.
     bench.until(lambda: accounted(job) == ["RESIZING", "COMPLETED"], "sacct: not COMPLETED")
-    bench.compare_exactly(undisturbed, "spared")
+    bench.compare_exactly(rehearsed_on_slurm, "spared")
     assert bench.status("spared")["restarts"] == 2
 
 
 def test_a_chain_of_jobs(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], undisturbed: str, no_requeue: None
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], rehearsed_on_slurm: str, no_requeue: None
 ) -> None:
     jobs = [submit(bench, inputs, "chained", *QUICK, *SLOWLY)["train"]]
     run = RunDir(bench.runs / "chained")
@@ -95,8 +87,10 @@ def test_a_chain_of_jobs(
     lost = bench.attempt("chained", 1)["nodes"][1]
     lose_node(slurm, bench, "chained", lost)
     assert bench.endings("chained") == [
-        ("advance_signal", "chain"), ("node_failure", "chain"), ("done", "finish"),
-    ]  # fmt: skip
+        ("advance_signal", "chain"),
+        ("node_failure", "chain"),
+        ("done", "finish"),
+    ]
     train, following = sent()
     assert following is None
     jobs.append(str(train))
@@ -105,11 +99,11 @@ def test_a_chain_of_jobs(
     name = "chained-train"
     listed = subprocess.run(["squeue", "-h", "-o", "%i %j"], capture_output=True, text=True)
     assert name not in listed.stdout, "no job is left"
-    bench.compare_exactly(undisturbed, "chained")
+    bench.compare_exactly(rehearsed_on_slurm, "chained")
 
 
 def test_a_job_takes_the_nodes_that_there_are(
-    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], undisturbed: str
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], rehearsed_on_slurm: str
 ) -> None:
     def update(*fields: str) -> None:
         subprocess.run(["scontrol", "update", "NodeName=n4,n5", *fields], check=True)
@@ -128,7 +122,7 @@ def test_a_job_takes_the_nodes_that_there_are(
     assert (len(first["nodes"]), len(last["nodes"])) == (2, 4)
     assert last["spare_nodes"] == 0
     assert bench.status("elastic")["mesh"]["accumulation"] == 1
-    shown = bench.call("compare", undisturbed, "elastic", "--json", "--no-plot")
+    shown = bench.call("compare", rehearsed_on_slurm, "elastic", "--json", "--no-plot")
     assert json.loads(shown)["verdict"] in ("identical", "match")
 
 

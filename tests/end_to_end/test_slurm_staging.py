@@ -27,13 +27,30 @@ def test_the_archive_goes_over_sbcast_and_a_later_attempt_finds_the_environment(
 ) -> None:
     python = make_environment(tmp_path / "venv")
     done = subprocess.run(
-        [str(python), "-P", "-m", "slurmllm", "submit", "tiny_neox", "--nodes=2", "--name=staged",
-         *SMALL, *inputs, "--set=backend=rehearsal", "--set=cluster.stage_environment=true",
-         "--set=cluster.health.min_node_local_gb=0", "--set=train.steps=60",
-         "--runs-dir", str(bench.runs)],
+        [
+            str(python),
+            "-P",
+            "-m",
+            "slurmllm",
+            "submit",
+            "tiny_neox",
+            "--nodes=2",
+            "--name=staged",
+            *SMALL,
+            *inputs,
+            "--set=backend=rehearsal",
+            "--set=cluster.stage_environment=true",
+            "--set=cluster.health.min_node_local_gb=0",
+            "--set=train.steps=60",
+            "--runs-dir",
+            str(bench.runs),
+        ],
         env={**os.environ, "SLURMLLM_REHEARSAL_STEP_S": "0.2"},
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     bench.wait_for_step("staged", 15)
     before = bench.attempt("staged", 0)["nodes"]
@@ -57,7 +74,9 @@ def test_the_archive_goes_over_sbcast_and_a_later_attempt_finds_the_environment(
     manifest = json.loads(next(archives[0].parent.glob("*.json")).read_text())
     left = subprocess.run(
         ["srun", "-Q", "-w", after[0], "-N1", "-n1", "sh", "-c", "ls -d /var/tmp/slurmllm-*.tar*"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert left.stdout == ""
     assert manifest["archive"] == archives[0].name

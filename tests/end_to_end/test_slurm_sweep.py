@@ -18,11 +18,20 @@ def test_two_at_a_time_and_one_cancelled(
     slurm: Cluster, bench: Bench, inputs: tuple[str, ...]
 ) -> None:
     arguments = (
-        "submit", "tiny_neox", "--nodes=2", "--name=grid", *SMALL, *SLOWLY, *inputs,
-        "--exclude=n5", "--set=train.steps=20",
-        "--sweep=optim.lr=3e-4,3e-3", "--sweep=train.seed=1,2,3", "--max-running=2",
+        "submit",
+        "tiny_neox",
+        "--nodes=2",
+        "--name=grid",
+        *SMALL,
+        *SLOWLY,
+        *inputs,
+        "--exclude=n5",
+        "--set=train.steps=20",
+        "--sweep=optim.lr=3e-4,3e-3",
+        "--sweep=train.seed=1,2,3",
+        "--max-running=2",
         "--precompile=always",  # other runs here may have the same graphs
-    )  # fmt: skip
+    )
     sent = json.loads(bench.call(*arguments, "--json"))
     jobs = {run["run"]: run["train_job"] for run in sent["runs"]}
     (graphs,) = sent["graphs"]

@@ -48,9 +48,12 @@ def test_some_new_files(target: str, tmp_path: Path) -> None:
     """A few files of the kind that `make fuzz` tries for an hour, the same ones each time."""
 
     @settings(
-        max_examples=30, derandomize=True, database=None, deadline=None,
+        max_examples=30,
+        derandomize=True,
+        database=None,
+        deadline=None,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(hostile_files(corpus_files(target)))
     def try_file(file: tuple[str, bytes]) -> None:
         run_target(target, *file, tmp_path / "files")

@@ -36,7 +36,10 @@ def test_without_the_database() -> None:
     unreachable = {**os.environ, "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools/audit.py")],
-        env=unreachable, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=unreachable,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert "not done: pypi's database (pypi.org) cannot be reached" in done.stderr

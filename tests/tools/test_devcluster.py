@@ -245,8 +245,10 @@ def test_a_shared_directory_that_is_full_or_refuses_writes(
         command = f"head -c {bytes_} /dev/zero > {shared}/{name} && echo written"
         done = subprocess.run(
             ["srun", "-N1", "-w", "n2", "sh", "-c", command],
-            env=cluster.env, capture_output=True, text=True,
-        )  # fmt: skip
+            env=cluster.env,
+            capture_output=True,
+            text=True,
+        )
         return done.stdout + done.stderr
 
     assert "written" in write("a")
@@ -275,9 +277,18 @@ def test_links_clocks_and_disks_of_nodes(
         pytest.skip("there is no C compiler")
     cluster, shared = new_cluster(), tmp_path / "shared"
     cluster.tool(
-        "up", "--nodes", "2", "--network", "--clock", "--node-disk-mb", "32",
-        "--shared", str(shared), "--shared-mb", "32",
-    )  # fmt: skip
+        "up",
+        "--nodes",
+        "2",
+        "--network",
+        "--clock",
+        "--node-disk-mb",
+        "32",
+        "--shared",
+        str(shared),
+        "--shared-mb",
+        "32",
+    )
 
     def on(node: str, command: str) -> str:
         return cluster.run("srun", "-N1", "-w", node, "sh", "-c", command)

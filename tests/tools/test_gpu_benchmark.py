@@ -11,14 +11,16 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINERS = ("slurmllm, native backend", "compiled loop, transformers", "torchtitan")
+TRAINERS = ("slurmllm, native backend", "compiled loop, transformers")
 
 
 def benchmark(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "tools/benchmarks/gpu.py"), *options],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_tiny_models(tmp_path: Path) -> None:

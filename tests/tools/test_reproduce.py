@@ -83,11 +83,14 @@ def test_published_figures_are_the_published_figures(tmp_path: Path) -> None:
     table = [line.split() for line in lines[1:]]
     # Sequences a second and millions of tokens a dollar, as the post prints them.
     assert [(row[0], row[1], row[4], row[7]) for row in table] == [
-        ("Pythia-6.9B", "1", "10.4", "10.1M"), ("Pythia-6.9B", "4", "35.8", "8.69M"),
-        ("GPT-NeoX-20B", "4", "13.6", "3.3M"), ("GPT-NeoX-20B", "8", "26.8", "3.25M"),
-        ("GPT-NeoX-20B", "16", "54.3", "3.3M"), ("GPT-NeoX-20B", "32", "107.5", "3.26M"),
+        ("Pythia-6.9B", "1", "10.4", "10.1M"),
+        ("Pythia-6.9B", "4", "35.8", "8.69M"),
+        ("GPT-NeoX-20B", "4", "13.6", "3.3M"),
+        ("GPT-NeoX-20B", "8", "26.8", "3.25M"),
+        ("GPT-NeoX-20B", "16", "54.3", "3.3M"),
+        ("GPT-NeoX-20B", "32", "107.5", "3.26M"),
         ("GPT-NeoX-20B", "64", "212.0", "3.22M"),
-    ]  # fmt: skip
+    ]
     assert all(0.98 < float(row[6]) < 1.02 for row in table), "predicted over published"
     costs = found["time_and_cost"]["output"][0].splitlines()
     (seven,) = [line.split() for line in costs if line.startswith("MPT-7b ")]

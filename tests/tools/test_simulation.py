@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from _month.failures import RandomFailures, Scripted, ScriptedFailures
-from _month.measured import measure
-from _month.replay import compare
 from _month.scenario import DAY_S, Scenario
 from _month.simulation import simulate
 from hypothesis import given, settings
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
-from slurmllm.errors import RunError
 from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost, best_interval_s
 from slurmllm.plan.lost_time_assumptions import PUBLISHED, FailureKind
 from slurmllm.status.history import RunHistory
@@ -36,10 +33,14 @@ def scenario(
 ) -> Scenario:
     """Sixteen nodes for two days; a node fails every 200 hours in a way that breaks it."""
     fields: dict[str, Any] = {
-        "recipe": recipe(*(overrides or ("checkpoint.every_steps=60",))), "nodes": 16,
-        "step_s": 10.0, "horizon_s": 2 * DAY_S, "durations": QUICK, "save": SaveCost(5.0, 30.0),
+        "recipe": recipe(*(overrides or ("checkpoint.every_steps=60",))),
+        "nodes": 16,
+        "step_s": 10.0,
+        "horizon_s": 2 * DAY_S,
+        "durations": QUICK,
+        "save": SaveCost(5.0, 30.0),
         "failures": RandomFailures(rates if rates is not None else {"device": 1 / 200}),
-    }  # fmt: skip
+    }
     return Scenario(**(fields | changed))
 
 
@@ -105,8 +106,10 @@ def test_the_policy_is_the_supervisors() -> None:
     start = Scripted("network", 30, training=False)
     endings = [(a.ending, a.action) for a in scripted(start, start, start).attempts]
     assert endings[:3] == [
-        ("node_failure", "restart"), ("node_failure", "requeue"), ("no_progress", "stop")
-    ]  # fmt: skip
+        ("node_failure", "restart"),
+        ("node_failure", "requeue"),
+        ("no_progress", "stop"),
+    ]
     backoffs = [a.backoff_s for a in scripted(start, start).attempts]
     assert backoffs == [0.0, 60.0, 0.0]
     (stopped, after) = scripted(Scripted("software", 5000, training=True), engineer_s=999).attempts
@@ -178,9 +181,10 @@ def test_the_formulas_interval_is_the_best_one(cost_s: float, mtbf_hours: float)
     """
     best = best_interval_s(cost_s, mtbf_hours * HOUR_S) / 10
     base = scenario(
-        horizon_s=100 * mtbf_hours * HOUR_S, save=SaveCost(cost_s, cost_s),
+        horizon_s=100 * mtbf_hours * HOUR_S,
+        save=SaveCost(cost_s, cost_s),
         rates={"network": 1 / (16 * mtbf_hours)},
-    )  # fmt: skip
+    )
 
     def effective(factor: float) -> float:
         own = recipe(f"checkpoint.every_steps={max(1, round(best * factor))}")
@@ -195,31 +199,11 @@ def test_auto_learns_the_rate() -> None:
     """Where the profile is far too hopeful, the run saves oftener once nodes have failed."""
     hopeful = scenario("checkpoint.every_steps=auto", node_mtbf_hours=1e6, horizon_s=20 * DAY_S)
     fixed = replace(hopeful, recipe=recipe("checkpoint.every_steps=2000"))
-    auto, rare = (np.mean([account_node_hours(simulate(s, seed)).effective for seed in range(3)])
-                  for s in (hopeful, fixed))  # fmt: skip
-    assert auto > rare + 0.03
-
-
-def test_a_replay_finds_the_run_again() -> None:
-    """Durations of one run, failures of another: what is predicted is what was."""
-    drawn = replace(QUICK, start_up=(100.0, 120.0, 140.0), requeue=(120.0, 130.0))
-    one, other = (
-        simulate(scenario(steps=4000, durations=drawn, gap_s=0.5, time_limit_s=5 * HOUR_S), seed)
-        for seed in (1, 2)
+    auto, rare = (
+        np.mean([account_node_hours(simulate(s, seed)).effective for seed in range(3)])
+        for s in (hopeful, fixed)
     )
-    saves = [(5.0, 30.0)]
-    found = compare(
-        replace(other, submissions=()), recipe("checkpoint.every_steps=60"),
-        measure([replace(one, saves=saves)]), seeds=range(5),
-    )  # fmt: skip
-    figures = {figure.name: figure for figure in found}
-    assert figures["steps_lost"].actual > 0
-    for name in ("effective", "node_hours", "wall_hours", "saving"):
-        assert abs(figures[name].error or 0) < 0.05, figures[name]
-    for name in ("start_up", "recomputation"):
-        assert abs(figures[name].error or 0) < 0.15, figures[name]
-    with pytest.raises(RunError, match="is not done"):
-        compare(replace(one, attempts=one.attempts[:1]), recipe(), measure([one]), [0])
+    assert auto > rare + 0.03
 
 
 def test_published_rates() -> None:

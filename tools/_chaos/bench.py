@@ -103,12 +103,17 @@ class Bench:
         """Start the cluster."""
         timeout_s = 5 if self.setup.nodes <= 8 else 30  # a hundred slurmds respond late
         self.tool(
-            "up", f"--nodes={self.setup.nodes + SPARE_NODES}", f"--slurmd-timeout={timeout_s}",
-            "--kill-wait=30", f"--shared={self.shared}", f"--shared-mb={SHARED_MB}", "--network",
+            "up",
+            f"--nodes={self.setup.nodes + SPARE_NODES}",
+            f"--slurmd-timeout={timeout_s}",
+            "--kill-wait=30",
+            f"--shared={self.shared}",
+            f"--shared-mb={SHARED_MB}",
+            "--network",
             *(("--clock",) if shutil.which("cc") else ()),
             # In every node's namespace is a mount of every disk: too many for a hundred nodes.
             *((f"--node-disk-mb={NODE_DISK_MB}",) if self.setup.nodes <= 8 else ()),
-        )  # fmt: skip
+        )
 
     def down(self) -> None:
         """End everything."""
@@ -124,16 +129,27 @@ class Bench:
         """Run a slow verb in a process of its own."""
         return subprocess.Popen(
             [sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}"],
-            env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            env=self.env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def submit(self, name: str, env: Mapping[str, str]) -> str:
         """Submit a run, with further variables; returns the id of its train job."""
         printed = self._call(
-            [*SLURMLLM, "submit", "tiny_neox", f"--nodes={self.setup.nodes}", f"--name={name}",
-             *self.setup.options(), *self.setup.inputs, f"--runs-dir={self.runs}", "--json"],
+            [
+                *SLURMLLM,
+                "submit",
+                "tiny_neox",
+                f"--nodes={self.setup.nodes}",
+                f"--name={name}",
+                *self.setup.options(),
+                *self.setup.inputs,
+                f"--runs-dir={self.runs}",
+                "--json",
+            ],
             env,
-        )  # fmt: skip
+        )
         return str(json.loads(printed)["jobs"]["train"])
 
     def slurm(self, *command: str) -> str | None:
@@ -145,23 +161,13 @@ class Bench:
         """Whether a job is in Slurm's queue; None if Slurm does not respond."""
         done = subprocess.run(
             ["squeue", "--noheader", "--jobs", job, "--format=%T"],
-            env=self.env, capture_output=True, text=True,
-        )  # fmt: skip
+            env=self.env,
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             return False if "Invalid job id" in done.stderr else None
         return done.stdout.strip() not in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-
-    def incarnations(self, job: str) -> list[tuple[float, float]]:
-        """Begin and end of each start of a job, Unix time, by sacct."""
-        printed = self.slurm(
-            "sacct", "--noheader", "--parsable2", "--allocations", "--duplicates",
-            "--format=start,end", "--jobs", job,
-        )  # fmt: skip
-        found = []
-        for line in (printed or "").splitlines():
-            begin, _, end = line.partition("|")
-            found.append((_timestamp(begin), _timestamp(end)))
-        return found
 
     def repair(self) -> None:
         """Restore the cluster after a run: nodes, slurmctld, the shared directory, no jobs."""
@@ -207,13 +213,6 @@ class Bench:
             output = (done.stderr or done.stdout).strip()
             raise ChaosError(f"{' '.join(command[:6])} …: exit {done.returncode}: {output}")
         return done.stdout
-
-
-def _timestamp(text: str) -> float:
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:  # Unknown, None
-        return float("nan")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -143,11 +143,13 @@ def _endings(run: RunDir, course: Course) -> str:
     for record in records(run):
         number, ending, began = record["attempt"], record.get("class"), record["started_at"]
         kinds = [
-            i.failure.kind for i in course.injected
+            i.failure.kind
+            for i in course.injected
             # The times in the records of a node whose clock was wrong say nothing.
-            if i.happened and (jumped or i.at <= (record.get("ended_at") or math.inf))
+            if i.happened
+            and (jumped or i.at <= (record.get("ended_at") or math.inf))
             and (jumped or i.attempt == number or began < i.at + i.failure.lasts_s + NOTICED_S)
-        ]  # fmt: skip
+        ]
         allowed = frozenset({"done"}).union(*(EXPECTED[kind] for kind in kinds))
         ended_at = record.get("ended_at") or began
         repeated = ending == "advance_signal" and ended_at - broken_at < LATE_SIGNAL_S

@@ -158,9 +158,14 @@ def _two_supervisors(target: Target) -> tuple[str, Undo | None]:
     log = target.bench.root / "log" / "second_supervisor.log"
     with log.open("ab") as stream:
         subprocess.Popen(
-            [*within, *first.command], env={name: value for name, _, value in pairs}, cwd="/",
-            stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True,
-        )  # fmt: skip
+            [*within, *first.command],
+            env={name: value for name, _, value in pairs},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
     return f"the node of process {first.pid}", None
 
 
@@ -247,10 +252,7 @@ def _shared(state: str) -> Callable[[Target], tuple[str, Undo | None]]:
                 lambda: shared.writable(cluster.inits()),
             ),
             "full": (shared.fill, shared.free),
-            "slow": (
-                lambda: shared.slow(SLOW_BYTES_PER_S, groups),
-                lambda: shared.slow(0, groups),
-            ),
+            "slow": (lambda: shared.slow(SLOW_BYTES_PER_S, groups), lambda: shared.slow(0, groups)),
             "frozen": (shared.freeze, shared.thaw),
         }
         do, undo = changes[state]

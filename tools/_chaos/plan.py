@@ -97,10 +97,15 @@ def make_plan(
             lasts_s = rng.choice((0.0, rng.uniform(0, 8)))
         plan.append(
             Failure(
-                kind, moment, at[index], round(delay_s, 3), round(lasts_s, 1), rng.random(),
+                kind,
+                moment,
+                at[index],
+                round(delay_s, 3),
+                round(lasts_s, 1),
+                rng.random(),
                 rng.random() < 0.5,
             )
-        )  # fmt: skip
+        )
     return tuple(plan)
 
 

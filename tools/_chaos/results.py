@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from _chaos.bench import Setup
-from _chaos.recovery import Recovery
 from _chaos.suite import Outcome, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +48,7 @@ class Results:
     def __init__(self, folder: Path, part: Part) -> None:
         self.setup = {
             name: value for name, value in asdict(part.setup).items() if name != "inputs"
-        } | {"kinds": list(part.kinds)}  # fmt: skip
+        } | {"kinds": list(part.kinds)}
         digest = hashlib.sha256(json.dumps(self.setup, sort_keys=True).encode()).hexdigest()[:8]
         self.path = folder / f"{part.setup.backend}-{part.setup.nodes}-{digest}.jsonl"
         self.title, self.commit = part.title(), commit()
@@ -102,7 +101,6 @@ def outcome_of(row: dict[str, Any]) -> Outcome:
         | {
             "attempts": tuple(run["attempts"]),
             "pairs": tuple((kind, ending) for kind, ending in run["pairs"]),
-            "recoveries": tuple(Recovery(**recovery) for recovery in run["recoveries"]),
         }
     )
 
@@ -134,16 +132,13 @@ def write_table(folder: Path) -> Path:
         )
     lines += ["", "| check | broken in |", "|---|---|"]
     lines += [f"| {name} | {count} |" for name, count in whole["checks"].items()]
-    lines += ["", "| failure | class of the attempt that it hit | own recovery, median s |"]
-    lines.append("|---|---|---|")
+    lines += ["", "| failure | class of the attempt that it hit |", "|---|---|"]
     for kind, endings in whole["confusion"].items():
         counts = ", ".join(f"{ending} {count}" for ending, count in endings.items())
-        lines.append(
-            f"| `{kind}` | {counts} | {whole['recovery'].get(kind, {}).get('own_s', '')} |"
-        )
+        lines.append(f"| `{kind}` | {counts} |")
     for kind, reasons in whole["unsupported"].items():
         why = "; ".join(f"{count} times: {reason}" for reason, count in reasons.items())
-        lines.append(f"| `{kind}` | not possible here, {why} | |")
+        lines.append(f"| `{kind}` | not possible here, {why} |")
     (folder / "table.json").write_text(json.dumps({"parts": parts, "all": whole}, indent=2) + "\n")
     table = folder / "table.md"
     table.write_text("\n".join(lines) + "\n")

@@ -21,7 +21,6 @@ from _devcluster.errors import Fault
 from _chaos.bench import Bench, ChaosError, Setup
 from _chaos.checks import Figures, check, figures, hits, records
 from _chaos.plan import describe, make_plan
-from _chaos.recovery import PHASES, Recovery, recoveries
 from _chaos.running import Running
 from slurmllm.run.rundir import RunDir
 
@@ -41,7 +40,6 @@ class Outcome:
         attempts: Classes, oldest first.
         injected: What happened, and where it could not.
         pairs: (kind, class of the attempt it hit).
-        recoveries: See there.
         kept: Where the run's directory lies, if a check failed.
     """
 
@@ -52,7 +50,6 @@ class Outcome:
     attempts: tuple[str, ...]
     injected: tuple[dict[str, Any], ...]
     pairs: tuple[tuple[str, str], ...]
-    recoveries: tuple[Recovery, ...]
     kept: str = ""
 
     @property
@@ -102,7 +99,6 @@ class Arena:
             attempts=tuple(classes.values()),
             injected=tuple(asdict(injected) for injected in course.injected),
             pairs=tuple((k, classes.get(a, "none")) for a, ks in hits(course).items() for k in ks),
-            recoveries=tuple(recoveries(run, course, self.bench.incarnations(course.job))),
         )
         if not outcome.ok:
             kept = self._failed / name
@@ -136,9 +132,13 @@ def _one(seed: int, kinds: Sequence[str]) -> Outcome:
 
 
 def run_all(
-    setup: Setup, work: Path, seeds: Sequence[int], kinds: Sequence[str], parallel: int,
+    setup: Setup,
+    work: Path,
+    seeds: Sequence[int],
+    kinds: Sequence[str],
+    parallel: int,
     ends_at: float = math.inf,
-) -> Iterator[Outcome]:  # fmt: skip
+) -> Iterator[Outcome]:
     """Run the seeds on `parallel` clusters at once, then stop these; yields results as runs end.
 
     No run is started that would end after `ends_at` (monotonic, s) if it took as long as the
@@ -174,23 +174,20 @@ def run_all(
 
 def line(outcome: Outcome) -> str:
     """One line for a run, and one more for each failed check."""
-    own = [f"{r.own_s:.1f}" for r in outcome.recoveries]
-    recovered = f"; back after {', '.join(own)} s + Slurm" if own else ""
     head = (
         f"seed {outcome.seed:<4} {'ok    ' if outcome.ok else 'FAILED'} {outcome.seconds:5.1f} s  "
-        f"{outcome.plan} → {', '.join(outcome.attempts)}{recovered}"
+        f"{outcome.plan} → {', '.join(outcome.attempts)}"
     )
     faults = [f"    {name}: {words}" for name, words in outcome.faults.items() if words]
     return "\n".join([head, *faults, *([f"    {outcome.kept}"] if outcome.kept else [])])
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Counts, the confusion table and the recoveries of all runs."""
+    """Return the counts and the confusion table of all runs."""
     pairs = Counter(pair for outcome in outcomes for pair in outcome.pairs)
     confusion: dict[str, dict[str, int]] = {}
     for (kind, ending), count in sorted(pairs.items()):
         confusion.setdefault(kind, {})[ending] = count
-    every = [r for outcome in outcomes for r in outcome.recoveries]
     return {
         "runs": len(outcomes),
         "failed": [outcome.seed for outcome in outcomes if not outcome.ok],
@@ -202,10 +199,6 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "unsupported": _unsupported(outcomes),
         "failures": sum(i["happened"] for outcome in outcomes for i in outcome.injected),
         "confusion": confusion,
-        "recovery": {
-            kind: _spread([r for r in every if r.kind == kind])
-            for kind in sorted({r.kind for r in every})
-        },
     }
 
 
@@ -215,20 +208,6 @@ def _unsupported(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
         reasons = found.setdefault(injected["failure"]["kind"], {})
         reasons[injected["victim"]] = reasons.get(injected["victim"], 0) + 1
     return found
-
-
-def _spread(found: Sequence[Recovery]) -> dict[str, float]:
-    def median(values: Sequence[float]) -> float:
-        return round(statistics.median(values), 2)
-
-    own = sorted(r.own_s for r in found)
-    return {
-        "count": len(found),
-        "own_s": median(own),
-        "own_s_90": round(own[math.ceil(0.9 * len(own)) - 1], 2),
-        "slurm_s": median([r.slurm_s for r in found]),
-        **{name: median([r.phases_s[name] for r in found]) for name in PHASES},
-    }
 
 
 def table(found: dict[str, Any]) -> str:
@@ -247,13 +226,4 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{kind:<18} {', '.join(f'{e} {n}' for e, n in endings.items())}")
     for kind, reasons in found["unsupported"].items():
         lines.append(f"{kind:<18} not possible here: {'; '.join(reasons)}")
-    names = ("own_s", "own_s_90", "slurm_s", *PHASES)
-    lines += [
-        "",
-        "seconds from the failure to the next completed step, medians; own: without Slurm's delay",
-        f"{'failure':<18} {'count':>5} " + " ".join(f"{name:>10}" for name in names),
-    ]
-    for kind, spread in found["recovery"].items():
-        values = " ".join(f"{spread[name]:>10.1f}" for name in names)
-        lines.append(f"{kind:<18} {spread['count']:>5} {values}")
     return "\n".join(lines)

@@ -59,7 +59,9 @@ class RunFiles:
         """Whether a launcher has started its workers."""
         folder = self.path / "attempts" / f"{attempt:03d}" / "nodes"
         try:
-            return any(b'"pids":{"' in file.read_bytes().replace(b" ", b"").replace(b"\n", b"")
-                       for file in folder.iterdir())  # fmt: skip
+            return any(
+                b'"pids":{"' in file.read_bytes().replace(b" ", b"").replace(b"\n", b"")
+                for file in folder.iterdir()
+            )
         except OSError:
             return False

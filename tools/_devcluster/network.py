@@ -37,8 +37,11 @@ class Network:
         """Make the bridge, which has the daemons' address."""
         self.stop()
         address = f"{self.settings.controller}/24"
-        _ip(f"link add {self.bridge} type bridge", f"addr add {address} dev {self.bridge}",
-            f"link set {self.bridge} up")  # fmt: skip
+        _ip(
+            f"link add {self.bridge} type bridge",
+            f"addr add {address} dev {self.bridge}",
+            f"link set {self.bridge} up",
+        )
 
     def stop(self) -> None:
         """Remove the bridge; the links end with their nodes."""
@@ -54,8 +57,11 @@ class Network:
         end = self._end(node)
         # The link of the node's last life may still be there: the kernel removes it later.
         subprocess.run(["ip", "link", "del", end], capture_output=True)
-        _ip(f"link add {end} type veth peer name {NODE_END} netns {process}",
-            f"link set {end} master {self.bridge}", f"link set {end} up")  # fmt: skip
+        _ip(
+            f"link add {end} type veth peer name {NODE_END} netns {process}",
+            f"link set {end} master {self.bridge}",
+            f"link set {end} up",
+        )
 
     def impair(self, node: str, init: int, delay_ms: int, loss_percent: int) -> None:
         """Delay a node's packets, those to it and those from it, and drop some."""

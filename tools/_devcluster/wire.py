@@ -43,8 +43,12 @@ def main(process: str, bridge: str, device: str, address: str, delay: str, loss:
         relay(inside, outside, float(delay) / 1000, float(loss) / 100)
     finally:
         with contextlib.suppress(subprocess.CalledProcessError):  # the node has gone
-            _ip(f"addr del {address} dev wire0", "link set wire0 down",
-                f"addr add {address} dev eth0", "link set eth0 up")  # fmt: skip
+            _ip(
+                f"addr del {address} dev wire0",
+                "link set wire0 down",
+                f"addr add {address} dev eth0",
+                "link set eth0 up",
+            )
 
 
 def relay(inside: int, outside: int, delay_s: float, loss: float) -> None:

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 # A string in quotes, or what is between the punctuation of JSON, YAML, CSV and Slurm's tables.
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[^\s,:|=\[\]{}"]+')
 _ODD_VALUES = [
-    b"", b"-1", b"0", b"1", b"-0.0", b"1e400", b"1e308", b"1e12", b"1e-400", b"NaN", b"Infinity",
-    b"-Infinity", b".inf", b"2147483648", b"9007199254740993", b"9223372036854775808",
-    b"18446744073709551616", b"9" * 400, b"9" * 5000, b"1_000", b"0x7f", b"null", b"true", b"~",
-    b"[]", b"{}", b'""', b'"x"', b"'", b'"', b"[1]", b'{"a": 1}', b'[["a", [null]]]', b'"NaN"',
-    b'"\\ud800"', b'"\\u0000"', b'"\\u202e"', b'"\\u001b[2J"', b'"../../../x"', b'"/dev/null"',
-    b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\x1b]0;x\x07", "\u202e".encode(), b"\r", b"\n", b"\t",
-    b"2026-13-45T99:99:99", b"9999-12-31T23:59:59", b"n[1-99999999]", b"!!python/name:os.system",
-    b"*a", b"&a [*a]", b"<<: *a", b"[" * 3000, b'{"a":' * 3000, b"- " * 3000, b'"' + b"x" * 70000,
-]  # fmt: skip
+    *b"-1 0 1 -0.0 1e400 1e308 1e12 1e-400 NaN Infinity -Infinity .inf 2147483648".split(),
+    *b"9007199254740993 9223372036854775808 18446744073709551616 1_000 0x7f null true".split(),
+    *rb"""~ [] {} "" "x" ' " [1] {"a":1} [["a",[null]]] "NaN" "\ud800" "\u0000" """.split(),
+    *rb'"\u202e" "\u001b[2J" "../../../x" "/dev/null" 2026-13-45T99:99:99'.split(),
+    *b"9999-12-31T23:59:59 n[1-99999999] !!python/name:os.system *a".split(),
+    *(b"", b"&a [*a]", b"<<: *a", b"\r", b"\n", b"\t", b"\x00", b"\xff\xfe", b"\xed\xa0\x80"),
+    *(b"\x1b]0;x\x07", "\u202e".encode(), b"9" * 400, b"9" * 5000, b"[" * 3000),
+    *(b'{"a":' * 3000, b"- " * 3000, b'"' + b"x" * 70000),
+]
 _ODD_NUMBERS = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62]
 _MOST_BYTES = 1 << 18
 
@@ -80,8 +80,9 @@ def _line(draw: st.DrawFn, text: bytes, other: bytes) -> bytes:
 
 
 _OPERATIONS: list[Callable[[st.DrawFn, bytes, bytes], bytes]] = [
-    _token, _token, _token, _flip, _number, _cut, _repeat, _splice, _line,
-]  # fmt: skip
+    *(_token, _token, _token),
+    *(_flip, _number, _cut, _repeat, _splice, _line),
+]
 
 
 @st.composite

@@ -34,10 +34,9 @@ def records(path: Path) -> None:
     from slurmllm.profile.trace import RankProfile
     from slurmllm.run import artifact_records, records
 
-    own = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord, RankProfile)}
-    named = {**vars(records), **vars(artifact_records), **own}
-    kind: Any = named[path.stem]
-    with contextlib.suppress(records.StorageError):
+    others = {kind.__name__: kind for kind in (NxdLayout, TrainState, ShardRecord, RankProfile)}
+    kind: Any = {**vars(records), **vars(artifact_records), **others}[path.stem]
+    with contextlib.suppress(StorageError):
         kind.load_known(path)
     kind.load(path).save(path.with_suffix(".copy"))
 
@@ -223,15 +222,20 @@ def slurm(path: Path) -> None:
 
     text = path.read_text(errors="replace")
     commands = client.SlurmClient()
+
+    def batch_job() -> None:
+        commands.batch_job("123")
+        commands.delay("123", 5.0)
+
     verbs: dict[str, Callable[[], object]] = {
         "squeue": lambda: [job.active for job in commands.queue(["123"]).values()],
         "sacct": lambda: commands.accounting("123"),
-        "job": lambda: (commands.batch_job("123"), commands.delay("123", 5.0)),
+        "job": batch_job,
         "hosts": lambda: commands.hostnames("n[1-3]"),
         "sinfo_nodes": commands.node_states,
         "sinfo": commands.partition_nodes,
         "config": commands.settings,
-        "sbatch": lambda: commands.submit(path),
+        "sbatch": lambda: commands.submit(text),
     }
     with mock.patch.object(client, "_run", return_value=text):
         verbs[path.stem]()
@@ -316,15 +320,36 @@ def run(path: Path) -> None:
 
 # A target's name is that of its folder in tests/fuzz/corpus.
 TARGETS: dict[str, Target] = {
-    "records": records, "config": config, "recipe": recipe, "profile": profile, "suite": suite,
-    "metrics": metrics, "events": events, "logs": logs, "tensorboard": logs,
-    "tensorboard_event": framed_event, "wandb_value": framed_value, "mlflow": mlflow,
-    "tokens": tokens, "arrow": arrow,
-    "corpus": corpus, "tokenizer": tokenizer, "chat": chat, "safetensors": safetensors,
-    "safetensors_header": safetensors_header, "dcp": dcp, "huggingface": huggingface,
-    "slurm": slurm, "lines": lines, "probe": probe, "phase": probe, "plan": plan, "scores": scores,
-    "run": run, "trace": trace,
-}  # fmt: skip
+    "records": records,
+    "config": config,
+    "recipe": recipe,
+    "profile": profile,
+    "suite": suite,
+    "metrics": metrics,
+    "events": events,
+    "logs": logs,
+    "tensorboard": logs,
+    "tensorboard_event": framed_event,
+    "wandb_value": framed_value,
+    "mlflow": mlflow,
+    "tokens": tokens,
+    "arrow": arrow,
+    "corpus": corpus,
+    "tokenizer": tokenizer,
+    "chat": chat,
+    "safetensors": safetensors,
+    "safetensors_header": safetensors_header,
+    "dcp": dcp,
+    "huggingface": huggingface,
+    "slurm": slurm,
+    "lines": lines,
+    "probe": probe,
+    "phase": probe,
+    "plan": plan,
+    "scores": scores,
+    "run": run,
+    "trace": trace,
+}
 
 
 def corpus_files(target: str) -> dict[str, bytes]:

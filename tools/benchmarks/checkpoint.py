@@ -45,12 +45,19 @@ def configuration(gb: float, device: str) -> RunConfig:
         "tiny_neox",
         "local",
         [
-            f"model.num_layers={max(1, layers)}", f"model.hidden_size={HIDDEN}",
-            "model.num_heads=16", f"model.ffn_hidden_size={FFN}", f"model.vocab_size={VOCAB}",
-            f"model.seq_len={SEQ}", "train.global_batch=1", "train.micro_batch=1",
-            "train.compile=false", "checkpoint.keep=1", f"cluster.device={device}",
+            f"model.num_layers={max(1, layers)}",
+            f"model.hidden_size={HIDDEN}",
+            "model.num_heads=16",
+            f"model.ffn_hidden_size={FFN}",
+            f"model.vocab_size={VOCAB}",
+            f"model.seq_len={SEQ}",
+            "train.global_batch=1",
+            "train.micro_batch=1",
+            "train.compile=false",
+            "checkpoint.keep=1",
+            f"cluster.device={device}",
         ],
-    )  # fmt: skip
+    )
 
 
 def open_backend(config: RunConfig) -> Backend:
@@ -125,9 +132,13 @@ class Bench:
         """Seconds in which dd writes as many bytes."""
         target = self.run.path / "dd"
         command = [
-            "dd", "if=/dev/zero", f"of={target}", f"bs={DD_BLOCK_BYTES}",
-            f"count={max(1, round(self.num_bytes / DD_BLOCK_BYTES))}", "conv=fsync",
-        ]  # fmt: skip
+            "dd",
+            "if=/dev/zero",
+            f"of={target}",
+            f"bs={DD_BLOCK_BYTES}",
+            f"count={max(1, round(self.num_bytes / DD_BLOCK_BYTES))}",
+            "conv=fsync",
+        ]
         began = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True)
         seconds = time.perf_counter() - began

@@ -7,9 +7,8 @@ Parts, each in a process of its own and with a limit of time; one that fails lea
 1. The device and torch's attention kernels.
 2. The tests with the marker `gpu`.
 3. Training of gpt3_1.3b and a Llama of 1.1 B at sequence 2,048 in bf16 by the native backend, and
-   by two others, of which those that are not installed are left out: a compiled plain loop over
-   transformers' model, and torchtitan's model. Tokens/s, model-FLOPs utilization, memory, and what
-   `slurmllm plan` predicts for this GPU.
+   by a compiled plain loop over transformers' model, if that is installed. Tokens/s, model-FLOPs
+   utilization, memory, and what `slurmllm plan` predicts for this GPU.
 
 `--device cpu --tiny` runs the same code on tiny models, to check it where no GPU is; its figures
 mean nothing. It needs torch, pytest and the packages that slurmllm imports; no network.
@@ -79,9 +78,14 @@ class _Runner:
         began = time.monotonic()
         with log.open("w+", encoding="utf-8") as errors:
             process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, env=self.env, text=True,
-                stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=self.env,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
             try:
                 output, _ = process.communicate(timeout=limit)
             except subprocess.TimeoutExpired:
@@ -112,9 +116,19 @@ def run_tests(runner: _Runner) -> Part:
     output = runner.run(
         part,
         # Warnings of other torch versions than the one developed with are no failures here.
-        ["-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider",
-         "-o", "filterwarnings=default", *map(str, sorted(files))],
-    )  # fmt: skip
+        [
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "filterwarnings=default",
+            *map(str, sorted(files)),
+        ],
+    )
     lines = output.strip().splitlines()
     part.result = {"summary": lines[-1].strip("= ") if lines else "", "output": lines[-40:]}
     if part.failure is not None:
@@ -128,14 +142,21 @@ def run_training(
 ) -> Part:
     """Train a model by one trainer."""
     task = Task(
-        model=model, device=runner.device, profile=profile, memory_bytes=device["memory_bytes"],
-        steps=_STEPS[runner.device], compiled=not tiny,
-    )  # fmt: skip
+        model=model,
+        device=runner.device,
+        profile=profile,
+        memory_bytes=device["memory_bytes"],
+        steps=_STEPS[runner.device],
+        compiled=not tiny,
+    )
     ours = trainer == "ours"
     part = Part(
-        f"{model} {trainer}", required=ours, budget_s=75 if ours else 100, model=model,
+        f"{model} {trainer}",
+        required=ours,
+        budget_s=75 if ours else 100,
+        model=model,
         trainer=trainer,
-    )  # fmt: skip
+    )
     # The allocator's settings of our workers, for all of them.
     runner.env.update({name: of.value for name, of in variables(task.config()).items()})
     runner.child(part, "train", trainer, task.to_json())
@@ -184,7 +205,7 @@ def main() -> int:
         models = TINY if options.tiny else MODELS
         forecasts = {}
         # Ours first: if the time is short, the peers are left out.
-        for trainer in ("ours", "loop", "torchtitan"):
+        for trainer in ("ours", "loop"):
             for model in models:
                 part = run_training(runner, model, trainer, device, profile, options.tiny)
                 parts.append(part)
@@ -192,9 +213,12 @@ def main() -> int:
             task = Task(model, options.device, profile, device["memory_bytes"], 1, not options.tiny)
             forecasts[model] = {**forecast(task), "known": known is not None}
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True,
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         check=False,
-    ).stdout.strip()  # fmt: skip
+    ).stdout.strip()
     facts = {
         "device": device["name"],
         "torch": device["torch"],

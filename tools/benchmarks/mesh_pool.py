@@ -37,29 +37,46 @@ Probe = Callable[[Any], Any]
 # the rounding of gradients: far below it, those that are 0 but for rounding become whole updates,
 # of another sign on another mesh or processor.
 _SMALL = (
-    "model.num_layers=4", "model.hidden_size=64", "model.num_heads=8", "model.ffn_hidden_size=128",
-    "model.vocab_size=500", "model.vocab_pad_multiple=128", "model.seq_len=32",
-    "train.global_batch=8", "train.micro_batch=2", "train.compile=false", "optim.weight_decay=0.1",
+    "model.num_layers=4",
+    "model.hidden_size=64",
+    "model.num_heads=8",
+    "model.ffn_hidden_size=128",
+    "model.vocab_size=500",
+    "model.vocab_pad_multiple=128",
+    "model.seq_len=32",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.compile=false",
+    "optim.weight_decay=0.1",
     "optim.eps=1e-5",
-)  # fmt: skip
+)
 FAMILIES: dict[str, tuple[str, ...]] = {
     "neox": (),
     "llama": (
-        "model.family=llama", "model.rotary_pct=1.0", "model.num_kv_heads=4",
+        "model.family=llama",
+        "model.rotary_pct=1.0",
+        "model.num_kv_heads=4",
         "model.scaled_init=true",
     ),
     # Llama 3.2: tied, with positions of which all three kinds of frequency occur.
     "llama3": (
-        "model.family=llama", "model.rotary_pct=1.0", "model.num_kv_heads=4",
-        "model.tied_embeddings=true", "model.head_dim=16", "model.rotary_base=100.0",
+        "model.family=llama",
+        "model.rotary_pct=1.0",
+        "model.num_kv_heads=4",
+        "model.tied_embeddings=true",
+        "model.head_dim=16",
+        "model.rotary_base=100.0",
         "model.rope_scaling={kind: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, "
         "original_max_position_embeddings: 16}",
     ),
     "qwen3": (
-        "model.family=qwen3", "model.rotary_pct=1.0", "model.num_kv_heads=4", "model.head_dim=16",
+        "model.family=qwen3",
+        "model.rotary_pct=1.0",
+        "model.num_kv_heads=4",
+        "model.head_dim=16",
     ),
     "gpt3": ("model.family=gpt3", "model.rotary_pct=0.0"),
-}  # fmt: skip
+}
 
 
 def small_run(
@@ -134,9 +151,12 @@ class CaseFailed(Exception):
 # torch imports the last two at the first initialization and the first pipeline: half a second
 # of each process of each case.
 _PRELOAD = [
-    "torch", "slurmllm.backends.native.runtime", "slurmllm.model.decoder",
-    "torch._dynamo", "torch.distributed.pipelining",
-]  # fmt: skip
+    "torch",
+    "slurmllm.backends.native.runtime",
+    "slurmllm.model.decoder",
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+]
 
 
 class MeshPool:

@@ -2,16 +2,11 @@
 
     python tools/benchmarks/month.py [--nodes 128] [--days 30] [--seeds 20] [--model llama2_70b]
         [--rates llama3,llama3-hardware,meta-rsc1,opt] [--start-up S] [--time-limit H]
-        [--set a.b=c …] [--from RUN …] [--json FILE]
-    python tools/benchmarks/month.py --check RUN … [--from RUN …]
+        [--set a.b=c …] [--json FILE]
 
 Simulated by `_month` here: a minute or two for the whole table. Each row is the mean over the
 seeds; the seeds of all rows are the same. `effective` is productive / bought node hours, `of wall`
 productive / wall time, which counts the queue and the engineer as well: what reserved nodes cost.
-
---from takes the durations of phases and saves from real runs instead of the presets below.
---check simulates the given real runs with their own failures and prints what it gets wrong; with
---from by the durations of those other runs, else by each run's own.
 """
 
 from __future__ import annotations
@@ -26,19 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from _month.failures import RandomFailures
-from _month.measured import measure
-from _month.replay import compare
 from _month.scenario import DAY_S, Scenario
 from _month.simulation import simulate
 
-from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmllmError
 from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost
 from slurmllm.plan.lost_time_assumptions import PUBLISHED, Published
 from slurmllm.run.records import TIME_PARTS as PARTS
-from slurmllm.run.rundir import RunDir
-from slurmllm.status.history import RunHistory, read_history
 from slurmllm.status.utilization import Utilization, account_node_hours
 
 TARGET = 0.9881  # HLAT with automatic recovery (arXiv 2404.10630)
@@ -85,7 +75,7 @@ def main() -> None:
     """The command line."""
     options = _options()
     try:
-        rows = _check(options) if options.check else _months(options)
+        rows = _months(options)
     except SlurmllmError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -95,13 +85,6 @@ def main() -> None:
 
 def _months(options: argparse.Namespace) -> list[dict[str, Any]]:
     preset = PRESETS[options.model]
-    if options.source:
-        found = measure([_history(path) for path in options.source])
-        print(f"step {found.step_s:.3g} s, a save: {found.save}")
-        preset = Preset(
-            found.step_s + found.gap_s, replace(found.durations, noticing=()), found.save,
-            replace(found.save, waited_s=found.save.total_s),
-        )  # fmt: skip
     if options.start_up is not None:
         durations = replace(preset.durations, start_up=(options.start_up,))
         preset = replace(preset, durations=durations)
@@ -134,18 +117,27 @@ def _variants(
 ) -> Iterator[tuple[dict[str, str], Scenario]]:
     """Recovery × interval × kind of save, the best first."""
     table = (
-        ("auto", "auto", "async"), ("auto", "auto", "blocking"), ("auto", "200", "async"),
-        ("auto", "1000", "async"), ("by_hand", "auto", "async"), ("by_hand", "1000", "async"),
-    )  # fmt: skip
+        ("auto", "auto", "async"),
+        ("auto", "auto", "blocking"),
+        ("auto", "200", "async"),
+        ("auto", "1000", "async"),
+        ("by_hand", "auto", "async"),
+        ("by_hand", "1000", "async"),
+    )
     for recovery, every, saves in table:
         named = {"recovery": recovery, "interval": every, "saves": saves}
         yield named, _scenario(published, preset, options, recovery, every, saves)
 
 
 def _scenario(
-    published: Published, preset: Preset, options: argparse.Namespace, recovery: str,
-    every: str, saves: str, by_hand_h: float | None = None,
-) -> Scenario:  # fmt: skip
+    published: Published,
+    preset: Preset,
+    options: argparse.Namespace,
+    recovery: str,
+    every: str,
+    saves: str,
+    by_hand_h: float | None = None,
+) -> Scenario:
     delay_h = options.engineer if recovery == "auto" else (by_hand_h or options.by_hand)
     config = resolve(options.model, "trn1", [f"checkpoint.every_steps={every}", *options.set])
     return Scenario(
@@ -183,7 +175,7 @@ def _row(scenario: Scenario, seeds: int) -> dict[str, Any]:
 
 
 def _hand_made(published: Published, preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
-    """How late an engineer is where by hand comes to what HLAT had by hand, by bisection."""
+    """Return how late an engineer comes if HLAT's value by hand is right, by bisection."""
     low, high = 0.0, 48.0
     for _ in range(8):
         middle = (low + high) / 2
@@ -217,28 +209,6 @@ def _judge(rows: Sequence[dict[str, Any]]) -> None:
             print(f"{row['rates']}: {row['effective']:.2%} {word} {TARGET:.2%}")
 
 
-def _check(options: argparse.Namespace) -> list[dict[str, Any]]:
-    others = [_history(path) for path in options.source]
-    rows = []
-    for path in options.check:
-        history = _history(path)
-        recipe = load(RunDir(path).config).recipe
-        found = compare(history, recipe, measure(others or [history]), range(options.seeds))
-        attempts = sum(attempt.stage == "train" for attempt in history.attempts)
-        print(f"{history.name}: {attempts} train attempts")
-        print(f"  {'':<16}{'actual':>12}{'predicted':>12}{'error':>10}")
-        for figure in found:
-            error = "-" if figure.error is None else f"{figure.error:+.1%}"
-            print(f"  {figure.name:<16}{figure.actual:>12.5f}{figure.predicted:>12.5f}{error:>10}")
-        rows.append({"run": str(path), **{f.name: [f.actual, f.predicted] for f in found}})
-    return rows
-
-
-def _history(path: Path) -> RunHistory:
-    """A real run by its own records, without Slurm's accounting."""
-    return read_history(RunDir(path))
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--nodes", type=int, default=128)
@@ -252,8 +222,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--engineer", type=float, default=1.0, help="hours to a resume")
     parser.add_argument("--by-hand", type=float, default=3.0, help="likewise, without recovery")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
-    parser.add_argument("--from", dest="source", nargs="+", type=Path, default=[], metavar="RUN")
-    parser.add_argument("--check", nargs="+", type=Path, default=[], metavar="RUN")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -220,10 +220,19 @@ class Result:
         """As in the package's table."""
         row, mesh = self.case.row, self.case.row.mesh
         return MeasuredRun(
-            row.name, self.case.profile, row.model, parameters(row.config.recipe.model),
-            mesh.nodes, row.config.recipe.model.seq_len, mesh.tensor, mesh.pipeline,
-            row.measured, self.case.mfu, self.left_out, row.source,
-        )  # fmt: skip
+            row.name,
+            self.case.profile,
+            row.model,
+            parameters(row.config.recipe.model),
+            mesh.nodes,
+            row.config.recipe.model.seq_len,
+            mesh.tensor,
+            mesh.pipeline,
+            row.measured,
+            self.case.mfu,
+            self.left_out,
+            row.source,
+        )
 
 
 def leave_out(group: str, found: Sequence[Case], fitted_to: Sequence[Case]) -> list[Result]:

@@ -27,9 +27,12 @@ from slurmllm.plan.search import search
 
 NEAR = 0.90
 _SETTINGS = (
-    "parallel.zero", "parallel.sequence", "parallel.virtual_pipeline", "train.micro_batch",
+    "parallel.zero",
+    "parallel.sequence",
+    "parallel.virtual_pipeline",
+    "train.micro_batch",
     "train.activation_checkpointing",
-)  # fmt: skip
+)
 _PRECISION = ("parallel.virtual_pipeline",)
 
 
@@ -108,7 +111,9 @@ def _config(row: dict[str, str], model: str, nodes: int) -> RunConfig:
     if "node" in batch:
         batch = str(int(batch.split("/")[0]) * nodes)
     return configuration(
-        model, int(row["seq_len"]), "trn1",
+        model,
+        int(row["seq_len"]),
+        "trn1",
         [
             f"train.global_batch={batch if batch.isdigit() else 1024}",
             f"train.micro_batch={row['microbatch']}",
@@ -117,7 +122,7 @@ def _config(row: dict[str, str], model: str, nodes: int) -> RunConfig:
             f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
             f"parallel.zero={1 if row['zero1'] == '1' else 0}",
         ],
-    )  # fmt: skip
+    )
 
 
 def _fitting(config: RunConfig, nodes: int, fixed: Collection[str]) -> Any:

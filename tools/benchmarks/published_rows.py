@@ -116,9 +116,12 @@ def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
     tensor, pipeline, data = (int(row[name]) for name in ("tp", "pp", "dp"))
     cluster, fitting = _cluster(row["hardware"])
     config = configuration(
-        row["model"], seq_len, cluster,
+        row["model"],
+        seq_len,
+        cluster,
         [
-            *fitting, *cluster_overrides,
+            *fitting,
+            *cluster_overrides,
             f"train.global_batch={row['global_batch']}",
             f"train.micro_batch={row['microbatch']}",
             f"train.precision={precision(row['precision'])}",
@@ -128,7 +131,7 @@ def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
             f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
             f"parallel.zero={zero_stage(row['zero1'])}",
         ],
-    )  # fmt: skip
+    )
     per_node = tensor * pipeline * data // nodes
     mesh = Mesh(
         nodes, per_node, tensor, pipeline, data, int(row["global_batch"]), int(row["microbatch"])
@@ -143,9 +146,10 @@ def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) 
     """A run of a published model."""
     shape = SHAPES[model]
     return resolve(
-        _RECIPES[shape.family], cluster,
+        _RECIPES[shape.family],
+        cluster,
         ["train.steps=10000", "optim.warmup_steps=10", *shape.overrides(seq_len), *overrides],
-    )  # fmt: skip
+    )
 
 
 def _cluster(hardware: str) -> tuple[str, list[str]]:

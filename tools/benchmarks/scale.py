@@ -1,10 +1,11 @@
-"""What the control plane costs at 16 to 1,024 workers, and at 4,096 and 8,192 by a model.
+"""What the control plane costs at 16 to 1,024 workers.
 
     python tools/benchmarks/scale.py [--workers 16,64,256,512] [--per-node 32] [--rounds 5]
-        [--step-s 1.0] [--reference [256]] [--latency-us 50] [--json]
+        [--step-s 1.0] [--json]
 
 Forks real launchers (relays) and workers (control planes) after one import, without the model's
-arithmetic, on this machine. Measured for each number of workers:
+arithmetic. All processes wait at a gate; the time to open begins when it opens. They write what
+they measure into memory that all share:
 
     open      from the start of the relays until all workers have completed a first barrier
     agree     an agreement as a step pays for it: post the flags, and read those of the step before;
@@ -14,46 +15,46 @@ arithmetic, on this machine. Measured for each number of workers:
     save      what a save exchanges (data positions, verdicts, the files for the manifest)
     resume    what a resume exchanges (listing, manifest shares, faults, training state)
 
-`--reference` adds the former way in the same run: a world-sized gloo group whose workers call
-`all_gather_object` in every step, up to the number of workers given.
-
-Model for more workers. Here all N workers and their launchers share this machine's cores, so that
-what is waited for grows with N whatever the algorithm; on a cluster each worker and each launcher
-has a core. So the model takes the CPU time of one worker and of one launcher, and the hops:
-
-    step      CPU time of a worker for post and read. The result arrives while the next step runs,
-              as long as a step is longer than `decide`
-    decide    (levels + 1) × 2 hops, and at each level the launcher's CPU time for its messages
-    open      the root's CPU time for all connections (its own, and one of each node that asks for
-              the address of the relay above), and for each level a connection of 4 hops and a wait
-              of at most one retry (0.1 s)
-    hop       half a round trip between two processes on this machine, plus --latency-us
+All workers share this machine's cores, so what is waited for grows with their number; on a cluster
+each worker and each launcher has a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
+import mmap
 import os
-import socket
-import subprocess
+import shutil
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from scale_workers import deadline, fork, measure
+import numpy.typing as npt
 
-from slurmllm.control.parent import RETRY_S
-from slurmllm.control.position import FAN_OUT, Position
-from slurmllm.control.wire import Connection, Frame, Kind
+from slurmllm.control.plane import ControlPlane
+from slurmllm.control.relay import Position, Relay
+from slurmllm.control.rendezvous import die_with_parent, free_port
+from slurmllm.run.artifact_records import CheckpointFile
+from slurmllm.train.agreement import Agreement, Flags
 
-EXTRAPOLATED = (4096, 8192)
+SECRET = b"of this benchmark"
 LIMIT_S = 600  # for one number of workers
 Row = dict[str, float]
+Table = npt.NDArray[np.float64]
+_CPU_CLOCK = 2  # linux/posix-timers.h: CPUCLOCK_SCHED
+_POSITION = {"version": 2, "corpus": "0" * 64, "tokenizer": "0" * 64, "epoch": 3}
 # Key → title and format of a column.
-COLUMNS: Mapping[str, tuple[str, str]] = {
+COLUMNS = {
     "workers": ("workers", ".0f"),
     "open_s": ("open, s", ".2f"),
     "agree_ms": ("agree, ms", ".3f"),
@@ -67,11 +68,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "connections": ("connections", ".0f"),
     "descriptors": ("descriptors", ".0f"),
     "launcher_descriptors": ("launcher's", ".0f"),
-    "reference_open_s": ("former open, s", ".1f"),
-    "reference_agree_ms": ("former agree, ms", ".0f"),
 }
-FITTED = ("open_s", "agree_ms", "agree_cpu_us", "launcher_cpu_us", "decide_ms", "save_ms",
-          "resume_ms", "messages", "bytes", "connections", "descriptors")  # fmt: skip
 
 
 def main() -> None:
@@ -82,167 +79,283 @@ def main() -> None:
     parser.add_argument("--per-node", type=int, default=32, help="workers a launcher")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=1.0, help="sleep in the place of a step")
-    parser.add_argument("--latency-us", type=float, default=50.0, help="of the cluster's network")
-    parser.add_argument(
-        "--reference", type=int, nargs="?", const=256, default=0, metavar="WORKERS",
-        help="also measure the former way, up to so many workers",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     args = parser.parse_args()
     rows = []
     for workers in map(int, args.workers.split(",")):
-        row = measured(workers, args.per_node, args.rounds, args.step_s)
-        if workers <= args.reference:
-            row |= reference(workers)
-        rows.append(row)
+        signal.alarm(LIMIT_S)  # ends this process, and with it all that it forked
+        rows.append(row_of(workers, args.per_node, args.rounds, args.step_s))
+        signal.alarm(0)
         print(f"{workers} workers done, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-    hop_us = round_trip_us() / 2
     if args.json:
         print(json.dumps(rows))
         return
-    print_table(rows)
-    print_fits(rows)
-    print_model(rows, args.per_node, hop_us, args.latency_us)
+    print("| " + " | ".join(title for title, _ in COLUMNS.values()) + " |")
+    print("|" + "---|" * len(COLUMNS))
+    for row in rows:
+        print("| " + " | ".join(f"{row[key]:{form}}" for key, (_, form) in COLUMNS.items()) + " |")
 
 
-def measured(workers: int, per_node: int, rounds: int, step_s: float) -> Row:
-    with deadline(LIMIT_S):
-        begun, found = measure(workers, per_node, rounds, step_s)
-    messages, num_bytes = found.traffic.max(0)
-    connections, descriptors = found.files.max(0)
-    launcher_connections, launcher_descriptors = found.relay_files.max(0)
+def row_of(workers: int, per_node: int, rounds: int, step_s: float) -> Row:
+    begun, figures = measure(workers, per_node, rounds, step_s)
+    messages, num_bytes = figures.traffic.max(0)
+    connections, descriptors = figures.files.max(0)
     return {
         "workers": workers,
-        "nodes": len(found.relay_cpu),
-        "open_s": found.opened.max() - begun,
-        "open_cpu_us": np.median(found.open_cpu) * 1e6,
-        "launcher_open_cpu_us": found.relay_open_cpu.max() * 1e6,
-        "agree_ms": np.median(found.step) * 1e3,
-        "agree_slowest_ms": np.median(found.step.max(0)) * 1e3,
-        "agree_cpu_us": np.median(found.step_cpu) * 1e6,
-        "launcher_cpu_us": found.relay_cpu.max() * 1e6,
-        "decide_ms": np.median(found.decide) * 1e3,
-        "save_ms": np.median(found.save) * 1e3,
-        "resume_ms": np.median(found.resume) * 1e3,
+        "open_s": figures.opened.max() - begun,
+        "agree_ms": np.median(figures.step) * 1e3,
+        "agree_cpu_us": np.median(figures.step_cpu) * 1e6,
+        "launcher_cpu_us": figures.relay_cpu.max() * 1e6,
+        "decide_ms": np.median(figures.decide) * 1e3,
+        "save_ms": np.median(figures.save) * 1e3,
+        "resume_ms": np.median(figures.resume) * 1e3,
         "messages": messages,
         "bytes": num_bytes,
         "connections": connections,
         "descriptors": descriptors,
-        "launcher_connections": launcher_connections,
-        "launcher_descriptors": launcher_descriptors,
-        "load": os.getloadavg()[0],
+        "launcher_descriptors": figures.relay_files.max(),
     }
 
 
-def reference(workers: int) -> Row:
-    program = Path(__file__).with_name("scale_reference.py")
-    command = [sys.executable, str(program), str(workers)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: Row = json.loads(done.stdout)
-    return found
+class Measured:
+    """Tables in memory that the processes share; the last axis of most is the round."""
+
+    def __init__(self, workers: int, nodes: int, rounds: int) -> None:
+        self.opened = shared(workers)  # time.perf_counter() after the first barrier
+        self.step = shared(workers, rounds)  # agreement within a step: post and read, s
+        self.step_cpu = shared(workers)  # CPU time of a worker for it, s
+        self.decide = shared(workers, rounds)  # agreement that is waited for, s
+        self.save = shared(workers, rounds)
+        self.resume = shared(workers, rounds)
+        self.traffic = shared(workers, 2)  # messages and bytes of an agreement
+        self.files = shared(workers, 2)  # sockets and descriptors
+        self.relay_files = shared(nodes)  # descriptors of a launcher
+        self.relay_cpu = shared(nodes)  # CPU time of a launcher for an agreement, s
+        self.failed = shared(1)
 
 
-def round_trip_us(rounds: int = 2000) -> float:
-    """Median of the round trips of a frame between two processes over TCP, µs."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def shared(*shape: int) -> Table:
+    count = int(np.prod(shape))
+    return np.frombuffer(mmap.mmap(-1, 8 * count), np.float64, count).reshape(shape)
 
-        def answer() -> None:
-            connection = Connection(server.accept()[0])
-            for _ in range(rounds):
-                connection.queue(connection.receive_one())
 
-        child = fork(answer)
-        connection = Connection(socket.create_connection(server.getsockname()))
-    times = []
-    for number in range(rounds):
+def measure(workers: int, per_node: int, rounds: int, step_s: float) -> tuple[float, Measured]:
+    """Run the control planes of so many workers; returns the time of the start too."""
+    per_node = min(per_node, workers)
+    if workers % per_node:
+        raise SystemExit(f"--per-node {per_node} does not divide {workers} workers")
+    nodes = workers // per_node
+    figures = Measured(workers, nodes, rounds)
+    names = tuple(f"n{index}" for index in range(nodes))
+    root = "127.0.0.1", free_port()
+    folder = Path(tempfile.mkdtemp(prefix="slurmllm-scale-"))
+    ready, gate = Gate(), Gate()
+    gc.freeze()  # no process copies the pages of what is imported
+    launchers = []
+    try:
+        for index in range(nodes):
+            position = Position(index, names, per_node)
+
+            launch = partial(_launch, position, folder, root, ready, gate, figures, step_s)
+            launchers.append(fork(launch))
+        ready.close_write()
+        ready.wait()  # until all processes have started
         begun = time.perf_counter()
-        connection.queue(Frame(Kind.MAX, number, b"[0, 0, 0]"))
-        connection.receive_one()
-        times.append(time.perf_counter() - begun)
-    connection.socket.close()
-    os.waitpid(child, 0)
-    return float(np.median(times)) * 1e6
+        gate.close_write()
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in launchers]
+        launchers.clear()
+    finally:
+        for pid in launchers:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for end in (ready, gate):
+            end.close()
+        shutil.rmtree(folder)
+    if any(codes) or figures.failed[0]:
+        raise SystemExit(f"{workers} workers: a process failed; see above")
+    return begun, figures
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    shown = [key for key in COLUMNS if key in rows[0]]
-    print("| " + " | ".join(COLUMNS[key][0] for key in shown) + " |")
-    print("|" + "---|" * len(shown))
-    for row in rows:
-        cells = (f"{row[key]:{COLUMNS[key][1]}}" if key in row else "" for key in shown)
-        print("| " + " | ".join(cells) + " |")
+class Gate:
+    """A pipe at which processes wait until all that hold its other end have closed it."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def wait(self) -> None:
+        os.read(self._read, 1)
+
+    def close_write(self) -> None:
+        if self._write >= 0:
+            os.close(self._write)
+            self._write = -1
+
+    def close(self) -> None:
+        self.close_write()
+        os.close(self._read)
 
 
-def fit(rows: Sequence[Row], key: str) -> tuple[str, Callable[[float], float]]:
-    """The better of a + b·log2 N and a + b·N by least squares, as text and as a function."""
-    workers = np.array([row["workers"] for row in rows])
-    values = np.array([row[key] for row in rows])
-    if np.ptp(values) <= 0.02 * abs(values).max():
-        return f"constant, {values.mean():.4g}", lambda n: float(values.mean())
-    found = []
-    for name, basis in (("log2 N", np.log2), ("N", np.asarray)):
-        slope, constant = np.polyfit(basis(workers), values, 1)
-        rest = float(np.sum((constant + slope * basis(workers) - values) ** 2))
-
-        def predict(n: float, s: float = slope, c: float = constant, b: object = basis) -> float:
-            return float(c + s * (np.log2(n) if b is np.log2 else n))
-
-        found.append((rest, f"{constant:.4g} + {slope:.4g}·{name}", predict))
-    total = float(np.sum((values - values.mean()) ** 2))
-    rest, text, best = min(found, key=lambda one: one[0])
-    if rest > 0.5 * total:
-        return f"no trend, {np.median(values):.4g}", lambda n: float(np.median(values))
-    return f"{text} (R² {1 - rest / total:.3f})", best
+def fork(work: Callable[[], None]) -> int:
+    """Run a function in a process of its own, which ends with this one; returns its id."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent()
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def print_fits(rows: Sequence[Row]) -> None:
-    if len(rows) < 3:
-        return
-    print("\nGrowth on this machine, whose cores all workers share:\n")
-    print("| | fits | " + " | ".join(f"at {n:,}" for n in EXTRAPOLATED) + " |")
-    print("|---|---|" + "---|" * len(EXTRAPOLATED))
-    for key in FITTED:
-        text, predict = fit(rows, key)
-        print(f"| {key} | {text} | " + " | ".join(f"{predict(n):.4g}" for n in EXTRAPOLATED) + " |")
+def _launch(
+    position: Position,
+    folder: Path,
+    root: tuple[str, int],
+    ready: Gate,
+    gate: Gate,
+    figures: Measured,
+    step_s: float,
+) -> None:
+    gate.close_write()
+    path, local = folder / f"control-{position.index}", Gate()
+    before = len(_descriptors())
+    children = []
+    # Before the relay's thread exists: a process forked later would have its sockets too.
+    for rank in position.workers():
+
+        def work(rank: int = rank) -> None:
+            local.close_write()
+            ready.close()
+            gate.close()
+            local.wait()
+            local.close()
+            _work(rank, position, path, figures, step_s)
+
+        children.append(fork(work))
+    ready.close_write()
+    gate.wait()
+    relay = Relay(position, path, root, SECRET)
+    relay.start()
+    local.close_write()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    relay.close()
+    figures.relay_files[position.index] -= before
+    if any(codes):
+        figures.failed[0] = 1
 
 
-def print_model(rows: Sequence[Row], per_node: int, hop_us: float, latency_us: float) -> None:
-    hop = (hop_us + latency_us) * 1e-6
-    step_us = float(np.median([row["agree_cpu_us"] for row in rows]))
-    # CPU time of a launcher for a message in an agreement, and for a peer that connects.
-    peers = [min(per_node, row["workers"]) + min(FAN_OUT, row["nodes"] - 1) for row in rows]
-    message_us = float(
-        np.median([row["launcher_cpu_us"] / 2 / n for row, n in zip(rows, peers, strict=True)])
+def _work(rank: int, position: Position, path: Path, figures: Measured, step_s: float) -> None:
+    world, rounds = position.world_size, figures.step.shape[1]
+    first = rank == position.workers()[0]  # it measures the launcher too
+    relay_cpu = _cpu_clock(os.getppid())
+    control = ControlPlane(rank, world, str(path), SECRET)
+    control.barrier()
+    figures.opened[rank] = time.perf_counter()
+    files = _descriptors()
+    figures.files[rank] = sum(name.startswith("socket:") for name in files), len(files)
+    control.barrier()
+    if first:
+        figures.relay_files[position.index] += len(_descriptors(os.getppid()))
+    _agree(control, figures, rank, step_s, position.index if first else None, relay_cpu)
+    agreement = Agreement(control)
+
+    def decide() -> None:
+        agreement.post(Flags())
+        agreement.read()
+
+    exchanges: Sequence[tuple[Callable[[], None], Table]] = (
+        (decide, figures.decide),
+        (lambda: _save_decision(control), figures.save),
+        (lambda: _resume_decision(control), figures.resume),
     )
-    connect_us = float(
-        np.median([row["launcher_open_cpu_us"] / n for row, n in zip(rows, peers, strict=True)])
-    )
-    opened_us = float(np.median([row["open_cpu_us"] for row in rows]))
-    print(
-        f"\nMeasured for the model: a hop {hop_us:.0f} µs here + {latency_us:.0f} µs of network; "
-        f"a worker's CPU time {step_us:.0f} µs an agreement and {opened_us:.0f} µs to open; a "
-        f"launcher's {message_us:.0f} µs a message and {connect_us:.0f} µs a connection."
-    )
-    here = EXTRAPOLATED[0] * (opened_us + connect_us) * 1e-6 / (os.cpu_count() or 1)
-    print(
-        f"{EXTRAPOLATED[0]:,} workers would open within {here:.0f} s on this machine's "
-        f"{os.cpu_count()} cores without other load."
-    )
-    print("With a core for each worker and each launcher:\n")
-    print("| workers | nodes | levels | agreement in a step, ms | waited for, ms | open, s |")
-    print("|---|---|---|---|---|---|")
-    for workers in EXTRAPOLATED:
-        nodes = workers // per_node
-        names = ("",) * nodes
-        levels, below = Position(0, names, per_node).levels_below(), min(FAN_OUT, nodes - 1)
-        relayed = (per_node + below) * message_us * 1e-6
-        decide = (levels + 1) * 2 * (hop + relayed)
-        root = (per_node + below + nodes) * connect_us * 1e-6
-        opened = opened_us * 1e-6 + root + (levels + 1) * (4 * hop + RETRY_S) + decide
-        print(
-            f"| {workers:,} | {nodes} | {levels} | {step_us / 1e3:.3f} | {decide * 1e3:.1f} | "
-            f"{opened:.2f} |"
-        )
+    for exchange, table in exchanges:
+        exchange()
+        for index in range(rounds):
+            control.barrier()
+            begun = time.perf_counter()
+            exchange()
+            table[rank, index] = time.perf_counter() - begun
+    control.barrier()
+    control.close()
+
+
+def _agree(
+    control: ControlPlane,
+    figures: Measured,
+    rank: int,
+    step_s: float,
+    node: int | None,
+    relay_cpu: Callable[[], float],
+) -> None:
+    """Agreements as steps make them: posted after a step, read after the next one."""
+    agreement, rounds = Agreement(control), figures.step.shape[1]
+    agreement.post(Flags())
+    time.sleep(step_s)
+    agreement.read()
+    agreement.post(Flags())
+    cpu_s, relay_s, sent = 0.0, relay_cpu(), control.traffic
+    for index in range(rounds):
+        time.sleep(step_s)  # the step's own work
+        begun, cpu = time.perf_counter(), time.thread_time()
+        agreement.read()
+        agreement.post(Flags())
+        cpu_s += time.thread_time() - cpu
+        figures.step[rank, index] = time.perf_counter() - begun
+    figures.step_cpu[rank] = cpu_s / rounds
+    figures.traffic[rank] = (np.array(control.traffic) - sent) / rounds
+    if node is not None:
+        figures.relay_cpu[node] = (relay_cpu() - relay_s) / rounds
+    agreement.read()
+    control.barrier()
+
+
+def _save_decision(control: ControlPlane) -> None:
+    """What `checkpoint.save.Save` exchanges, with the files of a worker but without writing any."""
+    control.gather(_POSITION)  # Job.train_state
+    for _ in range(3):  # folder created, shards begun, files written
+        control.first(None)
+    file = CheckpointFile(path=f"shard_{control.rank:05d}.distcp", bytes=1 << 30, sha256="0" * 64)
+    control.first(None)
+    control.gather([file])
+    control.first(None)  # published
+
+
+def _resume_decision(control: ControlPlane) -> None:
+    """What `checkpoint.resume.find_resumable` exchanges for one checkpoint that verifies."""
+    world, shares = control.world_size, None
+    control.broadcast(None if control.rank else ([100, 200, 300], {}, [], {}, []))
+    if control.rank == 0:
+        shares = [
+            [CheckpointFile(path=f"shard_{rank:05d}.distcp", bytes=1 << 30, sha256="0" * 64)]
+            for rank in range(world)
+        ]
+    control.scatter(shares)
+    faults: list[str] = []
+    control.gather(faults)
+    control.broadcast(faults)
+    control.first(None)
+    control.broadcast(_POSITION)
+
+
+def _cpu_clock(pid: int) -> Callable[[], float]:
+    """The CPU time of another process so far, s."""
+    clock = (~pid << 3) | _CPU_CLOCK  # clock_getcpuclockid(3)
+    return lambda: time.clock_gettime(ctypes.c_int(clock).value)
+
+
+def _descriptors(pid: int | None = None) -> list[str]:
+    """What each open descriptor refers to."""
+    targets = []
+    for link in Path(f"/proc/{pid or 'self'}/fd").iterdir():
+        with suppress(OSError):  # the one that lists them
+            targets.append(str(link.readlink()))
+    return targets
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ COMMANDS: dict[str, list[str]] = {
     "slurmllm --help": ["-m", "slurmllm", "--help"],
     "slurmllm recipes": ["-m", "slurmllm", "recipes"],
     "slurmllm submit neox_20b --nodes 4 --fetch --dry-run": [
-        *("-m", "slurmllm", "submit", "neox_20b", "--nodes", "4", "--fetch", "--dry-run"),
+        *("-m", "slurmllm", "submit", "neox_20b", "--nodes", "4", "--fetch", "--dry-run")
     ],
     "slurmllm status": ["-m", "slurmllm", "status"],
     "slurmllm plan llama2_70b --nodes 4096": [
-        *("-m", "slurmllm", "plan", "llama2_70b", "--nodes", "4096"),
+        *("-m", "slurmllm", "plan", "llama2_70b", "--nodes", "4096")
     ],
     "slurmllm plan pythia_6.9b --cluster p4d --nodes 4096": [
         *("-m", "slurmllm", "plan", "pythia_6.9b", "--cluster", "p4d", "--nodes", "4096"),

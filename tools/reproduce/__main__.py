@@ -34,9 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[:1] == ["claims"]:
         return claims.main(arguments[1:])
     parser = argparse.ArgumentParser(
-        prog="reproduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help="or `all`")
     parser.add_argument("--out", type=Path, default=Path("reproduced"), help="folder of pictures")

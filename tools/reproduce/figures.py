@@ -123,8 +123,10 @@ def _call(command: str, runs_dir: Path) -> str:
     where = ["--runs-dir", str(runs_dir)]
     done = subprocess.run(
         [sys.executable, "-m", "slurmllm", verb, *arguments, *where],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode > (1 if verb == "compare" else 0):
         raise FigureError(f"slurmllm {command} failed: {(done.stderr or done.stdout).strip()}")
     return done.stdout.strip()

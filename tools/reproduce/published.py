@@ -45,11 +45,19 @@ def table1(path: Path) -> str:
         seq_len = row.config.recipe.model.seq_len
         per_usd = row.measured * seq_len * 3600 / (row.mesh.nodes * RESERVED_USD)
         ours = predicted(row)
-        cells.append((
-            row.model, str(row.mesh.nodes), f"{row.mesh.tensor}", f"{row.mesh.pipeline}",
-            f"{row.measured:.1f}", f"{ours:.1f}", f"{ours / row.measured:.2f}",
-            format_count(per_usd), format_count(per_usd * ours / row.measured),
-        ))  # fmt: skip
+        cells.append(
+            (
+                row.model,
+                str(row.mesh.nodes),
+                f"{row.mesh.tensor}",
+                f"{row.mesh.pipeline}",
+                f"{row.measured:.1f}",
+                f"{ours:.1f}",
+                f"{ours / row.measured:.2f}",
+                format_count(per_usd),
+                format_count(per_usd * ours / row.measured),
+            )
+        )
     curves = []
     for model in dict.fromkeys(row.model for row in shown):
         of_model = [row for row in shown if row.model == model]
@@ -70,9 +78,16 @@ def table1(path: Path) -> str:
         ]
     write_picture(scaling_picture(curves, {}), path, _FIX)
     headings = (
-        "model", "nodes", "TP", "PP", "seq/s published", "predicted", "ratio",
-        "tokens/$ published", "predicted",
-    )  # fmt: skip
+        "model",
+        "nodes",
+        "TP",
+        "PP",
+        "seq/s published",
+        "predicted",
+        "ratio",
+        "tokens/$ published",
+        "predicted",
+    )
     return _table(headings, cells)
 
 
@@ -91,11 +106,18 @@ def time_and_cost(path: Path) -> str:
             for speed in (row.measured, predicted(row))
         ]
         usd = [day * 24 * NODES * A100_USD for day in days]
-        cells.append((
-            row.model, format_count(_parameters(row)), format_count(tokens), f"{days[0]:.3g}",
-            f"{days[1]:.3g}", f"${format_dollars(usd[0], 0)}", f"${format_dollars(usd[1], 0)}",
-            f"{days[1] / days[0]:.2f}",
-        ))  # fmt: skip
+        cells.append(
+            (
+                row.model,
+                format_count(_parameters(row)),
+                format_count(tokens),
+                f"{days[0]:.3g}",
+                f"{days[1]:.3g}",
+                f"${format_dollars(usd[0], 0)}",
+                f"${format_dollars(usd[1], 0)}",
+                f"{days[1] / days[0]:.2f}",
+            )
+        )
         measured.append((_parameters(row), days[0], usd[0]))
         ours.append((_parameters(row), days[1], usd[1]))
     figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
@@ -104,9 +126,15 @@ def time_and_cost(path: Path) -> str:
     _draw(right, measured, ours, 2, "dollars")
     write_picture(figure, path, _FIX)
     headings = (
-        "model", "parameters", "tokens", "days published", "predicted", "$ published", "predicted",
+        "model",
+        "parameters",
+        "tokens",
+        "days published",
+        "predicted",
+        "$ published",
+        "predicted",
         "ratio",
-    )  # fmt: skip
+    )
     return _table(headings, cells)
 
 
@@ -127,13 +155,21 @@ def time_to_train(path: Path) -> str:
         axes.plot([8 * nodes for nodes in counts], hours, "s:", label=f"{recipe}, plan")
         for nodes, predicted_h in zip(counts, hours, strict=True):
             row = published.get(nodes) if recipe == "gpt3_1.3b" else None
-            cells.append((
-                recipe, str(8 * nodes), f"{predicted_h:.3g}",
-                *(("", "") if row is None else (
-                    f"{_hours(row, tokens, row.measured):.3g}",
-                    f"{_hours(row, tokens, predicted(row)):.3g}",
-                )),
-            ))  # fmt: skip
+            cells.append(
+                (
+                    recipe,
+                    str(8 * nodes),
+                    f"{predicted_h:.3g}",
+                    *(
+                        ("", "")
+                        if row is None
+                        else (
+                            f"{_hours(row, tokens, row.measured):.3g}",
+                            f"{_hours(row, tokens, predicted(row)):.3g}",
+                        )
+                    ),
+                )
+            )
     measured = [_hours(row, tokens, row.measured) for row in published.values()]
     axes.plot([8 * nodes for nodes in published], measured, "ko-", label="1.3B, published")
     axes.set(xscale="log", yscale="log", xlabel="A100-40GB", ylabel="hours for 1B tokens")

@@ -8,11 +8,7 @@ from typing import Any
 
 from _gpu.task import Measured
 
-NAMES = {
-    "ours": "slurmllm, native backend",
-    "loop": "compiled loop, transformers",
-    "torchtitan": "torchtitan",
-}
+NAMES = {"ours": "slurmllm, native backend", "loop": "compiled loop, transformers"}
 
 
 @dataclass
@@ -90,12 +86,20 @@ def _training(parts: Sequence[Part], forecasts: Mapping[str, Any]) -> list[str]:
         rows.append(row)
     return _table(
         [
-            "model", "trainer", "tokens/s", "step, ms", "MFU", "peak memory, GB",
-            "held by the allocator, GB", "first step, s", "loss",
-            "step of `slurmllm plan`, ms", "memory of `slurmllm plan`, GB",
+            "model",
+            "trainer",
+            "tokens/s",
+            "step, ms",
+            "MFU",
+            "peak memory, GB",
+            "held by the allocator, GB",
+            "first step, s",
+            "loss",
+            "step of `slurmllm plan`, ms",
+            "memory of `slurmllm plan`, GB",
         ],
         rows,
-    )  # fmt: skip
+    )
 
 
 def _measured(found: Measured, forecast: Mapping[str, Any]) -> list[str]:

@@ -14,10 +14,14 @@ from slurmllm.plan.step import peak_flops
 
 LR = 3e-4
 _LLAMA = (  # TinyLlama 1.1B (Zhang et al. 2024, arXiv 2401.02385)
-    "model.num_layers=22", "model.hidden_size=2048", "model.num_heads=32",
-    "model.num_kv_heads=4", "model.ffn_hidden_size=5632", "model.vocab_size=32000",
+    "model.num_layers=22",
+    "model.hidden_size=2048",
+    "model.num_heads=32",
+    "model.num_kv_heads=4",
+    "model.ffn_hidden_size=5632",
+    "model.vocab_size=32000",
     "model.seq_len=2048",
-)  # fmt: skip
+)
 # Name → recipe, overrides, and sequences in a step: on 80 GB they leave the peers, whose logits are
 # tensors, room.
 MODELS: dict[str, tuple[str, tuple[str, ...], int]] = {
@@ -63,12 +67,20 @@ class Task:
         """The run configuration: one device, bf16 products, fp32 weights and optimizer state."""
         recipe, overrides, batch = (MODELS | TINY)[self.model]
         options = [
-            "backend=native", f"cluster.device={self.device}", "cluster.devices_per_node=1",
-            "parallel.tensor=1", "parallel.pipeline=1", "parallel.zero=1",
-            f"train.global_batch={batch}", f"train.micro_batch={batch}",
-            "train.precision=bf16_mixed", "train.activation_checkpointing=none",
-            f"train.compile={str(self.compiled).lower()}", f"optim.lr={LR}", "optim.grad_clip=1.0",
-        ]  # fmt: skip
+            "backend=native",
+            f"cluster.device={self.device}",
+            "cluster.devices_per_node=1",
+            "parallel.tensor=1",
+            "parallel.pipeline=1",
+            "parallel.zero=1",
+            f"train.global_batch={batch}",
+            f"train.micro_batch={batch}",
+            "train.precision=bf16_mixed",
+            "train.activation_checkpointing=none",
+            f"train.compile={str(self.compiled).lower()}",
+            f"optim.lr={LR}",
+            "optim.grad_clip=1.0",
+        ]
         if self.memory_bytes is not None:
             options.append(f"cluster.hardware.memory_gib={self.memory_bytes / 2**30:.1f}")
         return resolve(recipe, self.profile, [*overrides, *options])

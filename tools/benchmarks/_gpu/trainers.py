@@ -1,4 +1,4 @@
-"""The trainers: slurmllm's native backend, and plain loops over the models of other libraries.
+"""The trainers: slurmllm's native backend, and a plain loop over transformers' models.
 
 Each is a function task → step; a step takes tokens and labels, int64 [batch, seq], and returns its
 loss, which may still be computing.
@@ -71,77 +71,43 @@ def make_loop(task: Task) -> Step:
     return _plain_step(task, model, _compile(_loss_of(logits), task))
 
 
-def make_torchtitan(task: Task) -> Step:
-    """torchtitan's Llama (0.2), compiled block by block as torchtitan does, and its loss.
-
-    On one GPU torchtitan computes under autocast, as here, because there is nothing to shard.
-    """
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
-    from torchtitan.models.llama3.model.model import Transformer
-
-    config = task.config().recipe.model
-    if config.family != "llama":
-        raise ImportError(f"torchtitan has no model of the family {config.family}")
-    arguments = TransformerModelArgs(
-        dim=config.hidden_size, n_layers=config.num_layers, n_heads=config.num_heads,
-        n_kv_heads=config.kv_heads, vocab_size=config.padded_vocab_size,
-        # torchtitan rounds two thirds of four times the width up to such a multiple.
-        multiple_of=_multiple(config), norm_eps=config.norm_eps, rope_theta=config.rotary_base,
-        max_seq_len=config.seq_len,
-    )  # fmt: skip
-    with torch.device(task.device):
-        model: Any = Transformer(arguments)
-        model.init_weights()
-    model.train()
-    for block in model.layers.values():
-        block.compile(fullgraph=True, backend=_inductor(task))
-
-    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = loss(model(tokens), labels)
-        return found
-
-    loss = _compile(_cross_entropy, task)
-    return _plain_step(task, model, loss_of)
-
-
-TRAINERS: dict[str, Callable[[Task], Step]] = {
-    "ours": make_ours,
-    "loop": make_loop,
-    "torchtitan": make_torchtitan,
-}
+TRAINERS: dict[str, Callable[[Task], Step]] = {"ours": make_ours, "loop": make_loop}
 
 
 def _gpt2(transformers: Any, config: ModelConfig) -> nn.Module:
     found: nn.Module = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=config.padded_vocab_size, n_positions=config.seq_len,
-            n_embd=config.hidden_size, n_layer=config.num_layers, n_head=config.num_heads,
-            n_inner=config.ffn_hidden_size, activation_function="gelu_pytorch_tanh",
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa",
+            vocab_size=config.padded_vocab_size,
+            n_positions=config.seq_len,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            n_inner=config.ffn_hidden_size,
+            activation_function="gelu_pytorch_tanh",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            attn_implementation="sdpa",
         )
-    )  # fmt: skip
+    )
     return found
 
 
 def _llama(transformers: Any, config: ModelConfig) -> nn.Module:
     found: nn.Module = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=config.padded_vocab_size, max_position_embeddings=config.seq_len,
-            hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads, num_key_value_heads=config.kv_heads,
-            intermediate_size=config.ffn_hidden_size, tie_word_embeddings=False,
+            vocab_size=config.padded_vocab_size,
+            max_position_embeddings=config.seq_len,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.kv_heads,
+            intermediate_size=config.ffn_hidden_size,
+            tie_word_embeddings=False,
             attn_implementation="sdpa",
         )
-    )  # fmt: skip
+    )
     return found
-
-
-def _multiple(config: ModelConfig) -> int:
-    least = int(2 * 4 * config.hidden_size / 3)
-    for multiple in (256, 128, 64, 32, 16, 8, 4, 2, 1):
-        if -(-least // multiple) * multiple == config.ffn_hidden_size:
-            return multiple
-    raise ImportError(f"torchtitan cannot make a feed-forward layer of {config.ffn_hidden_size}")
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -169,8 +135,11 @@ def _plain_step(task: Task, model: nn.Module, loss_of: Callable[[Tensor, Tensor]
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ],
-        lr=LR, betas=optim.betas, eps=optim.eps, fused=True,
-    )  # fmt: skip
+        lr=LR,
+        betas=optim.betas,
+        eps=optim.eps,
+        fused=True,
+    )
 
     def step(tokens: Tokens, labels: Tokens) -> SupportsFloat:
         inputs = send(torch.from_numpy(tokens), device), send(torch.from_numpy(labels), device)

@@ -42,7 +42,6 @@ class Scenario:
         save: What a checkpoint costs.
         failures: Source of failures.
         steps: Of the run; None: unlimited.
-        gap_s: Between two steps, s.
         spares: Nodes of the partition beyond those of the job.
         repair_s: From the failure of a node to its return.
         outage_s: How long the shared file system fails.
@@ -60,7 +59,6 @@ class Scenario:
     save: SaveCost
     failures: Failures
     steps: int | None = None
-    gap_s: float = 0.0
     spares: int = 4
     repair_s: float = DAY_S
     outage_s: float = 600.0

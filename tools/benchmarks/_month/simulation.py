@@ -74,16 +74,14 @@ class _Made:
     seconds: list[Floats] = field(default_factory=list)
     ends: list[Floats] = field(default_factory=list)
 
-    def add(
-        self, first: int, count: int, begin: float, step_s: float, gap_s: float, extra_s: float
-    ) -> float:
+    def add(self, first: int, count: int, begin: float, step_s: float, extra_s: float) -> float:
         """Add steps, the first of them longer; returns when the next one can begin."""
         seconds = np.full(count, step_s)
         seconds[0] += extra_s
         self.numbers.append(np.arange(first, first + count, dtype=np.int64))
         self.seconds.append(seconds)
-        self.ends.append(begin + np.cumsum(seconds) + gap_s * np.arange(count))
-        return float(self.ends[-1][-1]) + gap_s
+        self.ends.append(begin + np.cumsum(seconds))
+        return float(self.ends[-1][-1])
 
     def steps(self) -> Steps | None:
         if not self.numbers:
@@ -145,9 +143,11 @@ class _Simulation:
         healthy = tuple(name for name in self.held if name not in failing)
         # The supervisor is on the first node.
         in_allocation = (
-            scenario.restarts_in_job and len(healthy) >= scenario.nodes
-            and healthy[0] == self.held[0] and closed.ended_at < self.signal_at
-        )  # fmt: skip
+            scenario.restarts_in_job
+            and len(healthy) >= scenario.nodes
+            and healthy[0] == self.held[0]
+            and closed.ended_at < self.signal_at
+        )
         decided = decide(closed, earlier, scenario.recipe, in_allocation=in_allocation)
         self.nodes.exclude(failing, closed.ended_at + hours * HOUR_S)
         for name in broken:
@@ -248,24 +248,19 @@ class _SimulatedAttempt:
 
         A step that is running is finished at a signal, and lost at a failure.
         """
-        step_s, gap_s, last = self.scenario.step_s, self.scenario.gap_s, self.scenario.steps
+        step_s, last = self.scenario.step_s, self.scenario.steps
         self.clock = self.trains_at
         while self.step != last:
             self.whole.position = self.step
             count = self.whole.interval()
             if last is not None:
                 count = min(count, last - self.step)
-            # A step counts once it has ended; the gap after it need not be over.
-            within = math.floor(
-                (stop_at - self.clock - self.extra_s + gap_s) / (step_s + gap_s) + 1e-9
-            )
+            within = math.floor((stop_at - self.clock - self.extra_s) / step_s + 1e-9)
             saving = within >= count
             if not saving:
                 count = max(0, within) + (1 if signalled and stop_at > self.trains_at else 0)
             if count:
-                self.clock = self.made.add(
-                    self.step + 1, count, self.clock, step_s, gap_s, self.extra_s
-                )
+                self.clock = self.made.add(self.step + 1, count, self.clock, step_s, self.extra_s)
                 self.step, self.extra_s = self.step + count, 0.0
             if not saving:
                 return None
@@ -339,12 +334,23 @@ class _SimulatedAttempt:
             self.whole.waited_s[self.number] = self.waited_s
         after = self.whole.checkpoint
         return AttemptRecord(
-            attempt=self.number, stage="train", job_id=_JOB, restart_count=self.number,
-            nodes=self.nodes, world_size=len(self.nodes), master_addr=self.nodes[0],
-            master_port=1024, started_at=self.start, ended_at=ended_at, ending=ending,
-            evidence=evidence, blamed_nodes=blamed,
+            attempt=self.number,
+            stage="train",
+            job_id=_JOB,
+            restart_count=self.number,
+            nodes=self.nodes,
+            world_size=len(self.nodes),
+            master_addr=self.nodes[0],
+            master_port=1024,
+            started_at=self.start,
+            ended_at=ended_at,
+            ending=ending,
+            evidence=evidence,
+            blamed_nodes=blamed,
             last_step=self.step if steps is not None else None,
-            checkpoint_before=self.before or None, checkpoint_after=after or None,
-            steps_gained=after - self.before, steps_lost=self.step - after,
+            checkpoint_before=self.before or None,
+            checkpoint_after=after or None,
+            steps_gained=after - self.before,
+            steps_lost=self.step - after,
             phases_s=self.phases_s | {"stopping": stopping_s},
-        )  # fmt: skip
+        )

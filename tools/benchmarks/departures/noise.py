@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 
-from departures.scoring import read_answer
-from departures.truth import TOLERANCES, Floats
+from departures.answers import TOLERANCES, Floats, curve, read_answer
 from slurmllm.compare.compare import compare
-from slurmllm.metrics.curves import Curve, Ints
 
 SHAPES = {"normal": None, "Laplace": 0, "Student t5": 5, "Student t3": 3}
 _LONG = 100_000
@@ -44,19 +41,6 @@ def show(rates: Mapping[str, float], seeds: int) -> str:
     ]
     lines += [f"| {name} | {100 * rate:.1f} |" for name, rate in rates.items()]
     return "\n".join(lines)
-
-
-def curve(name: str, columns: Mapping[str, Floats], steps: Ints | None = None) -> Curve:
-    """Returns a curve of some columns, as of a log without settings; by default of steps 1, 2, …"""
-    points = len(columns["loss"])
-    return Curve(
-        name=name,
-        path=Path(name),
-        steps=np.arange(1, points + 1) if steps is None else steps,
-        attempts=np.zeros(points, dtype=np.int64),
-        columns=columns,
-        kind="csv",
-    )
 
 
 def decay(points: int) -> Floats:

@@ -17,9 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from departures.noise import curve
-from departures.scoring import read_answer
-from departures.truth import TOLERANCES, Floats, visible_verdicts
+from departures.answers import TOLERANCES, Floats, curve, read_answer, visible_verdicts
 from slurmllm.compare.compare import compare
 from slurmllm.metrics.curves import Curve, signed_difference
 from slurmllm.metrics.source import read_curve

@@ -15,14 +15,19 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from departures.scoring import read_answer
+from departures.answers import read_answer
 from slurmllm.run.rundir import RunDir
 
 SMALL = (
-    "model.num_layers=2", "model.hidden_size=128", "model.num_heads=4",
-    "model.ffn_hidden_size=512", "model.seq_len=64", "train.compile=false",
-    "checkpoint.every_steps=20", "checkpoint.keep=9",
-)  # fmt: skip
+    "model.num_layers=2",
+    "model.hidden_size=128",
+    "model.num_heads=4",
+    "model.ffn_hidden_size=512",
+    "model.seq_len=64",
+    "train.compile=false",
+    "checkpoint.every_steps=20",
+    "checkpoint.keep=9",
+)
 FACTOR = 1.05  # of the gradient of the bad rank
 INIT_STEP = 20  # of the first run's checkpoint that the shuffled ones start from
 HOOK = """
@@ -221,13 +226,20 @@ def ask(case: Case, runs: Path) -> Answer:
     """Compare two of the runs."""
     answer = subprocess.run(
         [
-            sys.executable, "-m", "slurmllm", "compare", str(runs / case.a), str(runs / case.b),
-            "--json", "--no-plot", *case.options,
+            sys.executable,
+            "-m",
+            "slurmllm",
+            "compare",
+            str(runs / case.a),
+            str(runs / case.b),
+            "--json",
+            "--no-plot",
+            *case.options,
         ],
         check=False,
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     if answer.returncode > 1:
         raise SystemExit(answer.stderr)
     found = json.loads(answer.stdout)

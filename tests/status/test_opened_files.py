@@ -1,0 +1,177 @@
+"""How many files of a run `status`, `logs` and `report` open: never nodes times attempts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from training_rows import make_rows, write_rows
+
+from slurmllm.config.load import save
+from slurmllm.config.resolve import resolve
+from slurmllm.plan.mesh import make_mesh, save_mesh
+from slurmllm.run.records import (
+    AttemptRecord,
+    FailureRecord,
+    Heartbeat,
+    JobsRecord,
+    NodeRecord,
+    Submission,
+    WorkerPhase,
+    WorkerRecord,
+)
+from slurmllm.run.rundir import RunDir
+
+NODES, PER_NODE = 8, 4
+FEW, MANY = 10, 20  # attempts
+STEPS = 5
+# Lists what the command line opens, files and folders; the last line of its error output.
+LIST = """
+import os, runpy, sys
+opened = []
+def note(event, args):
+    if event in ("open", "os.scandir", "os.listdir") and isinstance(args[0], (str, os.PathLike)):
+        opened.append(os.fspath(args[0]))
+sys.addaudithook(note)
+try:
+    runpy.run_module("slurmllm", run_name="__main__", alter_sys=True)
+finally:
+    print("opened", *opened, sep="\\t", file=sys.stderr)
+"""
+
+
+def write_run(folder: Path, attempts: int) -> RunDir:
+    """A run whose attempts all failed: rank 0 with an error, the others stopped."""
+    settings = (
+        "train.global_batch=32",
+        "train.micro_batch=1",
+        f"cluster.devices_per_node={PER_NODE}",
+    )
+    config = resolve("tiny_neox", overrides=list(settings))
+    run = RunDir(folder / "runs" / "large")
+    run.path.mkdir(parents=True)
+    save(config, run)
+    save_mesh(make_mesh(config, NODES), run.plan)
+    names = tuple(f"n{index}" for index in range(NODES))
+    world = NODES * PER_NODE
+    for number in range(attempts):
+        first, last = number * STEPS + 1, (number + 1) * STEPS
+        began = 1.7e9 + 600.0 * number
+        attempt = run.attempt("train", number)
+        AttemptRecord(
+            attempt=number,
+            stage="train",
+            job_id=None,
+            nodes=names,
+            world_size=world,
+            master_addr="n0",
+            master_port=1,
+            started_at=began,
+            ended_at=began + 300.0,
+            ending="code_error",
+            action="stop",
+            evidence=("ValueError: bad",),
+            first_step=first,
+            last_step=last,
+            steps_gained=STEPS,
+            steps_lost=0,
+        ).save(attempt.record)
+        for index, name in enumerate(names):
+            ranks = range(index * PER_NODE, (index + 1) * PER_NODE)
+            node = NodeRecord(
+                node=name, exit_codes=dict.fromkeys(ranks, 70), versions={"torch": "2.9"}
+            )
+            node.save(attempt.node(name))
+            phase = WorkerPhase(phase="stepping", step=last, since=began + 290.0)
+            Heartbeat(node=name, written_at=began + 295.0, ranks=dict.fromkeys(ranks, phase)).save(
+                attempt.heartbeat(name)
+            )
+            worker = WorkerRecord(
+                rank=ranks[0], node=name, start_up_s=5, first_step_s=2, cache_hits=0, cache_misses=0
+            )
+            worker.save(attempt.worker(ranks[0]))
+        FailureRecord(
+            rank=0,
+            node="n0",
+            error="ValueError",
+            message="bad",
+            exit_code=70,
+            blame="code",
+            time=began + 299.0,
+            step=last,
+            traceback="ValueError: bad",
+        ).save(attempt.failure(0))
+        write_rows(run.metrics(number), make_rows(first, last, number))
+        for rank in range(0, world, PER_NODE):
+            log = run.worker_log("train", number, rank)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(f"rank {rank} begins\n")
+    run.stage_log("train").write_text("train attempt 0 begins\n")
+    JobsRecord(
+        submissions=(Submission(submitted_at=1.7e9, first_attempt=0, nodes=NODES, local=True),)
+    ).save(run.jobs)
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunDir]:
+    """Attempts → a run that has so many."""
+    return {count: write_run(tmp_path_factory.mktemp("large"), count) for count in (FEW, MANY)}
+
+
+def opened_by(run: RunDir, line: str) -> tuple[str, Counter[str]]:
+    """Return what a command prints, and how often it opens each file and folder of the run."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIST, *line.split()],
+        env=os.environ | {"SLURMLLM_RUNS": str(run.path.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    paths = done.stderr.strip().splitlines()[-1].split("\t")[1:]
+    prefix = f"{run.path}/"
+    return done.stdout, Counter(path[len(prefix) :] for path in paths if path.startswith(prefix))
+
+
+@pytest.mark.parametrize(
+    ("line", "for_an_attempt", "for_a_node"),
+    [
+        ("status large", 1, 3),  # of the last attempt: heartbeat, workers, versions
+        ("status", 1, 0),
+        # The record for the curve and for the history, metrics, events for saves and for figures
+        ("report large --no-files", 5, 1),
+        ("logs large", 0, 0),
+        ("logs large --rank 7", 0, 0),
+        ("logs large --failed", 1, 2 * PER_NODE),  # of the last attempt that failed
+    ],
+)
+def test_files_do_not_grow_with_nodes_times_attempts(
+    runs: dict[int, RunDir], line: str, for_an_attempt: int, for_a_node: int
+) -> None:
+    total = {count: opened_by(run, line)[1].total() for count, run in runs.items()}
+    for count, opened in total.items():
+        assert opened <= for_an_attempt * count + for_a_node * NODES + 40
+    # Opening every node's record of every attempt would be 80 more.
+    assert total[MANY] - total[FEW] <= for_an_attempt * (MANY - FEW) + 20
+
+
+def test_metrics_are_read_once_for_a_report(runs: dict[int, RunDir]) -> None:
+    _, opened = opened_by(runs[MANY], "report large --no-files")
+    metrics = [count for path, count in opened.items() if re.match(r"metrics/a", path)]
+    assert metrics == [1] * MANY
+
+
+def test_logs_of_all_ranks_are_opened_once(runs: dict[int, RunDir]) -> None:
+    printed, opened = opened_by(runs[MANY], "logs large --all-ranks")
+    logs = [count for path, count in opened.items() if re.search(r"rank_\d+\.log$", path)]
+    assert logs == [1] * (MANY * NODES)
+    # Listing them all for each of them would be 20 times.
+    listed = [count for path, count in opened.items() if re.fullmatch(r"logs/[a-z]+_\d+", path)]
+    assert max(listed) <= 2
+    assert len(re.findall(r"rank \d+ begins", printed)) == MANY * NODES
