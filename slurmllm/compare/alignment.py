@@ -70,7 +70,7 @@ def match_steps(
 
 
 def shift_steps(curve: Curve, by: int) -> Curve:
-    """Returns a curve with its steps counted from another number."""
+    """Return a curve with its steps counted from another number."""
     if not by:
         return curve
     gaps = tuple((first + by, last + by) for first, last in curve.gaps)
@@ -97,7 +97,7 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
 
 
 def _scatter(a: Curve, b: Curve) -> float:
-    """Returns the scatter of the loss from step to step; 0 if the curves are smooth.
+    """Return the scatter of the loss from step to step; 0 if the curves are smooth.
 
     The neighbours' mean is as far from a smooth curve all along on one side; the scatter of noise
     changes sides, and exceeds the last digit logged. A shift of smooth curves looks like a
@@ -119,7 +119,7 @@ def _scatter(a: Curve, b: Curve) -> float:
 def _coincide(
     a: Curve, b: Curve, shift: int, scatter: float, *, far_from: int | None = None
 ) -> bool:
-    """Whether the loss of B, shifted, is that of A; and clearly not with the shift `far_from`."""
+    """Return whether the loss of B, shifted, is that of A; and clearly not with the shift `far_from`."""
 
     def distance(metric: str, by: int) -> float:
         (steps_a, values_a), (steps_b, values_b) = (c.series(metric) for c in (a, b))
@@ -141,7 +141,7 @@ def _coincide(
 
 
 def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
-    """Returns the finer curve at the coarser's steps, its loss averaged; None if single steps fit.
+    """Return the finer curve at the coarser's steps, its loss averaged; None if single steps fit.
 
     The loss is a mean by the coarser's format, or if that fits by far better.
     """
@@ -242,7 +242,7 @@ class Alignment:
         return of_a, of_b
 
     def of(self, metric: str) -> Points:
-        """Returns a metric of both curves; without points if one of them lacks it."""
+        """Return a metric of both curves; without points if one of them lacks it."""
         if not all(metric in curve.columns for curve in self.curves):
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
         if self.method == "interpolated":
@@ -275,7 +275,7 @@ class Alignment:
 
 
 def _rows(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Ints:
-    """Returns the rows of a range of steps whose positions ascend.
+    """Return the rows of a range of steps whose positions ascend.
 
     Rows of a counter that was set back are ignored.
     """
@@ -292,14 +292,14 @@ def _rows(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Ints
 
 
 def _present(curve: Curve, metric: str, rows: Ints) -> Flags:
-    """Returns which of some rows have a metric. [rows]"""
+    """Return which of some rows have a metric. [rows]"""
     if metric not in curve.absent:
         return np.ones(len(rows), dtype=bool)
     return ~curve.absent[metric][rows]
 
 
 def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
-    """Returns steps as ranges; steps are neighbours if no step of `among` is between them."""
+    """Return steps as ranges; steps are neighbours if no step of `among` is between them."""
     if not picked.size:
         return ()
     places = np.searchsorted(among, picked)
@@ -309,7 +309,7 @@ def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
 
 
 def no_common_step(a: Curve, b: Curve, from_step: int | None, to_step: int | None) -> str:
-    """Returns the error text for two curves without a common point."""
+    """Return the error text for two curves without a common point."""
     held = ", ".join(f"{c.name} has {describe_ranges(ranges(c.steps, c.steps))}" for c in (a, b))
     if from_step is None and to_step is None:
         return f"no step in common: {held}; compare runs that logged the same steps"

@@ -48,7 +48,7 @@ class SettingGroup(Record):
 
 @cache
 def setting_table() -> Mapping[Kind, SettingGroup]:
-    """Returns the settings that can change a curve, by kind of cause."""
+    """Return the settings that can change a curve, by kind of cause."""
     rows = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
     return {kind: SettingGroup.model_validate(row) for kind, row in rows.items()}
 
@@ -103,7 +103,7 @@ def compare_skips(a: Curve, b: Curve, letter: str) -> list[SettingDifference]:
 
 
 def tokens_per_step(curve: Curve) -> float | None:
-    """Returns the tokens of most steps; None if the curve has no tokens."""
+    """Return the tokens of most steps; None if the curve has no tokens."""
     steps, tokens = curve.series("tokens")
     return _median_tokens(steps, tokens) if len(steps) > 1 else None
 
@@ -254,7 +254,7 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDiffere
 
 
 def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
-    """Returns what a setting that differs can cause; None if nothing in a curve."""
+    """Return what a setting that differs can cause; None if nothing in a curve."""
     by_key = {name: kind for kind, group in setting_table().items() for name in group.settings}
     kind = by_key.get(key, by_key.get(f"{key.partition('.')[0]}.*"))
     if a.data is not None and b.data is not None:

@@ -107,7 +107,7 @@ class MetricComparison(Record):
 
 
 class DataComparison(Record):
-    """Whether both runs read the same tokens in the same rows of the same steps."""
+    """Return whether both runs read the same tokens in the same rows of the same steps."""
 
     same: bool
     differences: tuple[str, ...]  # A's and B's, a phrase each
@@ -184,7 +184,7 @@ class Comparison(Record):
 
 
 def curve_letter(position: int) -> str:
-    """Returns the name of a curve by its position from 0: A to Z, then #27, …"""
+    """Return the name of a curve by its position from 0: A to Z, then #27, …"""
     return chr(ord("A") + position) if position < 26 else f"#{position + 1}"
 
 
@@ -197,7 +197,7 @@ def reason(
     letter: str,
     identical_to: int | None,
 ) -> str:
-    """Returns the reason of a verdict, in one line."""
+    """Return the reason of a verdict, in one line."""
     count = metrics["loss"].steps_compared
     steps = "the one step compared" if count == 1 else f"all {count} steps compared"
     if verdict == "identical":
@@ -291,7 +291,7 @@ def _describe_divergence(
 
 
 def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]:
-    """Returns warnings about the curves and their common points."""
+    """Return warnings about the curves and their common points."""
     a, b = alignment.curves
     letters = ("A", alignment.letter)
     found = []
@@ -346,7 +346,7 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]
 
 
 def precision_warnings(curves: Sequence[Curve], letter: str) -> list[str]:
-    """Returns what an exact comparison cannot see, because a log holds fewer digits."""
+    """Return what an exact comparison cannot see, because a log holds fewer digits."""
     found = []
     for label, curve in zip(("A", letter), curves, strict=True):
         if curve.kind in ("tensorboard", "text"):

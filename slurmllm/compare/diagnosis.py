@@ -58,7 +58,7 @@ class Clue(Record):
 
 @cache
 def clue_table() -> Mapping[str, Clue]:
-    """Returns the clues by name, as in clues.yaml."""
+    """Return the clues by name, as in clues.yaml."""
     rows = yaml.safe_load(Path(__file__).with_name("clues.yaml").read_text())
     return {name: Clue.model_validate(row) for name, row in rows.items()}
 
@@ -110,13 +110,13 @@ class Observation:
         return True
 
     def values(self, name: str) -> tuple[Floats, Floats]:
-        """Returns both curves' values of a column from the first difference on. [points] each"""
+        """Return both curves' values of a column from the first difference on. [points] each"""
         one = self.points[name]
         begin = 0 if self.first is None else int(np.searchsorted(one.steps, self.first))
         return one.a[begin:], one.b[begin:]
 
     def after(self, name: str) -> Floats:
-        """Returns the finite differences of a column from the first difference on. [points]"""
+        """Return the finite differences of a column from the first difference on. [points]"""
         if name not in self.r or self.first is None:
             return np.empty(0)
         r = self.r[name][np.searchsorted(self.points[name].steps, self.first) :]
@@ -129,7 +129,7 @@ class Observation:
         return f"{'at' if self.gap == 1 else 'by'} step {self.first}"
 
     def identity(self) -> str | None:
-        """Returns the clue that identities of the columns prove: another way of logging."""
+        """Return the clue that identities of the columns prove: another way of logging."""
         if self.first is None:
             return None
         finite = all(np.isfinite(r).all() for r in self.r.values())
@@ -161,7 +161,7 @@ class Observation:
         return None
 
     def factor(self, name: str) -> bool:
-        """Whether a column differs by a constant factor, of values that vary."""
+        """Return whether a column differs by a constant factor, of values that vary."""
         if name not in self.starts:
             return False
         a, b = self.values(name)
@@ -181,7 +181,7 @@ class Observation:
         return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
     def below(self, limits: Mapping[str, float], which: slice) -> bool:
-        """Whether loss and gradient norm differ by no more, in the median of some points."""
+        """Return whether loss and gradient norm differ by no more, in the median of some points."""
         sizes = {name: np.abs(self.after(name)[which]) for name in limits}
         return all(
             np.median(size) <= limits[name] for name, size in sizes.items() if len(size)
@@ -346,7 +346,7 @@ def select_settings(
 def _of_settings(
     settings: Sequence[SettingDifference], shown: Observation, clues: Sequence[str]
 ) -> list[Cause]:
-    """Returns the settings as causes; those that may not explain the curves are `possible`."""
+    """Return the settings as causes; those that may not explain the curves are `possible`."""
     found = []
     first = 0 if shown.first is None else shown.first
     # An update cannot change the loss of its own step.

@@ -138,7 +138,7 @@ def _means(rows: Floats, width: int) -> Floats:
 
 
 def _limit(own: Floats, width: int, chance: float) -> float:
-    """Returns the limit of a further seed's means over `width` points, in the unit.
+    """Return the limit of a further seed's means over `width` points, in the unit.
 
     One of them exceeds it with this chance. `own`: the seeds' deviations. [seeds, points]
     """
@@ -160,7 +160,7 @@ def _limit(own: Floats, width: int, chance: float) -> float:
 
 
 def _independent(means: Floats) -> float:
-    """Returns the number of independent means of a seed, from their autocorrelation ρ.
+    """Return the number of independent means of a seed, from their autocorrelation ρ.
 
     n / (1 + 2 Σ (1 - k/n) ρ_k²) of n means (Bartlett 1946). `means`: [seeds, means]
     """

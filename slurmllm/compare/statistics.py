@@ -142,15 +142,15 @@ class Scatter:
     sigma: Floats  # standard deviation [blocks]
 
     def at(self, places: Ints) -> Floats:
-        """Returns the standard deviations at some points. [places]"""
+        """Return the standard deviations at some points. [places]"""
         return self.sigma[self.block(places)]
 
     def block(self, places: Ints) -> Ints:
-        """Returns the blocks of some points. [places]"""
+        """Return the blocks of some points. [places]"""
         return np.minimum(places // self.size, len(self.sigma) - 1)
 
     def medians(self, values: Floats) -> Floats:
-        """Returns the median of each block of some values. [points] → [blocks]"""
+        """Return the median of each block of some values. [points] → [blocks]"""
         edge = (len(self.sigma) - 1) * self.size
         whole = np.median(values[:edge].reshape(-1, self.size), axis=1)
         return np.append(whole, np.median(values[edge:]))
@@ -233,7 +233,7 @@ def largest(sizes: Floats, count: int) -> Floats:
 
 
 def extrapolated(top: Floats, total: int, place: int, odds: float, shocks: int = 1) -> float:
-    """Returns what noise does not exceed, from the sizes of its points after the furthest ones.
+    """Return what noise does not exceed, from the sizes of its points after the furthest ones.
 
     Of noise with a power-law tail of index α, points are x times as far as the k-th furthest in
     proportion to 1 / x^α, and logarithms of neighbouring order statistics differ by exponentials
@@ -322,7 +322,7 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
 
 
 def largest_rise(r: Floats, end: int) -> int | None:
-    """Returns where |r| rises most, tenfold at least, over all before and stays up; else None.
+    """Return where |r| rises most, tenfold at least, over all before and stays up; else None.
 
     Args:
         r: Signed differences; the first few are not looked at: they are what was before. [points]
@@ -341,7 +341,7 @@ def largest_rise(r: Floats, end: int) -> int | None:
 
 
 def signed_rank(values: Floats) -> float:
-    """Returns how far above 0 values are, as the normal quantile of Wilcoxon's signed-rank test.
+    """Return how far above 0 values are, as the normal quantile of Wilcoxon's signed-rank test.
 
     Exact for up to 25 values; the normal approximation of the rank sum for more.
     """

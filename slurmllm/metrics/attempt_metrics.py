@@ -103,7 +103,7 @@ def _read_small(
 def _read_file(
     index: int, path: Path, many: Callable[..., Iterable[_Block]], lenient: bool, fast: bool
 ) -> tuple[list[RowBlock], list[str]]:
-    """Returns the rows of a file, and its warnings; `many` maps over its blocks."""
+    """Return the rows of a file, and its warnings; `many` maps over its blocks."""
     with open_regular(path) as stream:
         # Begin and end, in bytes, of blocks of whole lines
         spans, begin, size = [], 0, os.fstat(stream.fileno()).st_size
@@ -121,7 +121,7 @@ def _read_file(
 
 
 def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[_Block], list[str]]:
-    """Returns the blocks of a file, with warnings about what was skipped.
+    """Return the blocks of a file, with warnings about what was skipped.
 
     Raises:
         RunError: a line is not a row, and this is not lenient.
@@ -281,7 +281,7 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
 
 
 def _uniform_keys(line: bytes) -> list[str] | None:
-    """Returns the keys of a row of numbers in their order; None if it is something else."""
+    """Return the keys of a row of numbers in their order; None if it is something else."""
     try:
         pairs: Any = json.loads(line, object_pairs_hook=tuple)
     except (ValueError, RecursionError):
@@ -296,7 +296,7 @@ def _uniform_keys(line: bytes) -> list[str] | None:
 
 
 def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    """Returns the values of a column; NaN for nulls among floats.
+    """Return the values of a column; NaN for nulls among floats.
 
     pyarrow's own `to_numpy` and `fill_null` import pandas if it is installed, which takes half a
     second.
@@ -315,7 +315,7 @@ def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def _is_constant(column: pa.ChunkedArray, cell: bytes) -> bool:
-    """Whether every row of a column equals `cell`, with the same spaces around it."""
+    """Return whether every row of a column equals `cell`, with the same spaces around it."""
     for chunk in column.chunks:
         first = chunk[0].as_py()
         ends = np.frombuffer(chunk.buffers()[1], dtype=np.int32, count=len(chunk) + 1)

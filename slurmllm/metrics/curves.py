@@ -106,7 +106,7 @@ class Curve:
     ] = ()  # names of the texts that the run evaluates; the first is `val_loss`
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
-        """Returns the steps that have a metric, and its values; both empty if no row has it."""
+        """Return the steps that have a metric, and its values; both empty if no row has it."""
         if metric not in self.columns:
             return self.steps[:0], np.empty(0)
         if metric not in self.absent:
@@ -121,7 +121,7 @@ class Curve:
         return dict(zip(found, self.texts or ("",), strict=False))
 
     def positions(self, axis: Axis) -> Floats:
-        """Returns the position of each row on an axis. [rows]
+        """Return the position of each row on an axis. [rows]
 
         Tokens and samples (sequences) are those trained on so far, the row's step included. They
         are taken from the log; else samples from the tokens and `model.seq_len`; else both from
@@ -173,7 +173,7 @@ def relative_difference(a: Floats, b: Floats) -> Floats:
 
 
 def bit_identical(a: Floats, b: Floats) -> Flags:
-    """Whether two columns have the same 64 bits; 0.0 and -0.0 differ, NaN and NaN do not. [rows]"""
+    """Return whether two columns have the same 64 bits; 0.0 and -0.0 differ, NaN and NaN do not. [rows]"""
     same: Flags = a.view(np.int64) == b.view(np.int64)
     return same
 
@@ -212,7 +212,7 @@ def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> In
 
 
 def piece_means(values: Floats, limit: int) -> Floats:
-    """Returns the mean of the finite values of each of at most `limit` equally long pieces.
+    """Return the mean of the finite values of each of at most `limit` equally long pieces.
 
     NaN if a piece has none; shorter curves are returned as they are. [pieces]
     """

@@ -60,13 +60,13 @@ class Log:
     lines: Sequence[int] = ()  # number of the line at each position, from 1; 0: unknown
 
     def place(self, order: int) -> str:
-        """Returns the file and the line of a position: `path:12`."""
+        """Return the file and the line of a position: `path:12`."""
         line = self.lines[order] if len(self.lines) else 0
         return f"{self.path}:{line}" if line else str(self.path)
 
 
 def log_suffix(path: Path) -> str:
-    """Returns the suffix in lower case, without .gz: `.csv` for both `x.CSV` and `x.csv.gz`."""
+    """Return the suffix in lower case, without .gz: `.csv` for both `x.CSV` and `x.csv.gz`."""
     return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
 
 
@@ -126,7 +126,7 @@ class RowCollector:
         self._lines = array("q")
 
     def add(self, row: Iterable[tuple[str, float]], line: int = 0) -> None:
-        """Adds a row, and the number of its line if it has one."""
+        """Add a row, and the number of its line if it has one."""
         number = len(self._lines)
         for key, value in row:
             if key not in self._rows:
@@ -146,7 +146,7 @@ class RowCollector:
         warnings: Sequence[str] = (),
         known: LogFormat | None = None,
     ) -> Log:
-        """Returns the rows as a log, without those that have no step.
+        """Return the rows as a log, without those that have no step.
 
         Raises:
             RunError: there are no rows, or no key is the step.
@@ -271,7 +271,7 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
 
 
 def _attempt_starts(loss: TagSeries, process_starts: Sequence[int]) -> Ints:
-    """Returns the positions at which the second and later attempts begin.
+    """Return the positions at which the second and later attempts begin.
 
     An attempt begins where a process began to write (unless it wrote no loss), or where the step
     decreases. If the step decreases often, the rows are not ordered by time, and only

@@ -42,7 +42,7 @@ class RowBlock:
     absent: Mapping[str, Flags] = field(default_factory=dict)  # rows that lack a metric [rows]
 
     def column(self, name: str) -> Floats:
-        """Returns the values of a metric, NaN if no row has it. [rows]"""
+        """Return the values of a metric, NaN if no row has it. [rows]"""
         return self.columns[name] if name in self.columns else np.full(len(self.steps), np.nan)
 
 

@@ -213,7 +213,7 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
 
 
 def _document_rows(document: Any) -> list[dict[str, Any]]:
-    """Returns the rows of a JSON document; none if it has another form."""
+    """Return the rows of a JSON document; none if it has another form."""
     if isinstance(document, dict):
         lists = {key: value for key, value in document.items() if isinstance(value, list)}
         for key in _ROW_KEYS:
@@ -290,7 +290,7 @@ def _wandb_records(stream: BinaryIO) -> Iterator[bytes]:
 
 @cache
 def _record_type() -> Any:
-    """Returns the message type of a record, with the fields that are read."""
+    """Return the message type of a record, with the fields that are read."""
     from google.protobuf import (  # type: ignore[import-untyped]
         descriptor_pb2,
         message_factory,
@@ -303,7 +303,7 @@ def _record_type() -> Any:
 
 
 def mlflow_runs(folder: Path) -> list[Path]:
-    """Returns the runs of an MLflow file store: the folder itself, or those below it."""
+    """Return the runs of an MLflow file store: the folder itself, or those below it."""
     if (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir():
         return [folder]
     found = [*folder.glob("*/meta.yaml"), *folder.glob("*/*/meta.yaml")]
@@ -341,13 +341,13 @@ def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
 
 
 def is_tag_table(path: Path) -> bool:
-    """Whether a file is TensorBoard's CSV of one tag: `Wall time,Step,Value`."""
+    """Return whether a file is TensorBoard's CSV of one tag: `Wall time,Step,Value`."""
     with open_regular(path) as stream:
         return stream.readline(100).strip().lower() == b"wall time,step,value"
 
 
 def split_log_files(folder: Path) -> list[Path]:
-    """Returns a folder's files that hold one tag (TensorBoard's CSV) or one step (OLMo-core)."""
+    """Return a folder's files that hold one tag (TensorBoard's CSV) or one step (OLMo-core)."""
     return sorted(
         path for path in folder.iterdir()
         if _TAG_CSV.fullmatch(path.name) or _STEP_JSON.fullmatch(path.name)

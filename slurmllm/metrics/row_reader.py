@@ -56,7 +56,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def line_error(path: Path, line: int, what: str) -> RunError:
-    """Returns the error for a line that is not a row."""
+    """Return the error for a line that is not a row."""
     return RunError(
         f"{path}:{line}: {what}; every line but a cut last one must be a JSON "
         "object with a step; fix or remove the line"
@@ -64,7 +64,7 @@ def line_error(path: Path, line: int, what: str) -> RunError:
 
 
 def read_error(path: Path, error: OSError) -> RunError:
-    """Returns the error for a metrics file that the system refuses to read."""
+    """Return the error for a metrics file that the system refuses to read."""
     return RunError(
         f"cannot read {error.filename or path}: {reason(error)}; a metrics file must be readable: "
         "check its permissions and the file system"
@@ -94,7 +94,7 @@ def json_number(value: object) -> float | None:
 
 
 def row_fault(row: Any) -> str | None:
-    """Returns the reason why a JSON value is not a row; None if it is one."""
+    """Return the reason why a JSON value is not a row; None if it is one."""
     if not isinstance(row, dict):
         return f"a JSON {type(row).__name__}, not an object"
     step = row.get("step")

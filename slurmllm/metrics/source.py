@@ -171,7 +171,7 @@ def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
 
 
 def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
-    """Whether slurmllm wrote a file: by its folder, else by the keys of its first whole row."""
+    """Return whether slurmllm wrote a file: by its folder, else by the keys of its first whole row."""
     if path.absolute().parent.name == "metrics":
         return True
     with open_regular(path) as stream:
@@ -267,7 +267,7 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
 
 
 def run_name(source: Path, is_file: bool) -> str:
-    """Returns a run's name, or a file's: `RUN.attempt_NNN` for one of a run's metrics files."""
+    """Return a run's name, or a file's: `RUN.attempt_NNN` for one of a run's metrics files."""
     path = source.absolute() if source.name not in ("", "..") else source.resolve()
     if is_file and is_event_file(path):
         path, is_file = path.parent, False
@@ -282,7 +282,7 @@ def run_name(source: Path, is_file: bool) -> str:
 
 
 def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
-    """Returns the recipe of a run by dotted path, with `cluster.device`, `versions.torch`, …
+    """Return the recipe of a run by dotted path, with `cluster.device`, `versions.torch`, …
 
     The file is read as stored, not validated: another version may have written it.
     """

@@ -161,7 +161,7 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
 
 
 def finite_number(row: Mapping[str, Any], name: str) -> float | None:
-    """Returns a finite number of a row; None if it is absent or something else."""
+    """Return a finite number of a row; None if it is absent or something else."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

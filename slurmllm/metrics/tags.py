@@ -59,18 +59,18 @@ class LogFormat(BaseModel):
 
 
 def log_formats() -> Mapping[str, LogFormat]:
-    """Returns the formats of formats.yaml by name, in its order."""
+    """Return the formats of formats.yaml by name, in its order."""
     return {name: found for name, found in all_formats().items() if name != ANY_FRAMEWORK}
 
 
 def common_names(metric: str) -> tuple[str, ...]:
-    """Returns the names of a metric, or of `step`, that mean the same in all frameworks."""
+    """Return the names of a metric, or of `step`, that mean the same in all frameworks."""
     return all_formats()[ANY_FRAMEWORK].tags.get(metric, ())
 
 
 @cache
 def all_formats() -> Mapping[str, LogFormat]:
-    """Returns the formats, and the names and lines that mean the same in all frameworks."""
+    """Return the formats, and the names and lines that mean the same in all frameworks."""
     import yaml  # our own runs' metrics need none
 
     text = resources.files("slurmllm.metrics").joinpath("formats.yaml").read_text("utf-8")
@@ -113,7 +113,7 @@ def parse_tags(values: Sequence[str]) -> dict[str, str]:
 
 
 def check_metric(metric: str, option: str) -> None:
-    """Raises UserError if there is no such metric."""
+    """Raise UserError if there is no such metric."""
     if metric not in METRICS:
         raise UserError(f"{option}: no metric {metric!r}; one of {', '.join(METRICS)}")
 
@@ -173,14 +173,14 @@ def choose_tags(
 
 
 def step_keys(tags: Collection[str], requested: Mapping[str, str]) -> list[str]:
-    """Returns the keys or columns that may hold the step, the likeliest first."""
+    """Return the keys or columns that may hold the step, the likeliest first."""
     if requested.get("step") in tags:
         return [requested["step"]]
     return find_tags(tags, common_names("step"))
 
 
 def per_device(tag: str) -> bool:
-    """Whether a throughput is that of one device, not of the whole run."""
+    """Return whether a throughput is that of one device, not of the whole run."""
     return tag in _PER_DEVICE or any(name in tag for name in ("/device", "per_device", "per_gpu"))
 
 
@@ -193,7 +193,7 @@ def list_tags(tags: Collection[str], limit: int = 20) -> str:
 
 
 def find_tags(tags: Collection[str], names: Iterable[str]) -> list[str]:
-    """Returns the tags that match names, in the order of the names.
+    """Return the tags that match names, in the order of the names.
 
     `NAME*` matches every tag with that prefix. Case, and which of space, `-` and `_`, is ignored.
     """

@@ -50,7 +50,7 @@ def is_event_file(path: Path) -> bool:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Returns the event files of a folder, oldest first by the time in their names."""
+    """Return the event files of a folder, oldest first by the time in their names."""
 
     def begun(path: Path) -> tuple[int, str]:
         found = _EVENT_FILE.fullmatch(path.name)
@@ -62,7 +62,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def event_folders(folder: Path, limit: int = 50) -> list[Path]:
-    """Returns at most `limit` folders below one, a few levels deep, that hold event files."""
+    """Return at most `limit` folders below one, a few levels deep, that hold event files."""
     found: set[Path] = set()
     for depth in range(1, _MAX_DEPTH + 1):
         for path in folder.glob("*/" * depth + "*tfevents*"):
@@ -219,7 +219,7 @@ def _records(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _tensor_scalar(value: Any) -> float | None:
-    """Returns the number in the tensor of a `Summary.Value`; None if it is not a scalar."""
+    """Return the number in the tensor of a `Summary.Value`; None if it is not a scalar."""
     from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
 
     # One value may stand for a tensor of any shape: 60 bytes of a file for terabytes of memory.

@@ -134,7 +134,7 @@ class _LineReader:
         self._before = 0.0  # steps before a progress bar's first, which a restart begins with
 
     def read(self, line: str, number: int) -> bool:
-        """Reads a line; returns False if it is of another format."""
+        """Read a line; return False if it is of another format."""
         for head, pair in self._patterns:
             found = head.search(line)
             values = None if found is None else _head_values(found)
@@ -156,7 +156,7 @@ class _LineReader:
         return False
 
     def end_row(self) -> None:
-        """Adds the row that was read."""
+        """Add the row that was read."""
         row, self.row = self.row, Numbers()
         if "bar" in row:
             # The bar prints three digits of a large number: from 100,000 its own count is exact.
@@ -168,7 +168,7 @@ class _LineReader:
             self.rows.add(row.items(), self._number)
 
     def finish(self, path: Path, warnings: list[str]) -> None:
-        """Adds rows that depend on lines after them."""
+        """Add rows that depend on lines after them."""
         self.end_row()
 
 
@@ -223,7 +223,7 @@ class _TrainerReader(_LineReader):
 
 
 def _head_values(found: re.Match[str]) -> Numbers | None:
-    """Returns the values of a line's head, and its time; None if the step is not a number."""
+    """Return the values of a line's head, and its time; None if the step is not a number."""
     groups = {name: text for name, text in found.groupdict().items() if text is not None}
     values = Numbers()
     for name, text in groups.items():
@@ -242,7 +242,7 @@ def _head_values(found: re.Match[str]) -> Numbers | None:
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Returns a pattern in which `%name` matches a number; `%value` is not a group."""
+    """Return a pattern in which `%name` matches a number; `%value` is not a group."""
     pattern = pattern.replace("%value", _NUMBER)
     return re.compile(_NAME.sub(lambda found: _VALUE % found[1], pattern), re.IGNORECASE)
 
