@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
 
 
-_HEADINGS = tuple(
-    ["metric", "steps", "max diff", "at step", "mean diff", "diverges at", "tolerance", "identical"]
-)
-
-
 @dataclass(frozen=True)
 class _Choices:
     """Options of the command."""
@@ -302,7 +297,8 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     print_line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
     print_line(_describe_side(letter, comparison.b, comparison.overlaps["b"]))
     print_line()
-    print_table(_HEADINGS, _metric_rows(comparison))
+    rows = _metric_rows(comparison)
+    print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
     if comparison.data is not None:
         print_line(f"data: {'; '.join(comparison.data.differences) or 'the same in both runs'}")
     speed = comparison.statistics.get("seq_per_s") or comparison.statistics.get("tokens_per_s")
@@ -370,36 +366,34 @@ def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
     return list(shifts.values())
 
 
-def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return a row for each metric, in the order of the headings; those that decide come first."""
+def _metric_rows(comparison: Comparison) -> list[dict[str, str]]:
+    """Return a row for each metric, by heading; those that decide the verdict come first."""
     from slurmllm.compare.comparison import format_figure
 
     def figure(value: float | None) -> str:
         return "-" if value is None else format_figure(value)
 
-    rows: list[tuple[str, ...]] = []
+    rows = []
     # The others have no tolerance: they do not decide the verdict.
     validation = [name for name in comparison.statistics if name.startswith("val_loss")]
     for name in dict.fromkeys((*comparison.metrics, "param_norm", "lr", *validation)):
         figures, metric = comparison.statistics.get(name), comparison.metrics.get(name)
         if figures is None:
             continue
-        tolerance, onset = (
-            ("-", None) if metric is None else (figure(metric.tolerance), metric.onset_step)
-        )
+        onset = None if metric is None else metric.onset_step
+        tolerance = "-" if metric is None else figure(metric.tolerance)
         if metric is not None and (comparison.band is not None or comparison.tolerance.exact):
             tolerance = "exact" if comparison.band is None else "band"
         identical = figures.max_rel_diff == 0 if metric is None else metric.bit_identical
-        rows.append(
-            (
-                name,
-                str(figures.points),
-                figure(figures.max_rel_diff),
-                str(figures.max_rel_diff_step) if figures.max_rel_diff else "-",
-                figure(figures.mean_rel_diff),
-                "-" if onset is None else str(onset),
-                tolerance,
-                "yes" if identical else "no",
-            )
-        )
+        row = {
+            "metric": name,
+            "steps": str(figures.points),
+            "max diff": figure(figures.max_rel_diff),
+            "at step": str(figures.max_rel_diff_step) if figures.max_rel_diff else "-",
+            "mean diff": figure(figures.mean_rel_diff),
+            "diverges at": "-" if onset is None else str(onset),
+            "tolerance": tolerance,
+            "identical": "yes" if identical else "no",
+        }
+        rows.append(row)
     return rows

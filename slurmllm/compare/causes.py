@@ -24,9 +24,9 @@ from slurmllm.metrics.curves import (
 from slurmllm.run.records import Record
 
 Kind = Literal[
-    "lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer", "mesh",
-    "gradient", "not_finite", "logging", "unknown",
-]  # fmt: skip
+    Literal["lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer"],
+    Literal["mesh", "gradient", "not_finite", "logging", "unknown"],
+]
 Confidence = Literal["certain", "likely", "possible"]
 
 # Between logged points a schedule is not linear, and at the end of a warm-up it has a corner.
@@ -78,14 +78,20 @@ def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDi
     first, last = int(alignment.steps[0]), int(alignment.steps[-1])
     candidates = (
         _compare_data(a, b, first),
-        *(cause for cause in compare_skips(a, b, alignment.letter) if cause.step <= last),
+        *(
+            difference
+            for difference in compare_skips(a, b, alignment.letter)
+            if difference.step <= last
+        ),
         _compare_learning_rates(a, b, alignment),
         _compare_tokens(a, b, alignment),
     )
-    found = [cause for cause in candidates if cause is not None]
-    known = {cause.kind for cause in found}
-    found += [cause for cause in _compare_settings(a, b, first) if cause.kind not in known]
-    return sorted(found, key=lambda cause: (cause.weak, cause.step))
+    differences = [difference for difference in candidates if difference is not None]
+    kinds = {difference.kind for difference in differences}
+    differences += [
+        difference for difference in _compare_settings(a, b, first) if difference.kind not in kinds
+    ]
+    return sorted(differences, key=lambda difference: (difference.weak, difference.step))
 
 
 def compare_skips(a: Curve, b: Curve, letter: str) -> list[SettingDifference]:
@@ -223,7 +229,7 @@ def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifferen
 
 
 def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
-    """Median tokens per step; with a single step, all tokens so far; None without tokens."""
+    """Return the median per step; with a single step, all tokens so far; None without tokens."""
     finite = np.isfinite(tokens)
     steps, tokens = steps[finite], tokens[finite]
     if len(steps) < 2:

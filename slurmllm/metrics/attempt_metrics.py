@@ -81,11 +81,11 @@ def read_attempts(
             for index, (path, small) in enumerate(
                 zip(files, many(read_small, range(len(files)), files), strict=True)
             ):
-                found = small or _read_file(index, path, many, lenient=lenient, fast=large)
-                rows += found[0]
-                warnings += found[1]
+                content = small or _read_file(index, path, many, lenient=lenient, fast=large)
+                rows += content[0]
+                warnings += content[1]
                 if by_file is not None:
-                    by_file[path] = found
+                    by_file[path] = content
     except OSError as error:
         raise read_error(Path(error.filename or files[0]), error) from error
     return rows, warnings
@@ -126,7 +126,7 @@ def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[
     Raises:
         RunError: a line is not a row, and this is not lenient.
     """
-    found = []
+    read_blocks = []
     faults: list[LineFault] = []
     unknown_values: list[LineFault] = []
     cut: LineFault | None = None
@@ -142,7 +142,7 @@ def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[
         if faults and not lenient:
             raise line_error(path, *faults[0])
         first += block.lines
-        found.append(block)
+        read_blocks.append(block)
     warnings = []
     if faults:
         others = format_plural(len(faults) - 1, "other invalid line")
@@ -156,7 +156,7 @@ def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[
         )
     if cut is not None:
         warnings.append(f"{path}:{cut[0]}: skipped the truncated last line")
-    return found, warnings
+    return read_blocks, warnings
 
 
 def _read_block(
@@ -202,8 +202,8 @@ def _read_lines(text: bytes, attempt: int, lenient: bool) -> _Block:
                 block.faults.append((number, unknown[0]))
             else:
                 block.unknown_values += [(number, what) for what in unknown]
-                known = {name: value for name, value in values.items() if value is not None}
-                rows.append((row["step"], of_row, known))
+                numbers = {name: value for name, value in values.items() if value is not None}
+                rows.append((row["step"], of_row, numbers))
         if block.faults and not lenient:
             break
     if rows:
@@ -306,11 +306,11 @@ def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     for chunk in column.chunks:
         begin, count = chunk.offset, len(chunk)
         present, values = chunk.buffers()
-        found = np.frombuffer(values, kind, count, begin * np.dtype(kind).itemsize)
+        numbers = np.frombuffer(values, kind, count, begin * np.dtype(kind).itemsize)
         if chunk.null_count and kind is np.float64:
             bits = np.unpackbits(np.frombuffer(present, np.uint8), bitorder="little")
-            found = np.where(bits[begin : begin + count], found, np.nan)
-        chunks.append(found)
+            numbers = np.where(bits[begin : begin + count], numbers, np.nan)
+        chunks.append(numbers)
     return np.concatenate(chunks)
 
 

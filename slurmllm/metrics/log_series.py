@@ -7,7 +7,7 @@ import gzip
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -20,6 +20,7 @@ from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, SourceKind, bit_
 from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.metrics.tags import (
     LogFormat,
+    TagChoice,
     choose_tags,
     common_names,
     list_tags,
@@ -97,9 +98,8 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
                 f"rename it to {path.stem} if it is not compressed, or restore it"
             )
         content = cast(BinaryIO, tempfile.SpooledTemporaryFile(_SPOOLED_BYTES))  # noqa: SIM115
-        complete = (
-            0  # bytes of complete lines: in a truncated line, the last number may lack digits
-        )
+        # Bytes of complete lines: in a truncated line, the last number may lack digits
+        complete = 0
         try:
             with gzip.open(stream) as compressed:
                 while block := compressed.read1(_BLOCK_BYTES):
@@ -144,7 +144,7 @@ class RowCollector:
         kind: SourceKind,
         tags: Mapping[str, str],
         warnings: Sequence[str] = (),
-        known: LogFormat | None = None,
+        log_format: LogFormat | None = None,
     ) -> Log:
         """Return the rows as a log, without those that have no step.
 
@@ -197,7 +197,7 @@ class RowCollector:
                 series[key] = TagSeries(
                     key_rows[has_step], row_steps[index[has_step]], values[has_step]
                 )
-        return Log(path, kind, series, (), tuple(warnings), known, self._lines)
+        return Log(path, kind, series, (), tuple(warnings), log_format, self._lines)
 
 
 def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
@@ -209,14 +209,37 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
     counts = {tag: len(series.steps) for tag, series in log.series.items()}
     choice = choose_tags(counts, tags, log.path, log.format)
     chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
-    tag = choice.tags.get("step_time_s", "")
-    if tag.endswith(("_ms", "(ms)")):
+    if choice.tags.get("step_time_s", "").endswith(("_ms", "(ms)")):
         in_ms = chosen["step_time_s"]
         chosen["step_time_s"] = replace(in_ms, values=in_ms.values / 1e3)
     loss = chosen.get("loss") or chosen["grad_norm"]
     if "time" not in chosen and loss.times is not None:
         chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
-    warnings = [*log.warnings, *choice.missing]
+    starts = _attempt_starts(loss, log.starts)
+    block, (overlap_rows, identical, max_difference) = _merge_tags(chosen, starts)
+    convention = None if choice.format is None else choice.format.convention
+    if convention is not None and convention.counts == "samples":
+        block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
+    warnings = [*log.warnings, *choice.missing, *_tag_warnings(log, choice)]
+    if overlap_rows > _MIXED * len(loss.steps) and max_difference > 1e-3:
+        warnings.append(
+            f"{log.place(int(starts[0]))}: {format_plural(overlap_rows, 'step')} of "
+            f"{len(block.steps)} occur a second time with other values, as if the log held two "
+            "runs; those read last count: split it at the line where the steps begin again"
+        )
+    else:
+        warnings += _order_warnings(log, loss, starts)
+    curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
+    return replace(
+        curve,
+        convention=convention,
+        overlap_rows=overlap_rows,
+        overlap_identical=identical if overlap_rows else None,
+        overlap_max_rel_diff=max_difference if overlap_rows else None,
+    )
+
+
+def _tag_warnings(log: Log, choice: TagChoice) -> Iterator[str]:
     for metric, others in choice.others.items():
         used, differing = log.series[choice.tags[metric]], []
         for tag in others:
@@ -227,47 +250,28 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
             ):
                 differing.append(tag)
         if differing:
-            warnings.append(
+            yield (
                 f"{log.path}: {metric} is taken from {choice.tags[metric]!r}, not from "
                 f"{', '.join(map(repr, differing))}; select another with --tag {metric}=TAG"
             )
-    warnings += [
-        f"{metric} is the value of one device, not of the run: {tag!r}"
-        for metric, tag in choice.tags.items()
-        if metric in ("seq_per_s", "tokens_per_s") and per_device(tag)
-    ]
-    starts = _attempt_starts(loss, log.starts)
-    block, (overlap_rows, identical, max_difference) = _merge_tags(chosen, starts)
-    convention = None if choice.format is None else choice.format.convention
-    if convention is not None and convention.counts == "samples":
-        block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
+    for metric, tag in choice.tags.items():
+        if metric in ("seq_per_s", "tokens_per_s") and per_device(tag):
+            yield f"{metric} is the value of one device, not of the run: {tag!r}"
+
+
+def _order_warnings(log: Log, loss: TagSeries, starts: Ints) -> Iterator[str]:
+    """Warn of steps that decrease within an attempt, or occur twice with different values."""
     attempts = np.searchsorted(starts, loss.order, side="right")
     decreases = loss.order[1:][(np.diff(loss.steps) < 0) & (np.diff(attempts) == 0)]
     _, replaced, winners = select_latest(loss.steps, attempts)
-    again = (attempts[replaced] == attempts[winners]) & ~bit_identical(
-        loss.values[replaced], loss.values[winners]
-    )
-    repeats = loss.order[winners[again]]
-    if overlap_rows > _MIXED * len(loss.steps) and max_difference > 1e-3:
-        warnings.append(
-            f"{log.place(int(starts[0]))}: {format_plural(overlap_rows, 'step')} of "
-            f"{len(block.steps)} occur a second time with other values, as if the log held two "
-            "runs; those read last count: split it at the line where the steps begin again"
-        )
-    elif decreases.size or repeats.size:
-        warnings.append(
+    differ = ~bit_identical(loss.values[replaced], loss.values[winners])
+    repeats = loss.order[winners[(attempts[replaced] == attempts[winners]) & differ]]
+    if decreases.size or repeats.size:
+        yield (
             f"{log.place(min([*decreases, *repeats]))}: steps are not in order: "
             f"{len(decreases)} decrease and {len(repeats)} occur again with another value; sorted, "
             "and the last value of a step counts; name another column with --tag step=KEY"
         )
-    curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
-    return replace(
-        curve,
-        convention=convention,
-        overlap_rows=overlap_rows,
-        overlap_identical=identical if overlap_rows else None,
-        overlap_max_rel_diff=max_difference if overlap_rows else None,
-    )
 
 
 def _attempt_starts(loss: TagSeries, process_starts: Sequence[int]) -> Ints:

@@ -132,14 +132,14 @@ def last_rows(path: Path, count: int) -> list[Row]:
     Raises:
         OSError: the file cannot be read, or its end holds no rows.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     with open_regular(path) as stream:
         position, rest = (size := stream.seek(0, 2)), b""
-        while position > 0 and len(found) < count:
+        while position > 0 and len(rows) < count:
             # Grows with what is left of a long line: reading stays linear in its length.
             begin = max(0, position - max(_TAIL_BYTES, len(rest)))
             if size - begin > _LONGEST_TAIL_BYTES:
-                if found:
+                if rows:
                     break
                 what = f"its last {_LONGEST_TAIL_BYTES:,} bytes hold no row"
                 raise OSError(errno.EFBIG, what, str(path))
@@ -150,11 +150,11 @@ def last_rows(path: Path, count: int) -> list[Row]:
             for text in reversed(lines):
                 row = parse_row(text) if text.strip() else None
                 if row is not None and row_fault(row) is None:
-                    found.append(row)
-                    if len(found) == count:
+                    rows.append(row)
+                    if len(rows) == count:
                         break
             position = begin
-    return found[::-1]
+    return rows[::-1]
 
 
 def read_events(

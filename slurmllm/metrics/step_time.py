@@ -170,7 +170,7 @@ def finite_number(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def _read_rows(path: Path) -> list[MetricsRow]:
-    found = []
+    rows = []
     for line, values in read_rows(path):
         try:
             row = MetricsRow.model_validate(values)
@@ -179,8 +179,8 @@ def _read_rows(path: Path) -> list[MetricsRow]:
         if not 0 < row.step_time_s < math.inf:
             what = f"step_time_s is {row.step_time_s}, not a number of seconds above 0"
             raise line_error(path, line, what)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _unused_warnings(

@@ -60,7 +60,7 @@ class LogFormat(BaseModel):
 
 def log_formats() -> Mapping[str, LogFormat]:
     """Return the formats of formats.yaml by name, in its order."""
-    return {name: found for name, found in all_formats().items() if name != ANY_FRAMEWORK}
+    return {name: log_format for name, log_format in all_formats().items() if name != ANY_FRAMEWORK}
 
 
 def common_names(metric: str) -> tuple[str, ...]:
@@ -74,8 +74,8 @@ def all_formats() -> Mapping[str, LogFormat]:
     import yaml  # our own runs' metrics need none
 
     text = resources.files("slurmllm.metrics").joinpath("formats.yaml").read_text("utf-8")
-    found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {name: LogFormat(name=name, **values) for name, values in found.items()}
+    formats = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {name: LogFormat(name=name, **values) for name, values in formats.items()}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def choose_tags(
     counts: Mapping[str, int],
     requested: Mapping[str, str],
     source: Path,
-    known: LogFormat | None = None,
+    log_format: LogFormat | None = None,
 ) -> TagChoice:
     """Choose the tags of a log (tag → number of values) that hold the metrics.
 
@@ -134,8 +134,8 @@ def choose_tags(
             other matches.
     """
     chosen = {m: tag for m, tag in requested.items() if tag in counts and m != "step"}
-    framework = known
-    for candidate in log_formats().values() if known is None else ():
+    framework = log_format
+    for candidate in log_formats().values() if log_format is None else ():
         losses = candidate.tags.get("loss", ())
         marked = not candidate.mark or find_tags(counts, [candidate.mark])
         if source.name != candidate.file:
@@ -150,8 +150,8 @@ def choose_tags(
     for metric in COLUMNS:
         if metric in chosen:
             continue
-        own = framework.tags.get(metric, ()) if framework is not None else ()
-        fitting = find_tags(counts, (*own, *common_names(metric)))
+        names = framework.tags.get(metric, ()) if framework is not None else ()
+        fitting = find_tags(counts, (*names, *common_names(metric)))
         free = [tag for tag in fitting if tag not in chosen.values()]
         # A mean at the end, or by epoch, is no alternative to values of every step.
         most = max((counts[tag] for tag in free), default=0)
@@ -200,12 +200,12 @@ def find_tags(tags: Collection[str], names: Iterable[str]) -> list[str]:
     by_name: dict[str, list[str]] = {}
     for tag in tags:
         by_name.setdefault(_normalize(tag), []).append(tag)
-    found: dict[str, None] = {}
+    matches: dict[str, None] = {}
     for name in map(_normalize, names):
         prefixed = [key for key in by_name if name[-1] == "*" and key.startswith(name[:-1])]
         for key in prefixed or [name]:
-            found |= dict.fromkeys(by_name.get(key, ()))
-    return list(found)
+            matches |= dict.fromkeys(by_name.get(key, ()))
+    return list(matches)
 
 
 @lru_cache(1 << 14)
