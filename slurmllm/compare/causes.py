@@ -23,10 +23,8 @@ from slurmllm.metrics.curves import (
 )
 from slurmllm.run.records import Record
 
-Kind = Literal[
-    Literal["lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer"],
-    Literal["mesh", "gradient", "not_finite", "logging", "unknown"],
-]
+_Change = Literal["lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer"]
+Kind = _Change | Literal["mesh", "gradient", "not_finite", "logging", "unknown"]
 Confidence = Literal["certain", "likely", "possible"]
 
 # Between logged points a schedule is not linear, and at the end of a warm-up it has a corner.

@@ -336,7 +336,7 @@ def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Sign | None:
 
 
 def _error(means: Floats, sigma: Floats, width: int) -> float:
-    """Return the standard error of the means of windows over the scatter around them. [windows] each
+    """Return the standard error of windows' means over the scatter around them. [windows] each
 
     1 / √width for white noise, more for slow noise, which the scatter from point to point does not
     show: that is measured between neighbouring windows if there are enough of them. A window begins

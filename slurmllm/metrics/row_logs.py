@@ -56,20 +56,19 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         OSError: the file cannot be read.
     """
     rows, warnings = RowCollector(), list[str]()
+    short: list[int] = []  # line numbers; the header is line 1
+    # Column → number of cells that are no numbers; line and text of the first
+    texts: dict[str, tuple[int, int, str]] = {}
+    columns: set[str] = set()  # those with numbers
+    last = commas = 0
     with open_log(path, warnings) as stream:
         lines = _table_lines(stream, path, warnings)
-        header_line = next(lines, "")
-        tab = log_suffix(path) == ".tsv"
-        delimiter = "\t" if tab else max(",;\t", key=header_line.count)
-        names = _column_names(header_line, delimiter, tags)
+        header = next(lines, "")
+        delimiter = "\t" if log_suffix(path) == ".tsv" else max(",;\t", key=header.count)
+        names = _column_names(header, delimiter, tags)
         if not any(names):
             raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
         reader = csv.reader(lines, delimiter=delimiter)
-        short: list[int] = []  # line numbers; the header is line 1
-        # Column → number of cells that are no numbers; line and text of the first
-        texts: dict[str, tuple[int, int, str]] = {}
-        columns: set[str] = set()  # those with numbers
-        last = commas = 0
         try:
             for cells in reader:
                 if not cells:
@@ -81,12 +80,10 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 numbers: list[tuple[str, float]] = []
                 for name, cell in zip(names, cells, strict=False):
                     if cell and name and not name.endswith(_WANDB_RANGE):
+                        has_comma = "," in cell and delimiter != ","
                         try:
-                            if "," in cell and delimiter != ",":
-                                numbers.append((name, to_float(cell)))
-                                commas = commas or last
-                            else:
-                                numbers.append((name, float(cell)))
+                            numbers.append((name, to_float(cell) if has_comma else float(cell)))
+                            commas = commas or (last if has_comma else 0)
                         except ValueError:
                             if cell.strip().lower() not in _MISSING:
                                 count, line, text = texts.get(name, (0, last, cell))
@@ -97,12 +94,12 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
             warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
     if commas:
         warnings.append(f"{path}:{commas}: numbers have decimal commas; read 2,5 as 2.5")
-    for name in [name for name in names if name in texts and name in columns]:
-        count, line, text = texts[name]
-        warnings.append(
-            f"{path}:{line}: {text!r:.40} in column {name!r} is not a number; such cells are "
-            f"missing values: {count}"
-        )
+    warnings += [
+        f"{path}:{texts[name][1]}: {texts[name][2]!r:.40} in column {name!r} is not a number; such "
+        f"cells are missing values: {texts[name][0]}"
+        for name in names
+        if name in texts and name in columns
+    ]
     if short == [last]:
         warnings.append(f"{path}:{last}: skipped the truncated last line")
     elif short:

@@ -9,10 +9,12 @@ row are one spike. Steps that are NaN or infinite are in no spike and in no mean
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +47,12 @@ _NEAR_STEPS = 5  # a spike so many logged steps after a restart or a skip coinci
 _steps = partial(format_plural, noun="step")
 
 
+class _Definition(NamedTuple):
+    window: int
+    threshold: float
+    min_gap: int
+
+
 def analyze(
     curve: Curve,
     window: int = WINDOW,
@@ -52,27 +60,7 @@ def analyze(
     min_gap: int = 1,
     metric: Metric | None = None,
 ) -> SpikeAnalysis:
-    """Find the spikes of a metric; None: of the loss and of the gradient norm, if logged."""
-    logged = [name for name in NAMES if len(curve.series(name)[0])]
-    metrics = logged or ["loss"] if metric is None else [metric]
-    first, *others = (find_spikes(curve, window, threshold, min_gap, name) for name in metrics)
-    if not others:
-        return first
-    warnings = tuple(text for text in others[0].warnings if text not in first.warnings)
-    second = others[0].model_copy(update={"warnings": warnings})
-    return first.model_copy(update={"grad_norm_spikes": second})
-
-
-# Differences of values near the largest float overflow to infinity, which is correct here.
-@np.errstate(over="ignore", invalid="ignore")
-def find_spikes(
-    curve: Curve,
-    window: int = WINDOW,
-    threshold: float = THRESHOLD,
-    min_gap: int = 1,
-    metric: Metric = "loss",
-) -> SpikeAnalysis:
-    """Find the spikes of a metric, and what coincides with them.
+    """Find the spikes of a metric; None: of the loss and of the gradient norm, if logged.
 
     If the curve has at most `window` steps, none is judged.
 
@@ -80,7 +68,26 @@ def find_spikes(
         RunError: the curve has no such metric.
         UserError: window, threshold or min_gap are out of range.
     """
-    _check_range(window, threshold, min_gap)
+    if window < 1:
+        raise UserError(f"window {window}: a running mean is over 1 step or more, such as 20")
+    if not 0 <= threshold < math.inf:
+        raise UserError(f"threshold {threshold:g}: a height above the mean, 0 or more, such as 0.1")
+    if min_gap < 1:
+        raise UserError(f"min-gap {min_gap}: between spikes there are 1 calm step or more")
+    definition = _Definition(window, threshold, min_gap)
+    logged = [name for name in NAMES if len(curve.series(name)[0])]
+    metrics = logged or ["loss"] if metric is None else [metric]
+    # Differences of values near the largest float overflow to infinity, which is correct here.
+    with np.errstate(over="ignore", invalid="ignore"):
+        first, *others = [_find_spikes(curve, name, definition) for name in metrics]
+    if not others:
+        return first
+    warnings = tuple(text for text in others[0].warnings if text not in first.warnings)
+    second = others[0].model_copy(update={"warnings": warnings})
+    return first.model_copy(update={"grad_norm_spikes": second})
+
+
+def _find_spikes(curve: Curve, metric: Metric, definition: _Definition) -> SpikeAnalysis:
     steps, values = curve.series(metric)
     if not len(steps):
         columns = ", ".join(curve.columns) or "nothing"
@@ -88,47 +95,34 @@ def find_spikes(
             f"{curve.path} has no {NAMES[metric]}, but {columns}; --tag {metric}=TAG names it in "
             "the log of another framework, --metric chooses between loss and grad_norm"
         )
-    finite = np.isfinite(values)
+    window = definition.window
     means = np.full(len(values), np.nan)
     if len(values) > window:
         # The mean of a window is that before the step after it: the last window precedes none.
         means[window:] = window_means(values, window)[:-1]
-    heights = np.where(finite, values - means, np.nan)
-    # NaN compares as false: a step without a mean or a finite loss is in no spike.
-    first, last = find_stretches(heights > threshold)
-    if first.size:
-        separate = first[1:] - last[:-1] - 1 >= min_gap
-        first, last = first[np.append(True, separate)], last[np.append(separate, True)]
-    durations, highest = last - first + 1, _largest_between(heights, first, last)
-    peaks = first_at_most(-heights, first, -highest)
-    returned = first_at_most(values, first, means[first]) - first
-    back = first + returned < len(values)
-    rows = np.isin(curve.steps, steps)
-    grads, norms, losses = (
-        _finite_column(curve, name, rows) for name in ("grad_norm", "param_norm", "loss")
-    )
-    ratios = _gradient_ratios(grads, first, last, window)
-    skips = _steps_after_skips(curve)
-    restarts = curve.restarts.tolist()
-    at_restart = _latest_near(steps, restarts, first, last)
-    after_skip = _latest_near(steps, list(skips), first, last)
-    spikes = {  # by the fields of a spike [spikes]
-        "step": steps[first].tolist(),
-        "last_step": steps[last].tolist(),
-        "duration": durations.tolist(),
-        "mean": means[first].tolist(),
-        "height": highest.tolist(),
-        "peak_step": steps[peaks].tolist(),
-        "value": values[peaks].tolist(),
-        "loss": [None] * len(first) if losses is None else losses[peaks].tolist(),
-        "returned_after": np.where(back, returned, None).tolist(),
-        "grad_norm_ratio": np.where(np.isfinite(ratios), ratios, None).tolist(),
-        "restart": at_restart,
-        "skipped": [None if step is None else skips[step] for step in after_skip],
-    }
-    lengths, numbers = np.unique(durations, return_counts=True)
-    judged, count, inside = int(np.isfinite(heights).sum()), len(first), int(durations.sum())
-    analysis = SpikeAnalysis(
+    heights = np.where(np.isfinite(values), values - means, np.nan)
+    spikes = _spikes(curve, metric, means, heights, definition)
+    judged = int(np.count_nonzero(np.isfinite(heights)))
+    analysis = _analysis(curve, metric, spikes, judged, definition)
+    state, verdict = _name_state(analysis)
+    warnings = (*curve.warnings, *_warnings(analysis))
+    return analysis.model_copy(update={"state": state, "verdict": verdict, "warnings": warnings})
+
+
+def _analysis(
+    curve: Curve, metric: Metric, spikes: Sequence[Spike], judged: int, definition: _Definition
+) -> SpikeAnalysis:
+    """Return the figures of all spikes and of the curve, without state and verdict."""
+    window, threshold, _ = definition
+    steps, values = curve.series(metric)
+    durations = Counter(spike.duration for spike in spikes)
+    returned = [spike.returned_after for spike in spikes if spike.returned_after is not None]
+    ratios = np.array([spike.grad_norm_ratio for spike in spikes], dtype=np.float64)
+    count = len(spikes)
+    inside = sum(duration * number for duration, number in durations.items())
+    by_height = sorted(spikes, key=lambda spike: -spike.height)
+    rows, bad = np.isin(curve.steps, steps), ~np.isfinite(values)
+    return SpikeAnalysis(
         name=curve.name,
         path=str(curve.path),
         kind=curve.kind,
@@ -136,9 +130,7 @@ def find_spikes(
         definition=f"a step whose {NAMES[metric]} is more than {threshold:g} above the mean of the "
         f"{window} logged steps before it",
         reference=REFERENCES.get(metric),
-        window=window,
-        threshold=threshold,
-        min_gap=min_gap,
+        **definition._asdict(),
         steps=len(steps),
         judged=judged,
         first_step=int(steps[0]),
@@ -149,42 +141,73 @@ def find_spikes(
         per_1000_steps=1000 * count / judged if judged else None,
         inside=inside,
         inside_share=min(1.0, inside / judged) if judged else None,
-        one_step=int(np.count_nonzero(durations == 1)),
-        one_step_share=float(np.mean(durations == 1)) if count else None,
-        longest=int(durations.max(initial=0)),
-        highest=float(highest.max()) if count else None,
-        returned_after_median=float(np.median(returned[back])) if back.any() else None,
-        unreturned=int(np.count_nonzero(~back & (len(values) - first > window))),
-        at_restarts=sum(step is not None for step in at_restart),
-        at_skips=sum(step is not None for step in after_skip),
-        durations=dict(zip(lengths.tolist(), numbers.tolist(), strict=True)),
-        spikes=tuple(
-            Spike.model_validate({name: column[i] for name, column in spikes.items()})
-            for i in np.sort(np.argsort(-highest, kind="stable")[:_MAX_SPIKES])
-        ),
-        not_finite_steps=int(np.count_nonzero(~finite)),
+        one_step=durations[1],
+        one_step_share=durations[1] / count if count else None,
+        longest=max(durations, default=0),
+        highest=by_height[0].height if spikes else None,
+        returned_after_median=float(np.median(returned)) if returned else None,
+        unreturned=sum(s.returned_after is None and s.step < steps[-window] for s in spikes),
+        at_restarts=sum(spike.restart is not None for spike in spikes),
+        at_skips=sum(spike.skipped is not None for spike in spikes),
+        durations=dict(sorted(durations.items())),
+        spikes=tuple(sorted(by_height[:_MAX_SPIKES], key=lambda spike: spike.step)),
+        not_finite_steps=int(np.count_nonzero(bad)),
         not_finite=tuple(
             NotFinite(step=int(steps[a]), last_step=int(steps[b]), duration=int(b - a + 1))
-            for a, b in islice(zip(*find_stretches(~finite), strict=True), _MAX_SPIKES)
+            for a, b in islice(zip(*find_stretches(bad), strict=True), _MAX_SPIKES)
         ),
         growth=growth_of(metric, steps, values, window, threshold) if judged else None,
-        grad_norm=grad_norm_of(steps, grads, ratios, window),
-        param_norm=param_norm_of(steps, norms),
-        restarts=tuple(restarts),
-        warnings=curve.warnings,
+        grad_norm=grad_norm_of(steps, _finite_column(curve, "grad_norm", rows), ratios, window),
+        param_norm=param_norm_of(steps, _finite_column(curve, "param_norm", rows)),
+        restarts=tuple(curve.restarts.tolist()),
+        warnings=(),
     )
-    state, verdict = _name_state(analysis)
-    warnings = (*curve.warnings, *_warnings(analysis))
-    return analysis.model_copy(update={"state": state, "verdict": verdict, "warnings": warnings})
 
 
-def _check_range(window: int, threshold: float, min_gap: int) -> None:
-    if window < 1:
-        raise UserError(f"window {window}: a running mean is over 1 step or more, such as 20")
-    if not 0 <= threshold < math.inf:
-        raise UserError(f"threshold {threshold:g}: a height above the mean, 0 or more, such as 0.1")
-    if min_gap < 1:
-        raise UserError(f"min-gap {min_gap}: between spikes there are 1 calm step or more")
+def _spikes(
+    curve: Curve, metric: Metric, means: Floats, heights: Floats, definition: _Definition
+) -> list[Spike]:
+    """Return the spikes and what coincides with them.
+
+    `means` and `heights`: running means before each value, and heights above these. [values]
+    """
+    steps, values = curve.series(metric)
+    # NaN compares as false: a step without a mean or a finite loss is in no spike.
+    first, last = find_stretches(heights > definition.threshold)
+    if first.size:
+        separate = first[1:] - last[:-1] - 1 >= definition.min_gap
+        first, last = first[np.append(True, separate)], last[np.append(separate, True)]
+    highest = _largest_between(heights, first, last)
+    peaks = first_at_most(-heights, first, -highest)
+    returned = first_at_most(values, first, means[first]) - first
+    rows = np.isin(curve.steps, steps)
+    grads, losses = (_finite_column(curve, name, rows) for name in ("grad_norm", "loss"))
+    ratios = np.full(len(first), np.nan)
+    if grads is not None:
+        medians = medians_before(grads, first, definition.window)
+        # The step before a spike too: its gradient makes the spike's first loss.
+        largest = _largest_between(grads, np.maximum(first - 1, 0), last)
+        np.divide(largest, medians, out=ratios, where=medians > 0)
+    skips = _steps_after_skips(curve)
+    at_restart = _latest_near(steps, curve.restarts.tolist(), first, last)
+    after_skip = _latest_near(steps, list(skips), first, last)
+    return [
+        Spike(
+            step=int(steps[first[i]]),
+            last_step=int(steps[last[i]]),
+            duration=int(last[i] - first[i] + 1),
+            mean=float(means[first[i]]),
+            height=float(highest[i]),
+            peak_step=int(steps[peaks[i]]),
+            value=float(values[peaks[i]]),
+            loss=None if losses is None else float(losses[peaks[i]]),
+            returned_after=int(returned[i]) if first[i] + returned[i] < len(values) else None,
+            grad_norm_ratio=float(ratios[i]) if math.isfinite(ratios[i]) else None,
+            restart=at_restart[i],
+            skipped=None if (step := after_skip[i]) is None else skips[step],
+        )
+        for i in range(len(first))
+    ]
 
 
 def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:
@@ -222,17 +245,6 @@ def _finite_column(curve: Curve, metric: str, rows: Flags) -> Floats | None:
     if metric in curve.absent:
         present &= ~curve.absent[metric][rows]
     return np.where(present, values, np.nan) if present.any() else None
-
-
-def _gradient_ratios(grads: Floats | None, first: Ints, last: Ints, window: int) -> Floats:
-    """Return the largest gradient norm at each spike over the median before it, or NaN. [spikes]"""
-    ratios = np.full(len(first), np.nan)
-    if grads is not None:
-        medians = medians_before(grads, first, window)
-        # The step before a spike too: its gradient makes the spike's first loss.
-        largest = _largest_between(grads, np.maximum(first - 1, 0), last)
-        np.divide(largest, medians, out=ratios, where=medians > 0)
-    return ratios
 
 
 def _steps_after_skips(curve: Curve) -> dict[int, Range]:

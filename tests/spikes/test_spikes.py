@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
 from slurmllm.run.records import SkippedBatches
 from slurmllm.spikes.analysis import SpikeAnalysis, first_at_most, medians_before, window_means
-from slurmllm.spikes.detection import analyze, find_spikes, select_steps
+from slurmllm.spikes.detection import analyze, select_steps
 from slurmllm.spikes.plot import binned, default_path, draw
 
 
@@ -25,6 +26,10 @@ def make_curve(losses: object, **columns: object) -> Curve:
     arrays = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
     steps = np.arange(1, len(arrays["loss"]) + 1)
     return Curve("r", Path("r"), steps, np.zeros_like(steps), arrays)
+
+
+def find_spikes(curve: Curve, *settings: float, **options: Any) -> SpikeAnalysis:
+    return analyze(curve, *settings, **{"metric": "loss", **options})  # type: ignore[arg-type]
 
 
 def slowly(losses: list[float], window: int, threshold: float) -> list[tuple[object, ...]]:
