@@ -72,7 +72,6 @@ def match_steps(
 
 
 def shift_steps(curve: Curve, by: int) -> Curve:
-    """Return a curve with its steps counted from another number."""
     if not by:
         return curve
     gaps = tuple((first + by, last + by) for first, last in curve.gaps)
@@ -236,7 +235,6 @@ class Alignment:
 
     @property
     def only(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """The steps of A, and those of B, that are not compared."""
         of_a, of_b = (
             ranges(np.delete(steps, used), steps)
             for steps, used in zip(self._steps, self._used, strict=True)
@@ -311,7 +309,6 @@ def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
 
 
 def no_common_step(a: Curve, b: Curve, from_step: int | None, to_step: int | None) -> str:
-    """Return the error text for two curves without a common point."""
     held = ", ".join(f"{c.name} has {describe_ranges(ranges(c.steps, c.steps))}" for c in (a, b))
     if from_step is None and to_step is None:
         return f"no step in common: {held}; compare runs that logged the same steps"

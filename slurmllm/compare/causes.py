@@ -46,7 +46,6 @@ class SettingGroup(Record):
 
 @cache
 def setting_table() -> Mapping[Kind, SettingGroup]:
-    """Return the settings that can change a curve, by kind of cause."""
     rows = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
     return {kind: SettingGroup.model_validate(row) for kind, row in rows.items()}
 

@@ -172,7 +172,6 @@ def _causes(
     verdict: comparison.Verdict,
     metrics: Mapping[str, MetricComparison],
 ) -> tuple[Cause, ...]:
-    """Return the causes of a difference or of scatter, the likeliest first."""
     differ, banded = verdict == "differ", measure.band is not None
     if not differ and (verdict != "equivalent" or banded):
         return ()

@@ -28,7 +28,6 @@ class Tolerances(Record):
     exact: bool = False  # every value must be bit-identical instead
 
     def of(self, metric: str) -> float:
-        """The relative tolerance of a metric; 0 if `exact`."""
         if self.exact:
             return 0.0
         return self.grad_norm if metric == "grad_norm" else self.loss
@@ -107,7 +106,7 @@ class MetricComparison(Record):
 
 
 class DataComparison(Record):
-    """Return whether both runs read the same tokens in the same rows of the same steps."""
+    """Whether both runs read the same tokens in the same rows of the same steps."""
 
     same: bool
     differences: tuple[str, ...]  # A's and B's, a phrase each
@@ -197,7 +196,6 @@ def reason(
     letter: str,
     identical_to: int | None,
 ) -> str:
-    """Return the reason of a verdict, in one line."""
     count = metrics["loss"].steps_compared
     steps = "the one step compared" if count == 1 else f"all {count} steps compared"
     if verdict == "identical":
@@ -292,7 +290,6 @@ def _describe_divergence(
 
 
 def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]:
-    """Return warnings about the curves and their common points."""
     a, b = alignment.curves
     letters = ("A", alignment.letter)
     warnings = []

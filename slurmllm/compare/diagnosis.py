@@ -56,7 +56,6 @@ class Clue(Record):
 
 @cache
 def clue_table() -> Mapping[str, Clue]:
-    """Return the clues by name, as in clues.yaml."""
     rows = yaml.safe_load(Path(__file__).with_name("clues.yaml").read_text())
     return {name: Clue.model_validate(row) for name, row in rows.items()}
 
@@ -376,7 +375,6 @@ def _of_settings(
 
 
 def _of_clues(clues: Sequence[str], shown: Observation, b: Curve, letter: str) -> list[Cause]:
-    """Rank the kinds by the points that the clues give them."""
     points: Counter[Kind] = Counter()
     for name in clues:
         points.update(clue_table()[name].points)

@@ -198,7 +198,6 @@ def _onset(r: Floats, signs: Sequence[_Sign]) -> int:
 
 
 def _stretch(r: Floats, signs: Sequence[_Sign], onset: int) -> Stretch | None:
-    """Return the points of the first departure that lasts."""
     ends = [(sign, sign.last) for sign in signs if sign.last is not None]
     if not ends:
         return None

@@ -119,7 +119,6 @@ def draw(
 
 
 def _draw_line(axes: Axes, positions: Floats, values: Floats, **style: Any) -> None:
-    """Draw a line; of many values their means, and the values in a pale colour."""
     if len(values) <= _MAX_POINTS:
         axes.plot(positions, values, **style)
         return
@@ -137,7 +136,6 @@ def _draw_curves(
     span: tuple[float, float],
     band: SeedBand | None,
 ) -> None:
-    """Draw one metric of all runs, with their restarts."""
     axis = drawn[0].comparison.alignment.axis
     handles, late = [], []
     lines = [("A", a, _COLOR_A, 5.0), *((d.label, d.curve, d.color, 1.3) for d in drawn)]
@@ -231,7 +229,6 @@ def _mark_departure(
 
 
 def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str]) -> None:
-    """Draw relative differences and tolerances on a logarithmic axis, which shows no zeros."""
     smallest = []
     for each in drawn:
         for metric in metrics:

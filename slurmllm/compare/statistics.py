@@ -142,15 +142,12 @@ class Scatter:
     sigma: Floats  # standard deviation [blocks]
 
     def at(self, places: Ints) -> Floats:
-        """Return the standard deviations at some points. [places]"""
         return self.sigma[self.block(places)]
 
     def block(self, places: Ints) -> Ints:
-        """Return the blocks of some points. [places]"""
         return np.minimum(places // self.size, len(self.sigma) - 1)
 
     def medians(self, values: Floats) -> Floats:
-        """Return the median of each block of some values. [points] → [blocks]"""
         edge = (len(self.sigma) - 1) * self.size
         whole = np.median(values[:edge].reshape(-1, self.size), axis=1)
         return np.append(whole, np.median(values[edge:]))

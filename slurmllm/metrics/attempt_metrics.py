@@ -162,7 +162,6 @@ def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[
 def _read_block(
     descriptor: int, attempt: int, lenient: bool, fast: bool, span: tuple[int, int]
 ) -> _Block:
-    """Read a block by the fast reader, or else line by line."""
     # pread has no shared file position: several threads read from one descriptor.
     text = os.pread(descriptor, span[1] - span[0], span[0])
     rows = read_uniform(text, attempt) if fast else None

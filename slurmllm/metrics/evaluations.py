@@ -44,7 +44,6 @@ def perplexity(loss: float) -> float:
 
 
 def evaluation_values(losses: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of an evaluation by tag, from the losses of its texts."""
     values: dict[str, float] = {}
     for name, loss in losses.items():
         values |= {f"eval/{name}/loss": loss, f"eval/{name}/perplexity": perplexity(loss)}

@@ -61,7 +61,6 @@ class Log:
     lines: Sequence[int] = ()  # number of the line at each position, from 1; 0: unknown
 
     def place(self, order: int) -> str:
-        """Return the file and the line of a position: `path:12`."""
         line = self.lines[order] if len(self.lines) else 0
         return f"{self.path}:{line}" if line else str(self.path)
 

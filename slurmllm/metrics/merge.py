@@ -151,7 +151,6 @@ def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
 def _new_schedules(
     lr: Floats | None, steps: Ints, attempts: Ints, replaced: Ints, winners: Ints
 ) -> tuple[NewSchedule, ...]:
-    """Find the attempts that computed steps again with another learning rate."""
     if lr is None or not replaced.size:
         return ()
     differ = relative_difference(lr[replaced], lr[winners]) > LR_TOLERANCE

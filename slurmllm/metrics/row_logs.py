@@ -292,7 +292,6 @@ def _wandb_records(stream: BinaryIO) -> Iterator[bytes]:
 
 @cache
 def _record_type() -> Any:
-    """Return the message type of a record, with the fields that are read."""
     from google.protobuf import (  # type: ignore[import-untyped]
         descriptor_pb2,
         message_factory,
@@ -349,7 +348,6 @@ def is_tag_table(path: Path) -> bool:
 
 
 def split_log_files(folder: Path) -> list[Path]:
-    """Return a folder's files that hold one tag (TensorBoard's CSV) or one step (OLMo-core)."""
     patterns = (_TAG_CSV, _STEP_JSON)
     return sorted(p for p in folder.iterdir() if any(q.fullmatch(p.name) for q in patterns))
 

@@ -56,7 +56,6 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def line_error(path: Path, line: int, what: str) -> RunError:
-    """Return the error for a line that is not a row."""
     return RunError(
         f"{path}:{line}: {what}; every line but a cut last one must be a JSON "
         "object with a step; fix or remove the line"
@@ -64,7 +63,6 @@ def line_error(path: Path, line: int, what: str) -> RunError:
 
 
 def read_error(path: Path, error: OSError) -> RunError:
-    """Return the error for a metrics file that the system refuses to read."""
     return RunError(
         f"cannot read {error.filename or path}: {reason(error)}; a metrics file must be readable: "
         "check its permissions and the file system"
@@ -122,7 +120,6 @@ def last_row(run: RunDir) -> Row | None:
 
 
 def last_row_of(path: Path) -> Row | None:
-    """Read the last whole row of a metrics file; raises OSError if it cannot be read."""
     return next(iter(last_rows(path, 1)), None)
 
 

@@ -229,7 +229,6 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
 
 
 def _unknown_files(folder: Path, files: Sequence[Path]) -> list[str]:
-    """Return a warning if a folder of metrics holds other files than those."""
     if not folder.is_dir():
         return []
     names = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
@@ -244,7 +243,6 @@ def _unknown_files(folder: Path, files: Sequence[Path]) -> list[str]:
 
 
 def _read_records(run: RunDir, warnings: list[str]) -> dict[str, Any]:
-    """Read what a run's records add to its curve, by the curve's fields."""
     records: dict[str, Any] = {"data": None, "skips": (), "changes": {}, "nodes": {}}
     try:
         records["data"] = DataRecord.find(run.data)

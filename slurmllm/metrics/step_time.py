@@ -65,7 +65,7 @@ class Pace:
     waits_s: float  # per step, that training waited for saves and evaluations, over the attempt
 
     def seconds(self, steps: int) -> float:
-        """Estimates the duration of some steps, saves included and restarts not."""
+        """Estimate the duration of some steps, saves included and restarts not."""
         return steps * (self.step_s + self.waits_s)
 
 
@@ -161,7 +161,6 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
 
 
 def finite_number(row: Mapping[str, Any], name: str) -> float | None:
-    """Return a finite number of a row; None if it is absent or something else."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -202,7 +201,6 @@ def _unused_warnings(
 
 
 def _group_name(attempts: Sequence[int], group: AttemptGroup | None) -> str:
-    """`attempts 0, 1 on 4 nodes`."""
     name = f"attempt{'s' if len(attempts) > 1 else ''} {', '.join(map(str, attempts))}"
     if group is None or group.nodes is None:
         return name

@@ -54,12 +54,10 @@ class LogFormat(BaseModel):
 
     @property
     def convention(self) -> Convention:
-        """How this format counts steps and averages the loss."""
         return Convention(self.name, self.steps_from, self.counts, self.loss_is_mean)
 
 
 def log_formats() -> Mapping[str, LogFormat]:
-    """Return the formats of formats.yaml by name, in its order."""
     return {name: log_format for name, log_format in all_formats().items() if name != ANY_FRAMEWORK}
 
 
@@ -113,7 +111,6 @@ def parse_tags(values: Sequence[str]) -> dict[str, str]:
 
 
 def check_metric(metric: str, option: str) -> None:
-    """Raise UserError if there is no such metric."""
     if metric not in METRICS:
         raise UserError(f"{option}: no metric {metric!r}; one of {', '.join(METRICS)}")
 
@@ -180,12 +177,10 @@ def step_keys(tags: Collection[str], requested: Mapping[str, str]) -> list[str]:
 
 
 def per_device(tag: str) -> bool:
-    """Return whether a throughput is that of one device, not of the whole run."""
     return tag in _PER_DEVICE or any(name in tag for name in ("/device", "per_device", "per_gpu"))
 
 
 def list_tags(tags: Collection[str], limit: int = 20) -> str:
-    """Format tags for a message."""
     if not tags:
         return "none at all"
     shown = ", ".join(repr(tag)[1:-1] for tag in sorted(tags)[:limit])

@@ -156,7 +156,6 @@ class _LineReader:
         return False
 
     def end_row(self) -> None:
-        """Add the row that was read."""
         row, self.row = self.row, Numbers()
         if "bar" in row:
             # The bar prints three digits of a large number: from 100,000 its own count is exact.

@@ -234,7 +234,6 @@ def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int)
 
 
 def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
-    """Describe the trend of the parameter norm; None if it was not logged."""
     if norms is None or not np.isfinite(norms).any():
         return None
     there = np.isfinite(norms)

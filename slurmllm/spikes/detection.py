@@ -112,7 +112,6 @@ def _find_spikes(curve: Curve, metric: Metric, definition: _Definition) -> Spike
 def _analysis(
     curve: Curve, metric: Metric, spikes: Sequence[Spike], judged: int, definition: _Definition
 ) -> SpikeAnalysis:
-    """Return the figures of all spikes and of the curve, without state and verdict."""
     window, threshold, _ = definition
     steps, values = curve.series(metric)
     durations = Counter(spike.duration for spike in spikes)
@@ -301,7 +300,6 @@ def _warnings(analysis: SpikeAnalysis) -> Iterator[str]:
 
 
 def _name_state(analysis: SpikeAnalysis) -> tuple[State, str]:
-    """Return the state of a run and its description, by the other fields of the analysis."""
     # A single high loss lifts the running mean for one window only.
     rising = analysis.growth is not None and analysis.growth.longest > 2 * analysis.window
     state: State = "passing" if analysis.count else "calm"
