@@ -306,17 +306,24 @@ def _compare_metric(name: str, pair: _Pair, shown: _Pair, measure: _Measure) -> 
     band = None if measure.band is None else measure.band.metrics[name]
     steps, finite, described = points.steps, np.isfinite(signed), pair.statistics[name]
     bad_a, bad_b = ~np.isfinite(points.a), ~np.isfinite(points.b)
+    exact, visible = measure.tolerances.exact, shown.points[name]
+    differ = ~bit_identical(visible.a, visible.b) if exact else np.abs(signed) > limits.bias
     # Two NaNs have the same bits and yet do not match: neither run has a value there.
-    beyond = ~finite
-    if measure.tolerances.exact:
-        beyond |= ~bit_identical(shown.points[name].a, shown.points[name].b)
-    else:
-        beyond |= np.abs(signed) > limits.bias
+    beyond = ~finite | differ
     departure = _first_step(steps, beyond)
-    departure_size = float(np.abs(signed[np.argmax(beyond)]))
+    size = float(np.abs(signed[np.argmax(beyond)]))
     interpolated = pair.alignment.method == "interpolated"
     result, correlation = _detect(points, signed, limits, measure.changed, interpolated)
-    rule, onset = _rule(result, steps, finite, departure, measure.tolerances.exact, band)
+    rule: comparison.RuleName | None = result.rule
+    onset = None if result.onset is None else int(steps[finite][result.onset])
+    if not finite.all():
+        # They may diverge before that; but a single point beyond the tolerance may be noise.
+        starts = (departure if exact else onset, _first_step(steps, ~finite))
+        rule, onset = "not_finite", min(step for step in starts if step is not None)
+    elif exact:
+        rule, onset = (None if departure is None else "exact"), departure
+    elif band is not None:
+        rule, onset = (None, None) if band.within else ("band", band.first_outside_step)
     lasting = result.lasting if rule is not None else None
     same = bit_identical(points.a, points.b)
     return MetricComparison(
@@ -327,9 +334,7 @@ def _compare_metric(name: str, pair: _Pair, shown: _Pair, measure: _Measure) -> 
         mean_rel_diff=described.mean_rel_diff,
         first_difference_step=_first_step(steps, ~same),
         first_departure_step=departure,
-        first_departure_rel_diff=(
-            departure_size if departure is not None and math.isfinite(departure_size) else None
-        ),
+        first_departure_rel_diff=size if beyond.any() and math.isfinite(size) else None,
         departures=int(np.count_nonzero(beyond)),
         bit_identical=bool(np.all(same)),
         non_finite_a=int(np.count_nonzero(bad_a)),
@@ -368,27 +373,6 @@ def _detect(
     # After a change of precision there is noise.
     identical = 0 if limits.scatter else int(np.searchsorted(points.steps, changed))
     return detect_divergence(r, limits.bias, rough, identical, shared), correlation
-
-
-def _rule(
-    result: DivergenceResult,
-    steps: Ints,
-    finite: Flags,
-    departure: int | None,
-    exact: bool,
-    band: comparison.BandOfMetric | None,
-) -> tuple[comparison.RuleName | None, int | None]:
-    """Return the rule by which a metric departs, and the step at which it begins to."""
-    onset = None if result.onset is None else int(steps[finite][result.onset])
-    if not finite.all():
-        # They may diverge before that; but a single point beyond the tolerance may be noise.
-        starts = (departure if exact else onset, _first_step(steps, ~finite))
-        return "not_finite", min(step for step in starts if step is not None)
-    if exact:
-        return (None if departure is None else "exact"), departure
-    if band is not None:
-        return (None, None) if band.within else ("band", band.first_outside_step)
-    return result.rule, onset
 
 
 def _first_step(steps: Ints, flags: Flags) -> int | None:

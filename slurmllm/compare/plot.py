@@ -221,11 +221,10 @@ def _mark_departure(
     axes.axvline(place, color=color, linewidth=1.0, zorder=1)
     # On the side of the line with more room
     right = place <= (span[0] + span[1]) / 2
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
-    side = {"xytext": (5 if right else -5, 0), "ha": "left" if right else "right"}
-    place_of_text = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", **side}
-    text = f"diverges at step {step}"
-    axes.annotate(text, (place, 0.03), color=color, fontsize=9, bbox=box, **place_of_text)
+    where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    where |= {"xytext": (5 if right else -5, 0), "ha": "left" if right else "right"}
+    where["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
+    axes.annotate(f"diverges at step {step}", (place, 0.03), color=color, fontsize=9, **where)
 
 
 def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str]) -> None:
@@ -239,20 +238,19 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
                 continue
             smallest.append(float(np.nanmin(shown)))
             label = _LABELS[metric].split(" (")[0]
-            style = {"color": _METRIC_COLORS[metric], "linestyle": "-", "label": label}
+            style: dict[str, Any] = {"color": _METRIC_COLORS[metric], "label": label}
             if len(drawn) > 1:
-                label = f"{each.label}, {label}"
-                style = {"color": each.color, "linestyle": _METRIC_STYLES[metric], "label": label}
-            marker = "." if len(points) <= 500 else ""
-            style |= {"linewidth": 0.9, "markersize": 3, "marker": marker}
-            _draw_line(axes, points.positions, shown, **style)
+                style = {"color": each.color, "label": f"{each.label}, {label}"}
+                style["linestyle"] = _METRIC_STYLES[metric]
+            style |= {"marker": "." if len(points) <= 500 else "", "markersize": 3}
+            _draw_line(axes, points.positions, shown, linewidth=0.9, **style)
     for metric in metrics:
         first = drawn[0].comparison
         tolerance = first.metrics[metric].tolerance if metric in first.metrics else 0.0
         if tolerance > 0 and first.band is None:
             label = f"tolerance {in_figures(tolerance)}, {_LABELS[metric].split(' (')[0]}"
-            dashed = {"linestyle": (0, (5, 3)), "color": _METRIC_COLORS[metric]}
-            axes.axhline(tolerance, linewidth=1.2, label=label, **dashed)
+            color, dashed = _METRIC_COLORS[metric], (0, (5, 3))
+            axes.axhline(tolerance, color=color, linewidth=1.2, linestyle=dashed, label=label)
             smallest.append(tolerance)
     axes.set_yscale("log")
     # Plain text: matplotlib's own labels go through its parser of formulas, a tenth of a second.
@@ -261,12 +259,12 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
     axes.set_ylabel("relative\ndifference")
     if all(r.bit_identical for each in drawn for r in each.comparison.metrics.values()):
         axes.set_ylim(1e-8, 1.0)
-        text, style = "bit-identical: every difference is 0", {"ha": "center", "color": "#444444"}
-        axes.text(0.5, 0.15, text, transform=axes.transAxes, fontsize=9, **style)
+        text = "bit-identical: every difference is 0"
+        axes.text(0.5, 0.15, text, transform=axes.transAxes, ha="center", color="#444444")
     elif smallest:
         top = axes.get_ylim()[1]
         axes.set_ylim(min(smallest) / 3, max(top, min(smallest) * 100))
     if axes.get_legend_handles_labels()[0]:
         # Above the panel: inside there is no place that is free of curves.
-        above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-        axes.legend(fontsize=8, ncols=4, frameon=False, **above)
+        where = {"bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(loc="lower right", fontsize=8, ncols=4, frameon=False, **where)

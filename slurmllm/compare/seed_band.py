@@ -1,13 +1,11 @@
 """The band that several seeds of one training span: the tolerance of `compare --seed`.
 
-At each point the seeds have a mean and a spread; the spread is pooled over the points around it.
-A further seed of the same training differs from the mean by the spread times √(1 + 1/m), and by
-Student's t with few seeds. Seeds differ in two ways, from batch to batch and slowly (one learns a
-little faster for a while), and so the same is asked of means over 4, 16, 64 … points and of the
-whole: there the spread of the seeds' own means is the measure. The means are of medians of three
-neighbours, so that single points of heavy noise count as single points alone. Neighbouring means
-of a seed are alike; they count as so many as their correlation leaves. Where a seed is further off
-than all of them usually are, the band is wider there, and only there.
+A further seed of the same training differs from the mean of m seeds by their spread, pooled over
+the points around, times √(1 + 1/m), and by Student's t with few seeds. Seeds also differ slowly
+(one learns a little faster for a while): the same is tested of means over 4, 16, 64 … points and of
+the whole, by the spread of the seeds' own means. The means are of medians of three neighbours,
+so that heavy noise counts in single points only; correlated means count as fewer. If a seed is
+further off for a while, the band is wider there.
 """
 
 from __future__ import annotations

@@ -219,16 +219,16 @@ def test_a_restart_that_appends_to_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, known in log_formats().items() if known.tags.get("loss")]
+    "name", [name for name, log_format in log_formats().items() if log_format.tags.get("loss")]
 )
 def test_every_framework_is_known_by_its_tags(name: str) -> None:
-    known = log_formats()[name]
-    tags = known.tags | {"loss": known.recognized_by or known.tags["loss"]}
+    log_format = log_formats()[name]
+    tags = log_format.tags | {"loss": log_format.recognized_by or log_format.tags["loss"]}
     there = [names[0].replace("*", "AdamW") for names in tags.values()]
     assert set(tags) < set(METRICS)
-    found = choose_tags(dict.fromkeys([*there, known.mark or "other"], 9), {}, Path("log"))
-    assert dict(zip(tags, there, strict=True)).items() <= found.tags.items()
-    assert found.format is known
+    choice = choose_tags(dict.fromkeys([*there, log_format.mark or "other"], 9), {}, Path("log"))
+    assert dict(zip(tags, there, strict=True)).items() <= choice.tags.items()
+    assert choice.format is log_format
 
 
 def test_megatrons_throughput_is_none_of_ours() -> None:
@@ -242,8 +242,8 @@ def test_tags_that_differ_are_named(tmp_path: Path) -> None:
     ]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one, units = read_curve(path).warnings
-    assert "from 'train_loss', not from 'loss'; select another with --tag loss=TAG" in one
+    choice, units = read_curve(path).warnings
+    assert "from 'train_loss', not from 'loss'; select another with --tag loss=TAG" in choice
     assert units == "tokens_per_s is the value of one device, not of the run: 'tps'"
     assert read_curve(path, {"loss": "loss"}).columns["loss"].tolist() == [
         1.0 * i for i in range(9)

@@ -138,7 +138,7 @@ def test_every_text_format_has_an_example() -> None:
         *("slurmllm", "NxD's examples", "NxD's examples with Lightning", "Hugging Face Trainer"),
         "torchtune",
     }
-    text = {name for name, known in log_formats().items() if known.lines}
+    text = {name for name, log_format in log_formats().items() if log_format.lines}
     assert text - elsewhere <= set(LINES)
 
 
@@ -187,9 +187,9 @@ def test_files_of_loggers(
     curve = read_curve(locate(str(tmp_path if name.startswith(("run", "metr")) else path), ROOT))
     assert curve.steps.tolist() == list(steps)
     assert curve.series("loss")[1].tolist() == LOSSES
-    found = curve.convention
-    assert found is not None
-    assert (found.format, found.steps_from, found.counts) == convention
+    read = curve.convention
+    assert read is not None
+    assert (read.format, read.steps_from, read.counts) == convention
 
 
 def test_a_damaged_wandb_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_lines_that_are_no_json(tmp_path: Path) -> None:
 
 def test_the_documentation_lists_every_format() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    for name, known in log_formats().items():
-        losses = ", ".join(f"`{tag}`" for tag in known.tags.get("loss", ())[:3])
-        unit = "" if known.counts == "steps" else f", {known.counts}"
-        assert f"| {name} | {known.steps_from}{unit} | {losses}" in docs
+    for name, log_format in log_formats().items():
+        losses = ", ".join(f"`{tag}`" for tag in log_format.tags.get("loss", ())[:3])
+        unit = "" if log_format.counts == "steps" else f", {log_format.counts}"
+        assert f"| {name} | {log_format.steps_from}{unit} | {losses}" in docs
