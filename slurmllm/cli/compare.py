@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ class _Choices:
     def tolerances(self) -> dict[str, float]:
         values = {"loss": self.tolerance, "grad_norm": self.grad_norm_tolerance}
         return {metric: value for metric, value in values.items() if value is not None}
+
+    def precisions(self, count: int) -> list[str]:
+        return [""] * count if self.precision is None else self.precision.split(",")
 
     @property
     def steps(self) -> dict[str, int | None]:
@@ -144,47 +148,17 @@ def compare(
     if not others:
         raise UserError(f"{a} is no sweep, so give a second run: slurmllm compare {a} B")
     choices = _Choices(**choices_of_user)
-    precisions = _check(choices, 1 + len(others))
-    shifts = _parse_shifts(choices.shifts, 1 + len(others))
+    _check(choices, 1 + len(others))
     curves, seeds = _read((a, *others), choices, runs_dir)
-
-    from slurmllm.compare import compare as stage
-    from slurmllm.compare.comparison import VERDICTS, Tolerances, curve_letter
-
-    basis = choices.basis
-    if choices.precision is not None:
-        basis = "precision"
-    elif basis is None and choices.tolerances:
-        basis = "tolerance"  # the user's own limits
-    letters = [curve_letter(place) for place in range(1, len(curves))]
-    comparisons = [
-        stage.compare(
-            curves[0],
-            curve,
-            Tolerances(exact=choices.exact, **choices.tolerances),
-            axis=choices.by,
-            seeds=seeds,
-            letter=letter,
-            basis=basis,
-            shifts=(shifts[0], shift),
-            precisions=(precisions[0], precision),
-            **choices.steps,
-        )
-        for curve, letter, shift, precision in zip(
-            curves[1:], letters, shifts[1:], precisions[1:], strict=True
-        )
-    ]
+    comparisons = _compare(curves, seeds, choices)
     if not choices.no_plot:
         comparisons = _draw(curves, comparisons, seeds, choices)
-    if as_json:
-        import json
 
-        # pydantic writes NaN as null, which json does not.
-        documents = [json.loads(comparison.model_dump_json()) for comparison in comparisons]
-        match = all(comparison.match for comparison in comparisons)
-        combined = {"comparisons": documents, "match": match}
-        document = documents[0] if len(documents) == 1 else combined
-        click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    from slurmllm.compare.comparison import VERDICTS, curve_letter
+
+    letters = [curve_letter(place) for place in range(1, len(curves))]
+    if as_json:
+        _echo_json(comparisons)
     else:
         for letter, comparison in zip(letters, comparisons, strict=True):
             _print(comparison, letter, alone=len(comparisons) == 1)
@@ -200,12 +174,8 @@ def compare(
     ctx.exit(EXIT_NEGATIVE if weaker else 0)
 
 
-def _check(choices: _Choices, count: int) -> list[str]:
-    """Check the options of a comparison of `count` runs, and return the runs' precisions.
-
-    Raises:
-        UserError: options contradict each other.
-    """
+def _check(choices: _Choices, count: int) -> None:
+    """Raise UserError if the options contradict each other, or are not for `count` runs."""
     from slurmllm.errors import UserError
 
     exact, seeds = choices.exact, choices.seeds
@@ -219,8 +189,7 @@ def _check(choices: _Choices, count: int) -> list[str]:
             raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
     if exact and choices.require not in (None, "identical"):
         raise UserError(f"--exact requires identical runs; leave out --require {choices.require}")
-    precisions = [""] * count if choices.precision is None else choices.precision.split(",")
-    if len(precisions) != count:
+    if len(choices.precisions(count)) != count:
         raise UserError(
             f"--precision {choices.precision}: give {count}, one for each of A, B, …, such as "
             f"{','.join(['bf16_mixed'] + ['bf16_sr'] * (count - 1))}"
@@ -234,7 +203,7 @@ def _check(choices: _Choices, count: int) -> list[str]:
             "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
         )
     options.check_picture(choices.plot, choices.no_plot)
-    return precisions
+    _parse_shifts(choices.shifts, count)
 
 
 def _read(
@@ -267,6 +236,36 @@ def _read(
     return curves[: len(runs)], curves[len(runs) :]
 
 
+def _compare(
+    curves: Sequence[Curve], seeds: Sequence[Curve], choices: _Choices
+) -> list[Comparison]:
+    from slurmllm.compare.compare import compare
+    from slurmllm.compare.comparison import Tolerances, curve_letter
+
+    basis = choices.basis
+    if choices.precision is not None:
+        basis = "precision"
+    elif basis is None and choices.tolerances:
+        basis = "tolerance"  # the user's own limits
+    precisions = choices.precisions(len(curves))
+    shifts = _parse_shifts(choices.shifts, len(curves))
+    return [
+        compare(
+            curves[0],
+            curves[i],
+            Tolerances(exact=choices.exact, **choices.tolerances),
+            axis=choices.by,
+            seeds=seeds,
+            letter=curve_letter(i),
+            basis=basis,
+            shifts=(shifts[0], shifts[i]),
+            precisions=(precisions[0], precisions[i]),
+            **choices.steps,
+        )
+        for i in range(1, len(curves))
+    ]
+
+
 def _draw(
     curves: Sequence[Curve],
     comparisons: Sequence[Comparison],
@@ -286,6 +285,14 @@ def _draw(
         text = str(error)
         return [c.model_copy(update={"warnings": (*c.warnings, text)}) for c in comparisons]
     return [c.model_copy(update={"plot": str(path)}) for c in comparisons]
+
+
+def _echo_json(comparisons: Sequence[Comparison]) -> None:
+    # pydantic writes NaN as null, which json does not.
+    documents = [json.loads(comparison.model_dump_json()) for comparison in comparisons]
+    match = all(comparison.match for comparison in comparisons)
+    document = documents[0] if len(documents) == 1 else {"comparisons": documents, "match": match}
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:

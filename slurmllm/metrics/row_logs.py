@@ -56,18 +56,15 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         OSError: the file cannot be read.
     """
     rows, warnings = RowCollector(), list[str]()
-    short: list[int] = []  # line numbers; the header is line 1
+    short, columns = list[int](), set[str]()  # lines, the header is 1; columns with numbers
     # Column → number of cells that are no numbers; line and text of the first
     texts: dict[str, tuple[int, int, str]] = {}
-    columns: set[str] = set()  # those with numbers
     last = commas = 0
     with open_log(path, warnings) as stream:
         lines = _table_lines(stream, path, warnings)
         header = next(lines, "")
         delimiter = "\t" if log_suffix(path) == ".tsv" else max(",;\t", key=header.count)
-        names = _column_names(header, delimiter, tags)
-        if not any(names):
-            raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
+        names = _column_names(header, delimiter, path, tags)
         reader = csv.reader(lines, delimiter=delimiter)
         try:
             for cells in reader:
@@ -80,10 +77,10 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 numbers: list[tuple[str, float]] = []
                 for name, cell in zip(names, cells, strict=False):
                     if cell and name and not name.endswith(_WANDB_RANGE):
-                        has_comma = "," in cell and delimiter != ","
+                        comma = "," in cell and delimiter != ","
                         try:
-                            numbers.append((name, to_float(cell) if has_comma else float(cell)))
-                            commas = commas or (last if has_comma else 0)
+                            numbers.append((name, to_float(cell) if comma else float(cell)))
+                            commas = commas or last * comma
                         except ValueError:
                             if cell.strip().lower() not in _MISSING:
                                 count, line, text = texts.get(name, (0, last, cell))
@@ -110,8 +107,10 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     return rows.log(path, "csv", tags, warnings)
 
 
-def _column_names(header_line: str, delimiter: str, tags: Mapping[str, str]) -> list[str]:
-    """Return the names of a table's columns.
+def _column_names(
+    header_line: str, delimiter: str, path: Path, tags: Mapping[str, str]
+) -> list[str]:
+    """Return the names of a table's columns; raise RunError if it has none.
 
     W&B's table of a chart has columns `<run> - <metric>`: the run's name is cut off if all are of
     one, unless the user names such a column.
@@ -120,6 +119,8 @@ def _column_names(header_line: str, delimiter: str, tags: Mapping[str, str]) -> 
     with suppress(csv.Error):  # a line of 128 KiB without a separator
         cells = next(csv.reader([header_line], delimiter=delimiter), [])
         header = [name.strip() for name in cells]
+    if not any(header):
+        raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
     parts = [name.partition(" - ") for name in header]
     metrics = [metric or name for name, _, metric in parts]
     others = [name for name, _, metric in parts if name and not metric]

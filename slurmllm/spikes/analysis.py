@@ -1,4 +1,4 @@
-"""The analysis of a run's spikes: the keys of `slurmllm spikes --json`, trends, and the verdict.
+"""The analysis of a run's spikes: the keys of `slurmllm spikes --json`, and trends.
 
 A step is one that was logged: of a log with every tenth step, windows and durations count those.
 """
