@@ -21,22 +21,20 @@ from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve
 from slurmllm.run.records import MetricsRow
 
-odd_lines = st.sampled_from(
-    [
-        *('{"step": 7, "lo', "", "  ", "\0" * 20, "[1]", '{"loss": 1.0}', '{"step": "7"}'),
-        *(
-            '{"step": 3, "loss": null}',
-            '{"step": 3, "loss": NaN, "x": {}}',
-            '{"loss":2.5,"step":4}',
-        ),
-        *('{"step":5,"attempt":0,"loss":"high"}', '{"step":5,"attempt":-1,"loss":1}'),
-        *(
-            '{"step":6,"loss":1e999}',
-            '{"step":6,"note":"a, b: c}"}',
-            '{"step":6,"loss":1,"loss":2}',
-        ),
-    ]
-)
+ODD_LINES = """\
+{"step": 7, "lo
+[1]
+{"loss": 1.0}
+{"step": "7"}
+{"step": 3, "loss": null}
+{"step": 3, "loss": NaN, "x": {}}
+{"loss":2.5,"step":4}
+{"step":5,"attempt":0,"loss":"high"}
+{"step":5,"attempt":-1,"loss":1}
+{"step":6,"loss":1e999}
+{"step":6,"note":"a, b: c}"}
+{"step":6,"loss":1,"loss":2}"""
+odd_lines = st.sampled_from(["", "  ", "\0" * 20, *ODD_LINES.splitlines()])
 values = st.floats() | st.integers(-(10**20), 10**20) | st.none()
 
 
