@@ -1,4 +1,4 @@
-"""`slurmllm compare`: compares the loss and gradient norm of runs."""
+"""`slurmllm compare`: the loss and gradient norm of runs, compared."""
 
 from __future__ import annotations
 
@@ -115,6 +115,7 @@ class _Choices:
 @click.pass_context
 def compare(
     ctx: click.Context,
+    /,
     *,
     a: str,
     others: tuple[str, ...],

@@ -1,4 +1,4 @@
-"""`slurmllm spikes`: finds the spikes of loss and gradient norm of runs."""
+"""`slurmllm spikes`: the spikes of loss and gradient norm of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares two curves: aligns them, applies the tolerance, and diagnoses a difference."""
+"""The comparison of two curves: their alignment, the verdict, and the causes of a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detects whether two curves diverge, or differ only by noise.
+"""Detection of a divergence of two curves, as opposed to noise.
 
 The input is the signed relative difference r = (b - a) / max(|a|, |b|) at the points compared,
 against a tolerance τ. Noise takes single points beyond τ. The rules are those of docs/compare.md:
@@ -103,7 +103,7 @@ class DivergenceResult:
 
 @dataclass(frozen=True)
 class _Sign:
-    """A rule applies: points from `first` to before `end` show it; it holds `since` … `last`."""
+    """A rule that applies, shown by the points `first` … `end` - 1; it holds `since` … `last`."""
 
     rule: Rule
     first: int

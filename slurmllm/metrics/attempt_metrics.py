@@ -1,4 +1,4 @@
-"""Reads metrics files, one per attempt, into columns; blocks of lines are read by several threads.
+"""The columnar reader of our metrics files, one per attempt; several threads read blocks of lines.
 
 Rows of the trainer are uniform: the same keys in the same order, all numbers. Such blocks are
 parsed by pyarrow's CSV reader, at about 150 MB/s per core. Other blocks are read line by line, with

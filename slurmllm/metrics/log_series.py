@@ -1,4 +1,4 @@
-"""Opens logs of other frameworks (also .gz), collects a series per tag, converts it to a curve."""
+"""Logs of other frameworks (also .gz): a series for each tag, and the conversion to a curve."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
 
 
 class RowCollector:
-    """Collects rows of numbers, each with its own keys, into columns."""
+    """Columns of rows of numbers that each have their own keys."""
 
     def __init__(self) -> None:
         self._rows: dict[str, array[int]] = {}

@@ -1,4 +1,4 @@
-"""Merges the rows of several attempts into one curve with one row per step.
+"""The merge of several attempts' rows into one curve with one row per step.
 
 An attempt that resumes from a checkpoint recomputes the steps after it. Of a step's rows that of
 the latest attempt is used, since the run continued with that attempt's weights. The rows that it

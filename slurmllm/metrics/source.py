@@ -1,4 +1,4 @@
-"""Reads run directories, metrics files and logs of other frameworks as curves."""
+"""Curves of run directories, metrics files and logs of other frameworks."""
 
 from __future__ import annotations
 

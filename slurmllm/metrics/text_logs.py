@@ -114,7 +114,7 @@ def to_float(text: str) -> float:
 
 
 class _LineReader:
-    """Collects the rows of one format: of a line each, or of a line and those that follow it.
+    """The rows of one format: of a line each, or of a line and those that follow it.
 
     A step that is not in the head is among the names and values, or that of a progress bar.
     """
@@ -172,7 +172,7 @@ class _LineReader:
 
 
 class _TrainerReader(_LineReader):
-    """`{'loss': 3.21, 'grad_norm': 1.5, 'learning_rate': 1e-4, 'epoch': 0.1}`, maybe of many lines.
+    """Rows such as `{'loss': 3.21, 'learning_rate': 1e-4, 'epoch': 0.1}`, maybe of many lines.
 
     The Hugging Face Trainer prints no step, but draws its progress bar again after each such line.
     """
