@@ -168,10 +168,8 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     if not (by_format or (clear and scatter)):
         return None
     rows = np.searchsorted(fine.steps, fine_steps[ends - 1])
-    columns = {name: column[rows] for name, column in fine.columns.items()} | {"loss": mean}
-    absent = {name: flags[rows] for name, flags in fine.absent.items() if flags[rows].any()}
-    steps, attempts = fine.steps[rows], fine.attempts[rows]
-    return replace(fine, steps=steps, attempts=attempts, columns=columns, absent=absent)
+    taken = fine.take(rows)
+    return replace(taken, columns={**taken.columns, "loss": mean})
 
 
 class Alignment:

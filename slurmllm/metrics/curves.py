@@ -7,7 +7,7 @@ spikes and report work on them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -144,6 +144,16 @@ class Curve:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         return float(value) if value > 0 else None
+
+    def take(self, rows: Ints | Flags) -> Curve:
+        """Return the curve of some rows; gaps and overlaps stay those of all."""
+        return replace(
+            self,
+            steps=self.steps[rows],
+            attempts=self.attempts[rows],
+            columns={name: column[rows] for name, column in self.columns.items()},
+            absent={name: flags[rows] for name, flags in self.absent.items() if flags[rows].any()},
+        )
 
     @property
     def restarts(self) -> Ints:

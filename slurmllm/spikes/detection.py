@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -219,13 +218,7 @@ def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:
         raise RunError(
             f"{curve.name} has no steps {span}: its own are {curve.steps[0]} to {curve.steps[-1]}"
         )
-    return replace(
-        curve,
-        steps=curve.steps[rows],
-        attempts=curve.attempts[rows],
-        columns={name: column[rows] for name, column in curve.columns.items()},
-        absent={name: flags[rows] for name, flags in curve.absent.items()},
-    )
+    return curve.take(rows)
 
 
 def _largest_between(values: Floats, first: Ints, last: Ints) -> Floats:
