@@ -1,11 +1,13 @@
-"""`slurmllm compare`: compares the loss and gradient norm of runs."""
+"""`slurmllm compare`: the loss and gradient norm of runs, compared."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -16,9 +18,37 @@ if TYPE_CHECKING:
     from slurmllm.metrics.curves import Curve
 
 
-_HEADINGS = (
-    "metric", "steps", "max diff", "at step", "mean diff", "diverges at", "tolerance", "identical",
-)  # fmt: skip
+@dataclass(frozen=True)
+class _Choices:
+    """Options of the command."""
+
+    tolerance: float | None
+    grad_norm_tolerance: float | None
+    require: Literal["identical", "match", "equivalent"] | None
+    exact: bool
+    seeds: tuple[str, ...]
+    basis: Literal["tolerance", "precision"] | None
+    precision: str | None
+    by: Literal["step", "tokens", "samples"]
+    tags: tuple[str, ...]
+    patterns: tuple[str, ...]
+    shifts: tuple[str, ...]
+    from_step: int | None
+    to_step: int | None
+    plot: str | None
+    no_plot: bool
+
+    @property
+    def tolerances(self) -> dict[str, float]:
+        values = {"loss": self.tolerance, "grad_norm": self.grad_norm_tolerance}
+        return {metric: value for metric, value in values.items() if value is not None}
+
+    def precisions(self, count: int) -> list[str]:
+        return [""] * count if self.precision is None else self.precision.split(",")
+
+    @property
+    def steps(self) -> dict[str, int | None]:
+        return {"from_step": self.from_step, "to_step": self.to_step}
 
 
 @click.command()
@@ -26,42 +56,56 @@ _HEADINGS = (
 @click.argument("others", metavar="B [C …]", nargs=-1, shell_complete=options.complete_run)
 @click.option("--tolerance", type=float, help="Relative tolerance of the loss.  [default: 1e-3]")
 @click.option(
-    "--grad-norm-tolerance", type=float,
+    "--grad-norm-tolerance",
+    type=float,
     help="Relative tolerance of the gradient norm.  [default: 1e-2]",
-)  # fmt: skip
+)
 @click.option(
-    "--require", type=click.Choice(["identical", "match", "equivalent"]),
+    "--require",
+    type=click.Choice(["identical", "match", "equivalent"]),
     help="Exit with 1 if the verdict of a run is weaker.  [default: equivalent]",
-)  # fmt: skip
+)
 @click.option(
     "--exact", is_flag=True, help="Require bit-identical values, and files without a damaged line."
 )
 @click.option(
-    "--seed", "seeds", multiple=True, metavar="RUN",
+    "--seed",
+    "seeds",
+    multiple=True,
+    metavar="RUN",
     help="Run of the same recipe with another seed; the spread over seeds becomes the tolerance. "
     "Repeatable.",
-)  # fmt: skip
+)
 @click.option(
-    "--as", "basis", type=click.Choice(["tolerance", "precision"]),
+    "--as",
+    "basis",
+    type=click.Choice(["tolerance", "precision"]),
     help="What may differ: no more than the tolerances, or the roundings of two precisions.  "
     "[default: precision if both runs are recorded and differ in nothing else, else tolerance]",
-)  # fmt: skip
+)
 @click.option(
-    "--precision", metavar="P,P…",
+    "--precision",
+    metavar="P,P…",
     help="Precisions of A, B, … for --as precision: fp32, bf16_mixed, bf16_sr or bf16.  "
     "[default: as recorded]",
-)  # fmt: skip
+)
 @click.option(
-    "--by", type=click.Choice(["step", "tokens", "samples"]), default="step", show_default=True,
+    "--by",
+    type=click.Choice(["step", "tokens", "samples"]),
+    default="step",
+    show_default=True,
     help="Axis by which the runs are aligned.",
-)  # fmt: skip
+)
 @options.tags
 @options.patterns
 @click.option(
-    "--shift", "shifts", multiple=True, metavar="A=STEPS",
+    "--shift",
+    "shifts",
+    multiple=True,
+    metavar="A=STEPS",
     help="Add this to the steps of a log that counts from 0, such as A=1; repeatable.  "
     "[default: by the log's format and values]",
-)  # fmt: skip
+)
 @options.from_step
 @options.to_step
 @options.plot(".  [default: <run A>/reports/compare-<A>-<B>.png]")
@@ -70,14 +114,15 @@ _HEADINGS = (
 @options.as_json
 @click.pass_context
 def compare(
-    ctx: click.Context, *, a: str, others: tuple[str, ...], tolerance: float | None,
-    grad_norm_tolerance: float | None, require: Literal["identical", "match", "equivalent"] | None,
-    exact: bool, seeds: tuple[str, ...], basis: Literal["tolerance", "precision"] | None,
-    precision: str | None, by: Literal["step", "tokens", "samples"],
-    tags: tuple[str, ...], patterns: tuple[str, ...], shifts: tuple[str, ...],
-    from_step: int | None, to_step: int | None, plot: str | None, no_plot: bool,
-    runs_dir: Path, as_json: bool,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    /,
+    *,
+    a: str,
+    others: tuple[str, ...],
+    runs_dir: Path,
+    as_json: bool,
+    **choices_of_user: Any,
+) -> None:
     """Compare the curves of B, C … with those of A.
 
     A is the reference; loss and gradient norm are compared point by point.
@@ -103,90 +148,22 @@ def compare(
         return
     if not others:
         raise UserError(f"{a} is no sweep, so give a second run: slurmllm compare {a} B")
+    choices = _Choices(**choices_of_user)
+    _check(choices, 1 + len(others))
+    curves, seeds = _read((a, *others), choices, runs_dir)
+    comparisons = _compare(curves, seeds, choices)
+    if not choices.no_plot:
+        comparisons = _draw(curves, comparisons, seeds, choices)
 
-    for option, value in (
-        ("--tolerance", tolerance),
-        ("--grad-norm-tolerance", grad_norm_tolerance),
-    ):
-        if value is not None and exact:
-            raise UserError(f"{option} {value:g} and --exact exclude each other; give one of them")
-        if value is not None and not 0 <= value < float("inf"):
-            raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
-    if exact and require not in (None, "identical"):
-        raise UserError(f"--exact requires identical runs; leave out --require {require}")
-    formats = (precision or "," * len(others)).split(",")
-    if len(formats) != 1 + len(others):
-        raise UserError(
-            f"--precision {precision}: give {1 + len(others)}, one for each of A, B, …, such as "
-            f"{','.join(['bf16_mixed'] + ['bf16_sr'] * len(others))}"
-        )
-    if precision is not None and basis == "tolerance":
-        raise UserError("--precision is for --as precision; leave out --as tolerance")
-    basis = "precision" if precision is not None else basis
-    if basis == "precision" and (exact or seeds):
-        raise UserError("--as precision excludes --exact and --seed; leave them out")
-    if basis is None and not tolerance is grad_norm_tolerance is None:
-        basis = "tolerance"  # the user's own limits
-    if seeds and (exact or tolerance is not None or grad_norm_tolerance is not None):
-        raise UserError(
-            "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
-        )
-    options.check_picture(plot, no_plot)
+    from slurmllm.compare.comparison import VERDICTS, curve_letter
 
-    from concurrent.futures import ThreadPoolExecutor
-    from importlib import import_module
-
-    from slurmllm.metrics.source import locate, read_curve
-
-    count = 1 + len(others) + len(seeds)
-    moves = _parse_shifts(shifts, 1 + len(others))
-    mappings, expressions = options.source_options(tags, patterns, count)
-    sources = [locate(source, runs_dir) for source in (a, *others, *seeds)]
-    with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers release the GIL
-        reading = pool.map(
-            lambda path, mapping, pattern: read_curve(
-                path, mapping, lenient=not exact, pattern=pattern
-            ),
-            *(sources, mappings, expressions),
-        )
-        # These imports take half a second, during which the threads read.
-        from slurmllm.compare import compare as stage
-        from slurmllm.compare.comparison import VERDICTS, Tolerances, curve_letter
-
-        if not no_plot:
-            import_module("slurmllm.compare.plot")
-        read = list(reading)
-    options.refuse_unused(read, [*tags, *patterns])
-    curves, own = read[: 1 + len(others)], read[1 + len(others) :]
-    given = {"loss": tolerance, "grad_norm": grad_norm_tolerance}
-    tolerances = Tolerances(
-        exact=exact, **{name: value for name, value in given.items() if value is not None}
-    )
     letters = [curve_letter(place) for place in range(1, len(curves))]
-    comparisons = [
-        stage.compare(
-            *(curves[0], curve, tolerances), axis=by, from_step=from_step, to_step=to_step,
-            seeds=own, letter=letter, basis=basis, shifts=(moves[0], move),
-            precisions=(formats[0], other),
-        )
-        for curve, letter, move, other in zip(
-            curves[1:], letters, moves[1:], formats[1:], strict=True
-        )
-    ]  # fmt: skip
-    if not no_plot:
-        comparisons = _draw(curves, comparisons, plot, from_step, to_step, own)
-    match = all(comparison.match for comparison in comparisons)
     if as_json:
-        import json
-
-        # pydantic writes NaN as null, which json does not.
-        found = [json.loads(comparison.model_dump_json()) for comparison in comparisons]
-        document = found[0] if len(found) == 1 else {"comparisons": found, "match": match}
-        click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+        _echo_json(comparisons)
     else:
         for letter, comparison in zip(letters, comparisons, strict=True):
             _print(comparison, letter, alone=len(comparisons) == 1)
-    require = "identical" if exact else require
+    require = "identical" if choices.exact else choices.require
     required = VERDICTS.index(require or "equivalent")
     weaker = [
         f"{letter} is {comparison.verdict}"
@@ -198,24 +175,125 @@ def compare(
     ctx.exit(EXIT_NEGATIVE if weaker else 0)
 
 
+def _check(choices: _Choices, count: int) -> None:
+    """Raise UserError if the options contradict each other, or are not for `count` runs."""
+    from slurmllm.errors import UserError
+
+    exact, seeds = choices.exact, choices.seeds
+    for option, value in (
+        ("--tolerance", choices.tolerance),
+        ("--grad-norm-tolerance", choices.grad_norm_tolerance),
+    ):
+        if value is not None and exact:
+            raise UserError(f"{option} {value:g} and --exact exclude each other; give one of them")
+        if value is not None and not 0 <= value < float("inf"):
+            raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
+    if exact and choices.require not in (None, "identical"):
+        raise UserError(f"--exact requires identical runs; leave out --require {choices.require}")
+    if len(choices.precisions(count)) != count:
+        raise UserError(
+            f"--precision {choices.precision}: give {count}, one for each of A, B, …, such as "
+            f"{','.join(['bf16_mixed'] + ['bf16_sr'] * (count - 1))}"
+        )
+    if choices.precision is not None and choices.basis == "tolerance":
+        raise UserError("--precision is for --as precision; leave out --as tolerance")
+    if (choices.basis == "precision" or choices.precision is not None) and (exact or seeds):
+        raise UserError("--as precision excludes --exact and --seed; leave them out")
+    if seeds and (exact or choices.tolerances):
+        raise UserError(
+            "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
+        )
+    options.check_picture(choices.plot, choices.no_plot)
+    _parse_shifts(choices.shifts, count)
+
+
+def _read(
+    runs: tuple[str, ...], choices: _Choices, runs_dir: Path
+) -> tuple[list[Curve], list[Curve]]:
+    """Read the curves of the runs, and of the seeds."""
+    from concurrent.futures import ThreadPoolExecutor
+    from importlib import import_module
+
+    from slurmllm.metrics.source import locate, read_curve
+
+    sources = (*runs, *choices.seeds)
+    tags, patterns = options.source_options(choices.tags, choices.patterns, len(sources))
+    paths = [locate(source, runs_dir) for source in sources]
+    with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers release the GIL
+        reading = pool.map(
+            lambda path, mapping, pattern: read_curve(
+                path, mapping, lenient=not choices.exact, pattern=pattern
+            ),
+            paths,
+            tags,
+            patterns,
+        )
+        # These imports take half a second, during which the threads read.
+        import_module("slurmllm.compare.compare")
+        if not choices.no_plot:
+            import_module("slurmllm.compare.plot")
+        curves = list(reading)
+    options.refuse_unused(curves, [*choices.tags, *choices.patterns])
+    return curves[: len(runs)], curves[len(runs) :]
+
+
+def _compare(
+    curves: Sequence[Curve], seeds: Sequence[Curve], choices: _Choices
+) -> list[Comparison]:
+    from slurmllm.compare.compare import compare
+    from slurmllm.compare.comparison import Tolerances, curve_letter
+
+    basis = choices.basis
+    if choices.precision is not None:
+        basis = "precision"
+    elif basis is None and choices.tolerances:
+        basis = "tolerance"  # the user's own limits
+    precisions = choices.precisions(len(curves))
+    shifts = _parse_shifts(choices.shifts, len(curves))
+    return [
+        compare(
+            curves[0],
+            curves[i],
+            Tolerances(exact=choices.exact, **choices.tolerances),
+            axis=choices.by,
+            seeds=seeds,
+            letter=curve_letter(i),
+            basis=basis,
+            shifts=(shifts[0], shifts[i]),
+            precisions=(precisions[0], precisions[i]),
+            **choices.steps,
+        )
+        for i in range(1, len(curves))
+    ]
+
+
 def _draw(
-    curves: Sequence[Curve], comparisons: Sequence[Comparison], plot: str | None,
-    from_step: int | None, to_step: int | None, seeds: Sequence[Curve],
-) -> list[Comparison]:  # fmt: skip
+    curves: Sequence[Curve],
+    comparisons: Sequence[Comparison],
+    seeds: Sequence[Curve],
+    choices: _Choices,
+) -> list[Comparison]:
     """Draw the picture and record its path; without --plot a failure is only a warning."""
     from slurmllm.compare.plot import default_path, draw
     from slurmllm.errors import StorageError
 
-    path = Path(plot) if plot is not None else default_path(*curves)
-    window = {"from_step": from_step, "to_step": to_step}
+    path = default_path(*curves) if choices.plot is None else Path(choices.plot)
     try:
-        draw(curves[0], curves[1:], comparisons, path, seeds=seeds, **window)
+        draw(curves[0], curves[1:], comparisons, path, seeds=seeds, **choices.steps)
     except StorageError as error:
-        if plot is not None:
+        if choices.plot is not None:
             raise
         text = str(error)
         return [c.model_copy(update={"warnings": (*c.warnings, text)}) for c in comparisons]
     return [c.model_copy(update={"plot": str(path)}) for c in comparisons]
+
+
+def _echo_json(comparisons: Sequence[Comparison]) -> None:
+    # pydantic writes NaN as null, which json does not.
+    documents = [json.loads(comparison.model_dump_json()) for comparison in comparisons]
+    match = all(comparison.match for comparison in comparisons)
+    document = documents[0] if len(documents) == 1 else {"comparisons": documents, "match": match}
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
@@ -227,7 +305,8 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     print_line(_describe_side("A", comparison.a, comparison.overlaps["a"]) if letter == "B" else "")
     print_line(_describe_side(letter, comparison.b, comparison.overlaps["b"]))
     print_line()
-    print_table(_HEADINGS, _metric_rows(comparison))
+    rows = _metric_rows(comparison)
+    print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
     if comparison.data is not None:
         print_line(f"data: {'; '.join(comparison.data.differences) or 'the same in both runs'}")
     speed = comparison.statistics.get("seq_per_s") or comparison.statistics.get("tokens_per_s")
@@ -246,15 +325,15 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     color = "green" if comparison.match else "red"
     runs = "" if alone else f"A and {letter} "
     print_line(Text.assemble(runs, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
-    causes = [cause for cause in comparison.causes if cause.confidence == "possible"]
-    possible = {
-        one.evidence: [c.kind for c in causes if c.evidence == one.evidence] for one in causes
-    }
+    possible: dict[str, list[str]] = {}  # evidence → kinds
+    for cause in comparison.causes:
+        if cause.confidence == "possible":
+            possible.setdefault(cause.evidence, []).append(cause.kind)
     if possible:
         print_line("possible causes, the likeliest first:")
     for evidence, kinds in possible.items():
-        known = evidence in comparison.reason
-        print_line(f"  {', '.join(kinds)}: {'by the same evidence' if known else evidence}")
+        repeated = evidence in comparison.reason
+        print_line(f"  {', '.join(kinds)}: {'by the same evidence' if repeated else evidence}")
     for warning in comparison.warnings:
         print_line(f"warning: {warning}")
     if comparison.plot is not None:
@@ -281,48 +360,48 @@ def _parse_shifts(values: Sequence[str], count: int) -> list[int | None]:
     from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
 
-    letters = [curve_letter(place) for place in range(count)]
-    found: dict[str, int | None] = dict.fromkeys(letters)
+    shifts: dict[str, int | None] = dict.fromkeys(map(curve_letter, range(count)))
     for value in values:
         letter, _, steps = value.partition("=")
-        if letter not in found or not re.fullmatch(r"[+-]?\d+", steps):
+        if letter not in shifts or not re.fullmatch(r"[+-]?\d+", steps):
             raise UserError(
                 f"--shift {value!r}: give a source and a number of steps, such as A=1; the sources "
-                f"are A to {letters[-1]}"
+                f"are A to {[*shifts][-1]}"
             )
-        if found[letter] is not None:
+        if shifts[letter] is not None:
             raise UserError(f"--shift {value!r}: {letter} has a shift already; give one a source")
-        found[letter] = int(steps)
-    return list(found.values())
+        shifts[letter] = int(steps)
+    return list(shifts.values())
 
 
-def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """One row per metric, in the order of the headings; those that decide the verdict first."""
+def _metric_rows(comparison: Comparison) -> list[dict[str, str]]:
+    """Return a row for each metric, by heading; those that decide the verdict come first."""
     from slurmllm.compare.comparison import format_figure
 
-    rows: list[tuple[str, ...]] = []
+    def figure(value: float | None) -> str:
+        return "-" if value is None else format_figure(value)
+
+    rows = []
     # The others have no tolerance: they do not decide the verdict.
     validation = [name for name in comparison.statistics if name.startswith("val_loss")]
     for name in dict.fromkeys((*comparison.metrics, "param_norm", "lr", *validation)):
-        one, metric = comparison.statistics.get(name), comparison.metrics.get(name)
-        if one is None:
+        figures, metric = comparison.statistics.get(name), comparison.metrics.get(name)
+        if figures is None:
             continue
-        sizes = [
-            "-" if value is None else format_figure(value)
-            for value in (one.max_rel_diff, one.mean_rel_diff)
-        ]
-        tolerance = "-" if metric is None else format_figure(metric.tolerance)
+        onset = None if metric is None else metric.onset_step
+        tolerance = "-" if metric is None else figure(metric.tolerance)
         if metric is not None and (comparison.band is not None or comparison.tolerance.exact):
             tolerance = "exact" if comparison.band is None else "band"
-        identical = one.max_rel_diff == 0 if metric is None else metric.bit_identical
-        rows.append(
-            (
-                *(name, str(one.points), sizes[0]),
-                str(one.max_rel_diff_step) if one.max_rel_diff else "-",
-                sizes[1],
-                "-" if metric is None or metric.onset_step is None else str(metric.onset_step),
-                tolerance,
-                "yes" if identical else "no",
-            )
-        )
+        identical = figures.max_rel_diff == 0 if metric is None else metric.bit_identical
+        row = {
+            "metric": name,
+            "steps": str(figures.points),
+            "max diff": figure(figures.max_rel_diff),
+            "at step": str(figures.max_rel_diff_step) if figures.max_rel_diff else "-",
+            "mean diff": figure(figures.mean_rel_diff),
+            "diverges at": "-" if onset is None else str(onset),
+            "tolerance": tolerance,
+            "identical": "yes" if identical else "no",
+        }
+        rows.append(row)
     return rows

@@ -1,9 +1,10 @@
-"""`slurmllm spikes`: finds the spikes of loss and gradient norm of runs."""
+"""`slurmllm spikes`: the spikes of loss and gradient norm of runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -14,25 +15,24 @@ if TYPE_CHECKING:
     from slurmllm.spikes.analysis import Metric, SpikeAnalysis
 
 
+def _number(name: str, default: float, text: str) -> Callable[[Any], Any]:
+    return click.option(name, type=type(default), default=default, show_default=True, help=text)
+
+
 @click.command()
 @click.argument(
     "sources", nargs=-1, required=True, metavar="SOURCE...", shell_complete=options.complete_run
 )
 @click.option(
-    "--metric", type=click.Choice(("loss", "grad_norm", "all")), default="all", show_default=True,
+    "--metric",
+    type=click.Choice(("loss", "grad_norm", "all")),
+    default="all",
+    show_default=True,
     help="What to search for spikes; all: both if they are logged.",
-)  # fmt: skip
-@click.option(
-    "--window", type=int, default=20, show_default=True, help="Number of steps in the running mean."
 )
-@click.option(
-    "--threshold", type=float, default=0.1, show_default=True,
-    help="A value higher than the running mean by more than this is a spike.",
-)  # fmt: skip
-@click.option(
-    "--min-gap", type=int, default=1, show_default=True,
-    help="Spikes with fewer normal steps between them are merged.",
-)  # fmt: skip
+@_number("--window", 20, "Number of steps in the running mean.")
+@_number("--threshold", 0.1, "A value higher than the running mean by more than this is a spike.")
+@_number("--min-gap", 1, "Spikes with fewer normal steps between them are merged.")
 @options.tags
 @options.patterns
 @options.from_step
@@ -42,10 +42,19 @@ if TYPE_CHECKING:
 @options.runs_dir
 @options.as_json
 def spikes(
-    *, sources: tuple[str, ...], metric: str, window: int, threshold: float, min_gap: int,
-    tags: tuple[str, ...], patterns: tuple[str, ...], from_step: int | None, to_step: int | None,
-    plot: str | None, no_plot: bool, runs_dir: Path, as_json: bool,
-) -> None:  # fmt: skip
+    *,
+    sources: tuple[str, ...],
+    metric: str,
+    tags: tuple[str, ...],
+    patterns: tuple[str, ...],
+    from_step: int | None,
+    to_step: int | None,
+    plot: str | None,
+    no_plot: bool,
+    runs_dir: Path,
+    as_json: bool,
+    **definition: Any,
+) -> None:
     """Find spikes of loss and gradient norm in runs and logs.
 
     Also finds the restarts, skipped batches and gradient-norm changes that coincide with them.
@@ -63,42 +72,44 @@ def spikes(
 
     options.check_picture(plot, no_plot)
     mappings, expressions = options.source_options(tags, patterns, len(sources))
-    read = [
+    logs = [
         read_curve(locate(source, runs_dir), mapping, lenient=True, pattern=pattern)
         for source, mapping, pattern in zip(sources, mappings, expressions, strict=True)
     ]
-    options.refuse_unused(read, [*tags, *patterns])
-    curves = [select_steps(curve, from_step, to_step) for curve in read]
+    options.refuse_unused(logs, [*tags, *patterns])
+    curves = [select_steps(curve, from_step, to_step) for curve in logs]
     chosen = None if metric == "all" else cast("Metric", metric)
-    found = [analyze(curve, window, threshold, min_gap, chosen) for curve in curves]
-    if not any(one.judged or one.not_finite_steps for run in found for one in run.by_metric):
+    runs = [analyze(curve, metric=chosen, **definition) for curve in curves]
+    if not any(part.judged or part.not_finite_steps for run in runs for part in run.by_metric):
         raise RunError(
-            "; ".join(f"{run.name}: {run.verdict}" for run in found) + "; wait for more steps, or "
+            "; ".join(f"{run.name}: {run.verdict}" for run in runs) + "; wait for more steps, or "
             "give a smaller --window"
         )
     if not no_plot:
-        found = _draw(curves, found, plot)
+        runs = _draw(curves, runs, plot)
     if as_json:
         import json
 
-        runs = [json.loads(run.model_dump_json()) for run in found]  # null if not finite
-        click.echo(json.dumps({"runs": runs}, indent=2, ensure_ascii=False))
+        documents = [json.loads(run.model_dump_json()) for run in runs]  # null if not finite
+        click.echo(json.dumps({"runs": documents}, indent=2, ensure_ascii=False))
     else:
-        for run in found:
+        for run in runs:
             _print(run)
 
 
-def _draw(curves: list[Curve], found: list[SpikeAnalysis], plot: str | None) -> list[SpikeAnalysis]:
+def _draw(
+    curves: Sequence[Curve], runs: Sequence[SpikeAnalysis], plot: str | None
+) -> list[SpikeAnalysis]:
     """Draw a picture for each run, or one of all with --plot; only the latter must succeed."""
     from slurmllm.errors import StorageError
     from slurmllm.spikes.plot import default_path, draw
 
-    runs = list(zip(curves, found, strict=True))
+    pairs = list(zip(curves, runs, strict=True))
     if plot is not None:
-        draw(runs, Path(plot))
-        return [run.model_copy(update={"plot": plot}) for run in found]
+        draw(pairs, Path(plot))
+        return [run.model_copy(update={"plot": plot}) for run in runs]
     drawn: list[SpikeAnalysis] = []
-    for curve, run in runs:
+    for curve, run in pairs:
         path = default_path(curve)
         if str(path) in {other.plot for other in drawn}:  # two files of one name
             path = path.with_stem(f"{path.stem}-{len(drawn) + 1}")
@@ -120,21 +131,21 @@ def _print(run: SpikeAnalysis) -> None:
     interval = "" if run.interval == 1 else f", one in {run.interval} logged"
     print_line(f"{run.name}: steps {run.first_step}–{run.last_step}{interval}")
     print_line()
-    for one in run.by_metric:
-        print_line(Text.assemble((f"{NAMES[one.metric]} spike", "bold"), f": {one.definition}"))
+    for part in run.by_metric:
+        print_line(Text.assemble((f"{NAMES[part.metric]} spike", "bold"), f": {part.definition}"))
         print_line()
-        print_table(("figure", "value"), _figures(one, first=one is run))
-        if one.count:
+        print_table(("figure", "value"), _figures(part, first=part is run))
+        if part.count:
             print_line()
-            print_table(*one.highest_spikes())
-            if one.count > SHOWN:
-                print_line(f"… the {SHOWN} highest of {one.count:,}")
+            print_table(*part.highest_spikes())
+            if part.count > SHOWN:
+                print_line(f"… the {SHOWN} highest of {part.count:,}")
         print_line()
-    for one in run.by_metric:
+    for part in run.by_metric:
         color = {"calm": "green", "passing": "green", "lasting": "yellow", "too_short": "yellow"}
-        state = (one.state, f"bold {color.get(one.state, 'red')}")
-        print_line(Text.assemble(f"{NAMES[one.metric]}: ", state, ": ", one.verdict))
-        for warning in one.warnings:
+        state = (part.state, f"bold {color.get(part.state, 'red')}")
+        print_line(Text.assemble(f"{NAMES[part.metric]}: ", state, ": ", part.verdict))
+        for warning in part.warnings:
             print_line(f"warning: {warning}")
     if run.plot is not None:
         print_line(f"picture: {run.plot}")
@@ -144,36 +155,36 @@ def _print(run: SpikeAnalysis) -> None:
 def _figures(run: SpikeAnalysis, first: bool) -> list[tuple[str, str]]:
     from slurmllm.spikes.plot import binned
 
-    found = [("steps judged", f"{run.judged:,} of {run.steps:,}"), ("spikes", f"{run.count:,}")]
+    rows = [("steps judged", f"{run.judged:,} of {run.steps:,}"), ("spikes", f"{run.count:,}")]
     if run.per_1000_steps is not None and run.inside_share is not None:
-        found.append(("per 1,000 steps", f"{run.per_1000_steps:.3g}"))
-        found.append(("inside spikes", f"{run.inside_share:.3%} of the steps"))
+        rows.append(("per 1,000 steps", f"{run.per_1000_steps:.3g}"))
+        rows.append(("inside spikes", f"{run.inside_share:.3%} of the steps"))
     if run.one_step_share is not None:
         published = f" ({run.reference})" if run.reference else ""
-        found.append(("last one step", f"{run.one_step_share:.1%}{published}"))
+        rows.append(("last one step", f"{run.one_step_share:.1%}{published}"))
         durations = ", ".join(f"{name}: {count[0]:,}" for name, count in binned([run.durations]))
-        found.append(("durations", durations))
+        rows.append(("durations", durations))
     if run.not_finite_steps:
-        found.append(("NaN or infinite", f"{run.not_finite_steps:,} steps"))
+        rows.append(("NaN or infinite", f"{run.not_finite_steps:,} steps"))
     if run.growth is not None:
         grown = run.growth
         end = f"; at the end {grown.at_end:.3g}"
-        found.append(("rise over the lowest", f"{grown.largest:.3g} at step {grown.step}{end}"))
+        rows.append(("rise over the lowest", f"{grown.largest:.3g} at step {grown.step}{end}"))
     if run.metric == "grad_norm" and run.grad_norm is not None and run.grad_norm.growth:
         text = f"{run.grad_norm.growth:.3g} at step {run.grad_norm.growth_step}"
-        found.append(("times the lowest", text))
+        rows.append(("times the lowest", text))
     if run.grad_norm is not None and run.grad_norm.ratio_median is not None:
         usual, most = run.grad_norm.ratio_median, run.grad_norm.ratio_largest
         text = f"{usual:.3g} times the median before them, at most {most:.3g}"
-        found.append(("gradient norm at spikes", text))
+        rows.append(("gradient norm at spikes", text))
     if run.param_norm is not None and first:
         norm = run.param_norm
         text = f"{norm.first:.5g} at the start → {norm.last:.5g}"
         if norm.slope is not None:
             trend = "" if norm.direction in (None, "neither") else f", {norm.direction} throughout"
             text += f"; over the last half {norm.slope:+.3g} per 1,000 steps{trend}"
-        found.append(("parameter norm", text))
+        rows.append(("parameter norm", text))
     if run.restarts and first:
         shown = ", ".join(str(step) for step in run.restarts[:5])
-        found.append(("restarts at", shown + (" …" if len(run.restarts) > 5 else "")))
-    return found
+        rows.append(("restarts at", shown + (" …" if len(run.restarts) > 5 else "")))
+    return rows

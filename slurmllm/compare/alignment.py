@@ -48,29 +48,30 @@ class StepMatch:
 
 
 def match_steps(
-    a: Curve, b: Curve, given: tuple[int | None, int | None], *, by_step: bool
+    a: Curve, b: Curve, requested: tuple[int | None, int | None], *, by_step: bool
 ) -> tuple[StepMatch, StepMatch]:
     """Shift steps that are counted from 0, and average the loss as the coarser log does.
 
-    `given` are the user's shifts. Without any, logs of known frameworks are shifted by their
+    `requested` are the user's shifts. Without any, logs of known frameworks are shifted by their
     convention, others by 1 if that makes their values coincide. On another axis than steps
     (not `by_step`) nothing is changed unless the user asks for it.
     """
-    shifts, reason = (given[0] or 0, given[1] or 0), "--shift"
-    if given == (None, None) and by_step:
+    shifts, reason = (requested[0] or 0, requested[1] or 0), "--shift"
+    if requested == (None, None) and by_step:
         shifts, reason = _choose_shifts(a, b)
     curves = [shift_steps(curve, by) for curve, by in zip((a, b), shifts, strict=True)]
-    found = [StepMatch(one, one, by, reason) for one, by in zip(curves, shifts, strict=True)]
-    intervals = [np.median(np.diff(one.steps)) if len(one.steps) > 1 else 1 for one in curves]
+    matches = [
+        StepMatch(curve, curve, by, reason) for curve, by in zip(curves, shifts, strict=True)
+    ]
+    intervals = [np.median(np.diff(curve.steps)) if len(curve.steps) > 1 else 1 for curve in curves]
     finer = int(np.argmin(intervals))
     ratio = int(intervals[1 - finer] // intervals[finer])
     if by_step and ratio > 1 and (mean := _average_loss(curves[finer], curves[1 - finer], ratio)):
-        found[finer] = replace(found[finer], used=mean, averaged=ratio)
-    return found[0], found[1]
+        matches[finer] = replace(matches[finer], used=mean, averaged=ratio)
+    return matches[0], matches[1]
 
 
 def shift_steps(curve: Curve, by: int) -> Curve:
-    """Returns a curve with its steps counted from another number."""
     if not by:
         return curve
     gaps = tuple((first + by, last + by) for first, last in curve.gaps)
@@ -79,25 +80,25 @@ def shift_steps(curve: Curve, by: int) -> Curve:
 
 def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     firsts = [
-        one.steps_from if one is not None and one.counts == "steps" else None
-        for one in (a.convention, b.convention)
+        rule.steps_from if rule is not None and rule.counts == "steps" else None
+        for rule in (a.convention, b.convention)
     ]
     unknown = None in firsts
     usual = 0 if unknown else (firsts[0] or 0) - (firsts[1] or 0)  # of B relative to A
     others = (1, -1) if unknown else (0,) if usual else ()
-    found, scatter = usual, _scatter(a, b) if others else 0.0
+    shift, scatter = usual, _scatter(a, b) if others else 0.0
     if scatter and not _coincide(a, b, usual, scatter):
-        matching = [one for one in others if _coincide(a, b, one, scatter, far_from=usual)]
-        found = matching[0] if len(matching) == 1 else usual
-    lower = b if found > 0 else a  # the one whose steps are counted from 0
+        matching = [other for other in others if _coincide(a, b, other, scatter, far_from=usual)]
+        shift = matching[0] if len(matching) == 1 else usual
+    lower = b if shift > 0 else a  # the one whose steps are counted from 0
     reason = "so that the values of both coincide"
-    if found == usual and lower.convention is not None:
+    if shift == usual and lower.convention is not None:
         reason = f"{lower.convention.format} counts steps from 0"
-    return (max(-found, 0), max(found, 0)), reason
+    return (max(-shift, 0), max(shift, 0)), reason
 
 
 def _scatter(a: Curve, b: Curve) -> float:
-    """Returns the scatter of the loss from step to step; 0 if the curves are smooth.
+    """Return the scatter of the loss from step to step; 0 if the curves are smooth.
 
     The neighbours' mean is as far from a smooth curve all along on one side; the scatter of noise
     changes sides, and exceeds the last digit logged. A shift of smooth curves looks like a
@@ -119,7 +120,7 @@ def _scatter(a: Curve, b: Curve) -> float:
 def _coincide(
     a: Curve, b: Curve, shift: int, scatter: float, *, far_from: int | None = None
 ) -> bool:
-    """Whether the loss of B, shifted, is that of A; and clearly not with the shift `far_from`."""
+    """Return whether the loss of B, shifted, is that of A, and is not if shifted by `far_from`."""
 
     def distance(metric: str, by: int) -> float:
         (steps_a, values_a), (steps_b, values_b) = (c.series(metric) for c in (a, b))
@@ -141,7 +142,7 @@ def _coincide(
 
 
 def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
-    """Returns the finer curve at the coarser's steps, its loss averaged; None if single steps fit.
+    """Return the finer curve at the coarser's steps, its loss averaged; None if single steps fit.
 
     The loss is a mean by the coarser's format, or if that fits by far better.
     """
@@ -167,10 +168,8 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     if not (by_format or (clear and scatter)):
         return None
     rows = np.searchsorted(fine.steps, fine_steps[ends - 1])
-    columns = {name: column[rows] for name, column in fine.columns.items()} | {"loss": mean}
-    absent = {name: flags[rows] for name, flags in fine.absent.items() if flags[rows].any()}
-    steps, attempts = fine.steps[rows], fine.attempts[rows]
-    return replace(fine, steps=steps, attempts=attempts, columns=columns, absent=absent)
+    taken = fine.take(rows)
+    return replace(taken, columns={**taken.columns, "loss": mean})
 
 
 class Alignment:
@@ -214,9 +213,9 @@ class Alignment:
         places = a.positions(axis)[self._rows[0]], b.positions(axis)[self._rows[1]]
         self._steps, self._positions = steps, places
         common, *at = np.intersect1d(places[0], places[1], assume_unique=True, return_indices=True)
-        first = max(one[0] if len(one) else np.inf for one in places)
-        last = min(one[-1] if len(one) else -np.inf for one in places)
-        overlap = [np.flatnonzero((one >= first) & (one <= last)) for one in places]
+        first = max(side[0] if len(side) else np.inf for side in places)
+        last = min(side[-1] if len(side) else -np.inf for side in places)
+        overlap = [np.flatnonzero((side >= first) & (side <= last)) for side in places]
         self._sparser = int(len(overlap[1]) < len(overlap[0]))
         sparser = overlap[self._sparser]
         suffice = len(common) >= _MIN_COMMON * len(sparser) or len(sparser) < 2
@@ -234,7 +233,6 @@ class Alignment:
 
     @property
     def only(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """The steps of A, and those of B, that are not compared."""
         of_a, of_b = (
             ranges(np.delete(steps, used), steps)
             for steps, used in zip(self._steps, self._used, strict=True)
@@ -242,7 +240,7 @@ class Alignment:
         return of_a, of_b
 
     def of(self, metric: str) -> Points:
-        """Returns a metric of both curves; without points if one of them lacks it."""
+        """Return a metric of both curves; without points if one of them lacks it."""
         if not all(metric in curve.columns for curve in self.curves):
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
         if self.method == "interpolated":
@@ -252,14 +250,14 @@ class Alignment:
         there = np.logical_and(*present)
         if np.logical_xor(*present).any():
             self.one_sided.add(metric)
-        kept = slice(None) if there.all() else there
-        a, b = (c.columns[metric][at[kept]] for c, at in zip(self.curves, rows, strict=True))
-        return Points(self.steps[kept], self.positions[kept], a, b)
+        shared = slice(None) if there.all() else there
+        a, b = (c.columns[metric][at[shared]] for c, at in zip(self.curves, rows, strict=True))
+        return Points(self.steps[shared], self.positions[shared], a, b)
 
     def _interpolated(self, metric: str) -> Points:
         curve, denser = self.curves[self._sparser], self.curves[1 - self._sparser]
         rows = self._rows[self._sparser][self._used[self._sparser]]
-        there, own = _present(curve, metric, rows), curve.columns[metric][rows]
+        there, values = _present(curve, metric, rows), curve.columns[metric][rows]
         rows = self._rows[1 - self._sparser]
         present = _present(denser, metric, rows)
         places = self._positions[1 - self._sparser][present]
@@ -270,36 +268,36 @@ class Alignment:
         widths = places[right] - places[right - 1]
         there &= widths <= _MAX_GAP * np.median(np.diff(places))
         other = np.interp(self.positions, places, denser.columns[metric][rows[present]])
-        a, b = (other, own) if self._sparser else (own, other)
+        a, b = (other, values) if self._sparser else (values, other)
         return Points(self.steps[there], self.positions[there], a[there], b[there])
 
 
 def _rows(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Ints:
-    """Returns the rows of a range of steps whose positions ascend.
+    """Return the rows of a range of steps whose positions ascend.
 
     Rows of a counter that was set back are ignored.
     """
     positions = curve.positions(axis)
-    kept = np.isfinite(positions)
+    usable = np.isfinite(positions)
     if axis != "step":
-        highest = np.maximum.accumulate(np.where(kept, positions, -np.inf))
-        kept[1:] &= positions[1:] > highest[:-1]
+        highest = np.maximum.accumulate(np.where(usable, positions, -np.inf))
+        usable[1:] &= positions[1:] > highest[:-1]
     if first is not None:
-        kept &= curve.steps >= first
+        usable &= curve.steps >= first
     if last is not None:
-        kept &= curve.steps <= last
-    return np.flatnonzero(kept)
+        usable &= curve.steps <= last
+    return np.flatnonzero(usable)
 
 
 def _present(curve: Curve, metric: str, rows: Ints) -> Flags:
-    """Returns which of some rows have a metric. [rows]"""
+    """Return which of some rows have a metric. [rows]"""
     if metric not in curve.absent:
         return np.ones(len(rows), dtype=bool)
     return ~curve.absent[metric][rows]
 
 
 def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
-    """Returns steps as ranges; steps are neighbours if no step of `among` is between them."""
+    """Return steps as ranges; steps are neighbours if no step of `among` is between them."""
     if not picked.size:
         return ()
     places = np.searchsorted(among, picked)
@@ -309,7 +307,6 @@ def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:
 
 
 def no_common_step(a: Curve, b: Curve, from_step: int | None, to_step: int | None) -> str:
-    """Returns the error text for two curves without a common point."""
     held = ", ".join(f"{c.name} has {describe_ranges(ranges(c.steps, c.steps))}" for c in (a, b))
     if from_step is None and to_step is None:
         return f"no step in common: {held}; compare runs that logged the same steps"

@@ -23,10 +23,8 @@ from slurmllm.metrics.curves import (
 )
 from slurmllm.run.records import Record
 
-Kind = Literal[
-    "lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer", "mesh",
-    "gradient", "not_finite", "logging", "unknown",
-]  # fmt: skip
+_Change = Literal["lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer"]
+Kind = _Change | Literal["mesh", "gradient", "not_finite", "logging", "unknown"]
 Confidence = Literal["certain", "likely", "possible"]
 
 # Between logged points a schedule is not linear, and at the end of a warm-up it has a corner.
@@ -48,7 +46,6 @@ class SettingGroup(Record):
 
 @cache
 def setting_table() -> Mapping[Kind, SettingGroup]:
-    """Returns the settings that can change a curve, by kind of cause."""
     rows = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
     return {kind: SettingGroup.model_validate(row) for kind, row in rows.items()}
 
@@ -78,14 +75,20 @@ def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDi
     first, last = int(alignment.steps[0]), int(alignment.steps[-1])
     candidates = (
         _compare_data(a, b, first),
-        *(cause for cause in compare_skips(a, b, alignment.letter) if cause.step <= last),
+        *(
+            difference
+            for difference in compare_skips(a, b, alignment.letter)
+            if difference.step <= last
+        ),
         _compare_learning_rates(a, b, alignment),
         _compare_tokens(a, b, alignment),
     )
-    found = [cause for cause in candidates if cause is not None]
-    known = {cause.kind for cause in found}
-    found += [cause for cause in _compare_settings(a, b, first) if cause.kind not in known]
-    return sorted(found, key=lambda cause: (cause.weak, cause.step))
+    differences = [difference for difference in candidates if difference is not None]
+    kinds = {difference.kind for difference in differences}
+    differences += [
+        difference for difference in _compare_settings(a, b, first) if difference.kind not in kinds
+    ]
+    return sorted(differences, key=lambda difference: (difference.weak, difference.step))
 
 
 def compare_skips(a: Curve, b: Curve, letter: str) -> list[SettingDifference]:
@@ -103,7 +106,7 @@ def compare_skips(a: Curve, b: Curve, letter: str) -> list[SettingDifference]:
 
 
 def tokens_per_step(curve: Curve) -> float | None:
-    """Returns the tokens of most steps; None if the curve has no tokens."""
+    """Return the tokens of most steps; None if the curve has no tokens."""
     steps, tokens = curve.series("tokens")
     return _median_tokens(steps, tokens) if len(steps) > 1 else None
 
@@ -223,7 +226,7 @@ def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifferen
 
 
 def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
-    """Median tokens per step; with a single step, all tokens so far; None without tokens."""
+    """Return the median per step; with a single step, all tokens so far; None without tokens."""
     finite = np.isfinite(tokens)
     steps, tokens = steps[finite], tokens[finite]
     if len(steps) < 2:
@@ -254,7 +257,7 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDiffere
 
 
 def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
-    """Returns what a setting that differs can cause; None if nothing in a curve."""
+    """Return what a setting that differs can cause; None if nothing in a curve."""
     by_key = {name: kind for kind, group in setting_table().items() for name in group.settings}
     kind = by_key.get(key, by_key.get(f"{key.partition('.')[0]}.*"))
     if a.data is not None and b.data is not None:

@@ -1,11 +1,11 @@
-"""Compares two curves: aligns them, applies the tolerance, and diagnoses a difference."""
+"""The comparison of two curves: their alignment, the verdict, and the causes of a difference."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from slurmllm.compare.alignment import (
     no_common_step,
     shift_steps,
 )
-from slurmllm.compare.causes import Cause, compare_skips, find_differences
+from slurmllm.compare.causes import Cause, SettingDifference, compare_skips, find_differences
 from slurmllm.compare.comparison import Comparison, MetricComparison, Tolerances
 from slurmllm.compare.diagnosis import explain
 from slurmllm.compare.divergence import DivergenceResult, detect_divergence
@@ -40,6 +40,35 @@ METRICS = ("loss", "grad_norm")
 # Statistics only, no part of the verdict.
 RATES = ("seq_per_s", "tokens_per_s", "step_time_s")
 OTHERS = ("param_norm", "lr", "val_loss", *RATES)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two curves, aligned, and the differences of their metrics."""
+
+    matches: tuple[StepMatch, StepMatch]
+    alignment: Alignment
+    points: dict[str, Points]
+    differences: dict[str, Floats]  # signed, relative
+    statistics: dict[str, Statistics]
+
+    @property
+    def curves(self) -> tuple[Curve, Curve]:
+        return self.alignment.curves
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """What the verdict is measured by, and the recorded settings that differ."""
+
+    tolerances: Tolerances
+    basis: comparison.Basis
+    points: dict[str, Points]  # of the metrics that decide
+    limits: dict[str, PrecisionLimits]
+    band: comparison.Band | None
+    changed: float  # first step at which one of these differs; infinite: none
+    settings: list[SettingDifference]
+    warnings: list[str]
 
 
 @np.errstate(all="ignore")  # logs may hold any value; those that are not finite are handled below
@@ -73,94 +102,121 @@ def compare(
         RunError: no point in common, no loss, or the positions on the axis are unknown.
         UserError: a precision that the basis needs is unknown.
     """
-    tolerances = tolerances or Tolerances()
     for curve in (a, b):
         if "loss" not in curve.columns:
             raise RunError(
                 f"no loss in {curve.path}: its rows must hold 'loss' (records.MetricsRow), or "
                 "--tag loss=… name what holds it"
             )
-    matched = match_steps(a, b, shifts, by_step=axis == "step")
-    a, b = (one.used for one in matched)
-    alignment = Alignment(a, b, axis, from_step, to_step, letter)
-    points = points_of_metrics(alignment, from_step, to_step)
-    differences = {name: signed_difference(one.a, one.b) for name, one in points.items()}
-    described = describe(points, differences)
-    warnings = comparison.warnings_of(alignment, points)
-    if tolerances.exact:
-        warnings += comparison.precision_warnings((a, b), letter)
-    # Seeds allow for another seed.
-    settings = [
-        setting
-        for setting in find_differences(a, b, alignment)
-        if not seeds or setting.kind != "seed"
-    ]
-    measure = comparison.Basis(
-        kind="exact" if tolerances.exact else "seeds" if seeds else "tolerance"
-    )
-    if measure.kind == "tolerance" and basis != "tolerance":
-        asked = basis == "precision" or any(precisions)
-        measure = precision_basis((a, b), precisions, settings, asked, letter) or measure
-    names = METRICS if measure.precisions is None else (*METRICS, "param_norm")
-    compared = {name: points[name] for name in names if name in points}
-    limits = {name: PrecisionLimits(tolerances.of(name)) for name in compared}
-    if measure.precisions is not None:
-        limits = precision_limits(a, measure.precisions, compared, differences, tolerances)
-    band: comparison.Band | None = None
-    if seeds:
-        of_seeds = SeedBand(a, [shift_steps(one, matched[0].shift) for one in seeds], axis)
-        band = of_seeds.compare(compared, letter)
-        warnings += of_seeds.warnings
-    # Digits that only one of the logs has are no difference of the runs.
-    shown, shown_differences = points, differences
-    if tolerances.exact and a.kind != b.kind:
-        shown = {name: round_to_logs(one, a, b) for name, one in points.items()}
-        shown_differences = {n: signed_difference(one.a, one.b) for n, one in shown.items()}
-    changes = (_first_step(one.steps, ~bit_identical(one.a, one.b)) for one in compared.values())
-    changed = min((step for step in changes if step is not None), default=math.inf)
-    metrics = {
-        name: compare_metric(
-            *(metric_points, shown_differences[name], described[name], limits[name], changed),
-            exact=bit_identical(shown[name].a, shown[name].b) if tolerances.exact else None,
-            interpolated=alignment.method == "interpolated",
-            band=None if band is None else band.metrics[name],
-        )
-        for name, metric_points in compared.items()
-    }
+    matches = match_steps(a, b, shifts, by_step=axis == "step")
+    alignment = Alignment(matches[0].used, matches[1].used, axis, from_step, to_step, letter)
+    points = _points_of_metrics(alignment, from_step, to_step)
+    differences = _differences(points)
+    pair = _Pair(matches, alignment, points, differences, _describe(points, differences))
+    measure = _choose_measure(pair, tolerances or Tolerances(), seeds, basis, precisions)
+    shown = pair
+    if measure.tolerances.exact and pair.curves[0].kind != pair.curves[1].kind:
+        # Digits that only one of the logs has are no difference of the runs.
+        points = {name: _round_to_logs(p, *pair.curves) for name, p in points.items()}
+        shown = replace(pair, points=points, differences=_differences(points))
+    metrics = {name: _compare_metric(name, pair, shown, measure) for name in measure.points}
     verdict: comparison.Verdict = "match"
     if any(metric.departs for metric in metrics.values()):
         verdict = "differ"
-    elif changed == math.inf and not alignment.one_sided & set(METRICS):
+    elif measure.changed == math.inf and not alignment.one_sided & set(METRICS):
         verdict = "identical"
-    elif band is not None or any(metric.scattered for metric in metrics.values()):
+    elif measure.band is not None or any(metric.scattered for metric in metrics.values()):
         verdict = "equivalent"
+    return _record(pair, measure, verdict, metrics, _causes(shown, measure, verdict, metrics))
+
+
+def _choose_measure(
+    pair: _Pair,
+    tolerances: Tolerances,
+    seeds: Sequence[Curve],
+    basis: comparison.BasisKind | None,
+    precisions: tuple[str, str],
+) -> _Measure:
+    a, letter = pair.curves[0], pair.alignment.letter
+    warnings = comparison.warnings_of(pair.alignment, pair.points)
+    if tolerances.exact:
+        warnings += comparison.precision_warnings(pair.curves, letter)
+    settings = find_differences(*pair.curves, pair.alignment)
+    if seeds:  # they allow for another seed
+        settings = [setting for setting in settings if setting.kind != "seed"]
+    chosen = comparison.Basis(
+        kind="exact" if tolerances.exact else "seeds" if seeds else "tolerance"
+    )
+    if chosen.kind == "tolerance" and basis != "tolerance":
+        requested = basis == "precision" or any(precisions)
+        chosen = precision_basis(pair.curves, precisions, settings, requested, letter) or chosen
+    names = METRICS if chosen.precisions is None else (*METRICS, "param_norm")
+    points = {name: pair.points[name] for name in names if name in pair.points}
+    limits = {name: PrecisionLimits(tolerances.of(name)) for name in points}
+    if chosen.precisions is not None:
+        limits = precision_limits(a, chosen.precisions, points, pair.differences, tolerances)
+    steps = (_first_step(p.steps, ~bit_identical(p.a, p.b)) for p in points.values())
+    changed = min((step for step in steps if step is not None), default=math.inf)
+    band = None
+    if seeds:
+        shifted = [shift_steps(seed, pair.matches[0].shift) for seed in seeds]
+        seed_band = SeedBand(a, shifted, pair.alignment.axis)
+        band = seed_band.compare(points, letter)
+        warnings += seed_band.warnings
+    return _Measure(tolerances, chosen, points, limits, band, changed, settings, warnings)
+
+
+def _causes(
+    shown: _Pair,
+    measure: _Measure,
+    verdict: comparison.Verdict,
+    metrics: Mapping[str, MetricComparison],
+) -> tuple[Cause, ...]:
+    differ, banded = verdict == "differ", measure.band is not None
+    if not differ and (verdict != "equivalent" or banded):
+        return ()
+    onsets = [m.onset_step for m in metrics.values() if m.onset_step is not None]
+    # Scatter of their own came before the departure: its causes are not those of the scatter.
+    apart = differ and all(m.scattered for m in metrics.values() if m.departs)
+    # The band allows for another precision, so that anything else is the cause.
+    others = [setting for setting in measure.settings if setting.kind != measure.basis.kind]
+    suspects = measure.settings if all(setting.weak for setting in others) else others
+    return explain(
+        *shown.curves,
+        shown.points,
+        shown.differences,
+        suspects,
+        min(onsets, default=None),
+        exact=shown.alignment.method == "exact",
+        shared=not banded and not apart,
+        letter=shown.alignment.letter,
+    )
+
+
+def _record(
+    pair: _Pair,
+    measure: _Measure,
+    verdict: comparison.Verdict,
+    metrics: dict[str, MetricComparison],
+    causes: tuple[Cause, ...],
+) -> Comparison:
+    a, b = pair.curves
+    alignment, letter, basis = pair.alignment, pair.alignment.letter, measure.basis
     match = verdict != "differ"
-    causes: tuple[Cause, ...] = ()
-    if not match or (verdict == "equivalent" and band is None):
-        onsets = [one.onset_step for one in metrics.values() if one.onset_step is not None]
-        # Scatter of their own came before the departure: its causes are not those of the scatter.
-        apart = not match and all(one.scattered for one in metrics.values() if one.departs)
-        # The band allows for another precision, so that anything else is the cause.
-        others = [setting for setting in settings if setting.kind != measure.kind]
-        suspects = settings if all(setting.weak for setting in others) else others
-        causes = explain(
-            *(a, b, shown, shown_differences, suspects, min(onsets, default=None)),
-            exact=alignment.method == "exact",
-            shared=band is None and not apart,
-            letter=letter,
-        )
+    warnings = measure.warnings
     if match:
         warnings += [
             f"the curves match although {setting.text}"
-            for setting in settings
-            if not setting.weak and setting.kind != measure.kind
+            for setting in measure.settings
+            if not setting.weak and setting.kind != basis.kind
         ]
     data = None
     if a.data is not None and b.data is not None:
-        skips = (one.text for one in compare_skips(a, b, letter))
+        skips = (skip.text for skip in compare_skips(a, b, letter))
         unlike = (*a.data.differences(b.data), *skips)
         data = comparison.DataComparison(same=not unlike, differences=unlike)
-    identical = points["loss"].steps[points["loss"].steps < changed]
+    steps = pair.points["loss"].steps
+    identical = steps[steps < measure.changed]
     identical_to = int(identical[-1]) if len(identical) else None
     only_in_a, only_in_b = alignment.only
     return Comparison(
@@ -169,36 +225,40 @@ def compare(
         bit_identical_to_step=identical_to,
         power={name: metric.power for name, metric in metrics.items()},
         reason=comparison.reason(
-            *(verdict, metrics, measure, band, () if match else causes, letter, identical_to)
+            verdict, metrics, basis, measure.band, () if match else causes, letter, identical_to
         ),
         causes=causes,
         diagnosis=None if match else comparison.Diagnosis.of(causes[0]),
-        settings=tuple(one.text for one in settings),
+        settings=tuple(setting.text for setting in measure.settings),
         data=data,
-        tolerance=tolerances,
-        basis=measure,
-        a=_side(matched[0]),
-        b=_side(matched[1]),
+        tolerance=measure.tolerances,
+        basis=basis,
+        a=_side(pair.matches[0]),
+        b=_side(pair.matches[1]),
         steps_compared=len(alignment.steps),
         first_step=int(alignment.steps[0]),
         last_step=int(alignment.steps[-1]),
         only_in_a=only_in_a,
         only_in_b=only_in_b,
         alignment=comparison.AlignmentRecord(
-            axis=axis, method=alignment.method, points=len(alignment.steps)
+            axis=alignment.axis, method=alignment.method, points=len(alignment.steps)
         ),
         metrics=metrics,
-        statistics=described,
-        band=band,
+        statistics=pair.statistics,
+        band=measure.band,
         overlaps={"a": _overlap(a), "b": _overlap(b)},
         warnings=tuple(warnings),
     )
 
 
-def points_of_metrics(
+def _points_of_metrics(
     alignment: Alignment, from_step: int | None, to_step: int | None
 ) -> dict[str, Points]:
-    """The points of each metric that both have; a RunError without a common point with a loss."""
+    """Return the points of each metric that both have.
+
+    Raises:
+        RunError: no common point has a loss.
+    """
     a, b = alignment.curves
     if not len(alignment.steps):
         raise RunError(no_common_step(a, b, from_step, to_step))
@@ -209,10 +269,14 @@ def points_of_metrics(
         raise RunError(
             f"{a.name} and {b.name} have a loss at different steps only; log it at the same steps"
         )
-    return {name: of_metric for name, of_metric in points.items() if len(of_metric)}
+    return {name: metric_points for name, metric_points in points.items() if len(metric_points)}
 
 
-def round_to_logs(points: Points, a: Curve, b: Curve) -> Points:
+def _differences(points: Mapping[str, Points]) -> dict[str, Floats]:
+    return {name: signed_difference(p.a, p.b) for name, p in points.items()}
+
+
+def _round_to_logs(points: Points, a: Curve, b: Curve) -> Points:
     """Round the values of both curves to what the less precise log can hold: float32, or text."""
     kinds = {a.kind, b.kind}
     if "tensorboard" in kinds:
@@ -227,76 +291,56 @@ def round_to_logs(points: Points, a: Curve, b: Curve) -> Points:
     return points
 
 
-def describe(
+def _describe(
     points: Mapping[str, Points], differences: Mapping[str, Floats]
 ) -> dict[str, Statistics]:
     with ThreadPoolExecutor(max_workers=2) as pool:  # numpy releases the GIL
         shapes = [name not in RATES for name in points]
-        found = pool.map(statistics, points.values(), differences.values(), shapes)
-        return dict(zip(points, found, strict=True))
+        described = pool.map(statistics, points.values(), differences.values(), shapes)
+        return dict(zip(points, described, strict=True))
 
 
-def compare_metric(
-    points: Points,
-    signed: Floats,
-    described: Statistics,
-    limits: PrecisionLimits,
-    changed: float,
-    *,
-    exact: Flags | None,
-    interpolated: bool,
-    band: comparison.BandOfMetric | None,
-) -> MetricComparison:
-    """Apply the limits, or the band of seeds, to the points of a metric.
-
-    `signed` are their relative differences, `exact` the points that are the same if they must be,
-    both as far as the logs have digits; `described` are their statistics; `changed` is the first
-    step at which any metric differs; `band` is B's place in the band, None without seeds.
-    """
-    steps, finite, tolerance = points.steps, np.isfinite(signed), limits.bias
-    same = bit_identical(points.a, points.b)
+def _compare_metric(name: str, pair: _Pair, shown: _Pair, measure: _Measure) -> MetricComparison:
+    """Apply the limits, or the band of seeds, to a metric; `shown` has the digits of both logs."""
+    points, limits, signed = measure.points[name], measure.limits[name], shown.differences[name]
+    band = None if measure.band is None else measure.band.metrics[name]
+    steps, finite, described = points.steps, np.isfinite(signed), pair.statistics[name]
+    bad_a, bad_b = ~np.isfinite(points.a), ~np.isfinite(points.b)
+    exact, visible = measure.tolerances.exact, shown.points[name]
+    differ = ~bit_identical(visible.a, visible.b) if exact else np.abs(signed) > limits.bias
     # Two NaNs have the same bits and yet do not match: neither run has a value there.
-    beyond = ~finite | (np.abs(signed) > tolerance if exact is None else ~exact)
+    beyond = ~finite | differ
     departure = _first_step(steps, beyond)
-    result, shared = DivergenceResult(), None
-    if finite.any():
-        a, b, r = points.a[finite], points.b[finite], signed[finite]
-        rough = max(0.0, limits.scatter - tolerance) + (roughness(a, b) if interpolated else 0.0)
-        shared = shared_noise(a, b, r)
-        correlation = 1.0 if shared is None else 0.0 if limits.unstable else shared
-        # After a change of precision there is noise.
-        identical = 0 if limits.scatter else int(np.searchsorted(steps, changed))
-        result = detect_divergence(r, tolerance, rough, identical, correlation)
-    at = steps[finite]
+    size = float(np.abs(signed[np.argmax(beyond)]))
+    interpolated = pair.alignment.method == "interpolated"
+    result, correlation = _detect(points, signed, limits, measure.changed, interpolated)
     rule: comparison.RuleName | None = result.rule
-    onset = None if result.onset is None else int(at[result.onset])
+    onset = None if result.onset is None else int(steps[finite][result.onset])
     if not finite.all():
         # They may diverge before that; but a single point beyond the tolerance may be noise.
-        starts = (onset if exact is None else departure, _first_step(steps, ~finite))
+        starts = (departure if exact else onset, _first_step(steps, ~finite))
         rule, onset = "not_finite", min(step for step in starts if step is not None)
-    elif exact is not None:
-        rule, onset = "exact" if departure is not None else None, departure
+    elif exact:
+        rule, onset = (None if departure is None else "exact"), departure
     elif band is not None:
-        rule, onset = None if band.within else "band", band.first_outside_step
+        rule, onset = (None, None) if band.within else ("band", band.first_outside_step)
     lasting = result.lasting if rule is not None else None
-    first_size = float(np.abs(signed[np.argmax(beyond)]))
+    same = bit_identical(points.a, points.b)
     return MetricComparison(
-        tolerance=tolerance,
+        tolerance=limits.bias,
         steps_compared=len(steps),
         max_rel_diff=described.max_rel_diff,
         max_rel_diff_step=described.max_rel_diff_step,
         mean_rel_diff=described.mean_rel_diff,
         first_difference_step=_first_step(steps, ~same),
         first_departure_step=departure,
-        first_departure_rel_diff=(
-            first_size if departure is not None and math.isfinite(first_size) else None
-        ),
+        first_departure_rel_diff=size if beyond.any() and math.isfinite(size) else None,
         departures=int(np.count_nonzero(beyond)),
         bit_identical=bool(np.all(same)),
-        non_finite_a=int(np.count_nonzero(~np.isfinite(points.a))),
-        non_finite_b=int(np.count_nonzero(~np.isfinite(points.b))),
-        first_non_finite_step_a=_first_step(steps, ~np.isfinite(points.a)),
-        first_non_finite_step_b=_first_step(steps, ~np.isfinite(points.b)),
+        non_finite_a=int(np.count_nonzero(bad_a)),
+        non_finite_b=int(np.count_nonzero(bad_b)),
+        first_non_finite_step_a=_first_step(steps, bad_a),
+        first_non_finite_step_b=_first_step(steps, bad_b),
         departs=rule is not None,
         rule=rule,
         noise=result.noise,
@@ -304,23 +348,39 @@ def compare_metric(
         scattered=rule in (None, result.rule)
         and (result.scattered or (limits.unstable and rule is None)),
         scatter=comparison.Scattering(
-            size=result.noise, correlation=shared, allowed=max(tolerance, limits.scatter)
+            size=result.noise, correlation=correlation, allowed=max(limits.bias, limits.scatter)
         ),
         power=result.power if band is None else band.power,
-        onset_step=None if rule is None else onset,
-        lasting_departure_step=None if lasting is None else int(at[lasting.first]),
-        lasting_departure_last_step=None if lasting is None else int(at[lasting.last]),
+        onset_step=onset,
+        lasting_departure_step=None if lasting is None else int(steps[finite][lasting.first]),
+        lasting_departure_last_step=None if lasting is None else int(steps[finite][lasting.last]),
         lasting_departure_points=None if lasting is None else lasting.last - lasting.first + 1,
         lasting_departure_rel_diff=None if lasting is None else lasting.size,
     )
+
+
+def _detect(
+    points: Points, signed: Floats, limits: PrecisionLimits, changed: float, interpolated: bool
+) -> tuple[DivergenceResult, float | None]:
+    """Detect a divergence at the finite points; also return the correlation of the noise."""
+    finite = np.isfinite(signed)
+    if not finite.any():
+        return DivergenceResult(), None
+    a, b, r = points.a[finite], points.b[finite], signed[finite]
+    rough = max(0.0, limits.scatter - limits.bias) + (roughness(a, b) if interpolated else 0.0)
+    correlation = shared_noise(a, b, r)
+    shared = 1.0 if correlation is None else 0.0 if limits.unstable else correlation
+    # After a change of precision there is noise.
+    identical = 0 if limits.scatter else int(np.searchsorted(points.steps, changed))
+    return detect_divergence(r, limits.bias, rough, identical, shared), correlation
 
 
 def _first_step(steps: Ints, flags: Flags) -> int | None:
     return int(steps[np.argmax(flags)]) if flags.any() else None
 
 
-def _side(matched: StepMatch) -> comparison.Side:
-    curve = matched.read
+def _side(match: StepMatch) -> comparison.Side:
+    curve = match.read
     return comparison.Side(
         name=curve.name,
         path=str(curve.path),
@@ -330,9 +390,9 @@ def _side(matched: StepMatch) -> comparison.Side:
         attempts=len(np.unique(curve.attempts)),
         restarts=tuple(curve.restarts.tolist()),
         missing=curve.gaps,
-        shift=matched.shift,
-        shift_reason=matched.reason if matched.shift else "",
-        averaged=matched.averaged,
+        shift=match.shift,
+        shift_reason=match.reason if match.shift else "",
+        averaged=match.averaged,
     )
 
 

@@ -28,7 +28,6 @@ class Tolerances(Record):
     exact: bool = False  # every value must be bit-identical instead
 
     def of(self, metric: str) -> float:
-        """The relative tolerance of a metric; 0 if `exact`."""
         if self.exact:
             return 0.0
         return self.grad_norm if metric == "grad_norm" else self.loss
@@ -184,7 +183,7 @@ class Comparison(Record):
 
 
 def curve_letter(position: int) -> str:
-    """Returns the name of a curve by its position from 0: A to Z, then #27, …"""
+    """Return the name of a curve by its position from 0: A to Z, then #27, …"""
     return chr(ord("A") + position) if position < 26 else f"#{position + 1}"
 
 
@@ -197,7 +196,6 @@ def reason(
     letter: str,
     identical_to: int | None,
 ) -> str:
-    """Returns the reason of a verdict, in one line."""
     count = metrics["loss"].steps_compared
     steps = "the one step compared" if count == 1 else f"all {count} steps compared"
     if verdict == "identical":
@@ -217,7 +215,7 @@ def reason(
             ]
             texts = [f"within the band of {len(band.seeds)} seeds: {' and '.join(spreads)}"]
         texts[0] += f" at {steps}" if verdict == "match" else ""
-        power = [f"{format_figure(one.power)} in {name}" for name, one in metrics.items()]
+        power = [f"{format_figure(metric.power)} in {name}" for name, metric in metrics.items()]
         texts.append(f"a lasting bias of {' or '.join(power)} would have been found")
     else:
         texts = [
@@ -225,17 +223,18 @@ def reason(
             for name, metric in metrics.items()
             if metric.departs
         ]
-    first = min(one.first_difference_step or math.inf for one in metrics.values())
+    first = min(metric.first_difference_step or math.inf for metric in metrics.values())
+    onsets = [metric.onset_step or 0 for metric in metrics.values() if metric.departs]
     if identical_to is not None:
         texts.append(f"bit-identical up to step {identical_to}")
-    elif first < min((one.onset_step or 0 for one in metrics.values() if one.departs), default=0):
+    elif first < min(onsets, default=0):
         texts.append(f"the values differ from step {first} on")
     # The metrics' texts have what is not finite.
-    causes = [one for one in causes if one.kind != "not_finite"]
+    causes = [cause for cause in causes if cause.kind != "not_finite"]
     for confidence, title in (("certain", "cause (certain)"), ("likely", "likely cause")):
-        found = [one.evidence for one in causes if one.confidence == confidence]
-        if found:
-            texts.append(f"{title}: {' and '.join(found)}")
+        evidence = [cause.evidence for cause in causes if cause.confidence == confidence]
+        if evidence:
+            texts.append(f"{title}: {' and '.join(evidence)}")
     return "; ".join(texts)
 
 
@@ -291,18 +290,17 @@ def _describe_divergence(
 
 
 def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]:
-    """Returns warnings about the curves and their common points."""
     a, b = alignment.curves
     letters = ("A", alignment.letter)
-    found = []
+    warnings = []
     for label, curve, only in zip(letters, (a, b), alignment.only, strict=True):
         who = f"{label} ({curve.name})"
-        found += [f"{who}: {warning}" for warning in curve.warnings]
+        warnings += [f"{who}: {warning}" for warning in curve.warnings]
         if curve.gaps:
-            found.append(f"{who} lacks steps {describe_ranges(curve.gaps)}")
+            warnings.append(f"{who} lacks steps {describe_ranges(curve.gaps)}")
         for new in curve.schedules:
             changed = describe_schedule_change(curve, *new.attempts)
-            found.append(
+            warnings.append(
                 f"{who}: steps from {new.step} were computed again with another learning rate "
                 f"({new.values[0]:.6g} → {new.values[1]:.6g}); the schedule was changed "
                 + (changed or f"at the resume of attempt {new.attempts[1]} or before")
@@ -312,52 +310,52 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]
         if curve.overlap_identical is False:
             extent = curve.overlap_max_rel_diff
             by = f" by up to {format_figure(extent)} relative" if extent else ""
-            found.append(
+            warnings.append(
                 f"{who}: {curve.overlap_rows} rows recomputed after a restart differ{by} from the "
                 "first ones; its resume was not bit-exact"
             )
         if only:
-            found.append(f"only {who} has steps {describe_ranges(only)}; they are not compared")
+            warnings.append(f"only {who} has steps {describe_ranges(only)}; they are not compared")
     num_steps = len(alignment.steps)
     if alignment.method == "interpolated":
-        found.append(
+        warnings.append(
             f"few points are common: the denser curve is interpolated at the {num_steps} points of "
             "the other, and the values between its points are not its own"
         )
     each = [tokens_per_step(curve) for curve in (a, b)]
     if alignment.axis == "step" and None not in each and each[0] != each[1]:
-        found.append(
+        warnings.append(
             f"a step of A is {each[0]:,.0f} tokens and one of {alignment.letter} {each[1]:,.0f}; "
             "`slurmllm compare --by tokens` compares them at the same numbers of tokens"
         )
     counts = [curve.convention.counts if curve.convention else "steps" for curve in (a, b)]
     if alignment.axis == "step" and counts[0] != counts[1]:
-        found.append(
+        warnings.append(
             f"A counts {counts[0]}, {alignment.letter} counts {counts[1]}: compare them by what "
             "both log (--by samples, --by tokens), or shift one by --shift A=…"
         )
     if a.path.absolute() == b.path.absolute():
-        found.append(f"A and {alignment.letter} are the same: {a.path}")
+        warnings.append(f"A and {alignment.letter} are the same: {a.path}")
     for name in ("loss", "grad_norm"):
         lacking = num_steps - (len(points[name]) if name in points else 0)
         if lacking:
-            found.append(f"{name} is missing at {lacking} of {num_steps} common steps")
-    return found
+            warnings.append(f"{name} is missing at {lacking} of {num_steps} common steps")
+    return warnings
 
 
 def precision_warnings(curves: Sequence[Curve], letter: str) -> list[str]:
-    """Returns what an exact comparison cannot see, because a log holds fewer digits."""
-    found = []
+    """Return what an exact comparison cannot see, because a log holds fewer digits."""
+    warnings = []
     for label, curve in zip(("A", letter), curves, strict=True):
         if curve.kind in ("tensorboard", "text"):
             what = "TensorBoard, which stores float32 (6e-8 relative)"
             if curve.kind == "text":
                 what = "text, whose numbers are rounded"
-            found.append(
+            warnings.append(
                 f"{label} ({curve.name}) is read from {what}: --exact compares no more digits; "
                 "for all of them give a run with its metrics/attempt_NNN.jsonl"
             )
-    return found
+    return warnings
 
 
 def format_figure(value: float) -> str:

@@ -22,8 +22,6 @@ from slurmllm.metrics.curves import Curve, Floats
 from slurmllm.run.records import Record
 
 _TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in a step's order
-
-
 # Points from which the first cause is likely, not only possible
 _LIKELY = 6
 # Sizes: relative differences up to which they are called tiny or small
@@ -58,7 +56,6 @@ class Clue(Record):
 
 @cache
 def clue_table() -> Mapping[str, Clue]:
-    """Returns the clues by name, as in clues.yaml."""
     rows = yaml.safe_load(Path(__file__).with_name("clues.yaml").read_text())
     return {name: Clue.model_validate(row) for name, row in rows.items()}
 
@@ -110,13 +107,13 @@ class Observation:
         return True
 
     def values(self, name: str) -> tuple[Floats, Floats]:
-        """Returns both curves' values of a column from the first difference on. [points] each"""
-        one = self.points[name]
-        begin = 0 if self.first is None else int(np.searchsorted(one.steps, self.first))
-        return one.a[begin:], one.b[begin:]
+        """Return both curves' values of a column from the first difference on. [points] each"""
+        points = self.points[name]
+        begin = 0 if self.first is None else int(np.searchsorted(points.steps, self.first))
+        return points.a[begin:], points.b[begin:]
 
     def after(self, name: str) -> Floats:
-        """Returns the finite differences of a column from the first difference on. [points]"""
+        """Return the finite differences of a column from the first difference on. [points]"""
         if name not in self.r or self.first is None:
             return np.empty(0)
         r = self.r[name][np.searchsorted(self.points[name].steps, self.first) :]
@@ -129,7 +126,7 @@ class Observation:
         return f"{'at' if self.gap == 1 else 'by'} step {self.first}"
 
     def identity(self) -> str | None:
-        """Returns the clue that identities of the columns prove: another way of logging."""
+        """Return the clue that identities of the columns prove: another way of logging."""
         if self.first is None:
             return None
         finite = all(np.isfinite(r).all() for r in self.r.values())
@@ -148,8 +145,8 @@ class Observation:
             shortest = (np.format_float_scientific(abs(value), trim="-") for value in values)
             digits = max(len(text.partition("e")[0].replace(".", "")) for text in shortest)
             far = name == "loss" and np.median(np.abs(self.after(name))) > _FAR * 10.0**-digits
-            known = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
-            if known and not np.any(same) and not self.factor("grad_norm"):
+            varied = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
+            if varied and not np.any(same) and not self.factor("grad_norm"):
                 return clue
         for clue, of_a, of_b in (
             ("shifted_later", slice(-1), slice(1, None)),
@@ -161,7 +158,7 @@ class Observation:
         return None
 
     def factor(self, name: str) -> bool:
-        """Whether a column differs by a constant factor, of values that vary."""
+        """Return whether a column differs by a constant factor, of values that vary."""
         if name not in self.starts:
             return False
         a, b = self.values(name)
@@ -181,7 +178,7 @@ class Observation:
         return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
     def below(self, limits: Mapping[str, float], which: slice) -> bool:
-        """Whether loss and gradient norm differ by no more, in the median of some points."""
+        """Return whether loss and gradient norm differ by no more, in the median of some points."""
         sizes = {name: np.abs(self.after(name)[which]) for name in limits}
         return all(
             np.median(size) <= limits[name] for name, size in sizes.items() if len(size)
@@ -191,33 +188,33 @@ class Observation:
         if self.first is None:
             return []
         loss, norm, weights = (self.starts.get(name, 2**62) for name in _TRAINED)
-        found = []
+        clues = []
         if self.factor("loss"):
-            found.append("loss_factor")
+            clues.append("loss_factor")
         elif self.factor("grad_norm") and not np.any(self.after("loss")):
             return ["norm_factor"]
         if self.gap > 1:
-            found.append("undated")
+            clues.append("undated")
         elif weights < min(loss, norm):
-            found += ["update_first"] + (["update_without_lr"] if self.lr is None else [])
+            clues += ["update_first"] + (["update_without_lr"] if self.lr is None else [])
             r = self.after("param_norm")
             if len(r) > 2 and np.median(np.abs(np.diff(r))) > np.median(np.abs(r)) / 10:
-                found.append("weights_scatter")
+                clues.append("weights_scatter")
         elif norm < loss and np.any(np.abs(self.after("grad_norm")[:1]) > _LAST_DIGITS):
-            found.append("gradient_first")
+            clues.append("gradient_first")
         else:
             # Noise and the last digits of fp32 hide what the weights before were.
-            known = np.any(np.abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
-            known &= "param_norm" in self.r
-            found.append("together" if known else "together_or_update")
+            decided = np.any(np.abs(self.after("loss")[:1]) > _LAST_DIGITS) and not self.jumped
+            decided &= "param_norm" in self.r
+            clues.append("together" if decided else "together_or_update")
         if len(self.points) == 1:
-            found.append("loss_only")
+            clues.append("loss_only")
         early, late = slice(_EARLY_POINTS), slice(-(len(self.after("loss")) // 4 or 1), None)
         if self.below(_TINY, early) and self.below(_TINY, late):
-            return [*found, "tiny"]
-        if {"undated", *_FORWARD_CLUES} & set(found):
-            found += self._clues_of_size(early)
-        return found
+            return [*clues, "tiny"]
+        if {"undated", *_FORWARD_CLUES} & set(clues):
+            clues += self._clues_of_size(early)
+        return clues
 
     def _clues_of_size(self, early: slice) -> list[str]:
         weights, norm = self.after("param_norm"), self.after("grad_norm")
@@ -268,31 +265,15 @@ def explain(
         letter: Name of B in texts.
     """
     shown = Observation(points, differences, onset)
-    known_steps = [one for one in (onset, shown.first) if one is not None]
-    step = min(known_steps, default=int(points["loss"].steps[0]))
+    starts = [start for start in (onset, shown.first) if start is not None]
+    step = min(starts, default=int(points["loss"].steps[0]))
     if not shared and onset is not None:
         step = onset
-    unknown = Cause(
-        kind="unknown", confidence="possible", step=step,
-        evidence="the settings and values recorded do not decide what differs "
-        + (shown.at if step == shown.first else f"at step {step}"),
-    )  # fmt: skip
-    not_finite = min(
-        (
-            (int(one.steps[np.argmax(bad)]), name)
-            for name, one in shown.points.items()
-            if np.any(bad := ~(np.isfinite(one.a) & np.isfinite(one.b)))
-        ),
-        default=None,
-    )
-    if not_finite is not None and (shown.first is None or not_finite[0] <= shown.first):
-        return (
-            Cause(kind="not_finite", confidence="certain", step=not_finite[0],
-                  evidence=f"{not_finite[1]} is not a finite number from step {not_finite[0]} on"),
-            Cause(kind="gradient", confidence="possible", step=not_finite[0],
-                  evidence="a gradient that is not finite makes the weights so"),
-            unknown,
-        )  # fmt: skip
+    where = shown.at if step == shown.first else f"at step {step}"
+    text = f"the settings and values recorded do not decide what differs {where}"
+    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=text)
+    if causes := _not_finite(shown):
+        return (*causes, unknown)
     clues = []
     if exact and shared:
         if (name := shown.identity()) is not None:
@@ -305,15 +286,33 @@ def explain(
         return tuple(recorded)
     seen = _of_clues(clues, shown, b, letter)
     # A loss by itself does not show which part of a step differs.
-    undecided = len(shown.points) == 1 and not any(one.confidence == "likely" for one in seen)
+    undecided = len(shown.points) == 1 and not any(cause.confidence == "likely" for cause in seen)
     if onset is None:
         seen = [cause.model_copy(update={"confidence": "possible"}) for cause in seen]
     seen += [cause for cause in of_settings if cause.confidence == "possible"]
-    known = {cause.kind for cause in recorded}
-    seen = [cause for cause in seen if cause.kind not in known]
+    kinds = {cause.kind for cause in recorded}
+    seen = [cause for cause in seen if cause.kind not in kinds]
     if undecided and not recorded:
         return (unknown, *seen)
     return (*recorded, *seen, unknown)
+
+
+def _not_finite(shown: Observation) -> list[Cause]:
+    """Return the causes if a value is not finite before any other difference."""
+    steps = []
+    for name, points in shown.points.items():
+        bad = ~(np.isfinite(points.a) & np.isfinite(points.b))
+        if bad.any():
+            steps.append((int(points.steps[np.argmax(bad)]), name))
+    step, name = min(steps, default=(0, ""))
+    if not steps or (shown.first is not None and step > shown.first):
+        return []
+    text = f"{name} is not a finite number from step {step} on"
+    gradient = "a gradient that is not finite makes the weights so"
+    return [
+        Cause(kind="not_finite", confidence="certain", step=step, evidence=text),
+        Cause(kind="gradient", confidence="possible", step=step, evidence=gradient),
+    ]
 
 
 def select_settings(
@@ -339,48 +338,57 @@ def select_settings(
     restarts = np.concatenate((a.restarts, b.restarts))
     restarted = np.any((restarts > steps[0]) & (restarts <= step + 1))
     all_along = place < _SLACK_POINTS or shown.jumped or restarted
-    found = [one for one in settings if one.step <= limit and (all_along or one.step > steps[0])]
-    return sorted(found, key=lambda one: (one.weak, -one.step, _ORDER.index(one.kind)))
+    differences = [
+        setting
+        for setting in settings
+        if setting.step <= limit and (all_along or setting.step > steps[0])
+    ]
+    return sorted(
+        differences, key=lambda setting: (setting.weak, -setting.step, _ORDER.index(setting.kind))
+    )
 
 
 def _of_settings(
     settings: Sequence[SettingDifference], shown: Observation, clues: Sequence[str]
 ) -> list[Cause]:
-    """Returns the settings as causes; those that may not explain the curves are `possible`."""
-    found = []
+    """Return the settings as causes; those that may not explain the curves are `possible`."""
+    causes = []
     first = 0 if shown.first is None else shown.first
     # An update cannot change the loss of its own step.
     forward = "together" in clues and not shown.jumped
-    strong = [one for one in settings if not one.weak]
+    strong = [setting for setting in settings if not setting.weak]
     small = shown.below(_SMALL, slice(_EARLY_POINTS)) or not clues
     jumps = shown.jumped or {"gradient_first", "update_first", "other_batches"} & set(clues)
-    for one in settings:
-        step = max(one.step, first) if one.kind in _ROUNDING_KINDS else one.step
+    for setting in settings:
+        step = max(setting.step, first) if setting.kind in _ROUNDING_KINDS else setting.step
         explains = small and not jumps and not strong
-        if not one.weak:
-            explains = not (forward and one.step >= first and one.kind in ("lr", "optimizer"))
-        alone = len(strong) == 1 and not one.weak
+        if not setting.weak:
+            explains = not (
+                forward and setting.step >= first and setting.kind in ("lr", "optimizer")
+            )
+        alone = len(strong) == 1 and not setting.weak
         confidence = ("certain" if alone else "likely") if explains else "possible"
-        found.append(Cause(kind=one.kind, confidence=confidence, step=step, evidence=one.text))
-    return found
+        causes.append(
+            Cause(kind=setting.kind, confidence=confidence, step=step, evidence=setting.text)
+        )
+    return causes
 
 
 def _of_clues(clues: Sequence[str], shown: Observation, b: Curve, letter: str) -> list[Cause]:
-    """Rank the kinds by the points that the clues give them."""
     points: Counter[Kind] = Counter()
     for name in clues:
         points.update(clue_table()[name].points)
     if not shown.below(_ROUNDED, slice(_EARLY_POINTS)):
         del points["precision"], points["rounding"]
-    found: list[Cause] = []
+    causes: list[Cause] = []
     for kind, sum_of_points in points.most_common():
         best = max((clue_table()[name] for name in clues), key=lambda c: c.points.get(kind, 0))
         text = best.text.format(at=shown.at, gap=shown.gap, step=shown.first)
-        if kind == "gradient" and not found:
+        if kind == "gradient" and not causes:
             text += _describe_nodes(shown.first or 0, b, letter)
-        confidence = "likely" if not found and sum_of_points >= _LIKELY else "possible"
-        found.append(Cause(kind=kind, confidence=confidence, step=shown.first or 0, evidence=text))
-    return found
+        confidence = "likely" if not causes and sum_of_points >= _LIKELY else "possible"
+        causes.append(Cause(kind=kind, confidence=confidence, step=shown.first or 0, evidence=text))
+    return causes
 
 
 def _describe_nodes(step: int, b: Curve, letter: str) -> str:

@@ -1,23 +1,16 @@
-"""Detects whether two curves diverge, or differ only by noise.
+"""Detection of a divergence of two curves, as opposed to noise.
 
 The input is the signed relative difference r = (b - a) / max(|a|, |b|) at the points compared,
-against a tolerance τ. Noise takes single points beyond τ. The curves differ by one of these rules:
+against a tolerance τ. Noise takes single points beyond τ. The rules are those of docs/compare.md:
 
 - **lasting**: a mean of r is beyond τ by more than its own statistical error. Tested are the mean
-  over all points, whose error counts the values that are independent; the signed ranks of
-  r - τ, of all points, of halves and of quarters; and means over windows of 8 to 1,024
-  points, and √points at least, of medians of three neighbours, whose error is what neighbouring
-  windows differ by.
+  over all points, the signed ranks of r - τ, and means over windows of medians of three neighbours,
+  whose error is what neighbouring windows differ by. After a bit-identical beginning nothing is
+  noise: a mean of |r| over 8 points beyond τ lasts.
 - **noise**: r scatters by more than τ from point to point, and the curves share the noise of their
-  batches, so that the scatter is not that of another seed, order or device.
-- **outlier**: points are too far off to belong to the noise: beyond τ, 10 times the scatter
-  around them, and further than the tail of the noise goes (statistics.extrapolated).
-- **pointwise**: of fewer than 5 points one is beyond τ; of fewer than 20, beyond 4 times the
-  scatter too.
-
-After a bit-identical beginning nothing is noise: a mean of |r| over 8 points beyond τ lasts.
-Scatter beyond τ that the two curves do not share, or that is the same throughout and without any
-order, leaves them equivalent unless a mean differs.
+  batches; else such scatter leaves them equivalent.
+- **outlier**: points too far off to belong to the noise.
+- **pointwise**: of few points, single ones beyond τ.
 
 The constants are set by simulation (tools/benchmarks/departures --noise): at most one false alarm
 in a hundred with noise of up to τ/3, from normal to Student's t with 3 degrees of freedom, white
@@ -26,10 +19,11 @@ and slow, 50 to 20,000 points.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import comb
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -108,14 +102,23 @@ class DivergenceResult:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A rule fired: points from `first` to before `end` show it; it holds `since` … `last`."""
+class _Sign:
+    """A rule that applies, shown by the points `first` … `end` - 1; it holds `since` … `last`."""
 
     rule: Rule
     first: int
     end: int
     since: int = 0
     last: int | None = None
+    biased: bool = False  # all points, or a whole part
+
+
+class Mean(NamedTuple):
+    """The mean of all points."""
+
+    value: float
+    error: float  # at a chance of 1 in 200
+    independent: float  # number of independent values
 
 
 def detect_divergence(
@@ -130,70 +133,83 @@ def detect_divergence(
         shared: Correlation of the noise of the two curves.
     """
     spread = scatter(r) if len(r) > 2 else None
-    whole = _Found("lasting", 0, len(r), 0, len(r) - 1)
     after_identical = identical >= _IDENTICAL
-    mean, error, independent = mean_and_error(r)
-    power = tolerance if after_identical or len(r) < _FEWEST else tolerance + error
+    mean = mean_and_error(r)
+    power = tolerance if after_identical or len(r) < _FEWEST else tolerance + mean.error
     noise = None if spread is None else spread.median
-    none = DivergenceResult(noise=noise, mean=mean, power=power)
-    size = np.abs(r)
-    beyond = size > tolerance + 3 * rough
-    if not (size > tolerance).any():
+    none = DivergenceResult(noise=noise, mean=mean.value, power=power)
+    if not (np.abs(r) > tolerance).any():
         return none
-    found: list[_Found | None]
     scattered = False
     if spread is None or len(r) < _FEWEST:
-        found = [_pointwise(r, beyond)]
+        signs = [_pointwise(r, np.abs(r) > tolerance + 3 * rough)]
     elif after_identical:
-        found = [_changed(r, tolerance, identical)]
+        signs = [_changed(r, tolerance, identical)]
     else:
-        biased = abs(mean) > tolerance + error
-        found = [whole if biased else _one_sided(r, tolerance)]
-        found += [_lasting(r, spread, tolerance)] if len(r) >= FEW else []
-        noisy = _noisy(len(r), spread, tolerance + rough)
-        if noisy is not None and (shared < _SHARED or _steady(r, independent)):
-            scattered = True
-        elif len(r) >= FEW:
-            found += [noisy, _outlier(r, spread, beyond)]
-        else:
-            found += [_pointwise(r, beyond & (size > 4 * spread.median)), noisy]
-    fired = [one for one in found if one is not None]
-    if not fired and not (after_identical or scattered):
+        signs, scattered = _search(r, tolerance, rough, shared, spread, mean)
+    shown = [sign for sign in signs if sign is not None]
+    if not shown and not (after_identical or scattered):
         # Slow differences are no noise of curves whose other noise is the same, if they grew.
-        usual = TO_SIGMA * float(np.median(size))
+        usual = TO_SIGMA * float(np.median(np.abs(r)))
         if usual > _NOISY_ALL * tolerance + rough:
-            grew = np.median(size[: max(3, len(r) // 8)]) < _GROWN * usual and shared > _SHARED
-            scattered = not grew
-            fired = [whole] if grew else []
-    if not fired:
+            early = np.median(np.abs(r[: max(3, len(r) // 8)]))
+            scattered = not (early < _GROWN * usual and shared > _SHARED)
+            shown = [] if scattered else [_Sign("lasting", 0, len(r), 0, len(r) - 1)]
+    if not shown:
         return replace(none, scattered=scattered)
-    earliest = min(fired, key=lambda one: one.end)
-    onset = find_onset(r, earliest.first, earliest.end)
-    bias = found[0]
-    if bias is not None and bias.rule == "lasting" and not after_identical:
-        before, after = r[bias.first : onset], r[onset : bias.end]
-        if len(before) and len(after) and before.mean() / after.mean() > _ALIKE:
-            onset = bias.first  # the bias is there already
-    stays = [one for one in fired if one.last is not None]
-    stretch = None
-    if stays:
-        longest = min(stays, key=lambda one: one.since)
-        last = max(one.last or 0 for one in stays if one.since <= (longest.last or 0) + 1)
-        near = longest.since - (longest.end - longest.first) <= onset <= last
-        first = onset if near else longest.since
-        inside = r[first : last + 1]
-        stretch = Stretch(first, last, float(np.median(np.abs(inside))))
-    rule = fired[0].rule
-    if stretch is not None and {one.rule for one in fired} >= {"noise", "lasting"}:
-        assert spread is not None
-        around = spread.at(np.arange(stretch.first, stretch.last + 1))
-        rule = "lasting" if abs(np.median(inside)) > np.median(around) else "noise"
+    onset = _onset(r, shown)
+    stretch = _stretch(r, shown, onset)
+    rule = shown[0].rule
+    if stretch and spread and {sign.rule for sign in shown} >= {"noise", "lasting"}:
+        places = np.arange(stretch.first, stretch.last + 1)
+        rule = "lasting" if abs(np.median(r[places])) > np.median(spread.at(places)) else "noise"
     late = scattered and onset >= _LATE
     return replace(none, rule=rule, onset=onset, lasting=stretch, scattered=late)
 
 
-def mean_and_error(r: Floats) -> tuple[float, float, float]:
-    """Returns the mean of r, its error at a chance of 1 in 200, and the independent values.
+def _search(
+    r: Floats, tolerance: float, rough: float, shared: float, spread: Scatter, mean: Mean
+) -> tuple[list[_Sign | None], bool]:
+    """Search for signs by all rules, and return whether there is independent scatter instead."""
+    signs: list[_Sign | None]
+    if abs(mean.value) > tolerance + mean.error:
+        signs = [_Sign("lasting", 0, len(r), 0, len(r) - 1, biased=True)]
+    else:
+        signs = [_one_sided(r, tolerance)]
+    if len(r) >= FEW:
+        signs.append(_lasting(r, spread, tolerance))
+    noisy = _noisy(len(r), spread, tolerance + rough)
+    if noisy is not None and (shared < _SHARED or _steady(r, mean.independent)):
+        return signs, True
+    beyond = np.abs(r) > tolerance + 3 * rough
+    if len(r) >= FEW:
+        return [*signs, noisy, _outlier(r, spread, beyond)], False
+    return [*signs, _pointwise(r, beyond & (np.abs(r) > 4 * spread.median)), noisy], False
+
+
+def _onset(r: Floats, signs: Sequence[_Sign]) -> int:
+    earliest = min(signs, key=lambda sign: sign.end)
+    onset = find_onset(r, earliest.first, earliest.end)
+    for sign in signs:
+        before, after = r[sign.first : onset], r[onset : sign.end]
+        if sign.biased and len(before) and len(after) and before.mean() / after.mean() > _ALIKE:
+            return sign.first  # the bias is there already
+    return onset
+
+
+def _stretch(r: Floats, signs: Sequence[_Sign], onset: int) -> Stretch | None:
+    ends = [(sign, sign.last) for sign in signs if sign.last is not None]
+    if not ends:
+        return None
+    longest, end = min(ends, key=lambda pair: pair[0].since)
+    last = max(other for sign, other in ends if sign.since <= end + 1)
+    near = longest.since - (longest.end - longest.first) <= onset <= last
+    first = onset if near else longest.since
+    return Stretch(first, last, float(np.median(np.abs(r[first : last + 1]))))
+
+
+def mean_and_error(r: Floats) -> Mean:
+    """Return the mean of r, and its error.
 
     The variance of a mean of n values is that of n / (1 + 2 Σ ρ_k) independent ones, of
     autocorrelations ρ. Long curves are means over blocks.
@@ -205,14 +221,14 @@ def mean_and_error(r: Floats) -> tuple[float, float, float]:
     off = blocks - blocks.mean()
     deviation = float(np.std(off, ddof=1)) if count > 2 else 0.0
     if deviation == 0:
-        return mean, 0.0, float(count)
-    independent = count / (1 + 2 * autocorrelation(off[None])[1:].sum())
+        return Mean(mean, 0.0, float(count))
+    independent = float(count / (1 + 2 * autocorrelation(off[None])[1:].sum()))
     quantile = t_quantile(_CHANCE_OF_MEAN, max(1.0, independent - 1))
-    return mean, float(quantile * deviation / np.sqrt(independent)), float(independent)
+    return Mean(mean, float(quantile * deviation / np.sqrt(independent)), independent)
 
 
-def _one_sided(r: Floats, tolerance: float) -> _Found | None:
-    """Returns where the values are beyond τ on one side, by Wilcoxon's signed-rank test of r - τ.
+def _one_sided(r: Floats, tolerance: float) -> _Sign | None:
+    """Test whether values are beyond τ on one side, by Wilcoxon's signed-rank test of r - τ.
 
     Of all points, their halves and quarters: it also finds a bias under noise that grows, which
     hides it from the mean. Neighbours on the same side of τ count as fewer.
@@ -231,12 +247,12 @@ def _one_sided(r: Floats, tolerance: float) -> _Found | None:
                     alike = max(0.0, (together - share**2) / (share - share**2))
                 z = signed_rank(side - tolerance) if share > 0.5 else 0.0
                 if z * np.sqrt((1 - alike) / (1 + alike)) > needed:
-                    return _Found("lasting", begin, end, begin, end - 1)
+                    return _Sign("lasting", begin, end, begin, end - 1, biased=True)
     return None
 
 
 def _steady(r: Floats, independent: float) -> bool:
-    """Whether r is noise that is white and as strong in each part: a departure's is not."""
+    """Return whether r is noise, white and equally strong in each part: a departure's is not."""
     parts = min(8, len(r) // 16)
     if parts < 2 or r[0] == 0:
         return False
@@ -245,26 +261,26 @@ def _steady(r: Floats, independent: float) -> bool:
     return bool(white and size.max() < _UNEVEN * size.min())
 
 
-def _pointwise(r: Floats, beyond: Flags) -> _Found | None:
+def _pointwise(r: Floats, beyond: Flags) -> _Sign | None:
     if not beyond.any():
         return None
     first = int(np.argmax(beyond))
     # The first three in a row are a lasting departure.
     three = np.flatnonzero(beyond[:-2] & beyond[1:-1] & beyond[2:])
     since, last = _run(beyond, int(three[0])) if len(three) else (0, None)
-    return _Found("pointwise", first, first + 1, since, last)
+    return _Sign("pointwise", first, first + 1, since, last)
 
 
 def _run(flags: Flags, place: int) -> tuple[int, int]:
-    """Returns the first and the last of the flags that are set around one of them."""
+    """Return the first and the last of the flags that are set around one of them."""
     unset = np.flatnonzero(~flags)
     after = int(np.searchsorted(unset, place))
     bounds = np.concatenate(([-1], unset, [len(flags)]))
     return int(bounds[after]) + 1, int(bounds[after + 1]) - 1
 
 
-def _changed(r: Floats, tolerance: float, identical: int) -> _Found | None:
-    """Returns what follows a bit-identical beginning if it reaches the tolerance in mean."""
+def _changed(r: Floats, tolerance: float, identical: int) -> _Sign | None:
+    """Test what follows a bit-identical beginning: whether it reaches the tolerance in mean."""
     width = max(1, min(_CHANGED, len(r) - identical))
     means = np.convolve(np.abs(r), np.full(width, 1 / width), "valid")
     hits = np.flatnonzero(means > tolerance)
@@ -272,10 +288,10 @@ def _changed(r: Floats, tolerance: float, identical: int) -> _Found | None:
         return None
     first = max(identical, int(hits[0]))
     last = _run(means > tolerance / 2, int(hits[0]))[1] + width - 1
-    return _Found("lasting", first, int(hits[0]) + width, first, last)
+    return _Sign("lasting", first, int(hits[0]) + width, first, last)
 
 
-def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
+def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Sign | None:
     calm = medians_of_three(r)
     total = np.concatenate(([0.0], np.cumsum(calm)))
     shortest = max(width for width in SCALES if width**2 <= max(len(r), SCALES[0] ** 2))
@@ -291,7 +307,7 @@ def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
     single = _error(r[middles], spread.at(middles), 1)
     covered = np.zeros(len(r) + 1, dtype=np.int64)
     error = 0.0
-    first: _Found | None = None
+    first: _Sign | None = None
     for width in reversed(scales):  # a mean of fewer points is no more certain than one of more
         places = begins[width]
         means = (total[places + width] - total[places]) / width
@@ -311,7 +327,7 @@ def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
         cut_means = np.abs(np.clip(inside, -most, most).mean(axis=1))
         hits = places[hits[cut_means >= needed[hits]]]
         if len(hits) and (first is None or hits[0] + width < first.end):
-            first = _Found("lasting", int(hits[0]), int(hits[0] + width))
+            first = _Sign("lasting", int(hits[0]), int(hits[0] + width))
     if first is None:
         return None
     since, last = _run(np.cumsum(covered[:-1]) > 0, first.first)
@@ -319,7 +335,7 @@ def _lasting(r: Floats, spread: Scatter, tolerance: float) -> _Found | None:
 
 
 def _error(means: Floats, sigma: Floats, width: int) -> float:
-    """Standard error of the means of windows [windows] over the scatter around each [windows].
+    """Return the standard error of windows' means over the scatter around them. [windows] each
 
     1 / √width for white noise, more for slow noise, which the scatter from point to point does not
     show: that is measured between neighbouring windows if there are enough of them. A window begins
@@ -334,7 +350,7 @@ def _error(means: Floats, sigma: Floats, width: int) -> float:
     return float(max(white, TO_SIGMA * np.median(ratios) / np.sqrt(1.5)))
 
 
-def _noisy(count: int, spread: Scatter, tolerance: float) -> _Found | None:
+def _noisy(count: int, spread: Scatter, tolerance: float) -> _Sign | None:
     sigma, size = spread.sigma, spread.size
     noisy = np.zeros(len(sigma), dtype=bool)
     for blocks, factor in _NOISY:
@@ -351,10 +367,10 @@ def _noisy(count: int, spread: Scatter, tolerance: float) -> _Found | None:
     first = int(np.argmax(noisy))
     end = _run(noisy, first)[1] + 1
     last = count - 1 if end == len(sigma) else end * size - 1
-    return _Found("noise", first * size, min((first + 1) * size, count), first * size, last)
+    return _Sign("noise", first * size, min((first + 1) * size, count), first * size, last)
 
 
-def _outlier(r: Floats, spread: Scatter, beyond: Flags) -> _Found | None:
+def _outlier(r: Floats, spread: Scatter, beyond: Flags) -> _Sign | None:
     places = np.flatnonzero(beyond)
     if not len(places):
         return None
@@ -363,22 +379,22 @@ def _outlier(r: Floats, spread: Scatter, beyond: Flags) -> _Found | None:
     # Slow noise scatters less from point to point than over a block.
     sigma = np.maximum(spread.sigma, TO_SIGMA * spread.medians(off))[blocks[places]]
     hits = places[off[places] > np.maximum(_OFF * sigma, _limit(off))]
-    return _Found("outlier", int(hits[0]), int(hits[0]) + 1) if len(hits) else None
+    return _Sign("outlier", int(hits[0]), int(hits[0]) + 1) if len(hits) else None
 
 
 def _limit(off: Floats) -> float:
-    """Returns a limit that noise does not exceed; infinite if all points are noise.
+    """Return a limit that noise does not exceed; infinite if all points are noise.
 
     Of distances from the noise's middle the furthest is compared with the fifth furthest. Several
     outliers hide each other, so the fourth is also compared with the seventeenth, and so on.
     """
     top = largest(off, _RANKED)
-    limit, several = np.inf, 1
-    while 8 * several <= len(off) and 8 * several <= _RANKED:
-        shocks = max(1, several // _SHOCK)
+    limit, rank = np.inf, 1
+    while 8 * rank <= min(len(off), _RANKED):
+        shocks = max(1, rank // _SHOCK)
         odds = comb(4 * shocks, shocks) / _CHANCE
-        far = extrapolated(top, len(off), 4 * several, odds, shocks)
-        if top[several - 1] > far:
+        far = extrapolated(top, len(off), 4 * rank, odds, shocks)
+        if top[rank - 1] > far:
             limit = min(limit, far)
-        several *= 4
+        rank *= 4
     return limit

@@ -77,8 +77,8 @@ def draw(
     axis = comparisons[0].alignment.axis
     drawn = []
     for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True)):
-        given = comparison.a.shift, comparison.b.shift
-        matched = match_steps(a, curve, given, by_step=axis == "step")
+        shifts = comparison.a.shift, comparison.b.shift
+        matched = match_steps(a, curve, shifts, by_step=axis == "step")
         alignment = Alignment(matched[0].used, matched[1].used, axis, from_step, to_step)
         color = _COLORS[i % len(_COLORS)]
         drawn.append(Drawn(curve_letter(i + 1), matched[1].read, comparison, color, alignment))
@@ -119,7 +119,6 @@ def draw(
 
 
 def _draw_line(axes: Axes, positions: Floats, values: Floats, **style: Any) -> None:
-    """A line; of many values their means, and the values in a pale colour."""
     if len(values) <= _MAX_POINTS:
         axes.plot(positions, values, **style)
         return
@@ -137,7 +136,6 @@ def _draw_curves(
     span: tuple[float, float],
     band: SeedBand | None,
 ) -> None:
-    """One metric of all runs, with their restarts along the lower edge."""
     axis = drawn[0].comparison.alignment.axis
     handles, late = [], []
     lines = [("A", a, _COLOR_A, 5.0), *((d.label, d.curve, d.color, 1.3) for d in drawn)]
@@ -150,14 +148,13 @@ def _draw_curves(
             values = np.where(np.isfinite(column[there]), column[there], np.nan)  # NaN: a gap
             if len(values) > _MAX_POINTS:
                 late.append(values[len(values) // 50 :])
-            _draw_line(
-                axes, places[there], values, color=color, linewidth=width, solid_capstyle="round",
-                marker="o" if len(values) < 3 else "", markersize=width + 4,
-            )  # fmt: skip
+            style = {"color": color, "linewidth": width, "solid_capstyle": "round"}
+            style |= {"marker": "o" if len(values) < 3 else "", "markersize": width + 4}
+            _draw_line(axes, places[there], values, **style)
         for name in curve.validation if metric == "loss" else ():
             there = ~curve.absent.get(name, np.isnan(curve.columns[name]))
-            axes.plot(curve.positions(axis)[there], curve.columns[name][there], color=color,
-                      linewidth=0.8, linestyle="--", marker="D", markersize=4)  # fmt: skip
+            points = curve.positions(axis)[there], curve.columns[name][there]
+            axes.plot(*points, color=color, linewidth=0.8, ls="--", marker="D", markersize=4)
         handles.append(Line2D([], [], color=color, linewidth=width, label=f"{label}: {curve.name}"))
         handles += _mark_restarts(axes, curve, label, color, axis, span)
     if band is not None:
@@ -178,11 +175,11 @@ def _draw_curves(
         _mark_departure(axes, each, metric, color, span)
 
 
-def _draw_band(axes: Axes, one: Drawn, metric: str, band: SeedBand) -> list[Line2D]:
-    points = one.alignment.of(metric)
+def _draw_band(axes: Axes, drawn: Drawn, metric: str, band: SeedBand) -> list[Line2D]:
+    points = drawn.alignment.of(metric)
     if not len(points):
         return []
-    within = band.check(metric, points, one.label)
+    within = band.check(metric, points, drawn.label)
     positions = points.positions[np.isin(points.steps, within.steps)]
     every = max(1, len(positions) // _MAX_POINTS)
     low, high = within.mean - within.half_width, within.mean + within.half_width
@@ -224,16 +221,13 @@ def _mark_departure(
     axes.axvline(place, color=color, linewidth=1.0, zorder=1)
     # On the side of the line with more room
     right = place <= (span[0] + span[1]) / 2
-    axes.annotate(
-        f"diverges at step {step}", (place, 0.03), xycoords=("data", "axes fraction"),
-        xytext=(5 if right else -5, 0), textcoords="offset points",
-        ha="left" if right else "right", color=color, fontsize=9,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
-    )  # fmt: skip
+    where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    where |= {"xytext": (5 if right else -5, 0), "ha": "left" if right else "right"}
+    where["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
+    axes.annotate(f"diverges at step {step}", (place, 0.03), color=color, fontsize=9, **where)
 
 
 def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str]) -> None:
-    """Relative differences and tolerances on a logarithmic axis, which has no place for zeros."""
     smallest = []
     for each in drawn:
         for metric in metrics:
@@ -243,24 +237,20 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
             if not np.isfinite(shown).any():
                 continue
             smallest.append(float(np.nanmin(shown)))
-            alone = len(drawn) == 1
             label = _LABELS[metric].split(" (")[0]
-            _draw_line(
-                axes, points.positions, shown, linewidth=0.9, markersize=3,
-                color=_METRIC_COLORS[metric] if alone else each.color,
-                linestyle="-" if alone else _METRIC_STYLES[metric],
-                marker="." if len(points) <= 500 else "",
-                label=label if alone else f"{each.label}, {label}",
-            )  # fmt: skip
+            style: dict[str, Any] = {"color": _METRIC_COLORS[metric], "label": label}
+            if len(drawn) > 1:
+                style = {"color": each.color, "label": f"{each.label}, {label}"}
+                style["linestyle"] = _METRIC_STYLES[metric]
+            style |= {"marker": "." if len(points) <= 500 else "", "markersize": 3}
+            _draw_line(axes, points.positions, shown, linewidth=0.9, **style)
     for metric in metrics:
         first = drawn[0].comparison
         tolerance = first.metrics[metric].tolerance if metric in first.metrics else 0.0
         if tolerance > 0 and first.band is None:
             label = f"tolerance {in_figures(tolerance)}, {_LABELS[metric].split(' (')[0]}"
-            style = (0, (5, 3))
-            axes.axhline(
-                tolerance, color=_METRIC_COLORS[metric], linewidth=1.2, linestyle=style, label=label
-            )
+            color, dashed = _METRIC_COLORS[metric], (0, (5, 3))
+            axes.axhline(tolerance, color=color, linewidth=1.2, linestyle=dashed, label=label)
             smallest.append(tolerance)
     axes.set_yscale("log")
     # Plain text: matplotlib's own labels go through its parser of formulas, a tenth of a second.
@@ -269,16 +259,12 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
     axes.set_ylabel("relative\ndifference")
     if all(r.bit_identical for each in drawn for r in each.comparison.metrics.values()):
         axes.set_ylim(1e-8, 1.0)
-        axes.text(
-            0.5, 0.15, "bit-identical: every difference is 0", transform=axes.transAxes,
-            ha="center", fontsize=9, color="#444444",
-        )  # fmt: skip
+        text = "bit-identical: every difference is 0"
+        axes.text(0.5, 0.15, text, transform=axes.transAxes, ha="center", color="#444444")
     elif smallest:
         top = axes.get_ylim()[1]
         axes.set_ylim(min(smallest) / 3, max(top, min(smallest) * 100))
     if axes.get_legend_handles_labels()[0]:
         # Above the panel: inside there is no place that is free of curves.
-        axes.legend(
-            loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, fontsize=8, ncols=4,
-            frameon=False,
-        )  # fmt: skip
+        where = {"bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(loc="lower right", fontsize=8, ncols=4, frameon=False, **where)

@@ -1,13 +1,11 @@
 """The band that several seeds of one training span: the tolerance of `compare --seed`.
 
-At each point the seeds have a mean and a spread; the spread is pooled over the points around it.
-A further seed of the same training differs from the mean by the spread times √(1 + 1/m), and by
-Student's t with few seeds. Seeds differ in two ways, from batch to batch and slowly (one learns a
-little faster for a while), and so the same is asked of means over 4, 16, 64 … points and of the
-whole: there the spread of the seeds' own means is the measure. The means are of medians of three
-neighbours, so that single points of heavy noise count as single points alone. Neighbouring means
-of a seed are alike; they count as so many as their correlation leaves. Where a seed is further off
-than all of them usually are, the band is wider there, and only there.
+A further seed of the same training differs from the mean of m seeds by their spread, pooled over
+the points around, times √(1 + 1/m), and by Student's t with few seeds. Seeds also differ slowly
+(one learns a little faster for a while): the same is tested of means over 4, 16, 64 … points and of
+the whole, by the spread of the seeds' own means. The means are of medians of three neighbours,
+so that heavy noise counts in single points only; correlated means count as fewer. If a seed is
+further off for a while, the band is wider there.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     scale = np.maximum(_point_to_point(deviations), floor)
     scale *= _excursions(deviations / scale)
     further = np.sqrt(1 + 1 / count)
-    own, z = deviations / scale, (other - mean) / (scale * further)
-    calm, calm_z = medians_of_three(own), medians_of_three(z)
+    units, z = deviations / scale, (other - mean) / (scale * further)
+    calm, calm_z = medians_of_three(units), medians_of_three(z)
     # 1, 4, 16 … points as long as there are 8 means at least, then all points
     widths = [1]
     while widths[-1] * 4 * 8 <= points:
@@ -70,7 +68,7 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     if points > 1:
         widths.append(points)
     chance = _ASKED / _METRICS / len(widths)
-    limits = {width: _limit(own if width == 1 else calm, width, chance) for width in widths}
+    limits = {width: _limit(units if width == 1 else calm, width, chance) for width in widths}
     excess, worst, first, end = 0.0, 1, None, points + 1
     for width, limit in limits.items():
         reach = np.abs(_means((z if width == 1 else calm_z)[None], width)[0]) / limit
@@ -95,15 +93,15 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
 
 
 def _point_to_point(deviations: Floats) -> Floats:
-    """Standard deviation of the seeds from point to point, over an eighth of the points. [points]
+    """Return the seeds' standard deviation from point to point, over an eighth of them. [points]
 
     It is a unit for all else: there are many differences from point to point, and so it is known
     well everywhere, where two seeds cross too.
     """
     count, points = deviations.shape
     if points < 3:
-        own: Floats = np.sqrt((deviations**2).sum(axis=0) / (count - 1))
-        return own
+        spread: Floats = np.sqrt((deviations**2).sum(axis=0) / (count - 1))
+        return spread
     squares = (np.diff(deviations, axis=1) ** 2).sum(axis=0) / (2 * (count - 1))
     width = min(points - 1, max(32, points // 8))
     total = np.concatenate(([0.0], np.cumsum(squares)))
@@ -112,18 +110,21 @@ def _point_to_point(deviations: Floats) -> Floats:
     return np.maximum(local, 1e-3 * float(np.median(local)))
 
 
-def _excursions(own: Floats) -> Floats:
-    """By how much the band is wider where a seed makes an excursion. [points]
+def _excursions(units: Floats) -> Floats:
+    """Return by how much the band is wider where a seed makes an excursion. [points]
 
-    By blocks of a 32nd of the points, and the blocks next to them. `own`: [seeds, points]
+    By blocks of a 32nd of the points, and the blocks next to them.
+
+    Args:
+        units: Deviations of the seeds in units of their scatter. [seeds, points]
     """
-    points = own.shape[1]
+    points = units.shape[1]
     width = max(8, points // 32)
     if points < 4 * width:
         return np.ones(points)
     begins = np.arange(0, points - width + 1, width)
     counts = np.diff(np.append(begins, points))
-    level = np.sqrt(np.add.reduceat((own**2).mean(axis=0), begins) / counts)
+    level = np.sqrt(np.add.reduceat((units**2).mean(axis=0), begins) / counts)
     level /= max(float(np.median(level)), 1e-300)
     wider = np.where(level > _EXCURSION, level, 1.0)
     near = np.maximum(wider, np.maximum(np.append(wider[1:], 1), np.append(1, wider[:-1])))
@@ -131,18 +132,18 @@ def _excursions(own: Floats) -> Floats:
 
 
 def _means(rows: Floats, width: int) -> Floats:
-    """Means over neighbours; what is left at the end is no mean. [rows, means]"""
+    """Return means over neighbours; an incomplete last block is dropped. [rows, means]"""
     blocks = rows.shape[1] // width
     means: Floats = rows[:, : blocks * width].reshape(len(rows), blocks, width).mean(axis=2)
     return means
 
 
-def _limit(own: Floats, width: int, chance: float) -> float:
-    """Returns the limit of a further seed's means over `width` points, in the unit.
+def _limit(units: Floats, width: int, chance: float) -> float:
+    """Return the limit of a further seed's means over `width` points, in the unit.
 
-    One of them exceeds it with this chance. `own`: the seeds' deviations. [seeds, points]
+    One of them exceeds it with this chance. `units`: the seeds' deviations. [seeds, points]
     """
-    means = _means(own, width)
+    means = _means(units, width)
     seeds, blocks = means.shape
     variance = float((means**2).sum()) / ((seeds - 1) * blocks)
     degrees = max(1.0, (seeds - 1) * _independent(means))
@@ -160,7 +161,7 @@ def _limit(own: Floats, width: int, chance: float) -> float:
 
 
 def _independent(means: Floats) -> float:
-    """Returns the number of independent means of a seed, from their autocorrelation ρ.
+    """Return the number of independent means of a seed, from their autocorrelation ρ.
 
     n / (1 + 2 Σ (1 - k/n) ρ_k²) of n means (Bartlett 1946). `means`: [seeds, means]
     """
@@ -190,7 +191,10 @@ class SeedBand:
 
     def compare(self, points: Mapping[str, Points], letter: str) -> Band:
         """Compare the metrics of B, named `letter`, with the band; raises as `check` does."""
-        metrics = {name: self.check(name, one, letter).record for name, one in points.items()}
+        metrics = {
+            name: self.check(name, metric_points, letter).record
+            for name, metric_points in points.items()
+        }
         return Band(seeds=self.names, chance=CHANCE, metrics=metrics)
 
     def check(self, metric: str, points: Points, letter: str) -> BandResult:
@@ -204,16 +208,20 @@ class SeedBand:
         rows = [points.a]
         there = np.isfinite(points.a) & np.isfinite(points.b)
         for name, alignment in zip(self.names[1:], self._aligned, strict=True):
-            own = alignment.of(metric)
-            at = np.searchsorted(own.steps, steps)
-            at[at == len(own.steps)] = 0
-            found = own.steps[at] == steps if len(own) else np.zeros(len(steps), dtype=bool)
-            if np.count_nonzero(found) < 2:
+            seed_points = alignment.of(metric)
+            at = np.searchsorted(seed_points.steps, steps)
+            at[at == len(seed_points.steps)] = 0
+            logged = (
+                seed_points.steps[at] == steps
+                if len(seed_points)
+                else np.zeros(len(steps), dtype=bool)
+            )
+            if np.count_nonzero(logged) < 2:
                 raise RunError(
                     f"--seed {name} has {metric} at none of the steps compared; name runs that "
                     "logged the same steps"
                 )
-            values = np.where(found, own.b[at], np.nan)
+            values = np.where(logged, seed_points.b[at], np.nan)
             if metric == "loss":
                 # A band that contains B is too wide, one that has a seed twice too narrow.
                 for whose, losses in zip((letter, *self.names), (points.b, *rows), strict=False):

@@ -52,8 +52,8 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     `shape`: also correlate and smooth, which is meaningless for times and rates.
     """
     finite = np.isfinite(signed)
-    kept = slice(None) if finite.all() else finite
-    a, b, size = points.a[kept], points.b[kept], np.abs(signed[kept])
+    used = slice(None) if finite.all() else finite
+    a, b, size = points.a[used], points.b[used], np.abs(signed[used])
     if not len(size):
         none = dict.fromkeys(Statistics.model_fields)
         return Statistics.model_validate(none | {"points": len(points), "windows": ()})
@@ -73,7 +73,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
         detrended = _correlation(a - smooth_a, b - smooth_b) if width > 1 else None
         under, between = np.abs(smooth_a), np.abs(smooth_b - smooth_a)
         if len(a) > 1:
-            positions = points.positions[kept]
+            positions = points.positions[used]
             under, between = (np.trapezoid(y, positions) for y in (under, between))
         area = float(between.sum() / under.sum()) if under.sum() > 0 else None
     count = min(WINDOWS, len(points))
@@ -81,7 +81,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     return Statistics(
         points=len(points),
         max_rel_diff=float(size[worst]),
-        max_rel_diff_step=int(points.steps[kept][worst]),
+        max_rel_diff_step=int(points.steps[used][worst]),
         mean_rel_diff=float(size.mean()),
         median_rel_diff=float(median),
         p99_rel_diff=float(p99),
@@ -94,7 +94,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
 
 
 def running_mean(values: Floats, width: int) -> Floats:
-    """Means over `width` neighbours, centred; fewer at the ends. [points]"""
+    """Return means over `width` neighbours, centred; fewer at the ends. [points]"""
     if width <= 1:
         return values
     count, left, right = len(values), (width - 1) // 2, width // 2 + 1
@@ -106,7 +106,7 @@ def running_mean(values: Floats, width: int) -> Floats:
 
 
 def _correlation(a: Floats, b: Floats) -> float | None:
-    """None of fewer than 3 points, and of a side that does not vary."""
+    """Return Pearson's correlation; None of fewer than 3 points or of a constant."""
     if len(a) < 3:
         return None
     means = float(a.mean()), float(b.mean())
@@ -142,15 +142,12 @@ class Scatter:
     sigma: Floats  # standard deviation [blocks]
 
     def at(self, places: Ints) -> Floats:
-        """Returns the standard deviations at some points. [places]"""
         return self.sigma[self.block(places)]
 
     def block(self, places: Ints) -> Ints:
-        """Returns the blocks of some points. [places]"""
         return np.minimum(places // self.size, len(self.sigma) - 1)
 
     def medians(self, values: Floats) -> Floats:
-        """Returns the median of each block of some values. [points] → [blocks]"""
         edge = (len(self.sigma) - 1) * self.size
         whole = np.median(values[:edge].reshape(-1, self.size), axis=1)
         return np.append(whole, np.median(values[edge:]))
@@ -170,7 +167,7 @@ def scatter(r: Floats) -> Scatter:
 
 
 def roughness(*curves: Floats) -> float:
-    """Relative scatter of curves' own values from point to point, all added. [points] each
+    """Return the relative scatter of curves from point to point, all added. [points] each
 
     From third differences, which a trend leaves small; those of white noise have 20 times its
     variance. It bounds the error of values that are interpolated between logged points.
@@ -185,12 +182,13 @@ def roughness(*curves: Floats) -> float:
 
 
 def shared_noise(a: Floats, b: Floats, r: Floats) -> float | None:
-    """Correlation of the noise of two curves, from the scatter of their difference. [points] each
-
-    None of curves without noise.
-    """
-    own = roughness(a, b)
-    return float(np.clip(1 - (_third(r) / own) ** 2, -1.0, 1.0)) if own > 1e-12 else None
+    """Return the correlation of two curves' noise; None without noise. [points] each"""
+    curve_noise = roughness(a, b)
+    return (
+        float(np.clip(1 - (_third(r) / curve_noise) ** 2, -1.0, 1.0))
+        if curve_noise > 1e-12
+        else None
+    )
 
 
 def _third(values: Floats) -> float:
@@ -198,16 +196,16 @@ def _third(values: Floats) -> float:
 
 
 def medians_of_three(values: Floats) -> Floats:
-    """Median of each value and its two neighbours; the ends stay. [..., points]"""
-    found = values.copy()
+    """Return the median of each value and its two neighbours; the ends stay. [..., points]"""
+    medians = values.copy()
     low = np.minimum(values[..., :-1], values[..., 1:])
     high = np.maximum(values[..., :-1], values[..., 1:])
-    found[..., 1:-1] = np.maximum(low[..., :-1], np.minimum(high[..., :-1], values[..., 2:]))
-    return found
+    medians[..., 1:-1] = np.maximum(low[..., :-1], np.minimum(high[..., :-1], values[..., 2:]))
+    return medians
 
 
 def autocorrelation(rows: Floats) -> Floats:
-    """Correlation of values so many points apart, of all rows together; the first is 1. [lags]
+    """Return the correlation of values so many points apart, of all rows together. [lags]
 
     Up to where it is lost in its own noise: its first value that is not above 0 (Geyer, Practical
     Markov chain Monte Carlo, Statistical Science 7, 1992). `rows`: of mean 0 [rows, points]
@@ -216,8 +214,8 @@ def autocorrelation(rows: Floats) -> Floats:
     size = 1 << (2 * count - 1).bit_length()
     power = (np.abs(np.fft.rfft(rows, size, axis=1)) ** 2).sum(axis=0)
     products = np.fft.irfft(power, size)[:count]
-    found: Floats = products[: int(np.argmax(products <= 0)) or count] / products[0]
-    return found
+    correlation: Floats = products[: int(np.argmax(products <= 0)) or count] / products[0]
+    return correlation
 
 
 # No noise has a heavier tail than Student's t with so many degrees of freedom.
@@ -227,13 +225,13 @@ _TAIL = 64
 
 
 def largest(sizes: Floats, count: int) -> Floats:
-    """The largest values, the first the largest. [count, or as many as there are]"""
+    """Return the largest values in falling order. [count, or as many as there are]"""
     count = min(len(sizes), count)
     return np.sort(np.partition(sizes, -count)[-count:])[::-1]
 
 
 def extrapolated(top: Floats, total: int, place: int, odds: float, shocks: int = 1) -> float:
-    """Returns what noise does not exceed, from the sizes of its points after the furthest ones.
+    """Return what noise does not exceed, from the sizes of its points after the furthest ones.
 
     Of noise with a power-law tail of index α, points are x times as far as the k-th furthest in
     proportion to 1 / x^α, and logarithms of neighbouring order statistics differ by exponentials
@@ -322,7 +320,7 @@ def find_onset(r: Floats, begin: int, end: int) -> int:
 
 
 def largest_rise(r: Floats, end: int) -> int | None:
-    """Returns where |r| rises most, tenfold at least, over all before and stays up; else None.
+    """Return where |r| rises most, tenfold at least, over all before and stays up; else None.
 
     Args:
         r: Signed differences; the first few are not looked at: they are what was before. [points]
@@ -341,7 +339,7 @@ def largest_rise(r: Floats, end: int) -> int | None:
 
 
 def signed_rank(values: Floats) -> float:
-    """Returns how far above 0 values are, as the normal quantile of Wilcoxon's signed-rank test.
+    """Return how far above 0 values are, as the normal quantile of Wilcoxon's signed-rank test.
 
     Exact for up to 25 values; the normal approximation of the rank sum for more.
     """

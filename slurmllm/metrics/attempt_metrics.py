@@ -1,4 +1,4 @@
-"""Reads metrics files, one per attempt, into columns; blocks of lines are read by several threads.
+"""The columnar reader of our metrics files, one per attempt; several threads read blocks of lines.
 
 Rows of the trainer are uniform: the same keys in the same order, all numbers. Such blocks are
 parsed by pyarrow's CSV reader, at about 150 MB/s per core. Other blocks are read line by line, with
@@ -12,10 +12,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -74,59 +75,50 @@ def read_attempts(
     warnings: list[str] = []
     try:
         large = sum(path.stat().st_size for path in files) >= _SMALL_BYTES
+        spans = [_block_spans(path) for path in files]
         with ThreadPoolExecutor(max_workers=min(4, (os.cpu_count() or 1) + 1)) as pool:
             # Many files are read side by side, and so are the blocks of a large one.
-            many = pool.map if large else map
-            read_small = partial(_read_small, lenient=lenient, fast=large)
-            for index, (path, small) in enumerate(
-                zip(files, many(read_small, range(len(files)), files), strict=True)
-            ):
-                found = small or _read_file(index, path, many, lenient=lenient, fast=large)
-                rows += found[0]
-                warnings += found[1]
+            blocks = (pool.map if large else map)(
+                partial(_read_block, lenient=lenient, fast=large),
+                (number for number, file_spans in enumerate(spans) for _ in file_spans),
+                (path for path, file_spans in zip(files, spans, strict=True) for _ in file_spans),
+                chain.from_iterable(spans),
+            )
+            for path, file_spans in zip(files, spans, strict=True):
+                content = _collect(path, islice(blocks, len(file_spans)), lenient)
+                rows += content[0]
+                warnings += content[1]
                 if by_file is not None:
-                    by_file[path] = found
+                    by_file[path] = content
     except OSError as error:
         raise read_error(Path(error.filename or files[0]), error) from error
     return rows, warnings
 
 
-def _read_small(
-    index: int, path: Path, lenient: bool, fast: bool
-) -> tuple[list[RowBlock], list[str]] | None:
-    """Read a file of one block, as `_read_file` does; None if it has more."""
-    # Not by the pool of the files, whose threads would wait for each other.
-    small = path.stat().st_size <= _BLOCK_BYTES
-    return _read_file(index, path, map, lenient=lenient, fast=fast) if small else None
-
-
-def _read_file(
-    index: int, path: Path, many: Callable[..., Iterable[_Block]], lenient: bool, fast: bool
-) -> tuple[list[RowBlock], list[str]]:
-    """Returns the rows of a file, and its warnings; `many` maps over its blocks."""
+def _block_spans(path: Path) -> list[tuple[int, int]]:
+    """Return begin and end, in bytes, of blocks of whole lines."""
+    spans, begin = [], 0
     with open_regular(path) as stream:
-        # Begin and end, in bytes, of blocks of whole lines
-        spans, begin, size = [], 0, os.fstat(stream.fileno()).st_size
+        size = os.fstat(stream.fileno()).st_size
         while begin < size:
             stream.seek(begin + _BLOCK_BYTES)
             if len(stream.readline(LONGEST_LINE + 1)) > LONGEST_LINE:
                 what = f"a line of more than {LONGEST_LINE:,} bytes"
                 raise OSError(errno.EFBIG, what, str(path))
-            end = min(stream.tell(), size)
-            spans.append((begin, end))
-            begin = end
-        read = partial(_read_block, stream.fileno(), index, lenient, fast)
-        whole, warnings = _collect(path, many(read, spans), lenient)
-    return [block.rows for block in whole if block.rows is not None], warnings
+            spans.append((begin, min(stream.tell(), size)))
+            begin = spans[-1][1]
+    return spans
 
 
-def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[_Block], list[str]]:
-    """Returns the blocks of a file, with warnings about what was skipped.
+def _collect(
+    path: Path, blocks: Iterable[_Block], lenient: bool
+) -> tuple[list[RowBlock], list[str]]:
+    """Return the rows of a file, with warnings about what was skipped.
 
     Raises:
         RunError: a line is not a row, and this is not lenient.
     """
-    found = []
+    rows: list[RowBlock] = []
     faults: list[LineFault] = []
     unknown_values: list[LineFault] = []
     cut: LineFault | None = None
@@ -142,7 +134,7 @@ def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[
         if faults and not lenient:
             raise line_error(path, *faults[0])
         first += block.lines
-        found.append(block)
+        rows += [] if block.rows is None else [block.rows]
     warnings = []
     if faults:
         others = format_plural(len(faults) - 1, "other invalid line")
@@ -156,15 +148,15 @@ def _collect(path: Path, blocks: Iterable[_Block], lenient: bool) -> tuple[list[
         )
     if cut is not None:
         warnings.append(f"{path}:{cut[0]}: skipped the truncated last line")
-    return found, warnings
+    return rows, warnings
 
 
 def _read_block(
-    descriptor: int, attempt: int, lenient: bool, fast: bool, span: tuple[int, int]
+    attempt: int, path: Path, span: tuple[int, int], lenient: bool, fast: bool
 ) -> _Block:
     """Read a block by the fast reader, or else line by line."""
-    # pread has no shared file position: several threads read from one descriptor.
-    text = os.pread(descriptor, span[1] - span[0], span[0])
+    with open_regular(path) as stream:
+        text = os.pread(stream.fileno(), span[1] - span[0], span[0])
     rows = read_uniform(text, attempt) if fast else None
     if rows is not None:
         return _Block(text.count(b"\n"), rows)
@@ -202,8 +194,8 @@ def _read_lines(text: bytes, attempt: int, lenient: bool) -> _Block:
                 block.faults.append((number, unknown[0]))
             else:
                 block.unknown_values += [(number, what) for what in unknown]
-                known = {name: value for name, value in values.items() if value is not None}
-                rows.append((row["step"], of_row, known))
+                numbers = {name: value for name, value in values.items() if value is not None}
+                rows.append((row["step"], of_row, numbers))
         if block.faults and not lenient:
             break
     if rows:
@@ -281,7 +273,7 @@ def read_uniform(block: bytes, attempt: int) -> RowBlock | None:
 
 
 def _uniform_keys(line: bytes) -> list[str] | None:
-    """Returns the keys of a row of numbers in their order; None if it is something else."""
+    """Return the keys of a row of numbers in their order; None if it is something else."""
     try:
         pairs: Any = json.loads(line, object_pairs_hook=tuple)
     except (ValueError, RecursionError):
@@ -296,7 +288,7 @@ def _uniform_keys(line: bytes) -> list[str] | None:
 
 
 def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    """Returns the values of a column; NaN for nulls among floats.
+    """Return the values of a column; NaN for nulls among floats.
 
     pyarrow's own `to_numpy` and `fill_null` import pandas if it is installed, which takes half a
     second.
@@ -306,16 +298,16 @@ def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     for chunk in column.chunks:
         begin, count = chunk.offset, len(chunk)
         present, values = chunk.buffers()
-        found = np.frombuffer(values, kind, count, begin * np.dtype(kind).itemsize)
+        numbers = np.frombuffer(values, kind, count, begin * np.dtype(kind).itemsize)
         if chunk.null_count and kind is np.float64:
             bits = np.unpackbits(np.frombuffer(present, np.uint8), bitorder="little")
-            found = np.where(bits[begin : begin + count], found, np.nan)
-        chunks.append(found)
+            numbers = np.where(bits[begin : begin + count], numbers, np.nan)
+        chunks.append(numbers)
     return np.concatenate(chunks)
 
 
 def _is_constant(column: pa.ChunkedArray, cell: bytes) -> bool:
-    """Whether every row of a column equals `cell`, with the same spaces around it."""
+    """Return whether every row of a column equals `cell`, with the same spaces around it."""
     for chunk in column.chunks:
         first = chunk[0].as_py()
         ends = np.frombuffer(chunk.buffers()[1], dtype=np.int32, count=len(chunk) + 1)

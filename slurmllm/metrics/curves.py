@@ -7,7 +7,7 @@ spikes and report work on them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -101,12 +101,10 @@ class Curve:
     # Attempt that a `resume` began → dotted path → old and new value of what that changed.
     changes: Mapping[int, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
     convention: Convention | None = None  # how it counts steps; None: format not recognized
-    texts: tuple[
-        str, ...
-    ] = ()  # names of the texts that the run evaluates; the first is `val_loss`
+    texts: tuple[str, ...] = ()  # names of the evaluated texts; the first is `val_loss`
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
-        """Returns the steps that have a metric, and its values; both empty if no row has it."""
+        """Return the steps that have a metric, and its values; both empty if no row has it."""
         if metric not in self.columns:
             return self.steps[:0], np.empty(0)
         if metric not in self.absent:
@@ -116,12 +114,12 @@ class Curve:
 
     @property
     def validation(self) -> dict[str, str]:
-        """The metrics that are validation losses, with the name of the text, if known."""
-        found = [name for name in self.columns if name.partition("/")[0] == VAL_LOSS]
-        return dict(zip(found, self.texts or ("",), strict=False))
+        """The metrics that are validation losses, with the name of the text, if recorded."""
+        names = [name for name in self.columns if name.partition("/")[0] == VAL_LOSS]
+        return dict(zip(names, self.texts or ("",), strict=False))
 
     def positions(self, axis: Axis) -> Floats:
-        """Returns the position of each row on an axis. [rows]
+        """Return the position of each row on an axis. [rows]
 
         Tokens and samples (sequences) are those trained on so far, the row's step included. They
         are taken from the log; else samples from the tokens and `model.seq_len`; else both from
@@ -141,11 +139,21 @@ class Curve:
         return self.steps.astype(np.float64) * (batch * per_sample)
 
     def positive_setting(self, key: str) -> float | None:
-        """A setting as a number above 0; in another framework's log it may be of any type."""
+        """Return a setting that is a number above 0; other versions may have stored any type."""
         value = self.settings.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         return float(value) if value > 0 else None
+
+    def take(self, rows: Ints | Flags) -> Curve:
+        """Return the curve of some rows; gaps and overlaps stay those of all."""
+        return replace(
+            self,
+            steps=self.steps[rows],
+            attempts=self.attempts[rows],
+            columns={name: column[rows] for name, column in self.columns.items()},
+            absent={name: flags[rows] for name, flags in self.absent.items() if flags[rows].any()},
+        )
 
     @property
     def restarts(self) -> Ints:
@@ -155,10 +163,7 @@ class Curve:
 
 
 def signed_difference(a: Floats, b: Floats) -> Floats:
-    """(b - a) / max(|a|, |b|), elementwise; 0 if both are 0, from -2 to 2.
-
-    NaN if either is not a finite number.
-    """
+    """Return (b - a) / max(|a|, |b|), from -2 to 2; 0 if both are 0, NaN if one is not finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         scale = np.maximum(np.maximum(np.abs(a), np.abs(b)), np.finfo(np.float64).tiny)
         difference = np.clip((b - a) / scale, -2.0, 2.0)
@@ -168,12 +173,11 @@ def signed_difference(a: Floats, b: Floats) -> Floats:
 
 
 def relative_difference(a: Floats, b: Floats) -> Floats:
-    """|a - b| / max(|a|, |b|), elementwise; as `signed_difference`."""
     return np.abs(signed_difference(a, b))
 
 
 def bit_identical(a: Floats, b: Floats) -> Flags:
-    """Whether two columns have the same 64 bits; 0.0 and -0.0 differ, NaN and NaN do not. [rows]"""
+    """Return where columns have the same 64 bits: 0.0 and -0.0 differ, NaN and NaN do not."""
     same: Flags = a.view(np.int64) == b.view(np.int64)
     return same
 
@@ -202,17 +206,16 @@ def thin_rows(values: Floats, limit: int, *, keep_short_gaps: bool = True) -> In
     lowest = np.argmin(np.where(bad, np.inf, table), axis=1) + begins
     highest = np.argmax(np.where(bad, -np.inf, table), axis=1) + begins
     gaps = (np.argmax(bad, axis=1) + begins)[bad.any(axis=1)]
-    found = np.concatenate([begins, lowest, highest, gaps, [len(values) - 1]])
-    rows = np.unique(found[found < len(values)])
-    if keep_short_gaps:
-        return rows
-    all_bad: Flags = np.all(bad, axis=1)
-    kept: Ints = rows[np.isfinite(values[rows]) | all_bad[rows // table.shape[1]]]
-    return kept
+    rows: Ints = np.unique(np.concatenate([begins, lowest, highest, gaps, [len(values) - 1]]))
+    rows = rows[rows < len(values)]
+    if not keep_short_gaps:
+        all_bad: Flags = np.all(bad, axis=1)
+        rows = rows[np.isfinite(values[rows]) | all_bad[rows // table.shape[1]]]
+    return rows
 
 
 def piece_means(values: Floats, limit: int) -> Floats:
-    """Returns the mean of the finite values of each of at most `limit` equally long pieces.
+    """Return the mean of the finite values of each of at most `limit` equally long pieces.
 
     NaN if a piece has none; shorter curves are returned as they are. [pieces]
     """
@@ -222,8 +225,8 @@ def piece_means(values: Floats, limit: int) -> Floats:
     good = np.isfinite(table)
     count = good.sum(axis=1)
     total = np.where(good, table, 0.0).sum(axis=1)
-    found: Floats = np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
-    return found
+    means: Floats = np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
+    return means
 
 
 def _split(values: Floats, limit: int) -> Floats:

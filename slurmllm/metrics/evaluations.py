@@ -14,7 +14,7 @@ from slurmllm.run.rundir import RunDir
 
 
 def read_evaluations(run: RunDir, files: Iterable[Path]) -> dict[int, Event]:
-    """The evaluation of each step, of the latest attempt that made one.
+    """Return the evaluation of each step, of the latest attempt that made one.
 
     Args:
         files: The metrics files of the attempts, oldest first.
@@ -22,20 +22,20 @@ def read_evaluations(run: RunDir, files: Iterable[Path]) -> dict[int, Event]:
     Raises:
         RunError: a file cannot be read.
     """
-    found = {}
+    evaluations = {}
     for path in files:
         for event in read_events(run, int(path.stem.removeprefix("attempt_"))):
             if event.kind == "evaluation":
-                found[event.step] = event
-    return found
+                evaluations[event.step] = event
+    return evaluations
 
 
 def last_evaluation(run: RunDir) -> Event | None:
-    """The newest evaluation; None without one, or if its file cannot be read."""
+    """Return the newest evaluation; None without one, or if its file cannot be read."""
     for path in reversed(run.metrics_files()):
         with suppress(RunError):
-            if found := read_evaluations(run, [path]):
-                return list(found.values())[-1]
+            if evaluations := read_evaluations(run, [path]):
+                return list(evaluations.values())[-1]
     return None
 
 
@@ -44,8 +44,7 @@ def perplexity(loss: float) -> float:
 
 
 def evaluation_values(losses: Mapping[str, float]) -> dict[str, float]:
-    """The values of an evaluation by tag, from the losses of its texts."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, loss in losses.items():
-        found |= {f"eval/{name}/loss": loss, f"eval/{name}/perplexity": perplexity(loss)}
-    return found
+        values |= {f"eval/{name}/loss": loss, f"eval/{name}/perplexity": perplexity(loss)}
+    return values

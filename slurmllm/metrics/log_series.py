@@ -1,4 +1,4 @@
-"""Opens logs of other frameworks (also .gz), collects a series per tag, converts it to a curve."""
+"""Logs of other frameworks (also .gz): a series for each tag, and the conversion to a curve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gzip
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -20,6 +20,7 @@ from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, SourceKind, bit_
 from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.metrics.tags import (
     LogFormat,
+    TagChoice,
     choose_tags,
     common_names,
     list_tags,
@@ -60,13 +61,12 @@ class Log:
     lines: Sequence[int] = ()  # number of the line at each position, from 1; 0: unknown
 
     def place(self, order: int) -> str:
-        """Returns the file and the line of a position: `path:12`."""
         line = self.lines[order] if len(self.lines) else 0
         return f"{self.path}:{line}" if line else str(self.path)
 
 
 def log_suffix(path: Path) -> str:
-    """Returns the suffix in lower case, without .gz: `.csv` for both `x.CSV` and `x.csv.gz`."""
+    """Return the suffix in lower case, without .gz: `.csv` for both `x.CSV` and `x.csv.gz`."""
     return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
 
 
@@ -97,9 +97,8 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
                 f"rename it to {path.stem} if it is not compressed, or restore it"
             )
         content = cast(BinaryIO, tempfile.SpooledTemporaryFile(_SPOOLED_BYTES))  # noqa: SIM115
-        complete = (
-            0  # bytes of complete lines: in a truncated line, the last number may lack digits
-        )
+        # Bytes of complete lines: in a truncated line, the last number may lack digits
+        complete = 0
         try:
             with gzip.open(stream) as compressed:
                 while block := compressed.read1(_BLOCK_BYTES):
@@ -118,7 +117,7 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
 
 
 class RowCollector:
-    """Collects rows of numbers, each with its own keys, into columns."""
+    """Columns of rows of numbers that each have their own keys."""
 
     def __init__(self) -> None:
         self._rows: dict[str, array[int]] = {}
@@ -126,7 +125,7 @@ class RowCollector:
         self._lines = array("q")
 
     def add(self, row: Iterable[tuple[str, float]], line: int = 0) -> None:
-        """Adds a row, and the number of its line if it has one."""
+        """Add a row, and the number of its line if it has one."""
         number = len(self._lines)
         for key, value in row:
             if key not in self._rows:
@@ -144,9 +143,9 @@ class RowCollector:
         kind: SourceKind,
         tags: Mapping[str, str],
         warnings: Sequence[str] = (),
-        known: LogFormat | None = None,
+        log_format: LogFormat | None = None,
     ) -> Log:
-        """Returns the rows as a log, without those that have no step.
+        """Return the rows as a log, without those that have no step.
 
         Raises:
             RunError: there are no rows, or no key is the step.
@@ -197,7 +196,7 @@ class RowCollector:
                 series[key] = TagSeries(
                     key_rows[has_step], row_steps[index[has_step]], values[has_step]
                 )
-        return Log(path, kind, series, (), tuple(warnings), known, self._lines)
+        return Log(path, kind, series, (), tuple(warnings), log_format, self._lines)
 
 
 def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
@@ -209,57 +208,26 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
     counts = {tag: len(series.steps) for tag, series in log.series.items()}
     choice = choose_tags(counts, tags, log.path, log.format)
     chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
-    tag = choice.tags.get("step_time_s", "")
-    if tag.endswith(("_ms", "(ms)")):
+    if choice.tags.get("step_time_s", "").endswith(("_ms", "(ms)")):
         in_ms = chosen["step_time_s"]
         chosen["step_time_s"] = replace(in_ms, values=in_ms.values / 1e3)
     loss = chosen.get("loss") or chosen["grad_norm"]
     if "time" not in chosen and loss.times is not None:
         chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
-    warnings = [*log.warnings, *choice.missing]
-    for metric, others in choice.others.items():
-        used, differing = log.series[choice.tags[metric]], []
-        for tag in others:
-            other = log.series[tag]
-            _, at_a, at_b = np.intersect1d(used.steps, other.steps, return_indices=True)
-            if not at_a.size or not np.allclose(
-                used.values[at_a], other.values[at_b], rtol=1e-6, atol=0.0, equal_nan=True
-            ):
-                differing.append(tag)
-        if differing:
-            warnings.append(
-                f"{log.path}: {metric} is taken from {choice.tags[metric]!r}, not from "
-                f"{', '.join(map(repr, differing))}; select another with --tag {metric}=TAG"
-            )
-    warnings += [
-        f"{metric} is the value of one device, not of the run: {tag!r}"
-        for metric, tag in choice.tags.items()
-        if metric in ("seq_per_s", "tokens_per_s") and per_device(tag)
-    ]
     starts = _attempt_starts(loss, log.starts)
     block, (overlap_rows, identical, max_difference) = _merge_tags(chosen, starts)
     convention = None if choice.format is None else choice.format.convention
     if convention is not None and convention.counts == "samples":
         block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
-    attempts = np.searchsorted(starts, loss.order, side="right")
-    decreases = loss.order[1:][(np.diff(loss.steps) < 0) & (np.diff(attempts) == 0)]
-    _, replaced, winners = select_latest(loss.steps, attempts)
-    again = (attempts[replaced] == attempts[winners]) & ~bit_identical(
-        loss.values[replaced], loss.values[winners]
-    )
-    repeats = loss.order[winners[again]]
+    warnings = [*log.warnings, *choice.missing, *_tag_warnings(log, choice)]
     if overlap_rows > _MIXED * len(loss.steps) and max_difference > 1e-3:
         warnings.append(
             f"{log.place(int(starts[0]))}: {format_plural(overlap_rows, 'step')} of "
             f"{len(block.steps)} occur a second time with other values, as if the log held two "
             "runs; those read last count: split it at the line where the steps begin again"
         )
-    elif decreases.size or repeats.size:
-        warnings.append(
-            f"{log.place(min([*decreases, *repeats]))}: steps are not in order: "
-            f"{len(decreases)} decrease and {len(repeats)} occur again with another value; sorted, "
-            "and the last value of a step counts; name another column with --tag step=KEY"
-        )
+    else:
+        warnings += _order_warnings(log, loss, starts)
     curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
     return replace(
         curve,
@@ -270,8 +238,43 @@ def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
     )
 
 
+def _tag_warnings(log: Log, choice: TagChoice) -> Iterator[str]:
+    for metric, others in choice.others.items():
+        used, differing = log.series[choice.tags[metric]], []
+        for tag in others:
+            other = log.series[tag]
+            _, at_a, at_b = np.intersect1d(used.steps, other.steps, return_indices=True)
+            if not at_a.size or not np.allclose(
+                used.values[at_a], other.values[at_b], rtol=1e-6, atol=0.0, equal_nan=True
+            ):
+                differing.append(tag)
+        if differing:
+            yield (
+                f"{log.path}: {metric} is taken from {choice.tags[metric]!r}, not from "
+                f"{', '.join(map(repr, differing))}; select another with --tag {metric}=TAG"
+            )
+    for metric, tag in choice.tags.items():
+        if metric in ("seq_per_s", "tokens_per_s") and per_device(tag):
+            yield f"{metric} is the value of one device, not of the run: {tag!r}"
+
+
+def _order_warnings(log: Log, loss: TagSeries, starts: Ints) -> Iterator[str]:
+    """Warn of steps that decrease within an attempt, or occur twice with different values."""
+    attempts = np.searchsorted(starts, loss.order, side="right")
+    decreases = loss.order[1:][(np.diff(loss.steps) < 0) & (np.diff(attempts) == 0)]
+    _, replaced, winners = select_latest(loss.steps, attempts)
+    differ = ~bit_identical(loss.values[replaced], loss.values[winners])
+    repeats = loss.order[winners[(attempts[replaced] == attempts[winners]) & differ]]
+    if decreases.size or repeats.size:
+        yield (
+            f"{log.place(min([*decreases, *repeats]))}: steps are not in order: "
+            f"{len(decreases)} decrease and {len(repeats)} occur again with another value; sorted, "
+            "and the last value of a step counts; name another column with --tag step=KEY"
+        )
+
+
 def _attempt_starts(loss: TagSeries, process_starts: Sequence[int]) -> Ints:
-    """Returns the positions at which the second and later attempts begin.
+    """Return the positions at which the second and later attempts begin.
 
     An attempt begins where a process began to write (unless it wrote no loss), or where the step
     decreases. If the step decreases often, the rows are not ordered by time, and only

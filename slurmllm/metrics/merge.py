@@ -1,4 +1,4 @@
-"""Merges the rows of several attempts into one curve with one row per step.
+"""The merge of several attempts' rows into one curve with one row per step.
 
 An attempt that resumes from a checkpoint recomputes the steps after it. Of a step's rows that of
 the latest attempt is used, since the run continued with that attempt's weights. The rows that it
@@ -8,7 +8,7 @@ bit-identical. Logs of other frameworks, which name no attempts, are merged by t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class RowBlock:
     absent: Mapping[str, Flags] = field(default_factory=dict)  # rows that lack a metric [rows]
 
     def column(self, name: str) -> Floats:
-        """Returns the values of a metric, NaN if no row has it. [rows]"""
+        """Return the values of a metric, NaN if no row has it. [rows]"""
         return self.columns[name] if name in self.columns else np.full(len(self.steps), np.nan)
 
 
@@ -63,19 +63,7 @@ def merge_rows(
     Rows that a roll-back (`skips`) undid are no overlap, nor those with another schedule. Warnings
     about the rows are added.
     """
-    columns: dict[str, Floats] = {}
-    absent: dict[str, Flags] = {}
-    for key in COLUMNS:
-        if any(key in block.columns for block in blocks):
-            columns[key] = np.concatenate([block.column(key) for block in blocks])
-        if key in columns and any(
-            key not in block.columns or key in block.absent for block in blocks
-        ):
-            lacking = [
-                block.absent.get(key, np.full(len(block.steps), key not in block.columns))
-                for block in blocks
-            ]
-            absent[key] = np.concatenate(lacking)
+    columns, absent = _join_columns(blocks)
     all_steps = np.concatenate([block.steps for block in blocks])
     all_attempts = np.concatenate([block.attempts for block in blocks])
     used, replaced, winners = select_latest(all_steps, all_attempts)
@@ -87,22 +75,14 @@ def merge_rows(
         undone &= all_attempts[winners] > skip.attempt
         replaced, winners = replaced[~undone], winners[~undone]
     schedules = _new_schedules(columns.get("lr"), all_steps, all_attempts, replaced, winners)
-    for one in schedules:
-        other = (all_attempts[winners] == one.attempts[1]) & (all_steps[winners] >= one.step)
+    for schedule in schedules:
+        other = all_attempts[winners] == schedule.attempts[1]
+        other &= all_steps[winners] >= schedule.step
         replaced, winners = replaced[~other], winners[~other]
     identical, largest = compare_overlap(columns, replaced, winners)
     # Without a copy if no row was replaced or out of order: columns of long runs are 100 MB.
     in_order = len(used) == len(all_steps) and bool(np.all(used[1:] > used[:-1]))
     absent = {key: flags[used] for key, flags in absent.items()}
-    warnings = list(warnings)
-    # A run that fell back to an old checkpoint and has not caught up again
-    back = np.flatnonzero(np.diff(attempts) < 0)
-    if back.size:
-        i = int(back[-1])
-        warnings.append(
-            f"steps from {steps[i + 1]} are of attempt {attempts[i + 1]}; the later attempt "
-            f"{attempts[i]} has only reached step {steps[i]}"
-        )
     return Curve(
         name=name,
         path=path,
@@ -114,11 +94,38 @@ def merge_rows(
         overlap_identical=identical if replaced.size else None,
         overlap_max_rel_diff=largest if replaced.size else None,
         gaps=_find_gaps(steps),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *_fallback_warning(steps, attempts)),
         kind=kind,
         skips=skips,
         schedules=schedules,
     )
+
+
+def _join_columns(blocks: Sequence[RowBlock]) -> tuple[dict[str, Floats], dict[str, Flags]]:
+    """Join the columns of all blocks; also return which rows lack a metric that others have."""
+    columns, absent = dict[str, Floats](), dict[str, Flags]()
+    for key in COLUMNS:
+        if not any(key in block.columns for block in blocks):
+            continue
+        columns[key] = np.concatenate([block.column(key) for block in blocks])
+        if any(key not in block.columns or key in block.absent for block in blocks):
+            lacking = [
+                block.absent.get(key, np.full(len(block.steps), key not in block.columns))
+                for block in blocks
+            ]
+            absent[key] = np.concatenate(lacking)
+    return columns, absent
+
+
+def _fallback_warning(steps: Ints, attempts: Ints) -> Iterator[str]:
+    """Warn of a run that fell back to an old checkpoint and has not caught up again."""
+    back = np.flatnonzero(np.diff(attempts) < 0)
+    if back.size:
+        i = int(back[-1])
+        yield (
+            f"steps from {steps[i + 1]} are of attempt {attempts[i + 1]}; the later attempt "
+            f"{attempts[i]} has only reached step {steps[i]}"
+        )
 
 
 def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
@@ -144,7 +151,6 @@ def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
 def _new_schedules(
     lr: Floats | None, steps: Ints, attempts: Ints, replaced: Ints, winners: Ints
 ) -> tuple[NewSchedule, ...]:
-    """Find the attempts that computed steps again with another learning rate."""
     if lr is None or not replaced.size:
         return ()
     differ = relative_difference(lr[replaced], lr[winners]) > LR_TOLERANCE

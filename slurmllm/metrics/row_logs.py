@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib import resources
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,35 +56,16 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         OSError: the file cannot be read.
     """
     rows, warnings = RowCollector(), list[str]()
+    short, columns = list[int](), set[str]()  # lines, the header is 1; columns with numbers
+    # Column → number of cells that are no numbers; line and text of the first
+    texts: dict[str, tuple[int, int, str]] = {}
+    last = commas = 0
     with open_log(path, warnings) as stream:
         lines = _table_lines(stream, path, warnings)
-        header_line = next(lines, "")
-        tab = log_suffix(path) == ".tsv"
-        delimiter = "\t" if tab else max(",;\t", key=header_line.count)
-        header: list[str] = []
-        with suppress(csv.Error):  # a line of 128 KiB without a separator
-            cells = next(csv.reader([header_line], delimiter=delimiter), [])
-            header = [name.strip() for name in cells]
-        if not any(header):
-            raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
-        # W&B's table of a chart has columns `<run> - <metric>`: the run's name is cut off if all
-        # are of one, unless the user names such a column.
-        names = header
-        parts = [name.partition(" - ") for name in header]
-        shorter = [metric or name for name, _, metric in parts]
-        others = [name for name, _, metric in parts if name and not metric]
-        if (
-            len({run for run, _, metric in parts if metric}) == 1
-            and all(step_keys([name], {}) for name in others)
-            and not set(tags.values()) & (set(header) - set(shorter))
-        ):
-            names = shorter
+        header = next(lines, "")
+        delimiter = "\t" if log_suffix(path) == ".tsv" else max(",;\t", key=header.count)
+        names = _column_names(header, delimiter, path, tags)
         reader = csv.reader(lines, delimiter=delimiter)
-        short: list[int] = []  # line numbers; the header is line 1
-        # Column → number of cells that are no numbers; line and text of the first
-        texts: dict[str, tuple[int, int, str]] = {}
-        columns: set[str] = set()  # those with numbers
-        last = commas = 0
         try:
             for cells in reader:
                 if not cells:
@@ -95,12 +77,10 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 numbers: list[tuple[str, float]] = []
                 for name, cell in zip(names, cells, strict=False):
                     if cell and name and not name.endswith(_WANDB_RANGE):
+                        comma = "," in cell and delimiter != ","
                         try:
-                            if "," in cell and delimiter != ",":
-                                numbers.append((name, to_float(cell)))
-                                commas = commas or last
-                            else:
-                                numbers.append((name, float(cell)))
+                            numbers.append((name, to_float(cell) if comma else float(cell)))
+                            commas = commas or last * comma
                         except ValueError:
                             if cell.strip().lower() not in _MISSING:
                                 count, line, text = texts.get(name, (0, last, cell))
@@ -111,12 +91,12 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
             warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
     if commas:
         warnings.append(f"{path}:{commas}: numbers have decimal commas; read 2,5 as 2.5")
-    for name in [name for name in names if name in texts and name in columns]:
-        count, line, text = texts[name]
-        warnings.append(
-            f"{path}:{line}: {text!r:.40} in column {name!r} is not a number; such cells are "
-            f"missing values: {count}"
-        )
+    warnings += [
+        f"{path}:{texts[name][1]}: {texts[name][2]!r:.40} in column {name!r} is not a number; such "
+        f"cells are missing values: {texts[name][0]}"
+        for name in names
+        if name in texts and name in columns
+    ]
     if short == [last]:
         warnings.append(f"{path}:{last}: skipped the truncated last line")
     elif short:
@@ -127,11 +107,34 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     return rows.log(path, "csv", tags, warnings)
 
 
+def _column_names(
+    header_line: str, delimiter: str, path: Path, tags: Mapping[str, str]
+) -> list[str]:
+    """Return the names of a table's columns; raise RunError if it has none.
+
+    W&B's table of a chart has columns `<run> - <metric>`: the run's name is cut off if all are of
+    one, unless the user names such a column.
+    """
+    header: list[str] = []
+    with suppress(csv.Error):  # a line of 128 KiB without a separator
+        cells = next(csv.reader([header_line], delimiter=delimiter), [])
+        header = [name.strip() for name in cells]
+    if not any(header):
+        raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
+    parts = [name.partition(" - ") for name in header]
+    metrics = [metric or name for name, _, metric in parts]
+    others = [name for name, _, metric in parts if name and not metric]
+    one_run = len({run for run, _, metric in parts if metric}) == 1
+    only_steps = all(step_keys([name], {}) for name in others)
+    named = set(tags.values()) & (set(header) - set(metrics))
+    return metrics if one_run and only_steps and not named else header
+
+
 def _table_lines(stream: BinaryIO, path: Path, warnings: list[str]) -> Iterator[str]:
     """Yield the lines of a table, without a last one that is probably truncated within a number."""
     shortest: int | None = None  # last cell, bytes
-    lines = (line for block in read_lines(stream, LARGEST_RECORD)
-             for line in block.splitlines(keepends=True))  # fmt: skip
+    blocks = read_lines(stream, LARGEST_RECORD)
+    lines = (line for block in blocks for line in block.splitlines(keepends=True))
     for number, line in enumerate(lines, start=1):
         if number > 1:
             cell = line[1 + max(line.rfind(b","), line.rfind(b";"), line.rfind(b"\t")) :].rstrip()
@@ -213,7 +216,7 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
 
 
 def _document_rows(document: Any) -> list[dict[str, Any]]:
-    """Returns the rows of a JSON document; none if it has another form."""
+    """Return the rows of a JSON document; none if it has another form."""
     if isinstance(document, dict):
         lists = {key: value for key, value in document.items() if isinstance(value, list)}
         for key in _ROW_KEYS:
@@ -290,7 +293,6 @@ def _wandb_records(stream: BinaryIO) -> Iterator[bytes]:
 
 @cache
 def _record_type() -> Any:
-    """Returns the message type of a record, with the fields that are read."""
     from google.protobuf import (  # type: ignore[import-untyped]
         descriptor_pb2,
         message_factory,
@@ -303,11 +305,11 @@ def _record_type() -> Any:
 
 
 def mlflow_runs(folder: Path) -> list[Path]:
-    """Returns the runs of an MLflow file store: the folder itself, or those below it."""
+    """Return the runs of an MLflow file store: the folder itself, or those below it."""
     if (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir():
         return [folder]
-    found = [*folder.glob("*/meta.yaml"), *folder.glob("*/*/meta.yaml")]
-    return sorted(path.parent for path in found if (path.parent / "metrics").is_dir())
+    files = [*folder.glob("*/meta.yaml"), *folder.glob("*/*/meta.yaml")]
+    return sorted(path.parent for path in files if (path.parent / "metrics").is_dir())
 
 
 def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
@@ -318,7 +320,7 @@ def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
         OSError: a file cannot be read.
     """
     rows, warnings = RowCollector(), list[str]()
-    found: list[tuple[float, float, str, float]] = []  # time in ms, step, name, value
+    values: list[tuple[float, float, str, float]] = []  # time in ms, step, name, value
     for path in sorted(path for path in (run / "metrics").rglob("*") if path.is_file()):
         name = path.relative_to(run / "metrics").as_posix()
         broken: list[int] = []
@@ -326,7 +328,7 @@ def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
             for number, line in enumerate(read_lines(stream), start=1):
                 try:
                     moment, value, step = map(float, line.split()[:3])
-                    found.append((moment, step, name, value))
+                    values.append((moment, step, name, value))
                 except ValueError:
                     broken.append(number)
         if broken:
@@ -334,24 +336,21 @@ def read_mlflow(run: Path, tags: Mapping[str, str]) -> Log:
                 f"{path}:{broken[0]}: not `timestamp value step`; skipped {len(broken)} lines"
             )
     # A restart writes all metrics again: each file alone does not show in which order.
-    found.sort(key=lambda each: each[0])
-    for moment, step, name, value in found:
+    values.sort(key=itemgetter(0))
+    for moment, step, name, value in values:
         rows.add([("step", step), (name, value), ("time", moment / 1e3)])
     return rows.log(run, "jsonl", tags, warnings)
 
 
 def is_tag_table(path: Path) -> bool:
-    """Whether a file is TensorBoard's CSV of one tag: `Wall time,Step,Value`."""
+    """Return whether a file is TensorBoard's CSV of one tag: `Wall time,Step,Value`."""
     with open_regular(path) as stream:
         return stream.readline(100).strip().lower() == b"wall time,step,value"
 
 
 def split_log_files(folder: Path) -> list[Path]:
-    """Returns a folder's files that hold one tag (TensorBoard's CSV) or one step (OLMo-core)."""
-    return sorted(
-        path for path in folder.iterdir()
-        if _TAG_CSV.fullmatch(path.name) or _STEP_JSON.fullmatch(path.name)
-    )  # fmt: skip
+    patterns = (_TAG_CSV, _STEP_JSON)
+    return sorted(p for p in folder.iterdir() if any(q.fullmatch(p.name) for q in patterns))
 
 
 def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
@@ -364,17 +363,17 @@ def read_split_log(path: Path, tags: Mapping[str, str]) -> Log:
     files = split_log_files(path) if path.is_dir() else [path]
     rows, series, warnings = RowCollector(), dict[str, TagSeries](), list[str]()
     for file in files:
-        if found := _STEP_JSON.fullmatch(file.name):
+        if step := _STEP_JSON.fullmatch(file.name):
             row = parse_row(read_limited(file))
             if isinstance(row, dict):
-                rows.add([("step", float(found["step"])), *json_numbers(row)])
+                rows.add([("step", float(step["step"])), *json_numbers(row)])
             else:
                 warnings.append(f"{file} is not complete JSON; skipped it")
             continue
         log = read_table(file, tags)
-        found = None if "Value" in tags.values() else _TAG_CSV.fullmatch(file.name)
+        name = None if "Value" in tags.values() else _TAG_CSV.fullmatch(file.name)
         # TensorBoard replaces the slash of train/loss.
-        tag = re.sub("^(train|eval|val)_", r"\1/", found["tag"]) if found else "Value"
+        tag = re.sub("^(train|eval|val)_", r"\1/", name["tag"]) if name else "Value"
         times = log.series.get("Wall time")
         series[tag] = replace(log.series["Value"], times=None if times is None else times.values)
         warnings += log.warnings

@@ -56,7 +56,6 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def line_error(path: Path, line: int, what: str) -> RunError:
-    """Returns the error for a line that is not a row."""
     return RunError(
         f"{path}:{line}: {what}; every line but a cut last one must be a JSON "
         "object with a step; fix or remove the line"
@@ -64,7 +63,6 @@ def line_error(path: Path, line: int, what: str) -> RunError:
 
 
 def read_error(path: Path, error: OSError) -> RunError:
-    """Returns the error for a metrics file that the system refuses to read."""
     return RunError(
         f"cannot read {error.filename or path}: {reason(error)}; a metrics file must be readable: "
         "check its permissions and the file system"
@@ -94,7 +92,7 @@ def json_number(value: object) -> float | None:
 
 
 def row_fault(row: Any) -> str | None:
-    """Returns the reason why a JSON value is not a row; None if it is one."""
+    """Return the reason why a JSON value is not a row; None if it is one."""
     if not isinstance(row, dict):
         return f"a JSON {type(row).__name__}, not an object"
     step = row.get("step")
@@ -122,7 +120,6 @@ def last_row(run: RunDir) -> Row | None:
 
 
 def last_row_of(path: Path) -> Row | None:
-    """Read the last whole row of a metrics file; raises OSError if it cannot be read."""
     return next(iter(last_rows(path, 1)), None)
 
 
@@ -132,14 +129,14 @@ def last_rows(path: Path, count: int) -> list[Row]:
     Raises:
         OSError: the file cannot be read, or its end holds no rows.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     with open_regular(path) as stream:
         position, rest = (size := stream.seek(0, 2)), b""
-        while position > 0 and len(found) < count:
+        while position > 0 and len(rows) < count:
             # Grows with what is left of a long line: reading stays linear in its length.
             begin = max(0, position - max(_TAIL_BYTES, len(rest)))
             if size - begin > _LONGEST_TAIL_BYTES:
-                if found:
+                if rows:
                     break
                 what = f"its last {_LONGEST_TAIL_BYTES:,} bytes hold no row"
                 raise OSError(errno.EFBIG, what, str(path))
@@ -150,11 +147,11 @@ def last_rows(path: Path, count: int) -> list[Row]:
             for text in reversed(lines):
                 row = parse_row(text) if text.strip() else None
                 if row is not None and row_fault(row) is None:
-                    found.append(row)
-                    if len(found) == count:
+                    rows.append(row)
+                    if len(rows) == count:
                         break
             position = begin
-    return found[::-1]
+    return rows[::-1]
 
 
 def read_events(

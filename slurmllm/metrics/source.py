@@ -1,10 +1,10 @@
-"""Reads run directories, metrics files and logs of other frameworks as curves."""
+"""Curves of run directories, metrics files and logs of other frameworks."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -78,8 +78,8 @@ def locate(source: str, root: Path) -> Path:
             ):
                 return folder
         for name in _LOGS_IN_FOLDERS if path.is_dir() else ():
-            if found := sorted(path.glob(name)):
-                return found[0]
+            if logs := sorted(path.glob(name)):
+                return logs[0]
         if path.is_dir():
             raise RunError(
                 f"{path} holds no metrics: neither metrics/attempt_NNN.jsonl nor TensorBoard "
@@ -151,7 +151,7 @@ def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
     """Read a folder of another framework, or a run's event files; None if it has metrics files."""
     if runs := row_logs.mlflow_runs(source):
         if len(runs) > 1:
-            names = ", ".join(str(one.relative_to(source)) for one in runs[:20])
+            names = ", ".join(str(run.relative_to(source)) for run in runs[:20])
             raise RunError(
                 f"{source} holds {len(runs)} MLflow runs: {names}; name one, such as {runs[0]}"
             )
@@ -159,11 +159,11 @@ def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
     run = RunDir(source)
     if run.metrics_files() or not source.is_dir():
         return None
-    events, known = event_files(source), run.config.is_file() or (source / "metrics").is_dir()
-    if known and run.tensorboard.is_dir():
+    events, is_run = event_files(source), run.config.is_file() or (source / "metrics").is_dir()
+    if is_run and run.tensorboard.is_dir():
         source, events = run.tensorboard, event_files(run.tensorboard)
     # NeMo and Hydra write a config.yaml next to their event files too.
-    if known and not events:
+    if is_run and not events:
         return None
     if not events and row_logs.split_log_files(source):
         return row_logs.read_split_log(source, tags)
@@ -171,7 +171,7 @@ def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
 
 
 def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
-    """Whether slurmllm wrote a file: by its folder, else by the keys of its first whole row."""
+    """Return whether slurmllm wrote a file: by its folder, else by its first whole row's keys."""
     if path.absolute().parent.name == "metrics":
         return True
     with open_regular(path) as stream:
@@ -186,9 +186,7 @@ def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
 
 
 def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = None) -> Curve:
-    """Read a run directory's metrics, or a single .jsonl file of them.
-
-    `by_file` is filled with what was read of each file.
+    """Read a run directory's metrics, or a single .jsonl file of them; see `read_curve`.
 
     Raises:
         RunError: there are no metrics, a file cannot be read or, if not lenient, a line before
@@ -199,20 +197,12 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
     try:
         is_file = source.is_file()
         files = [source] if is_file else RunDir(source).metrics_files()
-        folder, warnings = source / "metrics", list[str]()
-        if not is_file and folder.is_dir():
-            found = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
-            if unknown := sorted(found - {path.name for path in files}):
-                more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-                warnings.append(
-                    f"{folder}: ignoring {', '.join(unknown[:3])}{more}; metrics are "
-                    "attempt_NNN.jsonl: the file may be of a newer version of slurmllm"
-                )
+        warnings = [] if is_file else _unknown_files(source / "metrics", files)
     except OSError as error:
         raise read_error(source, error) from error
     name = run_name(source, is_file)
-    blocks, of_rows = read_attempts(files, lenient, by_file)
-    warnings += of_rows
+    blocks, line_warnings = read_attempts(files, lenient, by_file)
+    warnings += line_warnings
     if not blocks:
         what = f"{source / 'metrics'} holds no attempt_NNN.jsonl"
         if files:
@@ -226,48 +216,57 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
     if is_file and path.parent.name != "metrics":
         return merge_rows(blocks, name=name, path=source, kind="jsonl", warnings=warnings)
     run = RunDir(path.parent.parent if is_file else source)
-    data, skips = None, SkipsRecord()
-    nodes: dict[int, tuple[str, ...]] = {}
-    changes: dict[int, dict[str, tuple[Any, Any]]] = {}
-    try:
-        data = DataRecord.find(run.data)
-        skips = SkipsRecord.find(run.skips) or skips
-        changes = {one.first_attempt: one.changes for one in JobsRecord.of(run).submissions}
-    except StorageError as error:
-        warnings.append(str(error))
-    settings = _read_settings(run, warnings)
-    try:
-        attempts = run.attempts("train")
-        for attempt, (record, faults) in zip(
-            attempts, read_all(_read_record, [a.record for a in attempts]), strict=True
-        ):
-            warnings += faults
-            names = record.get("nodes")
-            if isinstance(names, list) and all(isinstance(node, str) for node in names):
-                nodes[attempt.number] = tuple(names)
-    except OSError as error:
-        warnings.append(f"cannot read {error.filename or run.path}: {error.strerror or error}")
-    curve = merge_rows(
-        blocks, name=name, path=source, kind="run", warnings=warnings, skips=skips.skips
-    )
+    records = _read_records(run, warnings)
+    skips, settings = records["skips"], records["settings"]
+    curve = merge_rows(blocks, name=name, path=source, kind="run", warnings=warnings, skips=skips)
     # Without evaluations, a file less is opened for each attempt. A copy may have no config.yaml.
     if not settings or settings.get("eval.every_steps") is not None:
         try:
             curve = with_evaluations(curve, read_evaluations(run, files))
         except RunError as error:
             curve = replace(curve, warnings=(*curve.warnings, str(error)))
-    return replace(
-        curve,
-        data=data,
-        settings=settings,
-        nodes=nodes,
-        changes=changes,
-        convention=Convention("slurmllm", steps_from=1),
-    )
+    return replace(curve, convention=Convention("slurmllm", steps_from=1), **records)
+
+
+def _unknown_files(folder: Path, files: Sequence[Path]) -> list[str]:
+    if not folder.is_dir():
+        return []
+    names = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
+    unknown = sorted(names - {path.name for path in files})
+    if not unknown:
+        return []
+    more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+    return [
+        f"{folder}: ignoring {', '.join(unknown[:3])}{more}; metrics are attempt_NNN.jsonl: the "
+        "file may be of a newer version of slurmllm"
+    ]
+
+
+def _read_records(run: RunDir, warnings: list[str]) -> dict[str, Any]:
+    records: dict[str, Any] = {"data": None, "skips": (), "changes": {}, "nodes": {}}
+    try:
+        records["data"] = DataRecord.find(run.data)
+        records["skips"] = (SkipsRecord.find(run.skips) or SkipsRecord()).skips
+        submissions = JobsRecord.of(run).submissions
+        records["changes"] = {s.first_attempt: s.changes for s in submissions}
+    except StorageError as error:
+        warnings.append(str(error))
+    records["settings"] = _read_settings(run, warnings)
+    try:
+        attempts = run.attempts("train")
+        files = read_all(_read_mapping, [attempt.record for attempt in attempts])
+        for attempt, (record, faults) in zip(attempts, files, strict=True):
+            warnings += faults
+            names = record.get("nodes")
+            if isinstance(names, list) and all(isinstance(node, str) for node in names):
+                records["nodes"][attempt.number] = tuple(names)
+    except OSError as error:
+        warnings.append(f"cannot read {error.filename or run.path}: {error.strerror or error}")
+    return records
 
 
 def run_name(source: Path, is_file: bool) -> str:
-    """Returns a run's name, or a file's: `RUN.attempt_NNN` for one of a run's metrics files."""
+    """Return a run's name, or a file's: `RUN.attempt_NNN` for one of a run's metrics files."""
     path = source.absolute() if source.name not in ("", "..") else source.resolve()
     if is_file and is_event_file(path):
         path, is_file = path.parent, False
@@ -282,19 +281,21 @@ def run_name(source: Path, is_file: bool) -> str:
 
 
 def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
-    """Returns the recipe of a run by dotted path, with `cluster.device`, `versions.torch`, …
+    """Return the recipe of a run by dotted path, with `cluster.device`, `versions.torch`, …
 
     The file is read as stored, not validated: another version may have written it.
     """
     settings: dict[str, Setting] = {}
-    config = _read_mapping(run.config, warnings)
+    config, config_faults = _read_mapping(run.config)
+    manifest, manifest_faults = _read_mapping(run.graphs_manifest)
+    warnings += [*config_faults, *manifest_faults]
     for key, value in config.items():
         if key == "cluster" and isinstance(value, dict):
             value = {name: value.get(name) for name in _CLUSTER_SETTINGS}
         elif key in ("origin", "cluster"):
             continue
         _flatten(str(key), value, settings)
-    versions = _read_mapping(run.graphs_manifest, warnings).get("versions")
+    versions = manifest.get("versions")
     _flatten("versions", versions if isinstance(versions, dict) else {}, settings)
     return settings
 
@@ -310,31 +311,25 @@ def _flatten(path: str, value: Any, into: dict[str, Setting]) -> None:
         into[path] = json.dumps(value, default=str)
 
 
-def _read_record(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
-    """What `_read_mapping` reads of a file, and its warnings."""
-    warnings: list[str] = []
-    return _read_mapping(path, warnings), warnings
-
-
-def _read_mapping(path: Path, warnings: list[str]) -> Mapping[Any, Any]:
-    """Read a YAML or JSON file; empty without the file, or with a warning if damaged."""
+def _read_mapping(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
+    """Read a YAML or JSON file; empty without the file, or with a warning if it is damaged."""
     import yaml  # other frameworks' logs need none
 
     from slurmllm.config.yaml_source import LARGEST_YAML, parse_yaml
 
     try:
         if path.suffix == ".json":
-            found = json.loads(read_limited(path))
+            content = json.loads(read_limited(path))
         else:
-            found = parse_yaml(read_limited(path, LARGEST_YAML).decode())
-        fault = None if isinstance(found, dict) else f"a {type(found).__name__}, not a mapping"
+            content = parse_yaml(read_limited(path, LARGEST_YAML).decode())
     except FileNotFoundError:
-        return {}
+        return {}, []
     except OSError as error:
-        warnings.append(f"cannot read {path}: {reason(error)}")
-        return {}
+        return {}, [f"cannot read {path}: {reason(error)}"]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         fault = " ".join(str(error).split())  # YAML's messages span several lines
-    if fault is not None:
-        warnings.append(f"{path} is damaged: {fault:.200}; ignoring it")
-    return found if fault is None else {}
+    else:
+        if isinstance(content, dict):
+            return content, []
+        fault = f"a {type(content).__name__}, not a mapping"
+    return {}, [f"{path} is damaged: {fault:.200}; ignoring it"]

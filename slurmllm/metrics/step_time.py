@@ -1,4 +1,4 @@
-"""Step time of a run: the one definition that `status`, `report` and `plan --against` share.
+"""Step time of a run: the one definition that `status` and `report` share.
 
 A step takes its row's `step_time_s`; of several steps the median counts, so that single slow ones
 (a save, a hiccup of the file system) change nothing. The steps after a start compile, fill caches
@@ -9,7 +9,7 @@ with a prediction the first `FIRST_STEPS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from slurmllm.errors import RunError
+from slurmllm.format import format_plural
 from slurmllm.metrics.row_reader import last_rows, line_error, read_events, read_rows
 from slurmllm.run.records import WAITS, AttemptRecord, MetricsRow, Submission, first_problem
 from slurmllm.run.rundir import RunDir
@@ -28,11 +29,7 @@ MIN_STEPS = 5  # for a median
 RECENT_STEPS = 100
 
 
-class AttemptGroup(NamedTuple):
-    """What attempts of one configuration have in common."""
-
-    submission: int  # number of the last one before them, from 1; 0 if none is recorded
-    nodes: int | None  # number of nodes; None if no record has it
+Group = tuple[int, int | None]  # number of the last submission before attempts, from 1; their nodes
 
 
 class StepSplit(NamedTuple):
@@ -65,7 +62,7 @@ class Pace:
     waits_s: float  # per step, that training waited for saves and evaluations, over the attempt
 
     def seconds(self, steps: int) -> float:
-        """Estimates the duration of some steps, saves included and restarts not."""
+        """Estimate the duration of some steps, saves included and restarts not."""
         return steps * (self.step_s + self.waits_s)
 
 
@@ -80,50 +77,46 @@ def read_steady_steps(
         RunError: there are too few, or a metrics file is damaged.
     """
     nodes = {record.attempt: len(record.nodes) for record in attempts if record.stage == "train"}
-    begins = [submission.first_attempt for submission in submissions]
-    groups: dict[AttemptGroup, list[int]] = {}
-    rows: dict[int, list[MetricsRow]] = {}
+    groups: dict[Group, dict[int, list[MetricsRow]]] = {}  # attempt → its rows
     for path in run.metrics_files():
         number = int(path.stem.removeprefix("attempt_"))
-        group = AttemptGroup(sum(first <= number for first in begins), nodes.get(number))
-        groups.setdefault(group, []).append(number)
-        rows[number] = _read_rows(path)
-    count = sum(map(len, rows.values()))
+        submission = sum(s.first_attempt <= number for s in submissions)
+        group = groups.setdefault((submission, nodes.get(number)), {})
+        group[number] = _read_rows(path)
+    count = sum(len(rows) for group in groups.values() for rows in group.values())
     if not count:
         raise RunError(
             f"run {run.name} has made no step yet; it can be compared with a prediction after "
             f"{FIRST_STEPS + MIN_STEPS} steps: see `slurmllm status {run.name}`"
         )
     steady = {
-        group: [row for number in numbers for row in rows[number][FIRST_STEPS:]]
-        for group, numbers in groups.items()
+        key: [row for rows in group.values() for row in rows[FIRST_STEPS:]]
+        for key, group in groups.items()
     }
-    for group in reversed(groups):
-        used = steady[group]
-        if len(used) >= MIN_STEPS:
-            # Sections of the step, if all rows have them: those of old versions do not.
-            splits = [
-                (loss, norms, row.step_time_s - row.data_wait_s - loss - norms)
-                for row in used
-                if (loss := row.forward_backward_s) is not None
-                and (norms := row.optimizer_s) is not None
-            ]
-            split = None
-            if len(splits) == len(used):
-                split = StepSplit(*(median(section) for section in zip(*splits, strict=True)))
-            return SteadySteps(
-                attempts=tuple(n for n in groups[group] if len(rows[n]) > FIRST_STEPS),
-                nodes=group.nodes,
-                steps=len(used),
-                step_s=median(row.step_time_s for row in used),
-                data_wait_s=median(row.data_wait_s for row in used),
-                split=split,
-                warnings=tuple(_unused_warnings(group, groups)),
-            )
-    most = max(len(of_group) for of_group in steady.values())
-    raise RunError(
-        f"run {run.name} has made {count} steps, of which {most} are steady: the first "
-        f"{FIRST_STEPS} after each start are not; let it train until {MIN_STEPS} are"
+    used = next((key for key in reversed(groups) if len(steady[key]) >= MIN_STEPS), None)
+    if used is None:
+        raise RunError(
+            f"run {run.name} has made {count} steps, of which {max(map(len, steady.values()))} are "
+            f"steady: the first {FIRST_STEPS} after each start are not; let it train until "
+            f"{MIN_STEPS} are"
+        )
+    rows = steady[used]
+    splits = [
+        (loss, norms, row.step_time_s - row.data_wait_s - loss - norms)
+        for row in rows
+        if (loss := row.forward_backward_s) is not None and (norms := row.optimizer_s) is not None
+    ]
+    split = None
+    if len(splits) == len(rows):  # all rows have them
+        split = StepSplit(*(median(section) for section in zip(*splits, strict=True)))
+    return SteadySteps(
+        attempts=tuple(n for n, steps in groups[used].items() if len(steps) > FIRST_STEPS),
+        nodes=used[1],
+        steps=len(rows),
+        step_s=median(row.step_time_s for row in rows),
+        data_wait_s=median(row.data_wait_s for row in rows),
+        split=split,
+        warnings=tuple(_unused_warnings(used, groups)),
     )
 
 
@@ -161,7 +154,6 @@ def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
 
 
 def finite_number(row: Mapping[str, Any], name: str) -> float | None:
-    """Returns a finite number of a row; None if it is absent or something else."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -170,7 +162,7 @@ def finite_number(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def _read_rows(path: Path) -> list[MetricsRow]:
-    found = []
+    rows = []
     for line, values in read_rows(path):
         try:
             row = MetricsRow.model_validate(values)
@@ -179,31 +171,26 @@ def _read_rows(path: Path) -> list[MetricsRow]:
         if not 0 < row.step_time_s < math.inf:
             what = f"step_time_s is {row.step_time_s}, not a number of seconds above 0"
             raise line_error(path, line, what)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
-def _unused_warnings(
-    used: AttemptGroup, groups: Mapping[AttemptGroup, Sequence[int]]
-) -> Iterator[str]:
+def _unused_warnings(used: Group, groups: Mapping[Group, Collection[int]]) -> Iterator[str]:
     order = list(groups)
     position = order.index(used)
     for group in order[position + 1 :]:
-        name = _group_name(groups[group], group)
+        name = _group_name(groups[group], group[1])
         yield f"{name}: fewer than {MIN_STEPS} steady steps, not used"
-    if any(group.submission > used.submission for group in order):
+    if any(submission > used[0] for submission, _ in order):
         yield (
-            f"the steps of {_group_name(groups[used], used)} were made before the run was resumed, "
-            "which may have changed its configuration: the prediction uses the present one"
+            f"the steps of {_group_name(groups[used], used[1])} were made before the run was "
+            "resumed, which may have changed its configuration: the prediction uses the present one"
         )
     if position:
         before = sorted(number for group in order[:position] for number in groups[group])
         yield f"{_group_name(before, None)}: of another submission or node count, not used"
 
 
-def _group_name(attempts: Sequence[int], group: AttemptGroup | None) -> str:
-    """`attempts 0, 1 on 4 nodes`."""
+def _group_name(attempts: Collection[int], nodes: int | None) -> str:
     name = f"attempt{'s' if len(attempts) > 1 else ''} {', '.join(map(str, attempts))}"
-    if group is None or group.nodes is None:
-        return name
-    return f"{name} on {group.nodes} node{'s' if group.nodes > 1 else ''}"
+    return name if nodes is None else f"{name} on {format_plural(nodes, 'node')}"

@@ -54,28 +54,26 @@ class LogFormat(BaseModel):
 
     @property
     def convention(self) -> Convention:
-        """How this format counts steps and averages the loss."""
         return Convention(self.name, self.steps_from, self.counts, self.loss_is_mean)
 
 
 def log_formats() -> Mapping[str, LogFormat]:
-    """Returns the formats of formats.yaml by name, in its order."""
-    return {name: found for name, found in all_formats().items() if name != ANY_FRAMEWORK}
+    return {name: log_format for name, log_format in all_formats().items() if name != ANY_FRAMEWORK}
 
 
 def common_names(metric: str) -> tuple[str, ...]:
-    """Returns the names of a metric, or of `step`, that mean the same in all frameworks."""
+    """Return the names of a metric, or of `step`, that mean the same in all frameworks."""
     return all_formats()[ANY_FRAMEWORK].tags.get(metric, ())
 
 
 @cache
 def all_formats() -> Mapping[str, LogFormat]:
-    """Returns the formats, and the names and lines that mean the same in all frameworks."""
+    """Return the formats, and the names and lines that mean the same in all frameworks."""
     import yaml  # our own runs' metrics need none
 
     text = resources.files("slurmllm.metrics").joinpath("formats.yaml").read_text("utf-8")
-    found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {name: LogFormat(name=name, **values) for name, values in found.items()}
+    formats = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {name: LogFormat(name=name, **values) for name, values in formats.items()}
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,6 @@ def parse_tags(values: Sequence[str]) -> dict[str, str]:
 
 
 def check_metric(metric: str, option: str) -> None:
-    """Raises UserError if there is no such metric."""
     if metric not in METRICS:
         raise UserError(f"{option}: no metric {metric!r}; one of {', '.join(METRICS)}")
 
@@ -122,7 +119,7 @@ def choose_tags(
     counts: Mapping[str, int],
     requested: Mapping[str, str],
     source: Path,
-    known: LogFormat | None = None,
+    log_format: LogFormat | None = None,
 ) -> TagChoice:
     """Choose the tags of a log (tag → number of values) that hold the metrics.
 
@@ -134,8 +131,8 @@ def choose_tags(
             other matches.
     """
     chosen = {m: tag for m, tag in requested.items() if tag in counts and m != "step"}
-    framework = known
-    for candidate in log_formats().values() if known is None else ():
+    framework = log_format
+    for candidate in log_formats().values() if log_format is None else ():
         losses = candidate.tags.get("loss", ())
         marked = not candidate.mark or find_tags(counts, [candidate.mark])
         if source.name != candidate.file:
@@ -150,8 +147,8 @@ def choose_tags(
     for metric in COLUMNS:
         if metric in chosen:
             continue
-        own = framework.tags.get(metric, ()) if framework is not None else ()
-        fitting = find_tags(counts, (*own, *common_names(metric)))
+        names = framework.tags.get(metric, ()) if framework is not None else ()
+        fitting = find_tags(counts, (*names, *common_names(metric)))
         free = [tag for tag in fitting if tag not in chosen.values()]
         # A mean at the end, or by epoch, is no alternative to values of every step.
         most = max((counts[tag] for tag in free), default=0)
@@ -173,19 +170,17 @@ def choose_tags(
 
 
 def step_keys(tags: Collection[str], requested: Mapping[str, str]) -> list[str]:
-    """Returns the keys or columns that may hold the step, the likeliest first."""
+    """Return the keys or columns that may hold the step, the likeliest first."""
     if requested.get("step") in tags:
         return [requested["step"]]
     return find_tags(tags, common_names("step"))
 
 
 def per_device(tag: str) -> bool:
-    """Whether a throughput is that of one device, not of the whole run."""
     return tag in _PER_DEVICE or any(name in tag for name in ("/device", "per_device", "per_gpu"))
 
 
 def list_tags(tags: Collection[str], limit: int = 20) -> str:
-    """Format tags for a message."""
     if not tags:
         return "none at all"
     shown = ", ".join(repr(tag)[1:-1] for tag in sorted(tags)[:limit])
@@ -193,19 +188,19 @@ def list_tags(tags: Collection[str], limit: int = 20) -> str:
 
 
 def find_tags(tags: Collection[str], names: Iterable[str]) -> list[str]:
-    """Returns the tags that match names, in the order of the names.
+    """Return the tags that match names, in the order of the names.
 
     `NAME*` matches every tag with that prefix. Case, and which of space, `-` and `_`, is ignored.
     """
     by_name: dict[str, list[str]] = {}
     for tag in tags:
         by_name.setdefault(_normalize(tag), []).append(tag)
-    found: dict[str, None] = {}
+    matches: dict[str, None] = {}
     for name in map(_normalize, names):
         prefixed = [key for key in by_name if name[-1] == "*" and key.startswith(name[:-1])]
         for key in prefixed or [name]:
-            found |= dict.fromkeys(by_name.get(key, ()))
-    return list(found)
+            matches |= dict.fromkeys(by_name.get(key, ()))
+    return list(matches)
 
 
 @lru_cache(1 << 14)

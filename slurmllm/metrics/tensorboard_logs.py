@@ -50,11 +50,11 @@ def is_event_file(path: Path) -> bool:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Returns the event files of a folder, oldest first by the time in their names."""
+    """Return the event files of a folder, oldest first by the time in their names."""
 
     def begun(path: Path) -> tuple[int, str]:
-        found = _EVENT_FILE.fullmatch(path.name)
-        return (int(found["seconds"]) if found else 0, path.name)
+        match = _EVENT_FILE.fullmatch(path.name)
+        return (int(match["seconds"]) if match else 0, path.name)
 
     return sorted(
         (path for path in folder.iterdir() if is_event_file(path) and path.is_file()), key=begun
@@ -62,17 +62,17 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def event_folders(folder: Path, limit: int = 50) -> list[Path]:
-    """Returns at most `limit` folders below one, a few levels deep, that hold event files."""
-    found: set[Path] = set()
+    """Return at most `limit` folders below one, a few levels deep, that hold event files."""
+    folders: set[Path] = set()
     for depth in range(1, _MAX_DEPTH + 1):
         for path in folder.glob("*/" * depth + "*tfevents*"):
             below = path.parent
             linked = any(each.is_symlink() for each in (below, *below.parents[: depth - 1]))
             if path.is_file() and not linked:
-                found.add(below)
-            if len(found) == limit:
-                return sorted(found)
-    return sorted(found)
+                folders.add(below)
+            if len(folders) == limit:
+                return sorted(folders)
+    return sorted(folders)
 
 
 def read_tensorboard(source: Path, tags: Mapping[str, str]) -> Log:
@@ -104,8 +104,8 @@ def read_tensorboard(source: Path, tags: Mapping[str, str]) -> Log:
         read = read_event_file(path)
         warnings += read.warnings
         starts += [before, *(before + place for place in read.starts)]
-        for tag, one in _steps_from_tag(read.series, tags.get("step"), path).items():
-            moved = TagSeries(one.order + before, one.steps, one.values, one.times)
+        for tag, part in _steps_from_tag(read.series, tags.get("step"), path).items():
+            moved = TagSeries(part.order + before, part.steps, part.values, part.times)
             series.setdefault(tag, []).append(moved)
         before += read.events
     if not series:
@@ -116,10 +116,10 @@ def read_tensorboard(source: Path, tags: Mapping[str, str]) -> Log:
         )
     joined = {
         tag: TagSeries(
-            np.concatenate([one.order for one in of_tag]),
-            np.concatenate([one.steps for one in of_tag]),
-            np.concatenate([one.values for one in of_tag]),
-            np.concatenate([one.times for one in of_tag if one.times is not None]),
+            np.concatenate([part.order for part in of_tag]),
+            np.concatenate([part.steps for part in of_tag]),
+            np.concatenate([part.values for part in of_tag]),
+            np.concatenate([part.times for part in of_tag if part.times is not None]),
         )
         for tag, of_tag in series.items()
     }
@@ -138,7 +138,7 @@ def read_event_file(path: Path) -> EventFile:
 
     parse = Event.FromString
     steps, times = array("q"), array("d")  # [events]
-    found: dict[str, tuple[array[int], array[float]]] = {}  # tag → indices of events, and values
+    scalars: dict[str, tuple[array[int], array[float]]] = {}  # tag → indices of events, and values
     starts: list[int] = []
     warnings: list[str] = []
     malformed = 0
@@ -159,9 +159,9 @@ def read_event_file(path: Path) -> EventFile:
                         if number is None:
                             continue
                     tag = value.tag
-                    if tag not in found:
-                        found[tag] = (array("q"), array("d"))
-                    indices, numbers = found[tag]
+                    if tag not in scalars:
+                        scalars[tag] = (array("q"), array("d"))
+                    indices, numbers = scalars[tag]
                     indices.append(len(steps))
                     numbers.append(number)
                 if not values and event.session_log.status == _START:
@@ -174,7 +174,7 @@ def read_event_file(path: Path) -> EventFile:
         warnings.append(f"{path}: {malformed} records are not TensorBoard events; skipped them")
     all_steps, all_times = np.array(steps, dtype=np.int64), np.array(times)
     series = {}
-    for tag, (indices, numbers) in found.items():
+    for tag, (indices, numbers) in scalars.items():
         order = np.array(indices, dtype=np.int64)
         series[tag] = TagSeries(order, all_steps[order], np.array(numbers), all_times[order])
     return EventFile(len(steps), starts, series, warnings)
@@ -219,7 +219,7 @@ def _records(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _tensor_scalar(value: Any) -> float | None:
-    """Returns the number in the tensor of a `Summary.Value`; None if it is not a scalar."""
+    """Return the number in the tensor of a `Summary.Value`; None if it is not a scalar."""
     from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
 
     # One value may stand for a tensor of any shape: 60 bytes of a file for terabytes of memory.
@@ -229,10 +229,10 @@ def _tensor_scalar(value: Any) -> float | None:
     ):
         return None
     try:
-        found = make_ndarray(value.tensor)
+        tensor = make_ndarray(value.tensor)
     except (TypeError, ValueError):  # an image, or a type that TensorBoard does not read either
         return None
-    return float(found.item()) if found.size == 1 and found.dtype.kind in "fiu" else None
+    return float(tensor.item()) if tensor.size == 1 and tensor.dtype.kind in "fiu" else None
 
 
 def _steps_from_tag(
@@ -254,11 +254,11 @@ def _steps_from_tag(
             "--tag step=TAG"
         )
     by_step = dict(zip(series[key].steps.tolist(), series[key].values.tolist(), strict=True))
-    found = {}
-    for tag, one in series.items():
-        steps = np.array([by_step.get(step, np.nan) for step in one.steps.tolist()])
-        known = np.isfinite(steps)
-        times = None if one.times is None else one.times[known]
-        numbers = steps[known].astype(np.int64)
-        found[tag] = TagSeries(one.order[known], numbers, one.values[known], times)
-    return found
+    renumbered = {}
+    for tag, old in series.items():
+        steps = np.array([by_step.get(step, np.nan) for step in old.steps.tolist()])
+        has_step = np.isfinite(steps)
+        times = None if old.times is None else old.times[has_step]
+        numbers = steps[has_step].astype(np.int64)
+        renumbered[tag] = TagSeries(old.order[has_step], numbers, old.values[has_step], times)
+    return renumbered

@@ -80,7 +80,7 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
             f"no line of {path} matches --pattern '{pattern}'; check it against a line of the log "
             "(spaces must match exactly)"
         )
-    names = ", ".join(name for name, found in log_formats().items() if found.lines)
+    names = ", ".join(name for name, log_format in log_formats().items() if log_format.lines)
     raise RunError(
         f"no metrics in {path}: no line is one of {names}, or a progress bar with a loss; give "
         "such a log, or a table (.csv, .jsonl) of the metrics, or describe its lines with "
@@ -114,17 +114,17 @@ def to_float(text: str) -> float:
 
 
 class _LineReader:
-    """Collects the rows of one format: of a line each, or of a line and those that follow it.
+    """The rows of one format: of a line each, or of a line and those that follow it.
 
     A step that is not in the head is among the names and values, or that of a progress bar.
     """
 
-    def __init__(self, known: LogFormat | None, lines: Sequence[LineFormat]) -> None:
+    def __init__(self, log_format: LogFormat | None, lines: Sequence[LineFormat]) -> None:
         self.rows = RowCollector()
-        self.format = known
-        if known is not None:
-            first = known.steps_from if lines[0].steps_from is None else lines[0].steps_from
-            self.format = known.model_copy(update={"counts": "steps", "steps_from": first})
+        self.format = log_format
+        if log_format is not None:
+            first = log_format.steps_from if lines[0].steps_from is None else lines[0].steps_from
+            self.format = log_format.model_copy(update={"counts": "steps", "steps_from": first})
         self.row = Numbers()  # the next line may belong to it
         self._number = 0  # of its first line
         self._patterns = [
@@ -134,10 +134,10 @@ class _LineReader:
         self._before = 0.0  # steps before a progress bar's first, which a restart begins with
 
     def read(self, line: str, number: int) -> bool:
-        """Reads a line; returns False if it is of another format."""
+        """Read a line; return False if it is of another format."""
         for head, pair in self._patterns:
-            found = head.search(line)
-            values = None if found is None else _head_values(found)
+            match = head.search(line)
+            values = None if match is None else _head_values(match)
             if values is None and not self.row:
                 continue
             texts = [] if pair is None else pair.findall(line)
@@ -156,7 +156,6 @@ class _LineReader:
         return False
 
     def end_row(self) -> None:
-        """Adds the row that was read."""
         row, self.row = self.row, Numbers()
         if "bar" in row:
             # The bar prints three digits of a large number: from 100,000 its own count is exact.
@@ -168,18 +167,18 @@ class _LineReader:
             self.rows.add(row.items(), self._number)
 
     def finish(self, path: Path, warnings: list[str]) -> None:
-        """Adds rows that depend on lines after them."""
+        """Add rows that depend on lines after them."""
         self.end_row()
 
 
 class _TrainerReader(_LineReader):
-    """`{'loss': 3.21, 'grad_norm': 1.5, 'learning_rate': 1e-4, 'epoch': 0.1}`, maybe of many lines.
+    """Rows such as `{'loss': 3.21, 'learning_rate': 1e-4, 'epoch': 0.1}`, maybe of many lines.
 
     The Hugging Face Trainer prints no step, but draws its progress bar again after each such line.
     """
 
-    def __init__(self, known: LogFormat | None, lines: Sequence[LineFormat]) -> None:
-        super().__init__(known, lines)
+    def __init__(self, log_format: LogFormat | None, lines: Sequence[LineFormat]) -> None:
+        super().__init__(log_format, lines)
         self._total = ""  # of the training's bar; those of evaluations come and go
         self._count = math.nan
         self._found: list[tuple[Numbers, int]] = []  # rows, and the number of the line
@@ -222,39 +221,39 @@ class _TrainerReader(_LineReader):
             )
 
 
-def _head_values(found: re.Match[str]) -> Numbers | None:
-    """Returns the values of a line's head, and its time; None if the step is not a number."""
-    groups = {name: text for name, text in found.groupdict().items() if text is not None}
+def _head_values(match: re.Match[str]) -> Numbers | None:
+    """Return the values of a line's head, and its time; None if the step is not a number."""
+    groups = {name: text for name, text in match.groupdict().items() if text is not None}
     values = Numbers()
     for name, text in groups.items():
         with suppress(ValueError, IndexError):  # the user's group may be no number
             values[name] = to_float(text.strip())
-    if "step" in found.re.groupindex:
+    if "step" in match.re.groupindex:
         if "step" not in values:
             return None
         values["step"] += (values.pop("epoch", 1.0) - 1) * values.pop("total", 0.0)
     with suppress(ValueError):
         if "asctime" in groups:
             values["time"] = float(calendar.timegm(time.strptime(groups["asctime"])))
-        elif stamp := _TIMESTAMP.search(found.string[:100]):
+        elif stamp := _TIMESTAMP.search(match.string[:100]):
             values["time"] = datetime.fromisoformat(stamp[0]).replace(tzinfo=UTC).timestamp()
     return values
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Returns a pattern in which `%name` matches a number; `%value` is not a group."""
+    """Return a pattern in which `%name` matches a number; `%value` is not a group."""
     pattern = pattern.replace("%value", _NUMBER)
-    return re.compile(_NAME.sub(lambda found: _VALUE % found[1], pattern), re.IGNORECASE)
+    return re.compile(_NAME.sub(lambda match: _VALUE % match[1], pattern), re.IGNORECASE)
 
 
 def _format_readers() -> list[_LineReader]:
     readers: list[_LineReader] = []
-    for known in all_formats().values():
+    for log_format in all_formats().values():
         # Lines that count steps otherwise have a reader of their own.
-        for _, lines in groupby(known.lines, lambda line: (line.steps_from, line.following)):
+        for _, lines in groupby(log_format.lines, lambda line: (line.steps_from, line.following)):
             group = list(lines)
             kind = _TrainerReader if group[0].step_of_bar else _LineReader
-            readers.append(kind(None if known.name == ANY_FRAMEWORK else known, group))
+            readers.append(kind(None if log_format.name == ANY_FRAMEWORK else log_format, group))
     return readers
 
 

@@ -1,4 +1,4 @@
-"""The analysis of a run's spikes: the keys of `slurmllm spikes --json`, trends, and the verdict.
+"""The analysis of a run's spikes: the keys of `slurmllm spikes --json`, and trends.
 
 A step is one that was logged: of a log with every tenth step, windows and durations count those.
 """
@@ -146,7 +146,7 @@ class SpikeAnalysis(Record):
         return (self,) if self.grad_norm_spikes is None else (self, self.grad_norm_spikes)
 
     def highest_spikes(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Returns headings and rows of a table of the highest spikes, highest first."""
+        """Return headings and rows of a table of the highest spikes, highest first."""
         ratio = "grad norm" if self.metric == "loss" else "ratio"
         headings = ("step", "steps", "above mean", NAMES[self.metric], "back after", ratio)
         rows: list[tuple[str, ...]] = []
@@ -202,7 +202,7 @@ def growth_of(
 
 
 def noise_of(values: Floats) -> float:
-    """Standard deviation from step to step, robust against spikes and without the trend."""
+    """Return the standard deviation from step to step, robust against spikes and trends."""
     # The difference of two steps has twice the variance of one.
     jumps = np.diff(values[np.isfinite(values)])
     jumps = jumps[np.isfinite(jumps)]
@@ -215,7 +215,7 @@ def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int)
     """Describe the gradient norm (NaN if unknown [n]) and its ratios at spikes [spikes]."""
     if grads is None:
         return None
-    known = ratios[np.isfinite(ratios)]
+    finite = ratios[np.isfinite(ratios)]
     growth, growth_step = None, None
     if len(grads) >= window:
         means = window_means(grads, window)
@@ -225,16 +225,15 @@ def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int)
             top = int(np.nanargmax(np.where(np.isfinite(grown), grown, np.nan)))
             growth, growth_step = float(grown[top]), int(steps[window - 1 + top])
     return GradNorm(
-        ratio_median=float(np.median(known)) if known.size else None,
-        ratio_largest=float(known.max()) if known.size else None,
-        doubled=int(np.count_nonzero(known > 2)),
+        ratio_median=float(np.median(finite)) if finite.size else None,
+        ratio_largest=float(finite.max()) if finite.size else None,
+        doubled=int(np.count_nonzero(finite > 2)),
         growth=growth,
         growth_step=growth_step,
     )
 
 
 def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
-    """Describe the trend of the parameter norm; None if it was not logged."""
     if norms is None or not np.isfinite(norms).any():
         return None
     there = np.isfinite(norms)
@@ -268,7 +267,7 @@ def _block_medians(values: Floats, blocks: int) -> Floats:
 
 
 def window_means(values: Floats, window: int) -> Floats:
-    """Returns the means of the finite ones among each `window` (1 to n) of n values in a row.
+    """Return the means of the finite ones among each `window` (1 to n) of n values in a row.
 
     By their window's first value; NaN without a finite value. [n - window + 1]
     """
@@ -282,8 +281,8 @@ def window_means(values: Floats, window: int) -> Floats:
 
 
 def medians_before(values: Floats, places: Ints, window: int) -> Floats:
-    """Returns medians of the finite ones of the `window` values before places, or NaN. [places]"""
-    found = np.full(len(places), np.nan)
+    """Return medians of the finite ones of the `window` values before places, or NaN. [places]"""
+    medians = np.full(len(places), np.nan)
     finite = np.where(np.isfinite(values), values, np.nan)
     before = np.lib.stride_tricks.sliding_window_view(
         np.concatenate([np.full(window, np.nan), finite]), window
@@ -292,28 +291,28 @@ def medians_before(values: Floats, places: Ints, window: int) -> Floats:
     for begin in range(0, len(places), chunk):
         table = before[places[begin : begin + chunk]]
         some = np.isfinite(table).any(axis=1)
-        found[begin : begin + chunk][some] = np.nanmedian(table[some], axis=1)
-    return found
+        medians[begin : begin + chunk][some] = np.nanmedian(table[some], axis=1)
+    return medians
 
 
 def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
-    """Find the first place from each given one on whose value is no more than its limit.
+    """Find the first place, from each of `places` on, with a value of no more than its limit.
 
-    Returns n, the number of values, if there is none; NaN is above every limit. [places]
+    If there is none it is n, the number of values; NaN is above every limit. [places]
     """
     # Minima of 1, 2, 4, … values from each place on, until each search ends within one; what
     # follows the last value is below every limit.
-    minima, found = [np.append(values, -np.inf)], places
+    minima = [np.append(values, -np.inf)]
     while not np.all(minima[-1][places] <= limits):
         half, lowest = 2 ** (len(minima) - 1), np.full(len(values) + 1, -np.inf)
         np.fmin(minima[-1][:-half], minima[-1][half:], out=lowest[:-half])
         minima.append(lowest)
     for power, lowest in reversed(list(enumerate(minima))):
-        found = np.where(lowest[found] <= limits, found, found + 2**power)
-    return found
+        places = np.where(lowest[places] <= limits, places, places + 2**power)
+    return places
 
 
 def find_stretches(flags: Flags) -> tuple[Ints, Ints]:
-    """Returns first and last place of each stretch of set flags. [stretches], [stretches]"""
+    """Return first and last place of each stretch of set flags. [stretches], [stretches]"""
     edges = np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8))
     return np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) - 1

@@ -1,24 +1,19 @@
 """Spikes of the loss and of the gradient norm.
 
 The definition is that of AWS's training of HLAT (Llama 2 7B; Fan et al. 2024, arXiv 2404.10630) for
-the gradient norm, applied to either:
-
-1. The running mean before a step is over the `window` logged steps before it (20), those inside
-   spikes included. After a jump that stays, the mean has caught up within a window.
-2. A step is in a spike if its value is above that mean by more than the threshold (0.1). The
-   first `window` steps have no mean and are not judged.
-3. Such steps in a row are one spike, and its duration is their number. Two spikes with fewer than
-   `min_gap` calm steps between them are one.
-4. Steps whose value is NaN or infinite are counted separately: they are in no spike and in no
-   mean.
+the gradient norm, applied to either. docs/spikes.md has it: a step whose value is more than the
+threshold above the mean of the `window` logged steps before it, spikes included; such steps in a
+row are one spike. Steps that are NaN or infinite are in no spike and in no mean.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +46,12 @@ _NEAR_STEPS = 5  # a spike so many logged steps after a restart or a skip coinci
 _steps = partial(format_plural, noun="step")
 
 
+class _Definition(NamedTuple):
+    window: int
+    threshold: float
+    min_gap: int
+
+
 def analyze(
     curve: Curve,
     window: int = WINDOW,
@@ -58,27 +59,7 @@ def analyze(
     min_gap: int = 1,
     metric: Metric | None = None,
 ) -> SpikeAnalysis:
-    """Find the spikes of a metric; None: of the loss and of the gradient norm, if logged."""
-    logged = [name for name in NAMES if len(curve.series(name)[0])]
-    metrics = logged or ["loss"] if metric is None else [metric]
-    found = [find_spikes(curve, window, threshold, min_gap, name) for name in metrics]
-    if len(found) == 1:
-        return found[0]
-    own = tuple(text for text in found[1].warnings if text not in found[0].warnings)
-    second = found[1].model_copy(update={"warnings": own})
-    return found[0].model_copy(update={"grad_norm_spikes": second})
-
-
-# Differences of values near the largest float overflow to infinity, which is correct here.
-@np.errstate(over="ignore", invalid="ignore")
-def find_spikes(
-    curve: Curve,
-    window: int = WINDOW,
-    threshold: float = THRESHOLD,
-    min_gap: int = 1,
-    metric: Metric = "loss",
-) -> SpikeAnalysis:
-    """Find the spikes of a metric, and what coincides with them.
+    """Find the spikes of a metric; None: of the loss and of the gradient norm, if logged.
 
     If the curve has at most `window` steps, none is judged.
 
@@ -92,132 +73,139 @@ def find_spikes(
         raise UserError(f"threshold {threshold:g}: a height above the mean, 0 or more, such as 0.1")
     if min_gap < 1:
         raise UserError(f"min-gap {min_gap}: between spikes there are 1 calm step or more")
+    definition = _Definition(window, threshold, min_gap)
+    logged = [name for name in NAMES if len(curve.series(name)[0])]
+    metrics = logged or ["loss"] if metric is None else [metric]
+    # Differences of values near the largest float overflow to infinity, which is correct here.
+    with np.errstate(over="ignore", invalid="ignore"):
+        first, *others = [_find_spikes(curve, name, definition) for name in metrics]
+    if not others:
+        return first
+    warnings = tuple(text for text in others[0].warnings if text not in first.warnings)
+    second = others[0].model_copy(update={"warnings": warnings})
+    return first.model_copy(update={"grad_norm_spikes": second})
+
+
+def _find_spikes(curve: Curve, metric: Metric, definition: _Definition) -> SpikeAnalysis:
     steps, values = curve.series(metric)
-    title = NAMES[metric]
     if not len(steps):
-        known = ", ".join(curve.columns) or "nothing"
+        columns = ", ".join(curve.columns) or "nothing"
         raise RunError(
-            f"{curve.path} has no {title}, but {known}; --tag {metric}=TAG names it in the log of "
-            "another framework, --metric chooses between loss and grad_norm"
+            f"{curve.path} has no {NAMES[metric]}, but {columns}; --tag {metric}=TAG names it in "
+            "the log of another framework, --metric chooses between loss and grad_norm"
         )
-    finite = np.isfinite(values)
+    window = definition.window
     means = np.full(len(values), np.nan)
     if len(values) > window:
         # The mean of a window is that before the step after it: the last window precedes none.
         means[window:] = window_means(values, window)[:-1]
-    heights = np.where(finite, values - means, np.nan)
-    # NaN compares as false: a step without a mean or a finite loss is in no spike.
-    first, last = find_stretches(heights > threshold)
-    if first.size:
-        separate = first[1:] - last[:-1] - 1 >= min_gap
-        first, last = first[np.append(True, separate)], last[np.append(separate, True)]
-    durations = last - first + 1
-    returned = first_at_most(values, first, means[first]) - first
-    back = first + returned < len(values)
-    rows = np.isin(curve.steps, steps)
-    grads, norms, losses = (
-        _finite_column(curve, name, rows) for name in ("grad_norm", "param_norm", "loss")
+    heights = np.where(np.isfinite(values), values - means, np.nan)
+    spikes = _spikes(curve, metric, means, heights, definition)
+    judged = int(np.count_nonzero(np.isfinite(heights)))
+    analysis = _analysis(curve, metric, spikes, judged, definition)
+    state, verdict = _name_state(analysis)
+    warnings = (*curve.warnings, *_warnings(analysis))
+    return analysis.model_copy(update={"state": state, "verdict": verdict, "warnings": warnings})
+
+
+def _analysis(
+    curve: Curve, metric: Metric, spikes: Sequence[Spike], judged: int, definition: _Definition
+) -> SpikeAnalysis:
+    window, threshold, _ = definition
+    steps, values = curve.series(metric)
+    durations = Counter(spike.duration for spike in spikes)
+    returned = [spike.returned_after for spike in spikes if spike.returned_after is not None]
+    ratios = np.array([spike.grad_norm_ratio for spike in spikes], dtype=np.float64)
+    count = len(spikes)
+    inside = sum(duration * number for duration, number in durations.items())
+    by_height = sorted(spikes, key=lambda spike: -spike.height)
+    rows, bad = np.isin(curve.steps, steps), ~np.isfinite(values)
+    return SpikeAnalysis(
+        name=curve.name,
+        path=str(curve.path),
+        kind=curve.kind,
+        metric=metric,
+        definition=f"a step whose {NAMES[metric]} is more than {threshold:g} above the mean of the "
+        f"{window} logged steps before it",
+        reference=REFERENCES.get(metric),
+        **definition._asdict(),
+        steps=len(steps),
+        judged=judged,
+        first_step=int(steps[0]),
+        last_step=int(steps[-1]),
+        interval=_usual_interval(steps),
+        noise=noise_of(values),
+        count=count,
+        per_1000_steps=1000 * count / judged if judged else None,
+        inside=inside,
+        inside_share=min(1.0, inside / judged) if judged else None,
+        one_step=durations[1],
+        one_step_share=durations[1] / count if count else None,
+        longest=max(durations, default=0),
+        highest=by_height[0].height if spikes else None,
+        returned_after_median=float(np.median(returned)) if returned else None,
+        unreturned=sum(s.returned_after is None and s.step < steps[-window] for s in spikes),
+        at_restarts=sum(spike.restart is not None for spike in spikes),
+        at_skips=sum(spike.skipped is not None for spike in spikes),
+        durations=dict(sorted(durations.items())),
+        spikes=tuple(sorted(by_height[:_MAX_SPIKES], key=lambda spike: spike.step)),
+        not_finite_steps=int(np.count_nonzero(bad)),
+        not_finite=tuple(
+            NotFinite(step=int(steps[a]), last_step=int(steps[b]), duration=int(b - a + 1))
+            for a, b in islice(zip(*find_stretches(bad), strict=True), _MAX_SPIKES)
+        ),
+        growth=growth_of(metric, steps, values, window, threshold) if judged else None,
+        grad_norm=grad_norm_of(steps, _finite_column(curve, "grad_norm", rows), ratios, window),
+        param_norm=param_norm_of(steps, _finite_column(curve, "param_norm", rows)),
+        restarts=tuple(curve.restarts.tolist()),
+        warnings=(),
     )
+
+
+def _spikes(
+    curve: Curve, metric: Metric, means: Floats, heights: Floats, definition: _Definition
+) -> list[Spike]:
+    """Return the spikes and what coincides with them.
+
+    `means` and `heights`: running means before each value, and heights above these. [values]
+    """
+    steps, values = curve.series(metric)
+    # NaN compares as false: a step without a mean or a finite loss is in no spike.
+    first, last = find_stretches(heights > definition.threshold)
+    if first.size:
+        separate = first[1:] - last[:-1] - 1 >= definition.min_gap
+        first, last = first[np.append(True, separate)], last[np.append(separate, True)]
+    highest = _largest_between(heights, first, last)
+    peaks = first_at_most(-heights, first, -highest)
+    returned = first_at_most(values, first, means[first]) - first
+    rows = np.isin(curve.steps, steps)
+    grads, losses = (_finite_column(curve, name, rows) for name in ("grad_norm", "loss"))
     ratios = np.full(len(first), np.nan)
     if grads is not None:
-        medians = medians_before(grads, first, window)
+        medians = medians_before(grads, first, definition.window)
         # The step before a spike too: its gradient makes the spike's first loss.
         largest = _largest_between(grads, np.maximum(first - 1, 0), last)
         np.divide(largest, medians, out=ratios, where=medians > 0)
-    restarts, skips = curve.restarts, _steps_after_skips(curve)
-    near_restart = _latest_near(np.searchsorted(steps, restarts), first, last)
-    near_skip = _latest_near(np.searchsorted(steps, [step for step, _ in skips]), first, last)
-    highest = _largest_between(heights, first, last)
-    peaks = first_at_most(-heights, first, -highest)
-    spikes = [
+    skips = _steps_after_skips(curve)
+    at_restart = _latest_near(steps, curve.restarts.tolist(), first, last)
+    after_skip = _latest_near(steps, list(skips), first, last)
+    return [
         Spike(
             step=int(steps[first[i]]),
             last_step=int(steps[last[i]]),
-            duration=int(durations[i]),
+            duration=int(last[i] - first[i] + 1),
             mean=float(means[first[i]]),
             height=float(highest[i]),
             peak_step=int(steps[peaks[i]]),
             value=float(values[peaks[i]]),
             loss=None if losses is None else float(losses[peaks[i]]),
-            returned_after=int(returned[i]) if back[i] else None,
+            returned_after=int(returned[i]) if first[i] + returned[i] < len(values) else None,
             grad_norm_ratio=float(ratios[i]) if math.isfinite(ratios[i]) else None,
-            restart=None if near_restart[i] < 0 else int(restarts[near_restart[i]]),
-            skipped=None if near_skip[i] < 0 else skips[near_skip[i]][1],
+            restart=at_restart[i],
+            skipped=None if (step := after_skip[i]) is None else skips[step],
         )
-        for i in np.sort(np.argsort(-highest, kind="stable")[:_MAX_SPIKES])
+        for i in range(len(first))
     ]
-    bad_first, bad_last = find_stretches(~finite)
-    lengths, numbers = np.unique(durations, return_counts=True)
-    judged = int(np.count_nonzero(np.isfinite(heights)))
-    count, noise, interval = len(first), noise_of(values), 1
-    if len(steps) > 1:
-        intervals, frequencies = np.unique(np.diff(steps), return_counts=True)
-        interval = int(intervals[np.argmax(frequencies)])
-    warnings = list(curve.warnings)
-    if interval > 1:
-        warnings.append(
-            f"one step in {interval} was logged: window and durations count logged steps, and "
-            "spikes between them are not seen"
-        )
-    # Three standard deviations of the distance of a step from the mean of the window before it
-    min_threshold = 3 * noise * math.sqrt(1 + 1 / window)
-    option = "" if metric == "loss" else f"--metric {metric} "
-    if threshold < min_threshold:
-        warnings.append(
-            f"the {title} varies by {noise:.2g} from step to step, so most heights above "
-            f"{threshold:g} may be noise; {option}--threshold {min_threshold:.2g} is above it"
-        )
-    gradient = grad_norm_of(steps, grads, ratios, window)
-    if metric == "grad_norm" and gradient and (gradient.growth or 0.0) > MOST_GROWTH:
-        warnings.append(
-            f"the running mean of the gradient norm grew to {gradient.growth:.3g} times its lowest "
-            f"value, at step {gradient.growth_step}: more than {MOST_GROWTH:g} times may be the "
-            "beginning of a divergence"
-        )
-    analysis = SpikeAnalysis(
-        name=curve.name,
-        path=str(curve.path),
-        kind=curve.kind,
-        metric=metric,
-        definition=f"a step whose {title} is more than {threshold:g} above the mean of the "
-        f"{window} logged steps before it",
-        reference=REFERENCES.get(metric),
-        window=window,
-        threshold=threshold,
-        min_gap=min_gap,
-        steps=len(steps),
-        judged=judged,
-        first_step=int(steps[0]),
-        last_step=int(steps[-1]),
-        interval=interval,
-        noise=noise,
-        count=count,
-        per_1000_steps=1000 * count / judged if judged else None,
-        inside=int(durations.sum()),
-        inside_share=min(1.0, float(durations.sum()) / judged) if judged else None,
-        one_step=int(np.count_nonzero(durations == 1)),
-        one_step_share=float(np.mean(durations == 1)) if count else None,
-        longest=int(durations.max(initial=0)),
-        highest=float(highest.max()) if count else None,
-        returned_after_median=float(np.median(returned[back])) if back.any() else None,
-        unreturned=int(np.count_nonzero(~back & (len(values) - first > window))),
-        at_restarts=int(np.count_nonzero(near_restart >= 0)),
-        at_skips=int(np.count_nonzero(near_skip >= 0)),
-        durations={int(k): int(v) for k, v in zip(lengths, numbers, strict=True)},
-        spikes=tuple(spikes),
-        not_finite_steps=int(np.count_nonzero(~finite)),
-        not_finite=tuple(
-            NotFinite(step=int(steps[a]), last_step=int(steps[b]), duration=int(b - a + 1))
-            for a, b in zip(bad_first[:_MAX_SPIKES], bad_last[:_MAX_SPIKES], strict=True)
-        ),
-        growth=growth_of(metric, steps, values, window, threshold) if judged else None,
-        grad_norm=gradient,
-        param_norm=param_norm_of(steps, norms),
-        restarts=tuple(int(step) for step in restarts),
-        warnings=tuple(warnings),
-    )
-    state, verdict = _name_state(analysis)
-    return analysis.model_copy(update={"state": state, "verdict": verdict})
 
 
 def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:
@@ -226,28 +214,22 @@ def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:
         return curve
     rows = (curve.steps >= (first or 0)) & (curve.steps <= (math.inf if last is None else last))
     if not rows.any():
-        asked = f"from {first or 0}" + ("" if last is None else f" to {last}")
+        span = f"from {first or 0}" + ("" if last is None else f" to {last}")
         raise RunError(
-            f"{curve.name} has no steps {asked}: its own are {curve.steps[0]} to {curve.steps[-1]}"
+            f"{curve.name} has no steps {span}: its own are {curve.steps[0]} to {curve.steps[-1]}"
         )
-    return replace(
-        curve,
-        steps=curve.steps[rows],
-        attempts=curve.attempts[rows],
-        columns={name: column[rows] for name, column in curve.columns.items()},
-        absent={name: flags[rows] for name, flags in curve.absent.items()},
-    )
+    return curve.take(rows)
 
 
 def _largest_between(values: Floats, first: Ints, last: Ints) -> Floats:
-    """Returns the largest finite value of each range, both ends included; NaN without any."""
+    """Return the largest finite value of each range, both ends included; NaN without any."""
     edges = np.column_stack([first, last + 1]).ravel()
     largest: Floats = np.fmax.reduceat(np.append(values, np.nan), edges)[::2]
     return largest
 
 
 def _finite_column(curve: Curve, metric: str, rows: Flags) -> Floats | None:
-    """Returns the finite values of a metric at some rows, NaN for others; None without any."""
+    """Return the finite values of a metric at some rows, NaN for others; None without any."""
     if metric not in curve.columns:
         return None
     values = curve.columns[metric][rows]
@@ -257,91 +239,129 @@ def _finite_column(curve: Curve, metric: str, rows: Flags) -> Floats | None:
     return np.where(present, values, np.nan) if present.any() else None
 
 
-def _steps_after_skips(curve: Curve) -> list[tuple[int, Range]]:
-    """Returns the step after each window of skipped batches, and the window."""
-    found, skipped, reached = [], 0, 0
+def _steps_after_skips(curve: Curve) -> dict[int, Range]:
+    """Return the windows of skipped batches by the step after each."""
+    windows, skipped, reached = dict[int, Range](), 0, 0
     for skip in sorted(curve.skips, key=lambda skip: skip.first):
         skipped += max(0, skip.last - max(skip.first - 1, reached))
         reached = max(reached, skip.last)
         # Batches are counted with the skipped ones, steps without.
-        found.append((reached + 1 - skipped, (skip.first, skip.last)))
-    return found
+        windows[reached + 1 - skipped] = (skip.first, skip.last)
+    return windows
 
 
-def _latest_near(places: Ints, first: Ints, last: Ints) -> Ints:
-    """Returns the index of the latest place in each spike or shortly before it; -1: none."""
-    if not places.size:
-        return np.full(len(first), -1)
+def _latest_near(steps: Ints, events: Sequence[int], first: Ints, last: Ints) -> list[int | None]:
+    """Return the step of the latest event in each spike or shortly before it; None: none."""
+    if not events:
+        return [None] * len(first)
+    places = np.searchsorted(steps, events)
     latest = np.searchsorted(places, last, side="right") - 1
     near = (latest >= 0) & (places[np.maximum(latest, 0)] >= first - _NEAR_STEPS)
-    return np.where(near, latest, -1)
+    return [events[i] if is_near else None for i, is_near in zip(latest, near, strict=True)]
 
 
-def _name_state(found: SpikeAnalysis) -> tuple[State, str]:
-    """Returns the state of a run and its description, by the other fields of the analysis."""
+def _usual_interval(steps: Ints) -> int:
+    if len(steps) < 2:
+        return 1
+    intervals, frequencies = np.unique(np.diff(steps), return_counts=True)
+    return int(intervals[np.argmax(frequencies)])
+
+
+def _warnings(analysis: SpikeAnalysis) -> Iterator[str]:
+    metric, noise = analysis.metric, analysis.noise
+    if analysis.interval > 1:
+        yield (
+            f"one step in {analysis.interval} was logged: window and durations count logged steps, "
+            "and spikes between them are not seen"
+        )
+    # Three standard deviations of the distance of a step from the mean of the window before it
+    min_threshold = 3 * noise * math.sqrt(1 + 1 / analysis.window)
+    if analysis.threshold < min_threshold:
+        option = "" if metric == "loss" else f"--metric {metric} "
+        yield (
+            f"the {NAMES[metric]} varies by {noise:.2g} from step to step, so most heights above "
+            f"{analysis.threshold:g} may be noise; {option}--threshold {min_threshold:.2g} is "
+            "above it"
+        )
+    gradient = analysis.grad_norm
+    if metric == "grad_norm" and gradient and (gradient.growth or 0.0) > MOST_GROWTH:
+        yield (
+            f"the running mean of the gradient norm grew to {gradient.growth:.3g} times its lowest "
+            f"value, at step {gradient.growth_step}: more than {MOST_GROWTH:g} times may be the "
+            "beginning of a divergence"
+        )
+
+
+def _name_state(analysis: SpikeAnalysis) -> tuple[State, str]:
     # A single high loss lifts the running mean for one window only.
-    rising = found.growth is not None and found.growth.longest > 2 * found.window
-    state: State = "passing" if found.count else "calm"
-    if found.not_finite_steps:
+    rising = analysis.growth is not None and analysis.growth.longest > 2 * analysis.window
+    state: State = "passing" if analysis.count else "calm"
+    if analysis.not_finite_steps:
         state = "not_finite"
-    elif not found.judged:
+    elif not analysis.judged:
         state = "too_short"
     elif rising:
         state = "rising"
-    elif found.unreturned or found.longest >= found.window:
+    elif analysis.unreturned or analysis.longest >= analysis.window:
         state = "lasting"
-    return state, "; ".join(_clauses(found, rising))
+    return state, "; ".join(_clauses(analysis, rising))
 
 
-def _clauses(found: SpikeAnalysis, rising: bool) -> Iterator[str]:
-    if found.not_finite:
-        number, first = _steps(found.not_finite_steps), found.not_finite[0].step
-        yield f"the {NAMES[found.metric]} is not a finite number at {number}, first at step {first}"
-    if not found.judged:
+def _clauses(analysis: SpikeAnalysis, rising: bool) -> Iterator[str]:
+    if analysis.not_finite:
+        name, first = NAMES[analysis.metric], analysis.not_finite[0].step
+        number = _steps(analysis.not_finite_steps)
+        yield f"the {name} is not a finite number at {number}, first at step {first}"
+    if not analysis.judged:
         yield (
-            f"{_steps(found.steps)} logged are too few: a spike is tested against the "
-            f"{found.window} steps before it"
+            f"{_steps(analysis.steps)} logged are too few: a spike is tested against the "
+            f"{analysis.window} steps before it"
         )
         return
-    yield from _describe_spikes(found)
-    growth = found.growth
-    if growth is not None and rising:
+    yield from _describe_spikes(analysis)
+    growth = analysis.growth
+    if growth is None:
+        return
+    if rising:
         yield (
             f"the running mean rose {growth.largest:.3g} above its lowest value (step "
             f"{growth.step}), and was more than {growth.limit:.3g} above it for "
             f"{_steps(growth.longest)} from step {growth.longest_from} on: slow divergence"
         )
-    elif growth is not None and found.metric == "grad_norm" and found.grad_norm is not None:
-        ratio = found.grad_norm.growth
+    elif analysis.metric == "grad_norm" and analysis.grad_norm is not None:
+        ratio = analysis.grad_norm.growth
         if ratio is not None:
             yield f"the running mean never grew to more than {ratio:.3g} times its lowest value"
-    elif growth is not None:
+    else:
         yield f"the running mean never rose more than {growth.largest:.3g} above its lowest value"
 
 
-def _describe_spikes(found: SpikeAnalysis) -> Iterator[str]:
-    count = found.count
+def _describe_spikes(analysis: SpikeAnalysis) -> Iterator[str]:
+    count = analysis.count
     if not count:
-        yield f"no spike in {_steps(found.judged)}"
+        yield f"no spike in {_steps(analysis.judged)}"
         return
     many = format_plural(count, "spike")
-    yield f"{many} in {_steps(found.judged)} ({found.per_1000_steps:.3g} per 1,000)"
+    yield f"{many} in {_steps(analysis.judged)} ({analysis.per_1000_steps:.3g} per 1,000)"
     if count == 1:
-        yield f"it lasts {_steps(found.longest)}"
+        yield f"it lasts {_steps(analysis.longest)}"
     else:
         yield (
-            f"{found.one_step:,} of them ({found.one_step_share:.0%}) last one step, the "
-            f"longest {_steps(found.longest)}"
+            f"{analysis.one_step:,} of them ({analysis.one_step_share:.0%}) last one step, the "
+            f"longest {_steps(analysis.longest)}"
         )
-    highest = max(found.spikes, key=lambda spike: spike.height)
+    highest = max(analysis.spikes, key=lambda spike: spike.height)
     yield f"the highest is {highest.height:.3g} above the mean, at step {highest.peak_step}"
-    if found.unreturned:
-        which = "it" if count == 1 else f"{found.unreturned:,} of them"
+    if analysis.unreturned:
+        which = "it" if count == 1 else f"{analysis.unreturned:,} of them"
         yield f"{which} did not come back to the mean"
-    elif found.returned_after_median is not None:
+    elif analysis.returned_after_median is not None:
         which = "it came" if count == 1 else "they came"
-        after = _steps(round(found.returned_after_median)) + (" (median)" if count > 1 else "")
+        after = _steps(round(analysis.returned_after_median)) + (" (median)" if count > 1 else "")
         yield f"{which} back to the mean after {after}"
-    for number, what in ((found.at_restarts, "a restart"), (found.at_skips, "skipped batches")):
+    for number, what in (
+        (analysis.at_restarts, "a restart"),
+        (analysis.at_skips, "skipped batches"),
+    ):
         if number:
             yield f"{number:,} {'coincides' if number == 1 else 'coincide'} with {what}"

@@ -29,7 +29,7 @@ _MAX_POINTS = 4000  # of a line; no screen has more columns
 
 
 def default_path(curve: Curve) -> Path:
-    """Returns `reports/spikes-<run>.png` in the run, else in the working directory."""
+    """Return `reports/spikes-<run>.png` in the run, else in the working directory."""
     is_run = curve.kind == "run" and curve.path.is_dir()
     return report_path("spikes", [curve.name], curve.path if is_run else None)
 
@@ -37,7 +37,7 @@ def default_path(curve: Curve) -> Path:
 @rc_context(fname=PICTURE_STYLE)
 def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
     """Draw runs next to each other into a PNG file; raises StorageError if it cannot be written."""
-    height = 8.5 if all(one.grad_norm_spikes is None for _, one in runs) else 10.5
+    height = 8.5 if all(analysis.grad_norm_spikes is None for _, analysis in runs) else 10.5
     picture = Figure(figsize=(10 * len(runs), height), dpi=120, layout="constrained")
     columns = picture.subfigures(1, len(runs), squeeze=False)[0]
     for column, (curve, analysis) in zip(columns, runs, strict=True):
@@ -49,11 +49,12 @@ def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
     metrics, norms = analysis.by_metric, analysis.param_norm is not None
     ratios = [3.0, 2.2][: len(metrics)] + [1.6] * (1 + norms)
     panels = column.subplots(len(ratios), 1, height_ratios=ratios)
-    for axes, one in zip(panels, metrics, strict=False):
-        _draw_metric(axes, curve, one, legend=one is analysis)
+    for axes, spikes in zip(panels, metrics, strict=False):
+        first = spikes is analysis
+        _draw_metric(axes, curve, spikes, legend=first)
         axes.sharex(panels[0])
-        title = f"{NAMES[one.metric]}: {one.verdict}"
-        axes.set_title(fill(title if one is not analysis else f"{curve.name}: {title}", 115))
+        title = f"{NAMES[spikes.metric]}: {spikes.verdict}"
+        axes.set_title(fill(f"{curve.name}: {title}" if first else title, 115))
     if norms:
         steps, values = curve.series("param_norm")
         panels[-2].plot(*_thinned(steps, values), color=_NORM, linewidth=1.2)
@@ -61,13 +62,15 @@ def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
         panels[-2].sharex(panels[0])
     panels[-2].set_xlabel("step")
     last = panels[-1]
-    bins = binned([one.durations for one in metrics])
+    bins = binned([spikes.durations for spikes in metrics])
     width = 0.8 / len(metrics)
-    for number, one in enumerate(metrics):
+    for number, spikes in enumerate(metrics):
         places = np.arange(len(bins)) + (number - (len(metrics) - 1) / 2) * width
-        label = f"{NAMES[one.metric]}{f'; {one.reference} last one step' if one.reference else ''}"
+        label = NAMES[spikes.metric]
+        if spikes.reference:
+            label += f"; {spikes.reference} last one step"
         counts = [count[number] for _, count in bins]
-        bars = last.bar(places, counts, width, color=_COLORS[one.metric], label=label)
+        bars = last.bar(places, counts, width, color=_COLORS[spikes.metric], label=label)
         last.bar_label(bars, fontsize=9)
     if bins:
         last.set_xticks(range(len(bins)), [name for name, _ in bins])
@@ -119,14 +122,14 @@ def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:
     return steps[rows], values[rows]
 
 
-def binned(several: Sequence[Mapping[int, int]]) -> list[tuple[str, list[int]]]:
-    """Count spikes by ranges of durations, up to the last with any: `4–5` → [3], one for each."""
-    longest = max((max(one, default=0) for one in several), default=0)
-    found, first = [], 1
+def binned(durations: Sequence[Mapping[int, int]]) -> list[tuple[str, list[int]]]:
+    """Count spikes by ranges of durations, up to the last with any: `4–5` → [3, 0] of two runs."""
+    longest = max((max(numbers, default=0) for numbers in durations), default=0)
+    bins, first = [], 1
     for limit in (*_LIMITS, longest):
         if first > longest:
             break
-        counts = [sum(n for k, n in one.items() if first <= k <= limit) for one in several]
-        found.append((f"{first}" if first == limit else f"{first}–{limit}", counts))
+        counts = [sum(n for k, n in run.items() if first <= k <= limit) for run in durations]
+        bins.append((f"{first}" if first == limit else f"{first}–{limit}", counts))
         first = limit + 1
-    return found
+    return bins

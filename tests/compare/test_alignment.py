@@ -27,19 +27,19 @@ def every(interval: int, last: int = 1000, first: int | None = None) -> Ints:
 
 def test_intervals_that_divide_each_other_meet_at_common_steps() -> None:
     a, b = (curve(str(i), every(i), loss=smooth(every(i))) for i in (1, 10))
-    found = Alignment(a, b, "step", None, None)
-    assert (found.method, len(found.steps)) == ("exact", 100)
-    assert found.only[1] == ()
+    result = Alignment(a, b, "step", None, None)
+    assert (result.method, len(result.steps)) == ("exact", 100)
+    assert result.only[1] == ()
 
 
-@pytest.mark.parametrize(("one", "other"), [(10, 7), (7, 10)])
-def test_intervals_that_do_not_are_interpolated_at_the_sparser(one: int, other: int) -> None:
-    a, b = (curve(str(i), every(i), loss=smooth(every(i))) for i in (one, other))
-    found = compare(a, b)
-    assert found.alignment.method == "interpolated"
-    assert found.alignment.points == 99  # from 10 to 990
-    assert found.match, found.reason
-    assert any("interpolated at the 99 points" in warning for warning in found.warnings)
+@pytest.mark.parametrize(("interval", "other"), [(10, 7), (7, 10)])
+def test_intervals_that_do_not_are_interpolated_at_the_sparser(interval: int, other: int) -> None:
+    a, b = (curve(str(i), every(i), loss=smooth(every(i))) for i in (interval, other))
+    result = compare(a, b)
+    assert result.alignment.method == "interpolated"
+    assert result.alignment.points == 99  # from 10 to 990
+    assert result.match, result.reason
+    assert any("interpolated at the 99 points" in warning for warning in result.warnings)
     higher = curve("h", every(other), loss=smooth(every(other), 1.02))
     differ = compare(a, higher)
     assert not differ.match
@@ -49,11 +49,9 @@ def test_intervals_that_do_not_are_interpolated_at_the_sparser(one: int, other: 
 
 def test_nothing_is_interpolated_across_a_gap() -> None:
     steps = np.concatenate((every(7, 301), every(7, 1000, 700)))
-    found = Alignment(
-        curve("a", every(10), loss=smooth(every(10))), curve("b", steps, loss=smooth(steps)),
-        "step", None, None,
-    )  # fmt: skip
-    points = found.of("loss")
+    a = curve("a", every(10), loss=smooth(every(10)))
+    result = Alignment(a, curve("b", steps, loss=smooth(steps)), "step", None, None)
+    points = result.of("loss")
     assert not ((points.steps > 301) & (points.steps < 700)).any()
     np.testing.assert_allclose(points.a, points.b, rtol=1e-3)
 
@@ -65,10 +63,10 @@ def test_other_batches_are_aligned_by_what_they_have_seen(axis: str) -> None:
     large = curve("large", steps, loss=smooth(2 * steps), tokens=steps * 2048.0)
     settings = {"model.seq_len": 128}
     a, b = (curve(c.name, steps, settings, **c.columns) for c in (small, large))
-    found = compare(a, b, axis=axis)  # type: ignore[arg-type]
-    assert (found.match, found.alignment.axis, found.alignment.method) == (True, axis, "exact")
-    assert (found.first_step, found.last_step, found.steps_compared) == (2, 400, 200)
-    assert found.settings == ("tokens per step differ (1,024 and 2,048)",)
+    result = compare(a, b, axis=axis)  # type: ignore[arg-type]
+    assert (result.match, result.alignment.axis, result.alignment.method) == (True, axis, "exact")
+    assert (result.first_step, result.last_step, result.steps_compared) == (2, 400, 200)
+    assert result.settings == ("tokens per step differ (1,024 and 2,048)",)
     by_step = compare(a, b)
     assert not by_step.match
     assert any("compare --by tokens" in warning for warning in by_step.warnings)
@@ -88,6 +86,6 @@ def test_a_counter_that_was_set_back_has_no_place_twice() -> None:
     tokens = steps * 10.0
     tokens[50] = 20.0
     a, b = (curve(n, steps, loss=smooth(steps), tokens=tokens) for n in "ab")
-    found = Alignment(a, b, "tokens", None, None)
-    assert len(found.positions) == 99
-    assert (np.diff(found.positions) > 0).all()
+    result = Alignment(a, b, "tokens", None, None)
+    assert len(result.positions) == 99
+    assert (np.diff(result.positions) > 0).all()

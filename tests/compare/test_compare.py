@@ -229,8 +229,8 @@ def test_another_batch_is_the_cause(compared) -> None:
     rows = departed(scaled(make_rows(1, 50), "tokens", 1.0, 1), 0.05, 1)
     result = compared(make_rows(1, 50), rows)
     assert result.reason.endswith("cause (certain): tokens per step differ (4,096 and 8,192)")
-    one = compared(make_rows(1, 1), rows[:1])
-    assert one.settings == ("tokens per step differ (4,096 and 8,192)",)
+    single = compared(make_rows(1, 1), rows[:1])
+    assert single.settings == ("tokens per step differ (4,096 and 8,192)",)
 
 
 def test_skipped_tokens_are_named_where_they_begin(compared) -> None:
@@ -364,11 +364,11 @@ def test_a_comparison_survives_its_json(compared) -> None:
 
 def test_the_verdict_does_not_depend_on_the_order(compared) -> None:
     a, b = make_rows(1, 50), scaled(make_rows(1, 45), "loss", 2e-3, 8)
-    one, other = compared(a, b), compared(b, a)
-    assert (one.verdict, one.reason) == (other.verdict, other.reason)
-    for metric, mirrored in zip(one.metrics.values(), other.metrics.values(), strict=True):
+    result, other = compared(a, b), compared(b, a)
+    assert (result.verdict, result.reason) == (other.verdict, other.reason)
+    for metric, mirrored in zip(result.metrics.values(), other.metrics.values(), strict=True):
         assert metric == mirrored.model_copy(update={"bias": -mirrored.bias})
-    assert (one.only_in_a, one.only_in_b) == (other.only_in_b, other.only_in_a)
+    assert (result.only_in_a, result.only_in_b) == (other.only_in_b, other.only_in_a)
 
 
 @pytest.mark.parametrize("value", [-1e-3, math.nan, math.inf])
@@ -392,11 +392,9 @@ def test_figures_keep_three_digits(value: float) -> None:
 
 def data_record(**changed: object) -> DataRecord:
     corpus = {"path": "/data/a.arrow", "fingerprint": "12ab", "documents": 9, "weight": 1.0}
-    fields = {
-        "corpora": [corpus], "tokenizer": "77", "seed": 1, "seq_len": 8, "global_batch": 4,
-        "mask": "none", "validation": 0.0,
-    }  # fmt: skip
-    return DataRecord.model_validate(fields | changed)
+    fields = {"corpora": [corpus], "tokenizer": "77", "mask": "none", "validation": 0.0}
+    sizes = {"seed": 1, "seq_len": 8, "global_batch": 4}
+    return DataRecord.model_validate(fields | sizes | changed)
 
 
 def test_runs_that_saw_other_data(make_run: MakeRun) -> None:
@@ -422,8 +420,8 @@ def test_runs_that_saw_other_data(make_run: MakeRun) -> None:
 
 def test_runs_that_skipped_data_after_a_divergence(make_run: MakeRun) -> None:
     def curve(name: str, *skips: SkippedBatches) -> Curve:
-        again = departed(make_rows(21, 50, 1), 0.2 if skips else 0, 26)
-        run = make_run(name, make_rows(1, 30), again)
+        recomputed = departed(make_rows(21, 50, 1), 0.2 if skips else 0, 26)
+        run = make_run(name, make_rows(1, 30), recomputed)
         data_record().save(run.data)
         if skips:
             SkipsRecord(skips=skips).save(run.skips)
@@ -454,11 +452,11 @@ def test_damaged_data_record_is_a_warning(make_run: MakeRun) -> None:
 def test_a_departure_in_independent_scatter_is_dated_at_its_step(compared) -> None:
     def rows(seed: int, departed: bool) -> list[Row]:
         random = np.random.default_rng(seed)
-        found = make_rows(1, 1500)
-        for row in found:
+        noisy = make_rows(1, 1500)
+        for row in noisy:
             row["loss"] = (2 + 6 * math.exp(-row["step"] / 300)) * random.normal(1, 2e-3)
             row["loss"] *= 1.02 if departed and row["step"] >= 900 else 1
-        return found
+        return noisy
 
     assert compared(rows(1, False), rows(2, False)).verdict == "equivalent"
     result = compared(rows(1, False), rows(2, True))

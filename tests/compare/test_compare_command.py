@@ -89,13 +89,12 @@ def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_ru
     result = run_command("unbroken", "other", "--json")
     assert result.exit_code == 1
     answer = parsed(result)
-    assert set(answer) == {
-        "verdict", "match", "reason", "causes", "data", "tolerance", "a", "b", "steps_compared",
-        "first_step", "last_step", "only_in_a", "only_in_b", "metrics", "overlaps", "warnings",
-        "alignment", "band", "basis", "diagnosis", "settings", "statistics", "power",
-        "bit_identical_to_step",
-        "plot",
-    }  # fmt: skip
+    keys = (
+        "verdict match reason causes data tolerance a b steps_compared first_step last_step "
+        "only_in_a only_in_b metrics overlaps warnings alignment band basis diagnosis settings "
+        "statistics power bit_identical_to_step plot"
+    )
+    assert set(answer) == set(keys.split())
     assert (answer["verdict"], answer["match"]) == ("differ", False)
     assert answer["tolerance"] == {"loss": 1e-3, "grad_norm": 1e-2, "exact": False}
     assert (answer["a"]["name"], answer["b"]["name"]) == ("unbroken", "other")
@@ -119,9 +118,9 @@ def test_a_required_verdict(run_command, make_run: MakeRun) -> None:
     ]
     assert {code for (other, _), code in codes.items() if other == "requeued"} == {0}
     assert {code for (other, _), code in codes.items() if other == "other"} == {1}
-    several = run_command("unbroken", "requeued", "close", "--require", "identical", "--no-plot")
-    assert several.exit_code == 1
-    assert "--require identical is not met: C is match" in several.stderr
+    both_runs = run_command("unbroken", "requeued", "close", "--require", "identical", "--no-plot")
+    assert both_runs.exit_code == 1
+    assert "--require identical is not met: C is match" in both_runs.stderr
     both = run_command("unbroken", "close", "--exact", "--require", "match")
     assert "leave out --require match" in refusal(both, UserError)
 
@@ -296,7 +295,7 @@ def test_several_runs_are_each_compared_with_the_first(run_command, tmp_path: Pa
     assert result.exit_code == 1
     answer = parsed(result)
     assert answer["match"] is False
-    assert [one["match"] for one in answer["comparisons"]] == [True, False]
+    assert [comparison["match"] for comparison in answer["comparisons"]] == [True, False]
     alone = parsed(run_command("unbroken", "other", "--json", "--plot", "p.png"))
     assert answer["comparisons"][1] == alone
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -396,11 +395,11 @@ def test_exact_cannot_be_decided_by_float32(run_command, make_run: MakeRun, full
     make_run("whole", full_rows)
     write_tensorboard(make_run("deleted", full_rows), full_rows)
     result = run_command("whole", "deleted", "--exact", "--no-plot", "--json")
-    found = parsed(result)
-    assert (result.exit_code, found["verdict"], found["causes"]) == (1, "match", [])
-    assert found["bit_identical_to_step"] is None
-    assert "are the same at all 40 steps compared, as far as both logs show it" in found["reason"]
-    assert any("B (deleted) is read from TensorBoard" in one for one in found["warnings"])
+    answer = parsed(result)
+    assert (result.exit_code, answer["verdict"], answer["causes"]) == (1, "match", [])
+    assert answer["bit_identical_to_step"] is None
+    assert "are the same at all 40 steps compared, as far as both logs show it" in answer["reason"]
+    assert any("B (deleted) is read from TensorBoard" in text for text in answer["warnings"])
     text = run_command("whole", "deleted", "--exact", "--no-plot")
     assert "stores float32" in text.stdout
     assert "cause" not in text.stdout
@@ -413,20 +412,19 @@ def test_exact_finds_in_float32_what_it_can(run_command, make_run: MakeRun, full
     make_run("whole", full_rows)
     other = [row | {"loss": row["loss"] * 1.01} if row["step"] > 20 else row for row in full_rows]
     write_tensorboard(make_run("deleted", other), other)
-    found = parsed(run_command("whole", "deleted", "--exact", "--no-plot", "--json"))
-    assert found["verdict"] == "differ"
-    assert found["metrics"]["loss"]["onset_step"] == 21
-    assert {cause["step"] for cause in found["causes"]} == {21}
+    answer = parsed(run_command("whole", "deleted", "--exact", "--no-plot", "--json"))
+    assert answer["verdict"] == "differ"
+    assert answer["metrics"]["loss"]["onset_step"] == 21
+    assert {cause["step"] for cause in answer["causes"]} == {21}
 
 
 def test_exact_of_a_printed_log(run_command, make_run: MakeRun, full_rows, tmp_path: Path) -> None:
     make_run("whole", full_rows)
-    lines = (f"step: {r['step']} loss: {r['loss']:.4f} grad_norm: {r['grad_norm']:.3f}\n"
-             for r in full_rows)  # fmt: skip
-    (tmp_path / "printed.log").write_text("".join(lines))
-    found = parsed(run_command("whole", "printed.log", "--exact", "--no-plot", "--json"))
-    assert (found["verdict"], found["causes"]) == ("match", [])
-    assert any("whose numbers are rounded" in one for one in found["warnings"])
+    line = "step: {step} loss: {loss:.4f} grad_norm: {grad_norm:.3f}\n"
+    (tmp_path / "printed.log").write_text("".join(line.format(**row) for row in full_rows))
+    answer = parsed(run_command("whole", "printed.log", "--exact", "--no-plot", "--json"))
+    assert (answer["verdict"], answer["causes"]) == ("match", [])
+    assert any("whose numbers are rounded" in text for text in answer["warnings"])
 
 
 def test_values_that_are_not_finite_begin_where_they_do(run_command, make_run: MakeRun) -> None:
@@ -440,6 +438,6 @@ def test_values_that_are_not_finite_begin_where_they_do(run_command, make_run: M
         row["loss"] = math.nan
     make_run("a", rows)
     make_run("b", other)
-    found = parsed(run_command("a", "b", "--no-plot", "--json"))
-    assert found["metrics"]["loss"]["first_departure_step"] == 11
-    assert found["metrics"]["loss"]["onset_step"] == 50
+    answer = parsed(run_command("a", "b", "--no-plot", "--json"))
+    assert answer["metrics"]["loss"]["first_departure_step"] == 11
+    assert answer["metrics"]["loss"]["onset_step"] == 50

@@ -68,8 +68,8 @@ def test_points_that_do_not_belong_to_the_noise(points: int, count: int) -> None
     r = noise(np.random.default_rng(10), points, "t5", 0.0) / 10
     places = np.linspace(5, points - 5, count).astype(int)
     r[places] = 20
-    found = detect_divergence(r, TAU)
-    assert (found.rule, found.onset) == ("outlier", places[0])
+    result = detect_divergence(r, TAU)
+    assert (result.rule, result.onset) == ("outlier", places[0])
 
 
 @pytest.mark.parametrize("points", [50, 400, 5000])
@@ -81,13 +81,13 @@ def test_a_step_is_found_where_it_is(points: int, sigma: float, size: float) -> 
         place = int(random.integers(points // 4, 3 * points // 4))
         r = sigma * random.standard_normal(points)
         r[place:] -= size
-        found = detect_divergence(r, TAU)
-        assert found.rule == "lasting"
-        assert found.onset is not None
-        assert found.lasting is not None
-        assert found.lasting.last == points - 1
-        assert found.lasting.size == pytest.approx(size, abs=3 * sigma)
-        off.append(abs(found.onset - place))
+        result = detect_divergence(r, TAU)
+        assert result.rule == "lasting"
+        assert result.onset is not None
+        assert result.lasting is not None
+        assert result.lasting.last == points - 1
+        assert result.lasting.size == pytest.approx(size, abs=3 * sigma)
+        off.append(abs(result.onset - place))
     assert max(off) <= (0 if sigma == 0 else 6)
     assert np.median(off) == 0
 
@@ -97,16 +97,16 @@ def test_other_batches_from_a_step_on() -> None:
     for place in (300, 555, 700):
         r = 0.1 * random.standard_normal(1000)
         r[place:] = 10 * random.standard_normal(1000 - place)
-        found = detect_divergence(r, TAU)
-        assert found.rule == "noise"
-        assert found.onset is not None
-        assert abs(found.onset - place) <= 3
+        result = detect_divergence(r, TAU)
+        assert result.rule == "noise"
+        assert result.onset is not None
+        assert abs(result.onset - place) <= 3
 
 
 def test_a_drift_out_of_nothing_begins_at_its_first_point() -> None:
     r = np.concatenate((np.zeros(400), 1e-4 * 1.05 ** np.arange(300)))
-    found = detect_divergence(r, TAU)
-    assert (found.rule, found.onset) == ("lasting", 400)
+    result = detect_divergence(r, TAU)
+    assert (result.rule, result.onset) == ("lasting", 400)
 
 
 def test_roundings_before_a_jump_are_not_its_onset() -> None:
@@ -121,18 +121,18 @@ def test_a_single_point_far_out(sigma: float) -> None:
     random = np.random.default_rng(8)
     r = sigma * random.standard_normal(1000)
     r[640] = 25.0
-    found = detect_divergence(r, TAU)
-    assert (found.rule, found.onset, found.lasting) == ("outlier", 640, None)
+    result = detect_divergence(r, TAU)
+    assert (result.rule, result.onset, result.lasting) == ("outlier", 640, None)
 
 
 def test_few_points_are_judged_one_by_one() -> None:
     r = np.full(19, 0.5)
     assert detect_divergence(r, TAU).rule is None
     r[7:10] = -1.01
-    found = detect_divergence(r, TAU)
-    assert (found.rule, found.onset) == ("pointwise", 7)
-    assert found.lasting is not None
-    assert (found.lasting.first, found.lasting.last) == (7, 9)
+    result = detect_divergence(r, TAU)
+    assert (result.rule, result.onset) == ("pointwise", 7)
+    assert result.lasting is not None
+    assert (result.lasting.first, result.lasting.last) == (7, 9)
 
 
 def test_a_tolerance_of_nothing_admits_nothing() -> None:
@@ -150,27 +150,28 @@ def test_a_tolerance_of_nothing_admits_nothing() -> None:
 )
 def test_any_differences_are_judged(values: list[float], tolerance: float) -> None:
     r = np.array(values)
-    found, mirrored = detect_divergence(r, tolerance), detect_divergence(-r, tolerance)
-    assert (found.rule, found.onset, found.noise) == (mirrored.rule, mirrored.onset, mirrored.noise)
+    result, mirrored = (detect_divergence(values, tolerance) for values in (r, -r))
+    figures = (mirrored.rule, mirrored.onset, mirrored.noise)
+    assert (result.rule, result.onset, result.noise) == figures
     if not (np.abs(r) > tolerance).any():
-        assert found.rule is None
-    if found.rule is not None:
-        assert found.onset is not None
-        assert 0 <= found.onset < len(r)
-    if found.lasting is not None:
-        assert 0 <= found.lasting.first <= found.lasting.last < len(r)
+        assert result.rule is None
+    if result.rule is not None:
+        assert result.onset is not None
+        assert 0 <= result.onset < len(r)
+    if result.lasting is not None:
+        assert 0 <= result.lasting.first <= result.lasting.last < len(r)
 
 
 @pytest.mark.parametrize("points", [20, 21, 64, 200])
 def test_a_bias_of_twice_the_tolerance_is_found(points: int) -> None:
     random = np.random.default_rng(11)
-    found = [
+    results = [
         detect_divergence(2 + 0.7 * random.standard_normal(points), TAU, shared=0.0)
         for _ in range(100)
     ]
-    assert sum(one.rule == "lasting" for one in found) >= 95
-    assert sum(one.onset == 0 for one in found if one.rule) >= 90
-    assert np.median([one.power for one in found]) < 2
+    assert sum(result.rule == "lasting" for result in results) >= 95
+    assert sum(result.onset == 0 for result in results if result.rule) >= 90
+    assert np.median([result.power for result in results]) < 2
 
 
 def test_points_on_one_side_and_beyond_the_tolerance() -> None:
@@ -186,10 +187,10 @@ def test_after_a_bit_identical_beginning_nothing_is_noise() -> None:
     r = np.zeros(160)
     r[80:] = 1.3 * np.linspace(0, 1, 80) + 0.5 * random.standard_normal(80)
     assert detect_divergence(r, TAU, identical=0).rule is None
-    found = detect_divergence(r, TAU, identical=80)
-    assert found.rule == "lasting"
-    assert found.onset is not None
-    assert found.onset >= 80
+    result = detect_divergence(r, TAU, identical=80)
+    assert result.rule == "lasting"
+    assert result.onset is not None
+    assert result.onset >= 80
     assert detect_divergence(r / 10, TAU, identical=80).rule is None
     r[80:] = 0
     r[100] = 5  # less than the tolerance in a mean over 8
@@ -201,12 +202,12 @@ def test_after_a_bit_identical_beginning_nothing_is_noise() -> None:
 def test_independent_scatter_is_equivalent(points: int, size: float) -> None:
     random = np.random.default_rng(13)
     rounds = 100 if points < 1000 else 10
-    found = [
+    results = [
         detect_divergence(size * random.standard_normal(points), TAU, shared=0.0)
         for _ in range(rounds)
     ]
-    assert sum(one.rule is not None for one in found) <= rounds // 100
-    assert all(one.scattered for one in found if one.rule is None)
+    assert sum(result.rule is not None for result in results) <= rounds // 100
+    assert all(result.scattered for result in results if result.rule is None)
 
 
 def test_scatter_that_the_curves_share_must_be_the_same_throughout() -> None:
@@ -222,7 +223,7 @@ def test_a_departure_planted_in_independent_scatter_is_dated() -> None:
     random = np.random.default_rng(15)
     r = 1.4 * random.standard_normal(20_000)
     r[8000:] += 5
-    found = detect_divergence(r, TAU, shared=0.0)
-    assert found.rule == "lasting"
-    assert found.onset is not None
-    assert abs(found.onset - 8000) <= 20
+    result = detect_divergence(r, TAU, shared=0.0)
+    assert result.rule == "lasting"
+    assert result.onset is not None
+    assert abs(result.onset - 8000) <= 20

@@ -18,17 +18,17 @@ def described(a: Floats, b: Floats, *, shape: bool = True) -> Statistics:
 
 def test_figures_of_a_constant_offset() -> None:
     a = 3 + np.sin(np.arange(200.0))
-    found = described(a, a * 1.25)
-    for value in (found.max_rel_diff, found.mean_rel_diff, found.median_rel_diff):
+    figures = described(a, a * 1.25)
+    for value in (figures.max_rel_diff, figures.mean_rel_diff, figures.median_rel_diff):
         assert value == pytest.approx(0.2)
-    assert found.p99_rel_diff == pytest.approx(0.2)
-    assert found.correlation == pytest.approx(1)
-    assert found.correlation_detrended == pytest.approx(1)
-    assert found.area_between == pytest.approx(0.25)
-    assert found.ratio == pytest.approx(1.25)
-    assert len(found.windows) == 10
-    assert sum(window.points for window in found.windows) == 200
-    assert found.windows[3].mean_signed_rel_diff == pytest.approx(0.2)
+    assert figures.p99_rel_diff == pytest.approx(0.2)
+    assert figures.correlation == pytest.approx(1)
+    assert figures.correlation_detrended == pytest.approx(1)
+    assert figures.area_between == pytest.approx(0.25)
+    assert figures.ratio == pytest.approx(1.25)
+    assert len(figures.windows) == 10
+    assert sum(window.points for window in figures.windows) == 200
+    assert figures.windows[3].mean_signed_rel_diff == pytest.approx(0.2)
     assert described(a * 1.25, a).windows[3].mean_signed_rel_diff == pytest.approx(-0.2)
 
 
@@ -36,11 +36,11 @@ def test_other_noise_on_the_same_trend_correlates_by_its_trend_alone() -> None:
     random = np.random.default_rng(1)
     trend = np.linspace(9, 3, 1000)
     a, b = (trend + 0.1 * random.standard_normal(1000) for _ in range(2))
-    found = described(a, b)
-    assert found.correlation is not None
-    assert found.correlation > 0.95
-    assert found.correlation_detrended is not None
-    assert abs(found.correlation_detrended) < 0.2
+    figures = described(a, b)
+    assert figures.correlation is not None
+    assert figures.correlation > 0.95
+    assert figures.correlation_detrended is not None
+    assert abs(figures.correlation_detrended) < 0.2
 
 
 def test_figures_that_do_not_exist() -> None:
@@ -48,16 +48,16 @@ def test_figures_that_do_not_exist() -> None:
     assert described(constant, constant).correlation is None
     nothing = described(np.full(4, np.nan), np.ones(4))
     assert (nothing.points, nothing.max_rel_diff, nothing.windows) == (4, None, ())
-    one = described(np.array([2.0]), np.array([3.0]))
-    assert (one.correlation, one.area_between, len(one.windows)) == (None, 0.5, 1)
+    single = described(np.array([2.0]), np.array([3.0]))
+    assert (single.correlation, single.area_between, len(single.windows)) == (None, 0.5, 1)
     gap = described(np.array([1.0, np.inf, 1.0]), np.ones(3))
     assert gap.windows[1].mean_rel_diff is None
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), st.integers(1, 70))
 def test_running_mean_is_the_mean_of_the_neighbours(values: list[float], width: int) -> None:
-    found = running_mean(np.array(values), width)
-    for i, mean in enumerate(found):
+    means = running_mean(np.array(values), width)
+    for i, mean in enumerate(means):
         near = (
             values[max(0, i - (width - 1) // 2) : i + width // 2 + 1] if width > 1 else [values[i]]
         )

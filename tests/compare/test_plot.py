@@ -21,9 +21,9 @@ COLOR_A, COLOR_B = (0xF2, 0xA6, 0x5A), (0x12, 0x46, 0x6B)
 
 def drawn(a: Path, b: Path, path: Path, **tolerances: object) -> np.ndarray:
     """The pixels of the picture of a comparison. [height, width, 3]"""
-    one, other = read_curve(a), read_curve(b)
-    found = compare(one, other, Tolerances(**tolerances))  # type: ignore[arg-type]
-    draw(one, [other], [found], path)
+    curve, other = read_curve(a), read_curve(b)
+    comparison = compare(curve, other, Tolerances(**tolerances))  # type: ignore[arg-type]
+    draw(curve, [other], [comparison], path)
     with Image.open(path) as image:
         assert image.format == "PNG"
         return np.asarray(image.convert("RGB"))
@@ -90,12 +90,12 @@ def test_bit_identical_curves_without_a_tolerance_are_drawn(
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are written, laid out."""
-    found: list[Figure] = []
+    pictures: list[Figure] = []
     monkeypatch.setattr(
         "slurmllm.compare.plot.write_picture",
-        lambda picture, path, fix: (picture.canvas.draw(), found.append(picture)),
+        lambda picture, path, fix: (picture.canvas.draw(), pictures.append(picture)),
     )
-    return found
+    return pictures
 
 
 def test_reasons_are_whole_and_the_legend_is_free(
@@ -125,9 +125,9 @@ def test_shifted_steps_are_drawn_shifted(
     a = read_curve(make_file("a", make_rows(1, 30)))
     b = replace(a, steps=a.steps + 100)
     draw(a, [b], [compare(a, b, shifts=(0, -100))], tmp_path / "p.png")
-    one, other = figures[0].axes[0].get_lines()[:2]
-    assert np.array_equal(one.get_xdata(), other.get_xdata())
-    assert len(one.get_xdata()) == 30
+    line, other = figures[0].axes[0].get_lines()[:2]
+    assert np.array_equal(line.get_xdata(), other.get_xdata())
+    assert len(line.get_xdata()) == 30
 
 
 def test_a_long_run_is_its_means_over_pale_values(

@@ -46,13 +46,13 @@ TITAN = "step:  {step}  loss:  {loss:.12f}"
 def test_known_formats_are_shifted_by_their_convention(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.log", noisy(), 0, NANOGPT)
     b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
-    for one, other, shifts in ((a, b, (1, 0)), (b, a, (0, 1)), (a, a, (0, 0))):
-        found = compare(one, other)
-        assert (found.verdict, found.steps_compared) == ("identical", 120)
-        assert (found.a.shift, found.b.shift) == shifts
-    found = compare(a, b)
-    assert found.a.shift_reason == "nanoGPT counts steps from 0"
-    assert (found.a.first_step, found.b.first_step) == (1, 1)
+    for first, second, shifts in ((a, b, (1, 0)), (b, a, (0, 1)), (a, a, (0, 0))):
+        comparison = compare(first, second)
+        assert (comparison.verdict, comparison.steps_compared) == ("identical", 120)
+        assert (comparison.a.shift, comparison.b.shift) == shifts
+    comparison = compare(a, b)
+    assert comparison.a.shift_reason == "nanoGPT counts steps from 0"
+    assert (comparison.a.first_step, comparison.b.first_step) == (1, 1)
 
 
 def test_batches_one_step_ahead_are_no_other_count(tmp_path: Path) -> None:
@@ -64,16 +64,16 @@ def test_batches_one_step_ahead_are_no_other_count(tmp_path: Path) -> None:
         lines = (json.dumps({"step": i, "loss": loss, "lr": lr}) for i, (loss, lr) in rows)
         path.write_text("\n".join(lines))
         curves.append(read_curve(path))
-    found = compare(curves[0], curves[1])
-    assert (found.a.shift, found.b.shift) == (0, 0)
-    assert "lr" not in {cause.kind for cause in found.causes}
+    comparison = compare(curves[0], curves[1])
+    assert (comparison.a.shift, comparison.b.shift) == (0, 0)
+    assert "lr" not in {cause.kind for cause in comparison.causes}
 
 
 def test_values_overrule_the_convention(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.log", noisy(), 1, NANOGPT)  # a user's loop that counts from 1
     b = curve_of(tmp_path, "b.log", noisy(), 1, TITAN)
-    found = compare(a, b)
-    assert (found.verdict, found.a.shift, found.b.shift) == ("identical", 0, 0)
+    comparison = compare(a, b)
+    assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("identical", 0, 0)
 
 
 @pytest.mark.parametrize("change", [0.0, 2e-4])
@@ -81,11 +81,11 @@ def test_unknown_formats_are_shifted_if_the_values_coincide(tmp_path: Path, chan
     losses = noisy()
     a, b = (curve_of(tmp_path, f"{i}.jsonl", losses * (1 + i * change), i) for i in (0, 1))
     assert a.convention is None
-    for one, other, shifts in ((a, b, (1, 0)), (b, a, (0, 1))):
-        found = compare(one, other)
-        assert found.verdict == ("match" if change else "identical")
-        assert (found.a.shift, found.b.shift) == shifts
-        assert found.steps_compared == 120
+    for first, second, shifts in ((a, b, (1, 0)), (b, a, (0, 1))):
+        comparison = compare(first, second)
+        assert comparison.verdict == ("match" if change else "identical")
+        assert (comparison.a.shift, comparison.b.shift) == shifts
+        assert comparison.steps_compared == 120
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_smooth_curves_are_never_shifted(tmp_path: Path, shape: Any) -> None:
     steps = np.arange(150.0)
     a = curve_of(tmp_path, "a.jsonl", shape(steps), 0)
     b = curve_of(tmp_path, "b.jsonl", shape(steps + 1), 0)  # as a shift, or as another training
-    found = compare(a, b)
-    assert (found.a.shift, found.b.shift) == (0, 0)
+    comparison = compare(a, b)
+    assert (comparison.a.shift, comparison.b.shift) == (0, 0)
 
 
 def test_micro_iterations_and_samples_are_no_steps(tmp_path: Path) -> None:
@@ -128,15 +128,15 @@ def test_batches_that_are_one_ahead_are_no_shift(tmp_path: Path) -> None:
         rows = (f"{t},{losses[t + ahead]},{1e-4 * t}" for t in range(100))
         path.write_text("n,nll,lr\n" + "\n".join(rows))
         curves.append(read_curve(path, {"step": "n", "loss": "nll"}))
-    found = compare(*curves)
-    assert (found.verdict, found.a.shift, found.b.shift) == ("differ", 0, 0)
+    comparison = compare(*curves)
+    assert (comparison.verdict, comparison.a.shift, comparison.b.shift) == ("differ", 0, 0)
 
 
 def test_other_noise_is_not_shifted(tmp_path: Path) -> None:
     a = curve_of(tmp_path, "a.jsonl", noisy(seed=0), 0)
     for seed in range(1, 30):
-        found = compare(a, curve_of(tmp_path, "b.jsonl", noisy(seed=seed), 0))
-        assert (found.a.shift, found.b.shift) == (0, 0)
+        comparison = compare(a, curve_of(tmp_path, "b.jsonl", noisy(seed=seed), 0))
+        assert (comparison.a.shift, comparison.b.shift) == (0, 0)
 
 
 def interval_means(losses: Values, every: int) -> list[tuple[int, float]]:
@@ -159,11 +159,11 @@ def test_means_over_the_logging_interval(tmp_path: Path, name: str) -> None:
     fine = curve_of(tmp_path, "a.log", losses, 1, TITAN)
     coarse = write_state(tmp_path, interval_means(losses, 10), name)
     for a, b, averaged in ((fine, coarse, (10, None)), (coarse, fine, (None, 10))):
-        found = compare(a, b)
-        assert found.verdict in ("identical", "match")
-        assert (found.a.averaged, found.b.averaged) == averaged
-        assert found.steps_compared == 20
-    assert found.b.steps == 200
+        comparison = compare(a, b)
+        assert comparison.verdict in ("identical", "match")
+        assert (comparison.a.averaged, comparison.b.averaged) == averaged
+        assert comparison.steps_compared == 20
+    assert comparison.b.steps == 200
 
 
 def test_single_steps_of_a_coarser_log_are_not_averaged(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_single_steps_of_a_coarser_log_are_not_averaged(tmp_path: Path) -> None:
     fine = curve_of(tmp_path, "a.log", losses, 1, TITAN)
     points = [(step, float(losses[step - 1])) for step in range(10, 201, 10)]
     for name in ("other.json", "trainer_state.json"):  # the values overrule the format
-        found = compare(fine, write_state(tmp_path, points, name))
-        assert (found.verdict, found.a.averaged) in (("identical", None), ("match", None))
+        comparison = compare(fine, write_state(tmp_path, points, name))
+        assert (comparison.verdict, comparison.a.averaged) in (("identical", None), ("match", None))
     steps = np.arange(200.0)
     smooth = 2 + np.exp(-steps / 50)
     fine = curve_of(tmp_path, "a.log", smooth, 1, TITAN)
@@ -202,8 +202,8 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     code, output = run("a.log", "b.log", "c.csv", "--pattern", pattern, *tags, "--shift", "B=-5")
     assert code == 0, output
     assert "B  b: steps 0–119; -5 to its steps: --shift" in output
-    assert "A  a: steps 1–120; +1 to its steps" in run("a.log", "c.csv", "--tag", "B:step=n",
-        "--tag", "B:loss=nll")[1]  # fmt: skip
+    code, output = run("a.log", "c.csv", "--tag", "B:step=n", "--tag", "B:loss=nll")
+    assert "A  a: steps 1–120; +1 to its steps" in output
     for arguments, message in (
         (("--shift", "B=500"), "no step in common"),
         (("--shift", "C=1"), "the sources are A to B"),

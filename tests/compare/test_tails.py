@@ -44,11 +44,11 @@ def test_shared_noise() -> None:
     trend = 2 + 6 * np.exp(-5 * np.arange(300) / 300)
     noise = 0.02 * random.standard_normal((3, 300))
     a, b = trend * (1 + noise[0]), trend * (1 + noise[1])
-    found = shared_noise(a, b, (b - a) / a)
-    assert found is not None
-    assert abs(found) < 0.4
+    correlation = shared_noise(a, b, (b - a) / a)
+    assert correlation is not None
+    assert abs(correlation) < 0.4
     same = a * (1 + noise[2] / 10)
-    found = shared_noise(a, same, (same - a) / a)
-    assert found is not None
-    assert found > 0.95
+    correlation = shared_noise(a, same, (same - a) / a)
+    assert correlation is not None
+    assert correlation > 0.95
     assert shared_noise(np.ones(9), np.ones(9), np.zeros(9)) is None

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from training_rows import MakeFile, MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.curves import (
-    COLUMNS,
-    describe_ranges,
-    relative_difference,
-)
+from slurmllm.metrics.curves import COLUMNS, Curve, describe_ranges, relative_difference
 from slurmllm.metrics.source import read_curve
 from slurmllm.run.rundir import RunDir
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def overlap(curve: Curve) -> tuple[int, bool | None, float | None]:
+    return curve.overlap_rows, curve.overlap_identical, curve.overlap_max_rel_diff
 
 
 def test_an_unbroken_run(make_run: MakeRun) -> None:
@@ -29,11 +29,7 @@ def test_an_unbroken_run(make_run: MakeRun) -> None:
     assert curve.steps.tolist() == list(range(1, 21))
     assert curve.columns["loss"].tolist() == [make_row(step)["loss"] for step in range(1, 21)]
     assert set(curve.columns) == set(COLUMNS) - {"samples", "val_loss"}
-    assert (curve.overlap_rows, curve.overlap_identical, curve.overlap_max_rel_diff) == (
-        0,
-        None,
-        None,
-    )
+    assert overlap(curve) == (0, None, None)
     assert not curve.gaps
     assert not curve.warnings
     assert not curve.restarts.size
@@ -55,11 +51,7 @@ def test_overlap_is_counted_once_and_the_latest_attempt_stands(make_run: MakeRun
 def test_an_exact_resume_is_seen_as_such(make_run: MakeRun) -> None:
     rows = [make_row(step, 1, step_time_s=9.0, time=0.0) for step in range(9, 21)]
     curve = read_curve(make_run("r", make_rows(1, 12), rows).path)
-    assert (curve.overlap_rows, curve.overlap_identical, curve.overlap_max_rel_diff) == (
-        4,
-        True,
-        0.0,
-    )
+    assert overlap(curve) == (4, True, 0.0)
 
 
 def test_one_differing_bit_in_the_overlap_is_seen(make_run: MakeRun) -> None:

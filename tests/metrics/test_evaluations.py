@@ -28,24 +28,23 @@ from slurmllm.track.sync import Session, TrackerRecord, _values
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """Two attempts; the second one evaluated step 20 again, and has not evaluated step 30 yet."""
-    found = RunDir(tmp_path / "runs" / "demo")
-    found.logs.mkdir(parents=True)
+    run_dir = RunDir(tmp_path / "runs" / "demo")
+    run_dir.logs.mkdir(parents=True)
     settings = ("trackers=[wandb]", "eval.every_steps=10", "eval.corpora={wiki: wiki.npy}")
-    save(resolve("tiny_neox", "local", [*settings, "data.validation=0.1"]), found)
-    write_rows(found.metrics(0), make_rows(1, 25))
-    write_rows(found.metrics(1), make_rows(16, 30, attempt=1))
-    evaluation(found, 0, 10, held_out=5.0, wiki=6.0)
-    evaluation(found, 0, 20, held_out=1.0, wiki=2.0)
-    evaluation(found, 1, 20, held_out=4.0, wiki=5.5)
-    evaluation(found, 1, 40, held_out=0.0)  # its row was lost
-    return found
+    save(resolve("tiny_neox", "local", [*settings, "data.validation=0.1"]), run_dir)
+    write_rows(run_dir.metrics(0), make_rows(1, 25))
+    write_rows(run_dir.metrics(1), make_rows(16, 30, attempt=1))
+    evaluation(run_dir, 0, 10, held_out=5.0, wiki=6.0)
+    evaluation(run_dir, 0, 20, held_out=1.0, wiki=2.0)
+    evaluation(run_dir, 1, 20, held_out=4.0, wiki=5.5)
+    evaluation(run_dir, 1, 40, held_out=0.0)  # its row was lost
+    return run_dir
 
 
 def test_the_newest_attempt_s_value_of_a_step(run: RunDir) -> None:
-    found = read_evaluations(run, run.metrics_files())
-    assert [(e.step, e.attempt, e.values["held_out"]) for e in found.values()] == [
-        (10, 0, 5.0), (20, 1, 4.0), (40, 1, 0.0),
-    ]  # fmt: skip
+    evaluations = read_evaluations(run, run.metrics_files())
+    losses = [(e.step, e.attempt, e.values["held_out"]) for e in evaluations.values()]
+    assert losses == [(10, 0, 5.0), (20, 1, 4.0), (40, 1, 0.0)]
     last = last_evaluation(run)
     assert last is not None
     assert last.step == 40
@@ -65,7 +64,7 @@ def test_a_tracker_waits_for_the_evaluation_of_the_last_step(run: RunDir) -> Non
         repeats = False
 
         def log(self, steps: list[object]) -> None:
-            sent.extend(one.step for one in steps)  # type: ignore[attr-defined]
+            sent.extend(step.step for step in steps)  # type: ignore[attr-defined]
 
     session._tracker = Memory()  # type: ignore[assignment]
     assert session.send(read_run(run.path), last=False) == 29
@@ -90,9 +89,9 @@ def test_compare_and_status(run: RunDir, tmp_path: Path) -> None:
     root = ("--runs-dir", str(tmp_path / "runs"))
     done = CliRunner().invoke(cli, ["compare", "demo", "other", "--json", "--no-plot", *root])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)["statistics"]
-    assert (found["val_loss"]["points"], found["val_loss"]["max_rel_diff"]) == (1, 0)
-    assert found["val_loss/wiki"]["max_rel_diff"] == pytest.approx(0.5 / 5.5)
+    statistics = json.loads(done.stdout)["statistics"]
+    assert (statistics["val_loss"]["points"], statistics["val_loss"]["max_rel_diff"]) == (1, 0)
+    assert statistics["val_loss/wiki"]["max_rel_diff"] == pytest.approx(0.5 / 5.5)
     picture = str(tmp_path / "compared.png")
     shown = CliRunner().invoke(cli, ["compare", "demo", "other", "--plot", picture, *root]).output
     assert (tmp_path / "compared.png").stat().st_size > 10_000

@@ -124,13 +124,6 @@ OURS = (
     "step {step}/120  loss 7.1000  grad norm 0.812  lr 2.00e-04  39.1 seq/s  1,251 tokens/s  "
     "eta 0:00:07"
 )
-NXD = "LOG Sun Nov 22 01:24:10 2026 - (0, {step}) step_loss : 8.1234 learning_rate : 2.00e-04 "
-MEGATRON = (
-    " [2025-01-02 03:04:05.500000] iteration {step:8d}/     100 | consumed samples:          320 | "
-    "elapsed time per iteration (ms): 545.2 | throughput per GPU (TFLOP/s/GPU): 100.2 | learning "
-    "rate: 9.150000E-06 | global batch size:    32 | lm loss: 2.504220E+00 | loss scale: 1.0 | "
-    "grad norm: 0.231 | params norm: 12.500 | number of skipped iterations:   0 |"
-)
 BAR = (
     "Epoch 0:  22%|██▏       | {step}/20101 [22:26:14<77:48:37, 17.95s/it, loss=2.43, v_num=5563, "
     "reduced_train_loss=2.470, gradient_norm=0.121, parameter_norm=1864.0, global_step={step}.0, "
@@ -138,68 +131,17 @@ BAR = (
 )
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (
-            OURS,
-            {
-                "loss": 7.1,
-                "grad_norm": 0.812,
-                "lr": 2e-4,
-                "seq_per_s": 39.1,
-                "tokens_per_s": 1251.0,
-            },
-        ),
-        (
-            NXD + "throughput : 3.12 seq/s grad-norm : 0.31",
-            {
-                **{"loss": 8.1234, "grad_norm": 0.31, "lr": 2e-4, "seq_per_s": 3.12},
-                "time": 1795310650.0,
-            },
-        ),
-        (
-            "step {step} step_time 1.5s throughput 3.2 seq/s step loss 7.1 grad norm None",
-            {"loss": 7.1, "seq_per_s": 3.2, "step_time_s": 1.5},
-        ),
-        (
-            "step {step} loss is 7.1, lr is 1e-05, throughput 3.2 seq/s,  input_ids 1234, norm "
-            "tensor([0.5]), global rank 0",
-            {"loss": 7.1, "grad_norm": 0.5, "lr": 1e-5, "seq_per_s": 3.2},
-        ),
-        (
-            MEGATRON,
-            {
-                **{"loss": 2.50422, "grad_norm": 0.231, "param_norm": 12.5, "lr": 9.15e-6},
-                **{"step_time_s": 0.5452, "time": 1735787045.5, "samples": 320.0},
-            },
-        ),
-        (
-            " samples/sec: 3.100 | iteration       {step}/     100 | elapsed time per iteration "
-            "(ms): 545.2 | learning rate: 9.150E-06 | lm_loss: 2.504220E+00 |",
-            {"loss": 2.50422, "lr": 9.15e-6, "seq_per_s": 3.1, "step_time_s": 0.5452},
-        ),
-        (
-            "\x1b[31mstep: {step}  \x1b[32mloss:  7.1234  \x1b[38;2;180;60;0mgrad_norm:  1.2345  ",
-            {"loss": 7.1234, "grad_norm": 1.2345},
-        ),
-        ("iter {step}: loss 3.1000, time 250.00ms", {"loss": 3.1, "step_time_s": 0.25}),
-        (
-            BAR,
-            {
-                **{"loss": 2.47, "grad_norm": 0.121, "param_norm": 1864.0, "step_time_s": 16.4},
-                "samples": 1.16e6,
-            },
-        ),
-    ],
-)
-def test_text_logs(tmp_path: Path, line: str, expected: dict[str, float]) -> None:
-    lines = ["Loading … loss of nothing", *(line.format(step=step) for step in (10, 20, 30, 30))]
+def test_text_logs_of_a_terminal(tmp_path: Path) -> None:
+    """Lines that overwrite each other, one of them twice, and bytes that are not UTF-8."""
     path = tmp_path / "x.log"
-    path.write_bytes("\r".join(lines).encode() + b"\n\xff\xfe loss \0\n")
-    curve = read_curve(path)
-    assert (curve.kind, curve.steps.tolist(), curve.overlap_rows) == ("text", [10, 20, 30], 0)
-    assert {key: pytest.approx(value) for key, value in first_row(curve).items()} == expected
+    for line, metric, value in ((OURS, "tokens_per_s", 1251.0), (BAR, "samples", 1.16e6)):
+        lines = ["Loading … loss of nothing", *(line.format(step=i) for i in (10, 20, 30, 30))]
+        path.write_bytes("\r".join(lines).encode() + b"\n\xff\xfe loss \0\n")
+        curve = read_curve(path)
+        assert (curve.kind, curve.steps.tolist(), curve.overlap_rows) == ("text", [10, 20, 30], 0)
+        assert first_row(curve)[metric] == value
+    expected = {"loss": 2.47, "grad_norm": 0.121, "param_norm": 1864.0, "step_time_s": 16.4}
+    assert expected.items() <= first_row(curve).items()
 
 
 def test_a_progress_bar_tells_large_steps_by_its_count(tmp_path: Path) -> None:
@@ -219,16 +161,16 @@ def test_a_restart_that_appends_to_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, known in log_formats().items() if known.tags.get("loss")]
+    "name", [name for name, log_format in log_formats().items() if log_format.tags.get("loss")]
 )
 def test_every_framework_is_known_by_its_tags(name: str) -> None:
-    known = log_formats()[name]
-    tags = known.tags | {"loss": known.recognized_by or known.tags["loss"]}
+    log_format = log_formats()[name]
+    tags = log_format.tags | {"loss": log_format.recognized_by or log_format.tags["loss"]}
     there = [names[0].replace("*", "AdamW") for names in tags.values()]
     assert set(tags) < set(METRICS)
-    found = choose_tags(dict.fromkeys([*there, known.mark or "other"], 9), {}, Path("log"))
-    assert dict(zip(tags, there, strict=True)).items() <= found.tags.items()
-    assert found.format is known
+    choice = choose_tags(dict.fromkeys([*there, log_format.mark or "other"], 9), {}, Path("log"))
+    assert dict(zip(tags, there, strict=True)).items() <= choice.tags.items()
+    assert choice.format is log_format
 
 
 def test_megatrons_throughput_is_none_of_ours() -> None:
@@ -242,8 +184,8 @@ def test_tags_that_differ_are_named(tmp_path: Path) -> None:
     ]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one, units = read_curve(path).warnings
-    assert "from 'train_loss', not from 'loss'; select another with --tag loss=TAG" in one
+    choice, units = read_curve(path).warnings
+    assert "from 'train_loss', not from 'loss'; select another with --tag loss=TAG" in choice
     assert units == "tokens_per_s is the value of one device, not of the run: 'tps'"
     assert read_curve(path, {"loss": "loss"}).columns["loss"].tolist() == [
         1.0 * i for i in range(9)

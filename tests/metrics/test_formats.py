@@ -26,7 +26,7 @@ LOSSES = [3.0, 2.913, 2.8259999999999996, 2.7, 2.613, 2.526]  # of the files of 
 
 
 def first_row(curve: Curve) -> dict[str, float]:
-    return {key: float(values[0]) for key, values in curve.columns.items() if key != "time"}
+    return {key: float(values[0]) for key, values in curve.columns.items()}
 
 
 # format → line(s) of one step, first step, values of the first row
@@ -111,17 +111,62 @@ LINES: dict[str, tuple[str, int, dict[str, float]]] = {
         {"loss": 8.1234, "grad_norm": 1.2345},
     ),
     "Megatron-LM": (
-        " iteration {step}/ 100 | consumed samples: 320 | elapsed time per iteration (ms): 545.2 | "
-        "learning rate: 9.15E-06 | lm loss: 2.5E+00 | grad norm: 0.231 |",
+        " [2025-01-02 03:04:05.500000] iteration {step:8d}/     100 | consumed samples:          "
+        "320 | elapsed time per iteration (ms): 545.2 | throughput per GPU (TFLOP/s/GPU): 100.2 | "
+        "learning rate: 9.150000E-06 | global batch size:    32 | lm loss: 2.504220E+00 | loss "
+        "scale: 1.0 | grad norm: 0.231 | params norm: 12.500 | number of skipped iterations:   0 |",
         1,
-        {"loss": 2.5, "grad_norm": 0.231, "lr": 9.15e-6, "step_time_s": 0.5452},
+        {
+            **{"loss": 2.50422, "grad_norm": 0.231, "param_norm": 12.5, "lr": 9.15e-6},
+            **{"step_time_s": 0.5452, "time": 1735787045.5, "samples": 320},
+        },
+    ),
+    "slurmllm": (
+        "step {step}/120  loss 7.1000  grad norm 0.812  lr 2.00e-04  39.1 seq/s  1,251 tokens/s  "
+        "eta 0:00:07",
+        1,
+        {"loss": 7.1, "grad_norm": 0.812, "lr": 2e-4, "seq_per_s": 39.1, "tokens_per_s": 1251},
+    ),
+    "NxD's examples": (
+        "LOG Sun Nov 22 01:24:10 2026 - (0, {step}) step_loss : 8.1234 learning_rate : 2.00e-04 "
+        "throughput : 3.12 seq/s grad-norm : 0.31",
+        1,
+        {
+            **{"loss": 8.1234, "grad_norm": 0.31, "lr": 2e-4, "seq_per_s": 3.12},
+            "time": 1795310650.0,
+        },
+    ),
+    "NxD's examples with Lightning": (
+        "step {step} loss is 7.1, lr is 1e-05, throughput 3.2 seq/s,  input_ids 1234, norm "
+        "tensor([0.5]), global rank 0",
+        1,
+        {"loss": 7.1, "grad_norm": 0.5, "lr": 1e-5, "seq_per_s": 3.2},
     ),
 }
+OTHER_LINES = [
+    (
+        "NxD's examples",
+        "step {step} step_time 1.5s throughput 3.2 seq/s step loss 7.1 grad norm None",
+        1,
+        {"loss": 7.1, "seq_per_s": 3.2, "step_time_s": 1.5},
+    ),
+    (
+        "Megatron-LM",
+        " samples/sec: 3.100 | iteration       {step}/     100 | elapsed time per iteration "
+        "(ms): 545.2 | learning rate: 9.150E-06 | lm_loss: 2.504220E+00 |",
+        1,
+        {"loss": 2.50422, "lr": 9.15e-6, "seq_per_s": 3.1, "step_time_s": 0.5452},
+    ),
+]
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_a_frameworks_lines(name: str, tmp_path: Path) -> None:
-    line, first, expected = LINES[name]
+@pytest.mark.parametrize(
+    ("name", "line", "first", "expected"),
+    [*((name, *case) for name, case in LINES.items()), *OTHER_LINES],
+)
+def test_a_frameworks_lines(
+    name: str, line: str, first: int, expected: dict[str, float], tmp_path: Path
+) -> None:
     path = tmp_path / "slurm-1.out"
     steps = range(first, first + 4)
     path.write_text("loading\n" + "".join(line.format(step=step) + "\n\n" for step in steps))
@@ -134,11 +179,8 @@ def test_a_frameworks_lines(name: str, tmp_path: Path) -> None:
 
 
 def test_every_text_format_has_an_example() -> None:
-    elsewhere = {  # test_foreign_logs.py, and the files below
-        *("slurmllm", "NxD's examples", "NxD's examples with Lightning", "Hugging Face Trainer"),
-        "torchtune",
-    }
-    text = {name for name, known in log_formats().items() if known.lines}
+    elsewhere = {"Hugging Face Trainer", "torchtune"}  # the files below
+    text = {name for name, log_format in log_formats().items() if log_format.lines}
     assert text - elsewhere <= set(LINES)
 
 
@@ -187,9 +229,9 @@ def test_files_of_loggers(
     curve = read_curve(locate(str(tmp_path if name.startswith(("run", "metr")) else path), ROOT))
     assert curve.steps.tolist() == list(steps)
     assert curve.series("loss")[1].tolist() == LOSSES
-    found = curve.convention
-    assert found is not None
-    assert (found.format, found.steps_from, found.counts) == convention
+    read = curve.convention
+    assert read is not None
+    assert (read.format, read.steps_from, read.counts) == convention
 
 
 def test_a_damaged_wandb_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -382,7 +424,7 @@ def test_lines_that_are_no_json(tmp_path: Path) -> None:
 
 def test_the_documentation_lists_every_format() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    for name, known in log_formats().items():
-        losses = ", ".join(f"`{tag}`" for tag in known.tags.get("loss", ())[:3])
-        unit = "" if known.counts == "steps" else f", {known.counts}"
-        assert f"| {name} | {known.steps_from}{unit} | {losses}" in docs
+    for name, log_format in log_formats().items():
+        losses = ", ".join(f"`{tag}`" for tag in log_format.tags.get("loss", ())[:3])
+        unit = "" if log_format.counts == "steps" else f", {log_format.counts}"
+        assert f"| {name} | {log_format.steps_from}{unit} | {losses}" in docs

@@ -52,9 +52,9 @@ def assert_equal_to_tensorboard(path: Path) -> None:
     accumulator = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     accumulator.purge_orphaned_data = False
     accumulator.Reload()
-    found = read_event_file(path)
-    assert set(found.series) == set(accumulator.Tags()["scalars"])
-    for tag, series in found.series.items():
+    read = read_event_file(path)
+    assert set(read.series) == set(accumulator.Tags()["scalars"])
+    for tag, series in read.series.items():
         theirs = accumulator.Scalars(tag)
         np.testing.assert_array_equal(series.steps, [value.step for value in theirs])
         np.testing.assert_array_equal(series.values, [value.value for value in theirs])
@@ -220,8 +220,8 @@ def test_records_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> 
     path = tmp_path / "x.tfevents.1.h"
     with path.open("wb") as stream:
         writer = RecordWriter(stream)
-        for one in loss_events(1, 3):
-            writer.write(one.SerializeToString())
+        for record in loss_events(1, 3):
+            writer.write(record.SerializeToString())
             writer.write(b"\xff" * 9)
     curve = read_curve(path)
     assert curve.steps.tolist() == [1, 2, 3]

@@ -21,52 +21,50 @@ from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.source import read_curve
 from slurmllm.run.records import MetricsRow
 
-odd_lines = st.sampled_from(
-    [
-        *('{"step": 7, "lo', "", "  ", "\0" * 20, "[1]", '{"loss": 1.0}', '{"step": "7"}'),
-        *(
-            '{"step": 3, "loss": null}',
-            '{"step": 3, "loss": NaN, "x": {}}',
-            '{"loss":2.5,"step":4}',
-        ),
-        *('{"step":5,"attempt":0,"loss":"high"}', '{"step":5,"attempt":-1,"loss":1}'),
-        *(
-            '{"step":6,"loss":1e999}',
-            '{"step":6,"note":"a, b: c}"}',
-            '{"step":6,"loss":1,"loss":2}',
-        ),
-    ]
-)
+ODD_LINES = """\
+{"step": 7, "lo
+[1]
+{"loss": 1.0}
+{"step": "7"}
+{"step": 3, "loss": null}
+{"step": 3, "loss": NaN, "x": {}}
+{"loss":2.5,"step":4}
+{"step":5,"attempt":0,"loss":"high"}
+{"step":5,"attempt":-1,"loss":1}
+{"step":6,"loss":1e999}
+{"step":6,"note":"a, b: c}"}
+{"step":6,"loss":1,"loss":2}"""
+odd_lines = st.sampled_from(["", "  ", "\0" * 20, *ODD_LINES.splitlines()])
 values = st.floats() | st.integers(-(10**20), 10**20) | st.none()
 
 
 def read_both(path: Path, lenient: bool) -> tuple[Curve | str, Curve | str]:
     """The file by the fast reader, in blocks of a few lines, and by the exact one."""
-    found: list[Curve | str] = []
+    curves: list[Curve | str] = []
     for small_bytes in (0, 1 << 30):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reader, "_SMALL_BYTES", small_bytes)
             patch.setattr(reader, "_BLOCK_BYTES", 700)
             try:
-                found.append(read_curve(path, lenient=lenient))
+                curves.append(read_curve(path, lenient=lenient))
             except RunError as error:
-                found.append(str(error))
-    return found[0], found[1]
+                curves.append(str(error))
+    return curves[0], curves[1]
 
 
-def assert_same(one: Curve | str, other: Curve | str) -> None:
-    if isinstance(one, str) or isinstance(other, str):
-        assert one == other
+def assert_same(fast: Curve | str, exact: Curve | str) -> None:
+    if isinstance(fast, str) or isinstance(exact, str):
+        assert fast == exact
         return
-    assert (one.warnings, one.overlap_rows) == (other.warnings, other.overlap_rows)
-    np.testing.assert_array_equal(one.steps, other.steps)
-    np.testing.assert_array_equal(one.attempts, other.attempts)
-    assert list(one.columns) == list(other.columns)
-    assert list(one.absent) == list(other.absent)
-    for key, column in one.columns.items():
-        np.testing.assert_array_equal(column, other.columns[key])
-    for key, flags in one.absent.items():
-        np.testing.assert_array_equal(flags, other.absent[key])
+    assert (fast.warnings, fast.overlap_rows) == (exact.warnings, exact.overlap_rows)
+    np.testing.assert_array_equal(fast.steps, exact.steps)
+    np.testing.assert_array_equal(fast.attempts, exact.attempts)
+    assert list(fast.columns) == list(exact.columns)
+    assert list(fast.absent) == list(exact.absent)
+    for key, column in fast.columns.items():
+        np.testing.assert_array_equal(column, exact.columns[key])
+    for key, flags in fast.absent.items():
+        np.testing.assert_array_equal(flags, exact.absent[key])
 
 
 @settings(max_examples=60)

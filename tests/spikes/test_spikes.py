@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
 from slurmllm.run.records import SkippedBatches
 from slurmllm.spikes.analysis import SpikeAnalysis, first_at_most, medians_before, window_means
-from slurmllm.spikes.detection import analyze, find_spikes, select_steps
+from slurmllm.spikes.detection import analyze, select_steps
 from slurmllm.spikes.plot import binned, default_path, draw
 
 
@@ -27,13 +28,17 @@ def make_curve(losses: object, **columns: object) -> Curve:
     return Curve("r", Path("r"), steps, np.zeros_like(steps), arrays)
 
 
+def find_spikes(curve: Curve, *settings: float, **options: Any) -> SpikeAnalysis:
+    return analyze(curve, *settings, **{"metric": "loss", **options})  # type: ignore[arg-type]
+
+
 def slowly(losses: list[float], window: int, threshold: float) -> list[tuple[object, ...]]:
     """(step, duration, height, peak step, returned after) of each spike, by the definition."""
     means: list[float] = []
     for i in range(len(losses)):
         before = [x for x in losses[max(0, i - window) : i] if math.isfinite(x)]
         means.append(sum(before) / len(before) if i >= window and before else math.nan)
-    found, i = [], 0
+    analysis, i = [], 0
     while i < len(losses):
         j = i
         while j < len(losses) and math.isfinite(losses[j]) and losses[j] - means[j] > threshold:
@@ -42,9 +47,9 @@ def slowly(losses: list[float], window: int, threshold: float) -> list[tuple[obj
             heights = [losses[k] - means[k] for k in range(i, j)]
             back = [k - i for k in range(i, len(losses)) if losses[k] <= means[i]]
             peak = i + heights.index(max(heights))
-            found.append((i + 1, j - i, max(heights), peak + 1, back[0] if back else None))
+            analysis.append((i + 1, j - i, max(heights), peak + 1, back[0] if back else None))
         i = max(j, i + 1)
-    return found
+    return analysis
 
 
 # Multiples of 1/8 add up exactly in any order.
@@ -58,14 +63,14 @@ bad = st.sampled_from([math.nan, math.inf, -math.inf])
     st.sampled_from([0.0, 0.1, 0.5, 1.0]),
 )
 def test_equals_the_slow_definition(losses: list[float], window: int, threshold: float) -> None:
-    found = find_spikes(make_curve(losses), window, threshold)
+    analysis = find_spikes(make_curve(losses), window, threshold)
     assert [
-        (s.step, s.duration, s.height, s.peak_step, s.returned_after) for s in found.spikes
+        (s.step, s.duration, s.height, s.peak_step, s.returned_after) for s in analysis.spikes
     ] == slowly(losses, window, threshold)
-    assert found.count == len(found.spikes) == sum(found.durations.values())
-    assert found.inside == sum(s.duration for s in found.spikes)
-    assert found.not_finite_steps == sum(not math.isfinite(x) for x in losses)
-    assert SpikeAnalysis.model_validate_json(found.model_dump_json()) == found
+    assert analysis.count == len(analysis.spikes) == sum(analysis.durations.values())
+    assert analysis.inside == sum(s.duration for s in analysis.spikes)
+    assert analysis.not_finite_steps == sum(not math.isfinite(x) for x in losses)
+    assert SpikeAnalysis.model_validate_json(analysis.model_dump_json()) == analysis
 
 
 anything = st.lists(st.floats(), min_size=30, max_size=30)
@@ -75,9 +80,9 @@ anything = st.lists(st.floats(), min_size=30, max_size=30)
 def test_any_numbers_make_an_analysis(
     losses: list[float], grads: list[float], params: list[float]
 ) -> None:
-    found = find_spikes(make_curve(losses, grad_norm=grads, param_norm=params), 5, 1.0)
-    assert found.judged + found.not_finite_steps <= 30
-    assert json.loads(found.model_dump_json())["count"] == len(found.spikes)
+    analysis = find_spikes(make_curve(losses, grad_norm=grads, param_norm=params), 5, 1.0)
+    assert analysis.judged + analysis.not_finite_steps <= 30
+    assert json.loads(analysis.model_dump_json())["count"] == len(analysis.spikes)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.data())
@@ -110,22 +115,22 @@ def test_planted_spikes() -> None:
         losses[place - 1] += 1.0
         grads[place - 1] = 6.0
     losses[2199:2203] += 2.0
-    found = find_spikes(make_curve(losses, grad_norm=grads))
-    assert found.state == "passing"
-    assert (found.count, found.one_step, found.longest) == (10, 9, 4)
-    assert found.durations == {1: 9, 4: 1}
-    assert found.one_step_share == 0.9
-    assert found.per_1000_steps == pytest.approx(1000 * 10 / 4980)
-    headings, rows = found.highest_spikes()
+    analysis = find_spikes(make_curve(losses, grad_norm=grads))
+    assert analysis.state == "passing"
+    assert (analysis.count, analysis.one_step, analysis.longest) == (10, 9, 4)
+    assert analysis.durations == {1: 9, 4: 1}
+    assert analysis.one_step_share == 0.9
+    assert analysis.per_1000_steps == pytest.approx(1000 * 10 / 4980)
+    headings, rows = analysis.highest_spikes()
     assert len(rows) == 10
     assert (rows[0][0], rows[0][headings.index("grad norm")]) == ("2200", "× 4")
-    assert found.spikes[0].height == pytest.approx(1.0, abs=0.1)
-    assert found.spikes[0].returned_after is not None
-    assert found.grad_norm is not None
-    assert found.grad_norm.ratio_median == 4.0
-    assert found.grad_norm.doubled == 10
+    assert analysis.spikes[0].height == pytest.approx(1.0, abs=0.1)
+    assert analysis.spikes[0].returned_after is not None
+    assert analysis.grad_norm is not None
+    assert analysis.grad_norm.ratio_median == 4.0
+    assert analysis.grad_norm.doubled == 10
     assert "10 spikes in 4,980 steps (2.01 per 1,000); 9 of them (90%) last one step" in (
-        found.verdict
+        analysis.verdict
     )
 
 
@@ -150,13 +155,13 @@ def test_spikes_close_together_are_one() -> None:
 def test_a_loss_that_jumps_and_stays() -> None:
     losses = noisy(1000)
     losses[700:] += 3.0
-    found = find_spikes(make_curve(losses))
-    assert found.state == "rising"
-    assert found.unreturned == 1
-    assert found.growth is not None
-    assert found.growth.longest_from == pytest.approx(701, abs=3)
-    assert "slow divergence" in found.verdict
-    assert "it did not come back to the mean" in found.verdict
+    analysis = find_spikes(make_curve(losses))
+    assert analysis.state == "rising"
+    assert analysis.unreturned == 1
+    assert analysis.growth is not None
+    assert analysis.growth.longest_from == pytest.approx(701, abs=3)
+    assert "slow divergence" in analysis.verdict
+    assert "it did not come back to the mean" in analysis.verdict
 
 
 @pytest.mark.parametrize("sigma", [0.01, 0.05, 0.3])
@@ -174,11 +179,11 @@ def test_nan_is_of_its_own_kind() -> None:
     losses = noisy(300)
     losses[99:102] = math.nan
     losses[200] = math.inf
-    found = find_spikes(make_curve(losses))
-    assert (found.state, found.count, found.not_finite_steps) == ("not_finite", 0, 4)
-    assert [(n.step, n.duration) for n in found.not_finite] == [(100, 3), (201, 1)]
-    assert found.judged == 300 - 20 - 4
-    assert "not a finite number at 4 steps, first at step 100" in found.verdict
+    analysis = find_spikes(make_curve(losses))
+    assert (analysis.state, analysis.count, analysis.not_finite_steps) == ("not_finite", 0, 4)
+    assert [(n.step, n.duration) for n in analysis.not_finite] == [(100, 3), (201, 1)]
+    assert analysis.judged == 300 - 20 - 4
+    assert "not a finite number at 4 steps, first at step 100" in analysis.verdict
     assert find_spikes(make_curve([math.nan] * 50)).judged == 0
 
 
@@ -191,12 +196,12 @@ def test_restarts_and_skipped_batches_beside_spikes() -> None:
     skip = SkippedBatches(
         first=801, last=803, roll_back_to=700, onset=801, attempt=1, reason="divergence"
     )
-    found = find_spikes(Curve(**{**vars(curve), "skips": (skip,)}))
-    assert found.restarts == (401, 591)
-    assert [s.restart for s in found.spikes] == [401, None, None]
-    assert [s.skipped for s in found.spikes] == [None, None, (801, 803)]
-    assert (found.at_restarts, found.at_skips) == (1, 1)
-    assert "1 coincides with a restart; 1 coincides with skipped batches" in found.verdict
+    analysis = find_spikes(Curve(**{**vars(curve), "skips": (skip,)}))
+    assert analysis.restarts == (401, 591)
+    assert [s.restart for s in analysis.spikes] == [401, None, None]
+    assert [s.skipped for s in analysis.spikes] == [None, None, (801, 803)]
+    assert (analysis.at_restarts, analysis.at_skips) == (1, 1)
+    assert "1 coincides with a restart; 1 coincides with skipped batches" in analysis.verdict
 
 
 def test_gradient_norm() -> None:
@@ -205,16 +210,17 @@ def test_gradient_norm() -> None:
     grads[[500, 1500, 1501, 2500]] += 0.2
     curve = make_curve(noisy(3000, sigma=0.01), grad_norm=grads)
     both = analyze(curve)
-    own = both.grad_norm_spikes
-    assert own is not None
+    norms = both.grad_norm_spikes
+    assert norms is not None
     assert (both.metric, both.count, both.reference) == ("loss", 0, None)
-    assert (own.metric, own.count, own.one_step, own.state) == ("grad_norm", 3, 2, "passing")
-    assert own.definition.startswith("a step whose gradient norm is more than 0.1 above the mean")
-    assert own.reference == "AWS, HLAT (Llama 2 7B on trn1), 2024: over 86%"
-    spike = own.spikes[0]
+    assert (norms.metric, norms.count, norms.one_step) == ("grad_norm", 3, 2)
+    assert norms.state == "passing"
+    assert norms.definition.startswith("a step whose gradient norm is more than 0.1 above the mean")
+    assert norms.reference == "AWS, HLAT (Llama 2 7B on trn1), 2024: over 86%"
+    spike = norms.spikes[0]
     assert (spike.peak_step, spike.value) == (501, grads[500])
     assert spike.loss == curve.columns["loss"][500]
-    assert analyze(curve, metric="grad_norm").model_copy(update={"grad_norm_spikes": None}) == own
+    assert analyze(curve, metric="grad_norm").model_copy(update={"grad_norm_spikes": None}) == norms
     assert analyze(curve, metric="loss").grad_norm_spikes is None
 
 
@@ -222,9 +228,9 @@ def test_gradient_norm_without_a_loss() -> None:
     grads = np.full(100, 1.0)
     grads[60] = 2.0
     curve = Curve(**{**vars(make_curve(noisy(100))), "columns": {"grad_norm": grads}})
-    found = analyze(curve)
-    assert (found.metric, found.count, found.grad_norm_spikes) == ("grad_norm", 1, None)
-    assert (found.spikes[0].value, found.spikes[0].loss) == (2.0, None)
+    analysis = analyze(curve)
+    assert (analysis.metric, analysis.count, analysis.grad_norm_spikes) == ("grad_norm", 1, None)
+    assert (analysis.spikes[0].value, analysis.spikes[0].loss) == (2.0, None)
     with pytest.raises(RunError, match="r has no loss, but grad_norm"):
         analyze(curve, metric="loss")
 
@@ -233,22 +239,22 @@ def test_gradient_norm_without_a_loss() -> None:
 def test_a_gradient_norm_that_grows(factor: float, warned: bool) -> None:
     """Growth over three times the lowest running mean is a warning, less of it is not."""
     grads = np.concatenate([np.full(500, 1.0), np.linspace(1, factor, 500), np.full(200, factor)])
-    found = find_spikes(make_curve(noisy(1200), grad_norm=grads), metric="grad_norm")
-    assert [f"grew to {factor} times its lowest" in text for text in found.warnings] == [True][
+    analysis = find_spikes(make_curve(noisy(1200), grad_norm=grads), metric="grad_norm")
+    assert [f"grew to {factor} times its lowest" in text for text in analysis.warnings] == [True][
         : int(warned)
     ]
-    assert (found.state == "rising") is warned
+    assert (analysis.state == "rising") is warned
 
 
 def test_param_norm_trend() -> None:
     steps = np.arange(1, 4001)
     norms = 100 + np.where(steps < 2000, steps * 0.1, 200 + (steps - 2000) * 0.002)
     norms[3000] = 1e6
-    found = find_spikes(make_curve(noisy(4000), param_norm=norms)).param_norm
-    assert found is not None
-    assert found.slope == pytest.approx(2.0, rel=1e-3)
-    assert found.direction == "rising"
-    assert found.ratio == pytest.approx(304 / 100.1)
+    analysis = find_spikes(make_curve(noisy(4000), param_norm=norms)).param_norm
+    assert analysis is not None
+    assert analysis.slope == pytest.approx(2.0, rel=1e-3)
+    assert analysis.direction == "rising"
+    assert analysis.ratio == pytest.approx(304 / 100.1)
 
 
 def test_what_cannot_be_looked_at() -> None:
@@ -266,17 +272,16 @@ def test_what_cannot_be_looked_at() -> None:
 def test_half_a_million_steps_of_noise() -> None:
     losses = noisy(500_000, sigma=0.2)  # every fifth step is above the threshold
     curve = make_curve(losses, grad_norm=losses, param_norm=losses)
-    found = find_spikes(curve)
-    assert found.count > 50_000
-    assert len(found.spikes) == 1000
-    assert "may be noise; --threshold 0.6" in found.warnings[0]
+    analysis = find_spikes(curve)
+    assert analysis.count > 50_000
+    assert len(analysis.spikes) == 1000
+    assert "may be noise; --threshold 0.6" in analysis.warnings[0]
 
 
 def test_binned() -> None:
     assert binned([{}]) == []
-    assert binned([{1: 9, 4: 1}, {2: 3}]) == [
-        ("1", [9, 0]), ("2", [0, 3]), ("3", [0, 0]), ("4–5", [1, 0])
-    ]  # fmt: skip
+    counts = {"1": [9, 0], "2": [0, 3], "3": [0, 0], "4–5": [1, 0]}
+    assert dict(binned([{1: 9, 4: 1}, {2: 3}])) == counts
     assert sum(number for _, (number,) in binned([{1: 2, 7: 3, 500: 4}])) == 9
 
 
@@ -287,8 +292,8 @@ def test_binned() -> None:
 )
 def test_picture(losses: object, tmp_path: Path) -> None:
     curve = make_curve(losses, grad_norm=losses, param_norm=losses)
-    for found, height in ((find_spikes(curve), 1020), (analyze(curve), 1260)):
-        draw([(curve, found), (curve, found)], tmp_path / "p.png")
+    for analysis, height in ((find_spikes(curve), 1020), (analyze(curve), 1260)):
+        draw([(curve, analysis), (curve, analysis)], tmp_path / "p.png")
         with Image.open(tmp_path / "p.png") as image:
             assert image.size == (2400, height)
             assert np.asarray(image).std() > 5

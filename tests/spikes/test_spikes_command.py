@@ -49,9 +49,9 @@ def answer(result: Result) -> list[dict[str, Any]]:
     def strict(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    found = json.loads(result.stdout, parse_constant=strict)
-    assert set(found) == {"runs"}
-    runs = found["runs"]
+    document = json.loads(result.stdout, parse_constant=strict)
+    assert set(document) == {"runs"}
+    runs = document["runs"]
     assert isinstance(runs, list)
     return runs
 
@@ -103,8 +103,8 @@ def test_metrics(spikes, make_run: MakeRun) -> None:
     assert (both["metric"], both["count"], both["reference"]) == ("loss", 0, None)
     assert (nested["metric"], nested["count"]) == ("grad_norm", 1)
     assert "over 86%" in nested["reference"]
-    (one,) = answer(spikes("r", "--metric", "grad_norm", "--json", "--no-plot"))
-    assert one == nested
+    (alone,) = answer(spikes("r", "--metric", "grad_norm", "--json", "--no-plot"))
+    assert alone == nested
     lines = [" ".join(line.split()) for line in spikes("r", "--no-plot").stdout.splitlines()]
     assert sum("over 86%" in line for line in lines) == 1
     assert "80 1 2 4 1 × 2 -" in lines
@@ -123,12 +123,12 @@ def test_gradient_norm_of_a_log_without_loss(spikes, tmp_path: Path) -> None:
 
 def test_several_runs_in_one_picture(spikes, spiky: RunDir, make_file: MakeFile) -> None:
     file = make_file("other", rows(1, 100))
-    found = answer(spikes(spiky.path, file, "--plot", "both.png", "--json"))
-    assert [(run["name"], run["state"]) for run in found] == [
+    document = answer(spikes(spiky.path, file, "--plot", "both.png", "--json"))
+    assert [(run["name"], run["state"]) for run in document] == [
         ("spiky", "passing"),
         ("other", "calm"),
     ]
-    assert [run["plot"] for run in found] == ["both.png", "both.png"]
+    assert [run["plot"] for run in document] == ["both.png", "both.png"]
     assert Path("both.png").is_file()
 
 
