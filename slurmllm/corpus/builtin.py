@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmllm.corpus.build import build_corpus, manifest_path
-from slurmllm.corpus.cleaning import DocumentStream
 from slurmllm.corpus.inputs import InputFile, input_file
 from slurmllm.corpus.options import InputErrors, ReadOptions
+from slurmllm.corpus.readers import DocumentStream
 from slurmllm.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from slurmllm.errors import DataError
 from slurmllm.run.rundir import write_atomic

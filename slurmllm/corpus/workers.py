@@ -72,14 +72,14 @@ def run_shard(
 
 
 def peak_bytes() -> int:
-    """Largest resident set of this process so far."""
+    """Return the largest resident set of this process so far."""
     # Not getrusage: a child inherits the maximum of the process that forked it.
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # not Linux
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    peak = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else 0
 
 
 def run_in_process(
@@ -167,7 +167,7 @@ class _Worker:
 
 
 def _serve() -> None:
-    """The worker process: read shards, write results, until the end of stdin."""
+    """Read shards from stdin to its end, and write their results to stdout."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
@@ -226,7 +226,7 @@ def run_on_slurm(
 
 
 def run_shards(shards: Sequence[Shard], work: Path) -> list[ShardResult]:
-    """One task of the array: write shards up to the first error."""
+    """Write shards up to the first error, as a task of the array."""
     results = []
     for shard in shards:
         results.append(run_shard(shard, work))

@@ -4,7 +4,7 @@
 interpreter instead of a fork: the parent has torch, device handles and threads, none of which
 survive a fork. The worker does not import torch.
 
-    stdin    a JSON line with the stream; a JSON line with the positions; then nothing
+    stdin    pickled: the stream; then the positions; then nothing
     stdout   frames: a header (kind, length), then content (`FRAME`)
     stderr   inherited from the parent
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import queue
 import signal
 import struct
@@ -28,7 +29,7 @@ import weakref
 from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
@@ -96,9 +97,7 @@ class WorkerProcess:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         # Kills the worker when this object is deleted or the interpreter exits.
         self._finalizer = weakref.finalize(self, _kill_worker, self._process, os.getpid())
-        self._send(
-            {"spec": spec.to_json(), "prefetch": PREFETCH_BATCHES, "parent_pid": os.getpid()}
-        )
+        self._send((spec, PREFETCH_BATCHES, os.getpid()))
 
     @property
     def pid(self) -> int:
@@ -106,8 +105,7 @@ class WorkerProcess:
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
         """Send the positions of the worker's slots and the draws so far; see `SlotGroup`."""
-        slots = [self.slots.start, self.slots.stop]
-        self._send({"slots": slots, "positions": positions, "counts": counts})
+        self._send((self.slots, positions, counts))
 
     def next_batch(
         self, tokens: Tokens, marks: Marks, positions: Integers, counts: Integers
@@ -136,18 +134,18 @@ class WorkerProcess:
         content = bytearray(length)
         self._read(memoryview(content))
         failure = json.loads(content)
-        known = getattr(errors, failure["error"] or "none", None)
-        if isinstance(known, type) and issubclass(known, errors.SlurmllmError):
-            raise known(failure["message"])
+        kind = getattr(errors, failure["error"] or "none", None)
+        if isinstance(kind, type) and issubclass(kind, errors.SlurmllmError):
+            raise kind(failure["message"])
         raise CodeError(f"a data worker failed:\n{failure['traceback']}")
 
     def close(self) -> None:
         """Kill the process; it has no state to save."""
         self._finalizer()
 
-    def _send(self, message: dict[str, object]) -> None:
+    def _send(self, message: tuple[object, ...]) -> None:
         try:
-            self._stdin.write(json.dumps(message).encode() + b"\n")
+            pickle.dump(message, self._stdin)
             self._stdin.flush()
         except BrokenPipeError:
             self._raise_exited()
@@ -199,24 +197,15 @@ def main() -> NoReturn:
     frames = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that a stray print cannot break the frames
 
-    stream = json.loads(sys.stdin.readline() or "null")
-    if stream is None:
-        os._exit(0)
-    threading.Thread(target=_exit_with_parent, args=(stream["parent_pid"],), daemon=True).start()
+    spec, prefetch, parent_pid = _receive()
+    threading.Thread(target=_exit_with_parent, args=(parent_pid,), daemon=True).start()
     # Bounded: tokenizing pauses when it is this many batches ahead.
-    outgoing: queue.Queue[list[bytes]] = queue.Queue(maxsize=stream["prefetch"])
+    outgoing: queue.Queue[list[bytes]] = queue.Queue(maxsize=prefetch)
     threading.Thread(target=_write_frames, args=(frames, outgoing), daemon=True).start()
     try:
-        spec = StreamSpec.from_json(stream["spec"])
-        sources, _ = open_all(
-            spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask, spec.plugins
-        )
-        start = json.loads(sys.stdin.readline() or "null")
-        threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
-        if start is None:
-            os._exit(0)
-        slots = range(*start["slots"])
-        group = SlotGroup(spec, sources, slots, start["positions"], start["counts"])
+        sources, _ = open_all(spec)
+        group = SlotGroup(spec, sources, *_receive())
+        threading.Thread(target=_receive, daemon=True).start()  # until the end of stdin
         while True:
             tokens, marks = group.next_batch()
             counts = np.array(group.counts, dtype=np.int64)
@@ -246,10 +235,13 @@ def _write_frames(frames: BinaryIO, outgoing: queue.Queue[list[bytes]]) -> None:
         os._exit(0)
 
 
-def _exit_at_end_of_stdin() -> None:
-    sys.stdin.read()
-    # Not sys.exit: it would wait for `_write_frames`, which may be blocked on a full pipe.
-    os._exit(0)
+def _receive() -> Any:
+    """Return the next message of the parent; at the end of stdin, exit."""
+    try:
+        return pickle.load(sys.stdin.buffer)  # noqa: S301 (its own parent)
+    except EOFError:
+        # Not sys.exit: it would wait for `_write_frames`, which may be blocked on a full pipe.
+        os._exit(0)
 
 
 def _exit_with_parent(parent_pid: int) -> None:

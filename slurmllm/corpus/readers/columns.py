@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
@@ -24,6 +25,7 @@ from slurmllm.corpus.readers.base import (
     good_rows,
     missing_column,
     no_column,
+    reinterpret,
 )
 from slurmllm.data.sources.arrow_batches import FILE_BEGIN, ArrowBatches
 
@@ -111,7 +113,7 @@ def read_arrow(
 
 
 def _columns(options: ReadOptions, schema: pa.Schema) -> tuple[tuple[str, ...], str | None]:
-    """The columns to read, and the reason why the table cannot be read."""
+    """Return the columns to read, and the reason why the table cannot be read."""
     if options.messages_key is None:
         return options.keys, missing_column(options.keys, schema)
     if options.messages_key not in schema.names:
@@ -176,31 +178,27 @@ class _Prefixed(io.RawIOBase):
 
 
 def _slices(columns: list[pa.Array]) -> Iterator[tuple[int, int]]:
-    """Runs of rows that hold about CHUNK_BYTES, or one longer row."""
+    """Yield runs of rows that hold about CHUNK_BYTES, or one longer row."""
     rows = len(columns[0])
     begin = 0
     while begin < rows:
         # Bytes up to the end of each of the next rows.
-        ends = np.zeros(min(rows - begin, _MOST_ROWS), np.int64)
-        for column in (column.slice(begin, len(ends)) for column in columns):
-            if pa.types.is_dictionary(column.type):
-                # Of each row: many may share a long text.
-                sizes = pc.binary_length(column.dictionary).take(column.indices).fill_null(0)
-                ends += np.cumsum(sizes.to_numpy(), dtype=np.int64)
-                continue
-            buffer = column.buffers()[1]
-            if pa.types.is_string_view(column.type):  # 16 bytes a row, of which four are its size
-                sizes = np.frombuffer(buffer, np.int32, 4 * (column.offset + len(column)))[::4]
-                ends += np.cumsum(np.maximum(sizes[column.offset :], 0), dtype=np.int64)
-                continue
-            kind = np.dtype(np.int64 if column.type == pa.large_string() else np.int32)
-            offsets = np.frombuffer(buffer, kind, column.offset + len(column) + 1)[column.offset :]
-            values = column.buffers()[2]
-            if np.any(np.diff(offsets) < 0) or offsets[0] < 0:
-                raise pa.ArrowInvalid("offsets that do not ascend")
-            if offsets[-1] > (values.size if values is not None else 0):
-                raise pa.ArrowInvalid("offsets beyond the end of the text")
-            ends += np.cumsum(np.diff(offsets), dtype=np.int64)
+        ends = np.cumsum(sum(_sizes(column.slice(begin, _MOST_ROWS)) for column in columns))
         end = begin + max(int(np.searchsorted(ends, CHUNK_BYTES, side="right")), 1)
         yield begin, end
         begin = end
+
+
+def _sizes(column: pa.Array) -> npt.NDArray[np.int64]:
+    """Return the bytes of each row, after a check of a plain string's offsets."""
+    if pa.types.is_dictionary(column.type):  # of each row: many may share a long text
+        sizes = pc.binary_length(column.dictionary).take(column.indices)
+    elif pa.types.is_string_view(column.type):  # 16 bytes a row, of which four are its size
+        views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
+        return views[column.offset : column.offset + len(column), 0].astype(np.int64)
+    else:
+        binary = pa.binary() if column.type == pa.string() else pa.large_binary()
+        column = reinterpret(column, binary)
+        column.validate(full=True)
+        sizes = pc.binary_length(column)
+    return np.asarray(sizes.fill_null(0), np.int64)

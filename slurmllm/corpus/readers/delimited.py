@@ -40,8 +40,8 @@ def read_delimited(
         # Rows of another length, bytes that are not UTF-8, long cells; no such column
         except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError):
             pass
-    with OpenedInput(stream.file) as again:
-        yield from _Rows(again, delimiter, on_error).documents(options.keys, rows)
+    with OpenedInput(stream.file) as reopened:
+        yield from _Rows(reopened, delimiter, on_error).documents(options.keys, rows)
 
 
 class _Closable(io.RawIOBase):

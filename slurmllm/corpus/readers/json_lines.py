@@ -79,13 +79,13 @@ def _parse_block(
 def _parse_lines(
     block: bytes, first_line: int, name: str, options: ReadOptions, on_error: OnError
 ) -> Documents:
-    found: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for number, line in enumerate(block.split(b"\n"), start=first_line):
         if not line or line.isspace():
             continue
         place = f"{name}:{number}"
         try:
-            row = json.loads(line.decode("utf-8").rstrip())
+            record = json.loads(line.decode("utf-8").rstrip())
         except UnicodeDecodeError as error:
             on_error(f"{place}: byte {error.start} of the line is not UTF-8")
             continue
@@ -95,22 +95,22 @@ def _parse_lines(
                 reason = f"{error.msg} at character {error.pos + 1}"
             on_error(f"{place}: not JSON: {reason}; a line must hold one whole object")
             continue
-        if not isinstance(row, dict):
-            on_error(f"{place}: a JSON {type(row).__name__}, not an object")
+        if not isinstance(record, dict):
+            on_error(f"{place}: a JSON {type(record).__name__}, not an object")
             continue
         if options.messages_key is not None:
             try:
-                found.append((conversation_text(row, options.messages_key),))
+                rows.append((conversation_text(record, options.messages_key),))
             except ValueError as error:
                 on_error(f"{place}: {error}")
             continue
-        unusable = next(filter(None, (_field_error(row, key) for key in options.keys)), None)
+        unusable = next(filter(None, (_field_error(record, key) for key in options.keys)), None)
         if unusable is None:
-            found.append(tuple(row[key] for key in options.keys))
+            rows.append(tuple(record[key] for key in options.keys))
         else:
             on_error(f"{place}: {unusable}")
     return tuple(
-        pa.array([row[index] for row in found], pa.large_string())
+        pa.array([row[index] for row in rows], pa.large_string())
         for index in range(len(options.keys))
     )
 
