@@ -25,7 +25,7 @@ from slurmllm.corpus.shard import Shard, load_shard, plan_shards
 from slurmllm.corpus.work_folder import WorkFolder, output_files, refuse_existing
 from slurmllm.corpus.workers import peak_bytes, run_in_process, run_locally, run_on_slurm
 from slurmllm.display.progress import OnStage
-from slurmllm.errors import DataError
+from slurmllm.errors import DataError, StorageError
 from slurmllm.run.records import Record
 from slurmllm.slurm.arrays import SlurmOptions
 
@@ -74,12 +74,12 @@ class CorpusManifest(Record):
     inputs: tuple[CorpusInput, ...]  # in the order they were read
 
     def content(self) -> bytes:
-        """The file's content, without fields that are None."""
+        """Return the file's content, without fields that are None."""
         return (self.model_dump_json(indent=2, exclude_none=True) + "\n").encode()
 
 
 def manifest_path(corpus: Path) -> Path:
-    """The manifest of a corpus (`.arrow` or `.bin`)."""
+    """Return the path of a corpus's manifest (`.arrow` or `.bin`)."""
     return corpus.with_name(corpus.name + ".json")
 
 
@@ -174,8 +174,7 @@ def _finished_shards(
     finished = {
         shard.name
         for shard in shards
-        if shard.name in names
-        and load_shard(work.shard(shard.name), shard.options.read.skip_bad, verify=True)
+        if shard.name in names and load_shard(work.shard(shard.name), shard.options.read.skip_bad)
     }
     if finished:
         on_note(f"continuing: {len(finished):,} of {len(shards):,} shards are finished")
@@ -215,7 +214,8 @@ def _write_missing_shards(
     else:
         results = run_in_process(missing, work, report)
     for result in results:
-        result.raise_error()
+        if result.error is not None:
+            raise result.error
         done.add(result.shard)
         if result.process != os.getpid():
             peaks[result.process] = max(peaks.get(result.process, 0), result.peak_bytes)
@@ -235,9 +235,14 @@ def _write_outputs(
     """Join the finished shards into the corpus, and write its manifest."""
     finished = []
     for shard in shards:
-        record = load_shard(work.shard(shard.name), options.read.skip_bad)
-        assert record is not None, f"shard {shard.name} is gone"
-        finished.append(FinishedShard(work.shard(shard.name), record))
+        folder = work.shard(shard.name)
+        record = load_shard(folder, options.read.skip_bad)
+        if record is None:
+            raise StorageError(
+                f"{folder} differs from what was written: the disk or the machine failed in "
+                "between; start the same command again, which reads these inputs again"
+            )
+        finished.append(FinishedShard(folder, record))
     names = [file.name for file in files]
     endings = ("bin", "idx") if options.tokenize else ("arrow",)
     with output_files([*outputs, manifest_path(outputs[0])], work) as (*opened, manifest_file):

@@ -80,7 +80,8 @@ def join(
             f"documents, {bad} unreadable); no corpus was written. The first input "
             f"is {inputs[0]}: see --format and --text-key"
         )
-    duplicates = mark_duplicates(shards, work.path) if options.dedup else 0
+    with writing(work.path):
+        duplicates = mark_duplicates(shards, work.path) if options.dedup else 0
     by_input = [count for shard in shards for count in shard.documents_by_input()]
     columns: tuple[str, ...] = ()
     tokens = None

@@ -131,11 +131,11 @@ def shard_schema(options: BuildOptions) -> pa.Schema:
     return pa.schema([*fields, ("id", pa.uint64()), ("file", pa.int32())])
 
 
-def load_shard(folder: Path, skip_bad: bool, *, verify: bool = False) -> ShardRecord | None:
+def load_shard(folder: Path, skip_bad: bool) -> ShardRecord | None:
     """Return the record of a finished shard; None if it is damaged, or has errors (`skip_bad`)."""
     try:
         record = ShardRecord.load(folder / RECORD)
-        if verify and _file_digest(folder / DOCUMENTS) != record.xxh3:
+        if _file_digest(folder / DOCUMENTS) != record.xxh3:
             return None
     except (StorageError, OSError):
         return None
@@ -185,11 +185,13 @@ def write_shard(
 def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield batches of about CHUNK_BYTES: a batch for each of a million files is slow to read."""
     held: list[pa.RecordBatch] = []
+    size = 0
     for batch in batches:
         held.append(batch)
-        if sum(part.nbytes for part in held) >= CHUNK_BYTES:
+        size += batch.nbytes
+        if size >= CHUNK_BYTES:
             yield from pa.Table.from_batches(held).combine_chunks().to_batches()
-            held = []
+            held, size = [], 0
     if held:
         yield from pa.Table.from_batches(held).combine_chunks().to_batches()
 

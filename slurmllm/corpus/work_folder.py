@@ -46,7 +46,7 @@ class WorkFolder:
         return self.path / name
 
     def partial(self, name: str) -> Path:
-        """A shard that this process writes."""
+        """Return the folder of a shard that this process writes."""
         # Host and process id: on Slurm a requeued task may run while the old one still does.
         return self.path / f"{name}.partial-{socket.gethostname()}-{os.getpid()}"
 
@@ -55,7 +55,7 @@ class WorkFolder:
         return self.path / f"{name}.progress"
 
     def scratch(self, name: str) -> Path:
-        """A file that only the building process uses."""
+        """Return a file that only the building process uses."""
         return self.path / f"scratch.{name}"
 
     @property

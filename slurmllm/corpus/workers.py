@@ -22,10 +22,9 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm import errors
 from slurmllm.corpus.shard import Shard, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
-from slurmllm.errors import CodeError, NodeError, SlurmError
+from slurmllm.errors import CodeError, NodeError, SlurmError, SlurmllmError
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
     FailedJob,
@@ -46,17 +45,12 @@ Report = Callable[[Mapping[str, int]], None]
 
 
 class ShardResult(NamedTuple):
-    """How a shard ended; plain values, since it is sent to another process."""
+    """How a shard ended."""
 
     shard: str
-    error: tuple[str, str] | None  # class and message of the error that stopped it
+    error: SlurmllmError | None  # that stopped it
     process: int
     peak_bytes: int  # largest resident set of that process so far
-
-    def raise_error(self) -> None:
-        if self.error is not None:
-            name, message = self.error
-            raise getattr(errors, name)(message)
 
 
 def run_shard(
@@ -66,8 +60,8 @@ def run_shard(
     failure = None
     try:
         write_shard(shard, WorkFolder(work), on_progress)
-    except errors.SlurmllmError as error:
-        failure = (type(error).__name__, str(error))
+    except SlurmllmError as error:
+        failure = error
     return ShardResult(shard.name, failure, os.getpid(), peak_bytes())
 
 

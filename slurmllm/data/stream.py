@@ -215,23 +215,19 @@ class PackedStream:
             drawn = self._group.next_batch()
             self._positions, self._counts = self._group.positions(), list(self._group.counts)
             return drawn
-        shape = (len(self._slots), self._spec.seq_len + 1)
-        tokens = np.empty(shape, dtype=np.int32)
-        marks = np.empty(shape, dtype=np.uint8)
-        positions = np.empty_like(self._positions)
-        counts = np.empty(len(self._counts), dtype=np.int64)
-        for worker in self._workers:
-            rows = self._rows(worker.slots)
-            worker.next_batch(tokens[rows], marks[rows], positions[rows], counts)
-        self._positions, self._counts = positions, counts.tolist()
-        return tokens, marks
+        batches = [worker.next_batch() for worker in self._workers]
+        positions, counts, tokens, marks = zip(*batches, strict=True)
+        self._positions, self._counts = np.concatenate(positions), counts[0].tolist()
+        return np.concatenate(tokens), np.concatenate(marks)
 
     def _begin(self) -> None:
         if self._begun:
             return
         self._begun = True
+        first = self._slots.start
         for worker in self._workers:
-            worker.begin(self._positions[self._rows(worker.slots)].tolist(), self._counts)
+            rows = slice(worker.slots.start - first, worker.slots.stop - first)
+            worker.begin(self._positions[rows].tolist(), self._counts)
         if not self._workers:
             self._group = SlotGroup(
                 self._spec, self._sources, self._slots, self._positions.tolist(), self._counts
@@ -243,9 +239,6 @@ class PackedStream:
         bounds = [first + rows * index // max(workers, 1) for index in range(workers + 1)]
         pairs = itertools.pairwise(bounds)
         return [WorkerProcess(self._spec, range(begin, end)) for begin, end in pairs]
-
-    def _rows(self, slots: range) -> slice:
-        return slice(slots.start - self._slots.start, slots.stop - self._slots.start)
 
 
 def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:

@@ -95,23 +95,6 @@ def test_corpus_and_manifest(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.jsonl", "b.txt", "c.txt", "out.arrow", "out.arrow.json"]
 
 
-def test_a_corpus_is_input_too(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", TEXT.encode())
-    build(tmp_path, "a.txt")
-    (tmp_path / "out.arrow").rename(tmp_path / "first.arrow")
-    build(tmp_path, "first.arrow")
-    assert texts(tmp_path) == PARAGRAPHS
-
-
-def test_same_input_same_bytes(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", TEXT.encode())
-    out = tmp_path / "out.arrow"
-    build(tmp_path, "a.txt")
-    first = out.read_bytes(), manifest_path(out).read_bytes()
-    build(tmp_path, "a.txt")
-    assert first == (out.read_bytes(), manifest_path(out).read_bytes())
-
-
 @settings(max_examples=30)
 @given(
     st.lists(st.lists(st.text("aä\u0308 \n", max_size=4), max_size=8), min_size=1, max_size=4),

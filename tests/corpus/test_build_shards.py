@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from data.conftest import names_in
 
+from slurmllm.corpus import build as build_module
 from slurmllm.corpus.build import BuildResult, build_corpus
 from slurmllm.corpus.inputs import find_inputs
 from slurmllm.corpus.options import BuildOptions, ReadOptions
 from slurmllm.corpus.shard import load_shard, plan_shards, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.corpus.workers import run_locally
-from slurmllm.errors import CodeError, DataError, NodeError
+from slurmllm.errors import CodeError, DataError, NodeError, StorageError
 
 FILES = 6
 # The command line with a shard a file, and slow enough to be killed in the middle.
@@ -120,6 +121,25 @@ def test_damaged_shards_are_read_again(inputs: Path) -> None:
     second.write_bytes(second.read_bytes().replace(b"of", b"or", 1))
     assert build(inputs).continued == FILES - 2
     assert content(inputs) == content(inputs, "whole.arrow")
+
+
+def test_a_shard_damaged_before_the_join_is_named(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = build_module._write_missing_shards
+
+    def write_and_damage(shards: Any, *arguments: Any) -> Any:
+        peaks = write(shards, *arguments)
+        path = arguments[1].shard(shards[0].name) / "documents.arrow"
+        path.write_bytes(path.read_bytes().replace(b"of", b"or", 1))
+        return peaks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "_write_missing_shards", write_and_damage)
+        with pytest.raises(StorageError, match="differs from what was written"):
+            build(inputs)
+    assert not (inputs.parent / "out.arrow").exists()
+    assert build(inputs).continued == FILES - 1
 
 
 def test_inputs_that_change_are_named(inputs: Path) -> None:

@@ -192,7 +192,5 @@ def test_the_command_line_offers_what_there_is() -> None:
         for option in cli.build.params
         if hasattr(option.type, "choices")
     }
-    assert choices["format_"] == typing.get_args(inputs.FormatOption)
+    assert choices["format"] == typing.get_args(inputs.FormatOption)
     assert choices["text_by"] == typing.get_args(options.TextBy)
-    assert choices["normalize"] == typing.get_args(options.Normalize)
-    assert choices["dtype"] == typing.get_args(options.TokenDtype)

@@ -272,13 +272,9 @@ def test_ours_open_in_all_readers(tmp_path: Path, texts: list[str], tokenizer: P
     assert streamed.equals(as_file.read_all())
     assert streamed["text"].to_pylist() == texts
     assert {*streamed["source"].to_pylist()} == {str(tmp_path / "corpus.jsonl")}
-    # Those of earlier versions were files, with the same content.
-    former = write(tmp_path / "former.arrow", streamed, 10_000, stream=False)
-    sources = [open_source(each, TokenEncoder(tokenizer), None) for each in (path, former)]
-    assert [whole(sources[0], row) for row in range(20)] == [
-        whole(sources[1], row) for row in range(20)
-    ]
-    assert built(path)[0] == built(former)[0] == texts
+    source, encoder = open_source(path, TokenEncoder(tokenizer), None), TokenEncoder(tokenizer)
+    assert all(whole(source, row) == [*encoder.encode(texts[row])] for row in range(20))
+    assert built(path)[0] == texts
     datasets = pytest.importorskip("datasets")
     ours = datasets.Dataset.from_file(str(path))
     assert ours["text"][:] == texts

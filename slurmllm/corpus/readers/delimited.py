@@ -90,7 +90,7 @@ class _Rows:
         self._ended = False
 
     def documents(self, keys: tuple[str, ...], done: int) -> Iterator[Documents]:
-        """The documents after the first `done` rows."""
+        """Yield the documents after the first `done` rows."""
         with ExitStack() as stack:
             stack.callback(csv.field_size_limit, csv.field_size_limit(_LARGEST))
             rows = self._rows()
@@ -136,7 +136,7 @@ class _Rows:
         return None
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """First line and cells of each row that is not blank."""
+        """Yield first line and cells of each row that is not blank."""
         reader = csv.reader(self._lines(), delimiter=self._delimiter)
         while True:
             first = reader.line_num + 1

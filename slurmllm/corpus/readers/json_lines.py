@@ -46,7 +46,7 @@ def read_json_lines(
 def _parse_block(
     block: bytes, feeds: npt.NDArray[np.int64], keys: tuple[str, ...]
 ) -> Documents | None:
-    """All lines of a block at once; None if they must be parsed one by one."""
+    """Parse all lines of a block at once; None if they must be parsed one by one."""
     # Arrow ignores line ends. If there is a brace on either side of each, none is inside an
     # object, and as many objects as lines mean one object a line.
     data = np.frombuffer(block, np.uint8)
@@ -116,7 +116,7 @@ def _parse_lines(
 
 
 def _field_error(row: dict[str, Any], key: str) -> str | None:
-    """The reason why a field is not text, None if it is."""
+    """Return why a field is not text, None if it is."""
     text = row.get(key)
     if isinstance(text, str):
         try:
