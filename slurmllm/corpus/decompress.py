@@ -32,10 +32,12 @@ class OpenedInput(io.RawIOBase):
 
     Attributes:
         file: The file.
+        mapped_bytes: Position of a reader that maps the file instead of reading it here.
     """
 
     def __init__(self, file: InputFile) -> None:
         self.file = file
+        self.mapped_bytes = 0
         self._raw = _HashedFile(file)
         self._stream: _Decompressed = self._raw
         if file.compression == "xz":

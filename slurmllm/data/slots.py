@@ -33,12 +33,10 @@ def document_pieces(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the pieces of a slot's documents without end, as (number, document, piece).
 
-    `number` counts the slot's documents, those on the other side of the split included.
-
     Args:
         slot: The position of the first document.
         stride: The slot reads positions slot, slot + stride, …
-        number: Documents of the slot already read.
+        number: Documents of the slot already read, on both sides of the split.
         piece: First piece of the current document to read.
 
     Raises:

@@ -188,14 +188,11 @@ def count_ids(tokenizer: Tokenizer) -> int:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a byte-level BPE tokenizer; the same texts give the same bytes.
+    """Train a byte-level BPE tokenizer and return its tokenizer.json; equal texts, equal bytes.
 
     Args:
         vocab_size: Entries, 256 bytes and the end-of-document token (id 0) included. Short texts
             yield fewer: merging ends when no pair of tokens is left.
-
-    Returns:
-        The content of a tokenizer.json.
 
     Raises:
         DataError: the vocabulary is too small for all bytes.

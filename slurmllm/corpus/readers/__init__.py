@@ -17,7 +17,13 @@ from slurmllm.errors import DataError
 
 __all__ = ["DocumentReader", "DocumentStream", "Documents", "OnError", "ReadOptions"]
 
-_READERS = {"text": read_text, "jsonl": read_json_lines, "csv": read_delimited}
+_READERS = {
+    "text": read_text,
+    "jsonl": read_json_lines,
+    "csv": read_delimited,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+}
 
 
 class DocumentReader:
@@ -61,19 +67,10 @@ class DocumentReader:
             on_error(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
             return
 
-        # Parquet and Arrow files are not read through the stream, which counts no bytes of them.
-        def on_fraction(fraction: float) -> None:
-            self.position_bytes = int(fraction * self.file.size_bytes)
-
         with stream:
             try:
-                if kind in _READERS:
-                    chunks = _READERS[kind](stream, options, on_error)
-                else:
-                    read = read_parquet if kind == "parquet" else read_arrow
-                    chunks = read(stream, options, on_error, on_fraction)
-                for chunk in chunks:
-                    self.position_bytes = max(self.position_bytes, stream.offset_bytes)
+                for chunk in _READERS[kind](stream, options, on_error):
+                    self.position_bytes = max(stream.mapped_bytes, stream.offset_bytes)
                     self.documents += len(chunk[0])
                     yield chunk
             except OSError as error:

@@ -33,12 +33,9 @@ _MOST_ROWS = 1 << 16
 # Rows of messages read at once: they become Python objects.
 _CONVERSATIONS = 1 << 8
 
-# Called with the fraction of the file that is read, 0 … 1.
-OnFraction = Callable[[float], None]
-
 
 def read_parquet(
-    stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
+    stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
     name = stream.file.name
     row = 0
@@ -58,14 +55,12 @@ def read_parquet(
         for batch in file.iter_batches(rows, columns=list(keys), use_threads=False):
             yield _documents(batch, keys, options, row + 1, _on_row(name, on_error))
             row += batch.num_rows
-            on_fraction(row / file.metadata.num_rows)
+            stream.mapped_bytes = stream.file.size_bytes * row // file.metadata.num_rows
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
         on_error(f"{name}: not a readable Parquet file: {error}", "rest" if row else "file")
 
 
-def read_arrow(
-    stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
-) -> Iterator[Documents]:
+def read_arrow(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
     name = stream.file.name
     if stream.file.size_bytes == 0:
         on_error(f"{name}: an empty file, not an Arrow file", "file")
@@ -93,19 +88,14 @@ def read_arrow(
             columns = [batch.column(key) for key in keys]
             for column in columns:
                 _check_bounds(column)
-            step = _CONVERSATIONS
-            slices = (
-                ((at, min(at + step, batch.num_rows)) for at in range(0, batch.num_rows, step))
-                if options.messages_key
-                else _slices(columns)
-            )
-            for begin, end in slices:
+            for begin, end in _slices(columns, options):
                 part = batch.slice(begin, end - begin)
                 yield _documents(part, keys, options, row + 1, _on_row(name, on_error))
                 row += end - begin
                 if mapped:
                     mapped.release()
-                    on_fraction((index + end / batch.num_rows) / count)
+                    part_of_file = (index + end / batch.num_rows) / count
+                    stream.mapped_bytes = int(part_of_file * stream.file.size_bytes)
         if mapped and mapped.fault:
             raise pa.ArrowInvalid(mapped.fault)
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
@@ -177,14 +167,17 @@ class _Prefixed(io.RawIOBase):
         return taken + self._stream.read(size - len(taken))
 
 
-def _slices(columns: list[pa.Array]) -> Iterator[tuple[int, int]]:
-    """Yield runs of rows that hold about CHUNK_BYTES, or one longer row."""
+def _slices(columns: list[pa.Array], options: ReadOptions) -> Iterator[tuple[int, int]]:
+    """Yield runs of rows that hold about CHUNK_BYTES of text, or one longer row."""
     rows = len(columns[0])
     begin = 0
     while begin < rows:
-        # Bytes up to the end of each of the next rows.
-        ends = np.cumsum(sum(_sizes(column.slice(begin, _MOST_ROWS)) for column in columns))
-        end = begin + max(int(np.searchsorted(ends, CHUNK_BYTES, side="right")), 1)
+        if options.messages_key is not None:
+            end = min(begin + _CONVERSATIONS, rows)
+        else:
+            # Bytes up to the end of each of the next rows.
+            ends = np.cumsum(sum(_sizes(column.slice(begin, _MOST_ROWS)) for column in columns))
+            end = begin + max(int(np.searchsorted(ends, CHUNK_BYTES, side="right")), 1)
         yield begin, end
         begin = end
 
