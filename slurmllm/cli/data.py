@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -18,7 +18,7 @@ from slurmllm.cli.inspect import inspect
 if TYPE_CHECKING:
     from slurmllm.corpus.build import BuildResult
     from slurmllm.corpus.inputs import InputFile
-    from slurmllm.corpus.options import TokenizeOptions
+    from slurmllm.corpus.options import ReadOptions, TokenizeOptions
 
 
 # More processes read faster than a disk writes, and need memory.
@@ -26,25 +26,64 @@ _DEFAULT_WORKERS = 4
 _DEFAULT_JOBS = 16
 
 
+class Inputs(NamedTuple):
+    """The input files of a command, and how they become documents."""
+
+    names: tuple[str, ...]
+    files_from: str | None
+    format: Any
+    text_by: Any
+    text_key: str
+    skip_bad: bool
+
+    def find(self, exclude: list[Path]) -> list[InputFile]:
+        """Find the files named by the arguments and --files-from; at least one is required."""
+        from slurmllm.corpus.inputs import find_inputs, read_list
+
+        if not self.names and self.files_from is None:
+            raise click.UsageError("name an INPUT, or a list of them with --files-from")
+        listed = [] if self.files_from is None else read_list(self.files_from)
+        names = [*self.names, *listed]
+        return find_inputs(names, self.format, exclude=exclude, on_note=_note)
+
+    def read_options(
+        self,
+        prompt_key: str | None = None,
+        completion_key: str | None = None,
+        messages_key: str | None = None,
+    ) -> ReadOptions:
+        from slurmllm.corpus.options import ReadOptions
+
+        keys = (self.text_key, prompt_key, completion_key, messages_key)
+        return ReadOptions(self.text_by, *keys, skip_bad=self.skip_bad)
+
+
 _INPUT_OPTIONS = (
-    click.argument("inputs", metavar="[INPUT]...", nargs=-1),
+    click.argument("names", metavar="[INPUT]...", nargs=-1),
     click.option(
-        "--files-from", metavar="LIST",
+        "--files-from",
+        metavar="LIST",
         help="Also read the files named in LIST, one per line; - is standard input.",
     ),
     click.option(
-        "--format", "format_",
-        type=click.Choice(["auto", "text", "jsonl", "csv", "parquet", "arrow"]), default="auto",
-        show_default=True, help="Format of the files; auto: by their suffixes.",
+        "--format",
+        type=click.Choice(["auto", "text", "jsonl", "csv", "parquet", "arrow"]),
+        default="auto",
+        show_default=True,
+        help="Format of the files; auto: by their suffixes.",
     ),
     click.option(
-        "--text-by", type=click.Choice(["paragraph", "document", "line"]), default="paragraph",
+        "--text-by",
+        type=click.Choice(["paragraph", "document", "line"]),
+        default="paragraph",
         show_default=True,
         help="What a document is in a text file: the lines between blank lines (paragraph), "
         "the entire file (document), or each line (line).",
     ),
     click.option(
-        "--text-key", default="text", show_default=True,
+        "--text-key",
+        default="text",
+        show_default=True,
         help="Field (JSON lines) or column (CSV, Parquet, Arrow) of the text.",
     ),
     click.option(
@@ -52,27 +91,20 @@ _INPUT_OPTIONS = (
     ),
     click.option("--overwrite", is_flag=True, help="Replace --out if it exists."),
     options.as_json,
-)  # fmt: skip
+)
 
 
 def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options shared by the commands that read input files."""
+    """Pass the options of commands that read input files as `inputs`."""
+
+    @functools.wraps(command)
+    def with_inputs(**arguments: Any) -> Any:
+        inputs = Inputs(*(arguments.pop(field) for field in Inputs._fields))
+        return command(inputs, **arguments)
+
     for option in reversed(_INPUT_OPTIONS):
-        command = option(command)
-    return command
-
-
-def named_inputs(
-    inputs: tuple[str, ...], files_from: str | None, format_: Any, exclude: list[Path]
-) -> list[InputFile]:
-    """Find the files named by the arguments and --files-from; at least one must be given."""
-    from slurmllm.corpus.inputs import find_inputs, read_list
-
-    if not inputs and files_from is None:
-        raise click.UsageError("name an INPUT, or a list of them with --files-from")
-    listed = [] if files_from is None else read_list(files_from)
-    on_note = partial(click.echo, err=True)
-    return find_inputs([*inputs, *listed], format_, exclude=exclude, on_note=on_note)
+        with_inputs = option(with_inputs)
+    return with_inputs
 
 
 @click.group()
@@ -92,46 +124,47 @@ data.add_command(inspect)
     "--messages-key",
     help="Field or column of the messages of a conversation, for fine-tuning data.",
 )
-@click.option(
-    "--normalize", type=click.Choice(["none", "nfc", "nfd", "nfkc", "nfkd"]), default="none",
-    show_default=True,
-    help="Unicode normalization form.",
-)  # fmt: skip
-@click.option(
-    "--min-chars", type=click.IntRange(min=0), default=0, metavar="N",
-    help="Skip documents of fewer than N characters.",
-)  # fmt: skip
 @click.option("--dedup", is_flag=True, help="Skip documents with the same text as an earlier one.")
 @click.option(
-    "--tokenize", "tokenizer", metavar="TOKENIZER", type=click.Path(path_type=Path),
+    "--tokenize",
+    "tokenizer",
+    metavar="TOKENIZER",
+    type=click.Path(path_type=Path),
     help="Write token ids of this tokenizer.json for Megatron (<out>.bin and <out>.idx) instead of "
     "an Arrow file.",
-)  # fmt: skip
+)
 @click.option(
-    "--dtype", type=click.Choice(["uint16", "int32"]),
-    help="Type of the token ids.  [default: uint16 if all of the tokenizer's ids fit, else int32]",
-)  # fmt: skip
-@click.option(
-    "--workers", type=click.IntRange(min=1), metavar="N",
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
     help="Reader processes or, with --slurm, concurrent Slurm jobs.  "
     f"[default: one per CPU, at most {_DEFAULT_WORKERS} without --tokenize; {_DEFAULT_JOBS} with "
     "--slurm]",
-)  # fmt: skip
+)
 @click.option("--slurm", is_flag=True, help="Read the inputs in Slurm jobs.")
 @options.job_options("partition account qos time")
 @options.site
 @click.option(
-    "--out", required=True, type=click.Path(path_type=Path),
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
     help="The corpus, an Arrow file; its manifest is written next to it.",
-)  # fmt: skip
+)
 def build(
-    inputs: tuple[str, ...], files_from: str | None, format_: Any, text_by: Any, text_key: str,
-    skip_bad: bool, overwrite: bool, as_json: bool, prompt_key: str | None,
-    completion_key: str | None, messages_key: str | None, normalize: Any, min_chars: int,
-    dedup: bool, tokenizer: Path | None, dtype: Any, workers: int | None, slurm: bool,
-    cluster: str | None, out: Path,
+    inputs: Inputs,
+    overwrite: bool,
+    as_json: bool,
+    prompt_key: str | None,
+    completion_key: str | None,
+    messages_key: str | None,
+    dedup: bool,
+    tokenizer: Path | None,
+    workers: int | None,
+    slurm: bool,
+    cluster: str | None,
+    out: Path,
     **slurm_options: str | None,  # --partition, --account, --qos, --time
-) -> None:  # fmt: skip
+) -> None:
     """Build an Arrow corpus from files of text.
 
     INPUT is a file (text, JSON lines, CSV, Parquet or Arrow), a folder of files (read recursively),
@@ -139,101 +172,93 @@ def build(
     compressed (.gz .zst .bz2 .xz). An interrupted build continues when the same command is run
     again.
     """
-    from slurmllm.corpus.build import (
-        build_corpus,
-        manifest_path,
-        output_paths,
-        renaming_interrupted,
-    )
-    from slurmllm.corpus.join import BuildCallbacks
-    from slurmllm.corpus.options import CleanOptions, ReadOptions
+    from slurmllm.corpus.build import build_corpus, manifest_path, output_paths
     from slurmllm.corpus.work_folder import WorkFolder, refuse_existing
     from slurmllm.display.progress import stage_progress
 
     begun = time.monotonic()
-    if (prompt_key is None) != (completion_key is None):
-        raise click.UsageError("--prompt-key and --completion-key go together")
-    if tokenizer is None and dtype is not None:
-        raise click.UsageError("--dtype is the type of token ids; add --tokenize")
-    if tokenizer is not None and prompt_key is not None:
-        raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
-    if messages_key is not None:
-        chosen = {
-            "--prompt-key": prompt_key is not None,
-            "--tokenize": tokenizer is not None,
-            "--normalize": normalize != "none",
-            "--min-chars": min_chars > 0,
-        }
-        if other := next((name for name, is_set in chosen.items() if is_set), None):
-            raise click.UsageError(f"{other} does not apply to conversations; leave it out")
     for_slurm = {name: value for name, value in slurm_options.items() if value is not None}
+    _check_keys(prompt_key, completion_key, messages_key, tokenizer)
     if for_slurm and not slurm:
         raise click.UsageError(f"--{next(iter(for_slurm))} applies to Slurm jobs; add --slurm")
     outputs = output_paths(out, tokenize=tokenizer is not None)
     # Before the inputs are listed, which takes minutes with a million files.
     for path in outputs:
-        refuse_existing(path, overwrite or renaming_interrupted(outputs[0]))
+        refuse_existing(path, overwrite)
     manifest_file = manifest_path(outputs[0])
-    own = [*outputs, manifest_file, WorkFolder.of(outputs[0]).path]
-    files = named_inputs(inputs, files_from, format_, own)
-    tokenize = None if tokenizer is None else _tokenize_options(tokenizer, dtype)
-    if workers is None:
-        cpus = len(os.sched_getaffinity(0))
-        # Tokenizing is limited by the CPUs, reading plain text by the disk.
-        workers = cpus if tokenizer else min(cpus, _DEFAULT_WORKERS)
-        workers = _DEFAULT_JOBS if slurm else workers
-    total = sum(file.size_bytes for file in files)
+    files = inputs.find([*outputs, manifest_file, WorkFolder.of(outputs[0]).path])
     with stage_progress() as show:
         built = build_corpus(
             files,
             out,
-            ReadOptions(text_by, text_key, prompt_key, completion_key, skip_bad, messages_key),
-            clean=CleanOptions(normalize, min_chars, dedup),
-            tokenize=tokenize,
-            format=format_,
+            inputs.read_options(prompt_key, completion_key, messages_key),
+            dedup=dedup,
+            tokenize=None if tokenizer is None else _tokenize_options(tokenizer),
+            format=inputs.format,
             overwrite=overwrite,
-            workers=workers,
+            workers=workers or _default_workers(tokenizer, slurm),
             slurm=options.slurm_options(cluster, for_slurm) if slurm else None,
-            callbacks=BuildCallbacks(
-                on_read=lambda done: show("reading", done, total),
-                on_join=lambda done, of: show("writing", done, of),
-                on_note=partial(click.echo, err=True),
-            ),
+            on_progress=show,
+            on_note=_note,
         )
-    seconds = time.monotonic() - begun
     report_bad(built.manifest.bad, built.manifest.bad_examples)
     if as_json:
-        corpus, *others = map(str, built.outputs)
-        result = {
-            "corpus": corpus,
-            **({"index": others[0]} if others else {}),
-            "manifest": str(manifest_file),
-            **built.manifest.model_dump(exclude={"inputs"}, exclude_none=True),
-            "inputs": len(built.manifest.inputs),
-            "seconds": round(seconds, 3),
-            "peak_memory_bytes": built.peak_memory_bytes,
-            "workers": built.workers,
-            "shards": built.shards,
-            "continued": built.continued,
-        }
-        options.echo_json(result, indent=None)
+        _print_json(built, manifest_file, time.monotonic() - begun)
     else:
-        _print_build(built, manifest_file, seconds)
+        _print_build(built, manifest_file, time.monotonic() - begun)
 
 
-def _tokenize_options(tokenizer: Path, dtype: Any) -> TokenizeOptions:
+def _check_keys(
+    prompt_key: str | None,
+    completion_key: str | None,
+    messages_key: str | None,
+    tokenizer: Path | None,
+) -> None:
+    if (prompt_key is None) != (completion_key is None):
+        raise click.UsageError("--prompt-key and --completion-key go together")
+    if tokenizer is not None and prompt_key is not None:
+        raise click.UsageError("--tokenize writes plain text; leave out --prompt-key")
+    for option, value in (("--prompt-key", prompt_key), ("--tokenize", tokenizer)):
+        if messages_key is not None and value is not None:
+            raise click.UsageError(f"{option} does not apply to conversations; leave it out")
+
+
+def _note(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _default_workers(tokenizer: Path | None, slurm: bool) -> int:
+    if slurm:
+        return _DEFAULT_JOBS
+    cpus = len(os.sched_getaffinity(0))
+    # Tokenizing is limited by the CPUs, reading plain text by the disk.
+    return cpus if tokenizer else min(cpus, _DEFAULT_WORKERS)
+
+
+def _tokenize_options(tokenizer: Path) -> TokenizeOptions:
     from slurmllm.corpus.options import TokenDtype, TokenizeOptions
     from slurmllm.data.tokenizer import TokenEncoder
-    from slurmllm.errors import DataError
 
     encoder = TokenEncoder(tokenizer)
-    fitting: TokenDtype = "uint16" if encoder.num_ids <= 1 << 16 else "int32"
-    if dtype == "uint16" != fitting:
-        raise DataError(
-            f"tokenizer {tokenizer} has ids up to {encoder.num_ids - 1}, and uint16 holds "
-            f"{(1 << 16) - 1} at most; leave out --dtype, or choose int32"
-        )
-    return TokenizeOptions(tokenizer, encoder.fingerprint, dtype or fitting)
+    dtype: TokenDtype = "uint16" if encoder.num_ids <= 1 << 16 else "int32"
+    return TokenizeOptions(tokenizer, encoder.fingerprint, dtype)
+
+
+def _print_json(built: BuildResult, manifest_file: Path, seconds: float) -> None:
+    corpus, *index = map(str, built.outputs)
+    result = {
+        "corpus": corpus,
+        **({"index": index[0]} if index else {}),
+        "manifest": str(manifest_file),
+        **built.manifest.model_dump(exclude={"inputs"}, exclude_none=True),
+        "inputs": len(built.manifest.inputs),
+        "seconds": round(seconds, 3),
+        "peak_memory_bytes": built.peak_memory_bytes,
+        "workers": built.workers,
+        "shards": built.shards,
+        "continued": built.continued,
+    }
+    options.echo_json(result, indent=None)
 
 
 def _print_build(built: BuildResult, manifest_file: Path, seconds: float) -> None:
@@ -246,7 +271,7 @@ def _print_build(built: BuildResult, manifest_file: Path, seconds: float) -> Non
         f"from {files:,} file{'s' if files != 1 else ''} in {seconds:.1f} s, "
         f"with {built.peak_memory_bytes / 1e6:,.0f} MB of memory"
     )
-    skipped = {"blank": manifest.empty, "short": manifest.short, "duplicate": manifest.duplicates}
+    skipped = {"blank": manifest.empty, "duplicate": manifest.duplicates}
     if any(skipped.values()):
         counts = ", ".join(f"{count:,} {kind}" for kind, count in skipped.items() if count)
         click.echo(f"skipped: {counts}")
@@ -273,21 +298,20 @@ def tokenizer() -> None:
     "--out", required=True, type=click.Path(path_type=Path), help="The tokenizer.json to write."
 )
 @click.option(
-    "--vocab-size", type=int, required=True,
+    "--vocab-size",
+    type=int,
+    required=True,
     help="Entries, the 256 bytes and the end-of-document token included.",
-)  # fmt: skip
-def train(
-    inputs: tuple[str, ...], files_from: str | None, format_: Any, text_by: Any, text_key: str,
-    skip_bad: bool, overwrite: bool, as_json: bool, out: Path, vocab_size: int,
-) -> None:  # fmt: skip
+)
+def train(inputs: Inputs, overwrite: bool, as_json: bool, out: Path, vocab_size: int) -> None:
     """Train a byte-level BPE tokenizer on texts.
 
     The texts are a corpus, or files that `slurmllm data build` reads.
 
     INPUT is a file, a folder (read recursively) or a quoted glob.
     """
-    from slurmllm.corpus.cleaning import DocumentStream
-    from slurmllm.corpus.options import InputErrors, ReadOptions
+    from slurmllm.corpus.options import InputErrors
+    from slurmllm.corpus.readers import DocumentStream
     from slurmllm.corpus.work_folder import refuse_existing
     from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
     from slurmllm.display.progress import input_progress
@@ -296,11 +320,10 @@ def train(
 
     begun = time.monotonic()
     refuse_existing(out, overwrite)
-    files = named_inputs(inputs, files_from, format_, [out])
-    reading = ReadOptions(text_by=text_by, text_key=text_key, skip_bad=skip_bad)
-    errors = InputErrors(skip_bad)
+    files = inputs.find([out])
+    errors = InputErrors(inputs.skip_bad)
     with input_progress("reading", sum(file.size_bytes for file in files)) as on_progress:
-        texts = DocumentStream(files, reading, errors, on_progress)
+        texts = DocumentStream(files, inputs.read_options(), errors, on_progress)
         content = train_tokenizer(texts, vocab_size)
     if not texts.documents:
         raise DataError(

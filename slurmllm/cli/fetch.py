@@ -19,22 +19,31 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=options.complete_recipe)
 @click.option(
-    "--to", metavar="DIR", type=click.Path(path_type=Path),
+    "--to",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
     help="Folder of data sets; each has a folder of its own in it.  "
     "[default: cluster.data_folder, else .data in the folder of the runs]",
-)  # fmt: skip
+)
 @click.option(
-    "--parts", type=click.IntRange(min=1), metavar="N",
+    "--parts",
+    type=click.IntRange(min=1),
+    metavar="N",
     help="Only the first N files of a data set of many, for a trial.",
-)  # fmt: skip
+)
 @click.option("--list", "list_", is_flag=True, help="List the published data sets.")
 @options.cluster
 @options.runs_dir
 @options.as_json
 def fetch(
-    names: tuple[str, ...], to: Path | None, parts: int | None, list_: bool, cluster: str | None,
-    runs_dir: Path, as_json: bool,
-) -> None:  # fmt: skip
+    names: tuple[str, ...],
+    to: Path | None,
+    parts: int | None,
+    list_: bool,
+    cluster: str | None,
+    runs_dir: Path,
+    as_json: bool,
+) -> None:
     """Download published data sets: NAME is one of --list, a recipe, or a .yaml file of either.
 
     An interrupted download continues when the same command is run again. Files are verified, and a
@@ -81,9 +90,14 @@ def fetch(
 
 
 def fetch_sources(
-    config: RunConfig, root: Path, names: Sequence[str], to: Path | None = None,
-    parts: int | None = None, *, err: bool = True,
-) -> list[dict[str, Any]]:  # fmt: skip
+    config: RunConfig,
+    root: Path,
+    names: Sequence[str],
+    to: Path | None = None,
+    parts: int | None = None,
+    *,
+    err: bool = True,
+) -> list[dict[str, Any]]:
     """Fetch data sets; print and return what training reads of each."""
     from rich.filesize import decimal
 
@@ -131,8 +145,12 @@ def _list(as_json: bool) -> None:
         options.echo_json({"data_sets": rows})
         return
     table = (
-        (name, "-" if source.gigabytes is None else f"{source.gigabytes:g}", source.description,
-         ", ".join(users(name)) or "-")
+        (
+            name,
+            "-" if source.gigabytes is None else f"{source.gigabytes:g}",
+            source.description,
+            ", ".join(users(name)) or "-",
+        )
         for name, source in sets.items()
-    )  # fmt: skip
+    )
     print_table(("data set", "GB", "description", "recipes"), table, fold="description")

@@ -29,15 +29,24 @@ _SHOWN_CHARS = 400
 @options.set_value
 @click.option("--exact", is_flag=True, help="Count all tokens instead of sampling a large corpus.")
 @click.option(
-    "--sequences", type=click.IntRange(min=0), default=2, show_default=True,
+    "--sequences",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
     help="Number of packed sequences to show decoded.",
-)  # fmt: skip
+)
 @options.runs_dir
 @options.as_json
 def inspect(
-    corpus: str | None, tokenizer: str | None, recipe: str | None, overrides: tuple[str, ...],
-    exact: bool, sequences: int, runs_dir: Path, as_json: bool,
-) -> None:  # fmt: skip
+    corpus: str | None,
+    tokenizer: str | None,
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    exact: bool,
+    sequences: int,
+    runs_dir: Path,
+    as_json: bool,
+) -> None:
     """Count the documents and tokens of a corpus.
 
     Also shows the lengths of the documents and the first packed sequences.
@@ -59,9 +68,7 @@ def inspect(
         raise UserError("--set changes a recipe: add --recipe NAME")
     else:
         spec = _corpus_stream(corpus, tokenizer, runs_dir, max(sequences, 1))
-    sources, encoder = open_all(
-        spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask, spec.plugins
-    )
+    sources, encoder = open_all(spec)
     total_weight = sum(weight for _, weight in spec.corpora)
     reports: list[CorpusReport] = []
     epochs: list[RecipeEpochs] = []
@@ -103,7 +110,7 @@ def inspect(
 def _corpus_stream(
     corpus: str, tokenizer: str | None, runs_dir: Path, sequences: int
 ) -> StreamSpec:
-    """A stream of one corpus without a recipe: sequences of 256 tokens, seed 0."""
+    """Return a stream of one corpus without a recipe: sequences of 256 tokens, seed 0."""
     from slurmllm.data.spec import StreamSpec
     from slurmllm.submit.inputs import STDLIB
 
@@ -118,10 +125,13 @@ def _corpus_stream(
 
 
 def _recipe_stream(
-    recipe: str, corpus: str | None, tokenizer: str | None, overrides: tuple[str, ...],
+    recipe: str,
+    corpus: str | None,
+    tokenizer: str | None,
+    overrides: tuple[str, ...],
     runs_dir: Path,
-) -> tuple[StreamSpec, str, int]:  # fmt: skip
-    """The stream that a recipe trains on, the recipe's name and number of steps."""
+) -> tuple[StreamSpec, str, int]:
+    """Return the stream that a recipe trains on, the recipe's name and number of steps."""
     from slurmllm.config.resolve import resolve
     from slurmllm.data.spec import StreamSpec
     from slurmllm.submit.inputs import resolve_inputs
@@ -131,8 +141,8 @@ def _recipe_stream(
             overrides = (*overrides, f"data.{field}={json.dumps(value)}")
     config = resolve(recipe, overrides=overrides)
     config = resolve_inputs(config, runs_dir, build=True)
-    found = config.recipe
-    return StreamSpec.of(found), found.name, found.train.steps
+    recipe_config = config.recipe
+    return StreamSpec.of(recipe_config), recipe_config.name, recipe_config.train.steps
 
 
 def _print_report(report: CorpusReport) -> None:

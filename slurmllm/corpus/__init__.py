@@ -1,12 +1,11 @@
 """From input files of many kinds to one corpus (`slurmllm data build`).
 
 1. `inputs.py` finds the files and fixes their order.
-2. `shard.py` groups them into shards, reads each with `readers/` and `decompress.py`, cleans the
-   documents (`cleaning.py`) and writes them as columns; `workers.py` does so in this process, in
-   worker processes or in Slurm jobs.
-3. `finished_shard.py` reads the columns back, verifies them and marks duplicates.
-4. `join.py` streams the columns of all shards into one Arrow record batch or into Megatron's `.bin`
-   and `.idx`, a few megabytes at a time.
+2. `shard.py` groups them into shards and reads each with `readers/` and `decompress.py` into an
+   Arrow stream; `workers.py` does so in this process, in worker processes or in Slurm jobs.
+3. `finished_shard.py` reads these record batches back and marks duplicates.
+4. `join.py` streams them into one Arrow record batch or into Megatron's `.bin` and `.idx`, a few
+   megabytes at a time.
 
 `build.py` runs these steps and writes the manifest. Finished shards stay in the work folder
 (`work_folder.py`) until the corpus is complete, so that an interrupted build continues.

@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 from slurmllm.corpus.finished_shard import FinishedShard
 from slurmllm.corpus.inputs import FormatOption, InputFile
-from slurmllm.corpus.join import BuildCallbacks, JoinResult, join, token_files
+from slurmllm.corpus.join import JoinResult, join
 from slurmllm.corpus.options import (
     ERROR_EXAMPLES,
     BuildOptions,
-    CleanOptions,
     ReadOptions,
     TokenizeOptions,
 )
 from slurmllm.corpus.shard import Shard, load_shard, plan_shards
 from slurmllm.corpus.work_folder import WorkFolder, output_files, refuse_existing
 from slurmllm.corpus.workers import peak_bytes, run_in_process, run_locally, run_on_slurm
-from slurmllm.errors import DataError
+from slurmllm.display.progress import OnStage
+from slurmllm.errors import DataError, StorageError
 from slurmllm.run.records import Record
 from slurmllm.slurm.arrays import SlurmOptions
 
@@ -46,7 +46,7 @@ class CorpusManifest(Record):
     Equal inputs and options give equal bytes, so it has neither time nor memory of the build.
     """
 
-    version: Literal[1, 2] = 2
+    version: Literal[2] = 2
     documents: int
     text_bytes: int  # UTF-8 bytes of all documents
     columns: tuple[str, ...] = ("text", "source")  # of the corpus
@@ -66,23 +66,20 @@ class CorpusManifest(Record):
     prompt_key: str | None = None  # --prompt-key
     completion_key: str | None = None  # --completion-key
     messages_key: str | None = None  # --messages-key
-    normalize: str = "none"  # --normalize
-    min_chars: int = 0  # --min-chars
     dedup: bool = False  # --dedup
     empty: int  # documents skipped because they held no text
-    short: int = 0  # skipped by --min-chars
     duplicates: int = 0  # skipped by --dedup
     bad: int  # unreadable documents and files, skipped
     bad_examples: tuple[str, ...]  # the first of them: file, place, reason
     inputs: tuple[CorpusInput, ...]  # in the order they were read
 
     def content(self) -> bytes:
-        """The file's content, without fields that are None."""
+        """Return the file's content, without fields that are None."""
         return (self.model_dump_json(indent=2, exclude_none=True) + "\n").encode()
 
 
 def manifest_path(corpus: Path) -> Path:
-    """The manifest of a corpus (`.arrow` or `.bin`)."""
+    """Return the path of a corpus's manifest (`.arrow` or `.bin`)."""
     return corpus.with_name(corpus.name + ".json")
 
 
@@ -105,24 +102,23 @@ def build_corpus(
     out: Path,
     read: ReadOptions,
     *,
-    clean: CleanOptions | None = None,
+    dedup: bool = False,
     tokenize: TokenizeOptions | None = None,
     format: FormatOption = "auto",
     overwrite: bool = False,
     workers: int = 1,
     slurm: SlurmOptions | None = None,
-    callbacks: BuildCallbacks | None = None,
+    on_progress: OnStage = lambda stage, done, total: None,
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> BuildResult:
     """Write a corpus and its manifest.
 
     Args:
         out: The corpus; the manifest is written next to it (`manifest_path`).
-        read: How files become documents.
-        clean: How documents are changed or filtered. None: not at all.
-        tokenize: Write token ids (`token_files`) instead of an Arrow file.
+        dedup: Skip documents with the same text as an earlier one.
+        tokenize: Write token ids (`output_paths`) instead of an Arrow file.
         format: The `--format` that the files were found with, for the manifest.
-        workers: Processes that read; with one, this process reads.
-        slurm: Read in Slurm jobs, `workers` at a time.
+        workers: Processes that read (one: this process), or with `slurm` jobs at a time.
 
     Raises:
         DataError: `out` exists, an input cannot be read, no input has text, or another build
@@ -131,73 +127,49 @@ def build_corpus(
         SlurmError: a job failed, or Slurm refused it.
         StorageError: the output cannot be written.
     """
-    options = BuildOptions(read, clean or CleanOptions(), tokenize)
-    callbacks = callbacks or BuildCallbacks()
+    options = BuildOptions(read, dedup, tokenize)
     outputs = output_paths(out, tokenize=tokenize is not None)
     if not files:
         raise DataError("no input file")
-    shards = plan_shards(files, options)
-    work = WorkFolder.of(outputs[0])
-    # A build that was killed between two renames may replace its own corpus.
-    overwrite = overwrite or (
-        renaming_interrupted(outputs[0]) and {shard.name for shard in shards} <= work.shard_names()
-    )
     for path in outputs:
         refuse_existing(path, overwrite)
+    shards = plan_shards(files, options)
+    work = WorkFolder.of(outputs[0])
     with work.lock():
         try:
-            done = _finished_shards(shards, work, callbacks.on_note)
-            peaks = _write_missing_shards(shards, done, work, workers, slurm, callbacks)
-            finished = []
-            first_input = 0
-            for shard in shards:
-                record = load_shard(work.shard(shard.name), read.skip_bad)
-                assert record is not None, f"shard {shard.name} is gone"
-                finished.append(FinishedShard(work.shard(shard.name), record, first_input))
-                first_input += len(shard.files)
-            names = [file.name for file in files]
-            endings = ("bin", "idx") if tokenize else ("arrow",)
-            with output_files([*outputs, manifest_path(outputs[0])], work) as opened:
-                by_ending = dict(zip(endings, opened, strict=False))
-                joined = join(finished, names, by_ending, options, work, callbacks)
-                manifest = _make_manifest(files, finished, joined, options, format)
-                opened[-1].write(manifest.content())
+            continued = _finished_shards(shards, work, on_note)
+            peaks = _write_missing_shards(
+                shards, continued, work, workers, slurm, on_progress, on_note
+            )
+            manifest = _write_outputs(outputs, files, shards, work, options, format, on_progress)
             work.remove()
         except BaseException:
-            # Also on Ctrl-C: keep finished shards for the next build, and nothing half-written.
-            kept = work.shard_names()
-            work.remove_except(kept)
-            if not kept and not work.logs.exists() and not work.ready.exists():
-                work.remove()
+            work.remove_unfinished()  # also on Ctrl-C
             raise
     # Processes of one machine run at the same time; Slurm jobs have memory of their own.
-    own = peak_bytes()
+    peak = peak_bytes()
     return BuildResult(
         manifest=manifest,
         outputs=outputs,
         shards=len(shards),
-        continued=len(done),
+        continued=len(continued),
         workers=workers,
-        peak_memory_bytes=max([own, *peaks.values()]) if slurm else own + sum(peaks.values()),
+        peak_memory_bytes=max([peak, *peaks.values()]) if slurm else peak + sum(peaks.values()),
     )
 
 
 def output_paths(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
-    return tuple(token_files(out)) if tokenize else (out,)
-
-
-def renaming_interrupted(corpus: Path) -> bool:
-    """Whether a build was killed after it may have renamed the corpus, before its manifest.
-
-    The same build may then replace the corpus: it is its own, or was to be replaced.
-    """
-    return WorkFolder.of(corpus).ready.exists() and not manifest_path(corpus).exists()
+    """Return the corpus, or of `NAME`, `NAME.bin` or `NAME.idx` the files of token ids."""
+    if not tokenize:
+        return (out,)
+    prefix = out.with_suffix("") if out.suffix in (".bin", ".idx") else out
+    return tuple(prefix.with_name(prefix.name + ending) for ending in (".bin", ".idx"))
 
 
 def _finished_shards(
     shards: Sequence[Shard], work: WorkFolder, on_note: Callable[[str], None]
 ) -> set[str]:
-    """Names of the shards that an earlier build finished; removes all else from the work folder."""
+    """Return the shards of an earlier build; removes all else from the work folder."""
     names = work.shard_names()
     finished = {
         shard.name
@@ -221,7 +193,8 @@ def _write_missing_shards(
     work: WorkFolder,
     workers: int,
     slurm: SlurmOptions | None,
-    callbacks: BuildCallbacks,
+    on_progress: OnStage,
+    on_note: Callable[[str], None],
 ) -> dict[int, int]:
     """Write the unfinished shards; returns the peak memory of each worker by process id, bytes."""
     missing = [shard for shard in shards if shard.name not in finished]
@@ -232,21 +205,52 @@ def _write_missing_shards(
     def report(running: Mapping[str, int]) -> None:
         # A decompressor reads ahead, so a running shard may report more than its size.
         begun = sum(min(count, sizes.get(name, 0)) for name, count in running.items())
-        callbacks.on_read(sum(sizes[name] for name in done) + begun)
+        on_progress("reading", sum(sizes[name] for name in done) + begun, sum(sizes.values()))
 
     if slurm is not None and missing:
-        results = run_on_slurm(missing, work, workers, slurm, report, callbacks.on_note)
+        results = run_on_slurm(missing, work, workers, slurm, report, on_note)
     elif workers > 1 and len(missing) > 1:
         results = run_locally(missing, work, min(workers, len(missing)), report)
     else:
         results = run_in_process(missing, work, report)
     for result in results:
-        result.raise_error()
+        if result.error is not None:
+            raise result.error
         done.add(result.shard)
         if result.process != os.getpid():
             peaks[result.process] = max(peaks.get(result.process, 0), result.peak_bytes)
         report({})
     return peaks
+
+
+def _write_outputs(
+    outputs: Sequence[Path],
+    files: Sequence[InputFile],
+    shards: Sequence[Shard],
+    work: WorkFolder,
+    options: BuildOptions,
+    format: FormatOption,
+    on_progress: OnStage,
+) -> CorpusManifest:
+    """Join the finished shards into the corpus, and write its manifest."""
+    finished = []
+    for shard in shards:
+        folder = work.shard(shard.name)
+        record = load_shard(folder, options.read.skip_bad)
+        if record is None:
+            raise StorageError(
+                f"{folder} differs from what was written: the disk or the machine failed in "
+                "between; start the same command again, which reads these inputs again"
+            )
+        finished.append(FinishedShard(folder, record))
+    names = [file.name for file in files]
+    endings = ("bin", "idx") if options.tokenize else ("arrow",)
+    with output_files([*outputs, manifest_path(outputs[0])], work) as (*opened, manifest_file):
+        by_ending = dict(zip(endings, opened, strict=True))
+        joined = join(finished, names, by_ending, options, work, on_progress)
+        manifest = _make_manifest(files, finished, joined, options, format)
+        manifest_file.write(manifest.content())
+    return manifest
 
 
 def _make_manifest(
@@ -263,7 +267,7 @@ def _make_manifest(
     outputs: dict[str, Any] = {}
     for ending, (size, sha256) in joined.files.items():
         outputs |= {f"{ending}_bytes": size, f"{ending}_sha256": sha256}
-    settings = asdict(options.read) | asdict(options.clean)
+    settings = asdict(options.read) | {"dedup": options.dedup}
     del settings["skip_bad"]  # no part of the content: what was skipped is counted
     return CorpusManifest(
         **outputs,
@@ -277,7 +281,6 @@ def _make_manifest(
         dtype=tokenize.dtype if tokenize else None,
         format=format,
         empty=sum(record.empty for record in records),
-        short=sum(record.short for record in records),
         duplicates=joined.duplicates,
         bad=sum(record.bad for record in records),
         bad_examples=tuple(examples[:ERROR_EXAMPLES]),

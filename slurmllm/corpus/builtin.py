@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmllm.corpus.build import build_corpus, manifest_path
-from slurmllm.corpus.cleaning import DocumentStream
 from slurmllm.corpus.inputs import InputFile, input_file
 from slurmllm.corpus.options import InputErrors, ReadOptions
+from slurmllm.corpus.readers import DocumentStream
 from slurmllm.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from slurmllm.errors import DataError
 from slurmllm.run.rundir import write_atomic
@@ -38,15 +38,13 @@ _EXCLUDED_FILES = frozenset({"sitecustomize.py", "usercustomize.py"})
 
 
 def ensure_stdlib(folder: Path, vocab_size: int = VOCAB_SIZE) -> tuple[Path, Path]:
-    """Make corpus and tokenizer under `folder`, unless they exist.
+    """Make corpus and tokenizer under `folder`, unless they exist, and return their paths.
 
-    The tokenizer has `VOCAB_SIZE` entries, or fewer if the model's `vocab_size` is smaller.
+    The same Python makes the same bytes, so processes that do this at the same time replace each
+    other's files with equal ones.
 
-    The names contain the Python version, and the same Python makes the same bytes, so processes
-    that do this at the same time replace each other's files with equal ones.
-
-    Returns:
-        Paths of the corpus and of the tokenizer.
+    Args:
+        vocab_size: The model's, if it is smaller than `VOCAB_SIZE`.
 
     Raises:
         DataError: this Python has no sources on disk.

@@ -32,10 +32,12 @@ class OpenedInput(io.RawIOBase):
 
     Attributes:
         file: The file.
+        mapped_bytes: Position of a reader that maps the file instead of reading it here.
     """
 
     def __init__(self, file: InputFile) -> None:
         self.file = file
+        self.mapped_bytes = 0
         self._raw = _HashedFile(file)
         self._stream: _Decompressed = self._raw
         if file.compression == "xz":
@@ -61,7 +63,7 @@ class OpenedInput(io.RawIOBase):
         return self._raw.offset_bytes
 
     def read(self, size: int = -1) -> bytes:
-        """The next `size` bytes; fewer, but some, before an error or the end; none at the end.
+        """Return the next `size` bytes; fewer, but some, before an error or the end; then none.
 
         Raises:
             OSError: the rest of the file cannot be read.
@@ -89,7 +91,7 @@ class OpenedInput(io.RawIOBase):
         return b"".join(parts)
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """All bytes, `size` at a time; a thread decompresses while the caller computes.
+        """Yield all bytes, `size` at a time; a thread decompresses while the caller computes.
 
         Raises:
             OSError: the rest of the file cannot be read.

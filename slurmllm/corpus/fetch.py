@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -24,8 +23,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from slurmllm.config.data_sources import DataSource, PublishedFile
 from slurmllm.corpus.build import build_corpus
 from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.join import BuildCallbacks
 from slurmllm.corpus.options import ReadOptions
+from slurmllm.corpus.work_folder import flock
 from slurmllm.data.tokenizer import tokenizer_of_vocabulary
 from slurmllm.display.progress import OnStage
 from slurmllm.errors import DataError, InfrastructureError, StorageError
@@ -122,13 +121,10 @@ class Fetch:
     def _locked(self) -> Iterator[None]:
         with open_lock(self.folder / ".fetch.lock") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                flock(lock)  # without locks, the verification refuses what two wrote
             except BlockingIOError:
                 self.on_note(f"waiting for another fetch into {self.folder}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError as error:  # without locks, the verification refuses what two wrote
-                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                    raise
+                flock(lock, wait=True)
             yield
 
     def _fetched(self) -> list[dict[str, Any]] | None:
@@ -217,17 +213,13 @@ class Fetch:
         source, folder = self.source, self.folder
         if source.corpus and source.build and not (out := folder / source.corpus).is_file():
             files = find_inputs([str(folder / n) for n in names if not n.startswith("tokenizer")])
-            total = sum(file.size_bytes for file in files)
             build_corpus(
                 files,
                 out,
                 ReadOptions("document", **source.build.model_dump()),
                 workers=min(len(os.sched_getaffinity(0)), _WORKERS),
-                callbacks=BuildCallbacks(
-                    on_read=lambda done: self.on_progress("reading the texts", done, total),
-                    on_join=lambda done, of: self.on_progress("writing the corpus", done, of),
-                    on_note=self.on_note,
-                ),
+                on_progress=self.on_progress,
+                on_note=self.on_note,
             )
         if source.tokenizer and not (out := folder / source.tokenizer).is_file():
             vocab, merges = (

@@ -18,12 +18,16 @@ Format = Literal["text", "jsonl", "csv", "parquet", "arrow"]
 FormatOption = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd", "bz2", "xz"]
 
-ENDINGS: dict[str, Format] = {
-    ".txt": "text", ".py": "text", ".rst": "text", ".md": "text", ".jsonl": "jsonl",
-    ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
-    ".arrow": "arrow", ".feather": "arrow",
-}  # fmt: skip
+_ENDINGS: dict[Format, str] = {
+    "text": ".txt .py .rst .md",
+    "jsonl": ".jsonl .json .ndjson",
+    "csv": ".csv .tsv",
+    "parquet": ".parquet",
+    "arrow": ".arrow .feather",
+}
+ENDINGS = {ending: format for format, endings in _ENDINGS.items() for ending in endings.split()}
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+_KNOWN = f"known endings are {' '.join(ENDINGS)} (also with .gz, .zst, .bz2 or .xz)"
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,14 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
         DataError: no such file, or an unknown ending.
     """
     try:
-        found = path.stat()
+        info = path.stat()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     if not path.is_file():
         raise DataError(f"{path} is not a regular file; write the text to a file first")
     classified = _classify(path, format)
     if classified is None:
-        raise DataError(f"{path} has an unknown ending; {_known()}; name the format with --format")
+        raise DataError(f"{path} has an unknown ending; {_KNOWN}; name the format with --format")
     kind, compression = classified
     if kind == "parquet" and compression is not None:
         raise DataError(
@@ -67,7 +71,7 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
         )
     # File names are bytes to the system; Arrow and JSON take only UTF-8.
     shown = (name or str(path)).encode("utf-8", "backslashreplace").decode("utf-8")
-    return InputFile(path, shown, kind, compression, found.st_size, found.st_mtime_ns)
+    return InputFile(path, shown, kind, compression, info.st_size, info.st_mtime_ns)
 
 
 def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | None] | None:
@@ -77,13 +81,6 @@ def _classify(path: Path, format: FormatOption) -> tuple[Format, Compression | N
         return format, compression
     kind = ENDINGS.get(inner.suffix.lower())
     return None if kind is None else (kind, compression)
-
-
-def _known() -> str:
-    return (
-        f"known endings are {' '.join(ENDINGS)} (also with {', '.join(list(COMPRESSIONS)[:-1])} "
-        f"or {list(COMPRESSIONS)[-1]})"
-    )
 
 
 def find_inputs(
@@ -112,7 +109,7 @@ def find_inputs(
     unknown: list[Path] = []
     files: dict[Path, InputFile] = {}
     for argument in arguments:
-        found = 0
+        count = 0
         for path in _expand(argument):
             resolved = path.resolve()
             if resolved in excluded and str(path) == str(Path(argument)):
@@ -124,12 +121,12 @@ def find_inputs(
             if _classify(path, format) is None and Path(argument).is_dir():
                 unknown.append(path)
                 continue
-            found += 1
+            count += 1
             if resolved not in files:
                 files[resolved] = input_file(path, format)
-        if not found:
+        if not count:
             raise DataError(
-                f"{argument}: no file to read; {_known()}, and --format text takes any file"
+                f"{argument}: no file to read; {_KNOWN}, and --format text takes any file"
             )
     if unknown:
         plural = "s with unknown endings" if len(unknown) > 1 else " with an unknown ending"
@@ -159,26 +156,26 @@ def _walk(folder: Path) -> Iterator[Path]:
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
 
     # A file, or a dataset with its files in the dataset's own order, and the path to sort by.
-    found: list[tuple[str, list[Path]]] = []
+    entries: list[tuple[str, list[Path]]] = []
     for root, folders, names in os.walk(folder, onerror=refuse):
         if is_dataset(names) and (listed := dataset_files(Path(root))) is not None:
             folders.clear()
-            found.append((root, listed))
+            entries.append((root, listed))
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             if not name.startswith("."):
                 path = os.path.join(root, name)  # noqa: PTH118
-                found.append((path, [Path(path)]))
+                entries.append((path, [Path(path)]))
     # Sorted: the order of directory entries differs between file systems.
-    for _, paths in sorted(found):
+    for _, paths in sorted(entries):
         for candidate in paths:
             if _is_file(candidate) and not _is_metadata(candidate):
                 yield candidate
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a path is a regular file, or a link to one.
+    """Return whether a path is a regular file, or a link to one.
 
     Raises:
         DataError: a broken link; a part of the corpus would be missing.
@@ -195,7 +192,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _is_metadata(path: Path) -> bool:
-    """Whether a file is JSON about other files: a corpus's manifest, a dataset's state."""
+    """Return whether a file is JSON about other files: a corpus's manifest, a dataset's state."""
     if path.name.endswith((".arrow.json", ".bin.json")):
         return True
     if path.name not in (STATE, SPLITS, INFO):
@@ -207,7 +204,7 @@ def _is_metadata(path: Path) -> bool:
 
 
 def read_list(path: str) -> list[str]:
-    """The paths of a list (`-`: standard input), without blank lines and `#` comments.
+    """Return the paths of a list (`-`: standard input), without blank lines and `#` comments.
 
     Raises:
         DataError: the list cannot be read, or is empty.

@@ -44,7 +44,6 @@ class InputErrors:
 
 
 TextBy = Literal["paragraph", "document", "line"]
-Normalize = Literal["none", "nfc", "nfd", "nfkc", "nfkd"]
 TokenDtype = Literal["uint16", "int32"]
 
 
@@ -66,8 +65,8 @@ class ReadOptions:
     text_key: str = "text"
     prompt_key: str | None = None
     completion_key: str | None = None
-    skip_bad: bool = False
     messages_key: str | None = None
+    skip_bad: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -87,21 +86,6 @@ class ReadOptions:
 
 
 @dataclass(frozen=True)
-class CleanOptions:
-    """How documents are changed or filtered.
-
-    Attributes:
-        normalize: Unicode normalization form.
-        min_chars: Documents of fewer characters (code points, after normalization) are skipped.
-        dedup: Whether later documents with equal bytes are skipped.
-    """
-
-    normalize: Normalize = "none"
-    min_chars: int = 0
-    dedup: bool = False
-
-
-@dataclass(frozen=True)
 class TokenizeOptions:
     """How `--tokenize` encodes documents.
 
@@ -118,8 +102,13 @@ class TokenizeOptions:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """All options that decide a shard's content; `tokenize` is None if the output is text."""
+    """All options that decide a shard's content.
+
+    Attributes:
+        dedup: Whether later documents with equal bytes are skipped.
+        tokenize: None if the output is text.
+    """
 
     read: ReadOptions = field(default_factory=ReadOptions)
-    clean: CleanOptions = field(default_factory=CleanOptions)
+    dedup: bool = False
     tokenize: TokenizeOptions | None = None

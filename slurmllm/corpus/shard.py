@@ -1,4 +1,4 @@
-"""Shards: runs of consecutive input files, each read by one process and written as columns.
+"""Shards: runs of consecutive input files, each read by one process into one Arrow stream.
 
 The cuts depend only on the files, not on the number of processes. A shard's name depends on its
 files and options, so a finished shard need not be read again, whatever else changed between two
@@ -7,7 +7,7 @@ builds.
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import itertools
 import json
 import shutil
@@ -15,17 +15,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.ipc
 import xxhash
 
-from slurmllm.corpus.cleaning import clean
 from slurmllm.corpus.inputs import InputFile
 from slurmllm.corpus.options import BuildOptions, InputErrors, TokenizeOptions
 from slurmllm.corpus.readers import DocumentReader, Documents
+from slurmllm.corpus.readers.base import CHUNK_BYTES, drop_blank
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.data.sources.base import prompt_content
 from slurmllm.errors import DataError, StorageError
@@ -33,9 +34,9 @@ from slurmllm.run.records import Record
 from slurmllm.run.safe_files import write_whole
 
 Digests = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.int64]
 
-RECORD = "shard.json"
-DIGEST_HIGH, DIGEST_LOW, DIGEST_ROW = "digest.high", "digest.low", "digest.row"
+DOCUMENTS, RECORD = "documents.arrow", "shard.json"
 
 # Enough shards to keep processes busy to the end and to lose little when one is killed.
 _SHARDS = 16
@@ -46,11 +47,9 @@ _COMPRESSED_COST = 3
 # Cost of opening a file, in bytes: with a million small files it is most of the time.
 _OPEN_COST_BYTES = 64 << 10
 # Part of a shard's name; raise it when equal inputs and options give other columns.
-_VERSION = 1
+_VERSION = 2
 # Seconds between two writes of the progress: the file is on a shared file system.
 _PROGRESS_S = 0.5
-# Digests sorted at once for the search of duplicates, in documents.
-_RUN_DOCUMENTS = 1 << 20
 # Text tokenized at once.
 _ENCODE_BYTES = 1 << 20
 
@@ -99,13 +98,6 @@ def plan_shards(files: Sequence[InputFile], options: BuildOptions) -> list[Shard
     return shards
 
 
-class ColumnRecord(Record):
-    """A file of a shard."""
-
-    bytes: int
-    xxh3: str  # xxh3-128 of its content
-
-
 class ShardInput(Record):
     """Documents and digest of one input file."""
 
@@ -118,39 +110,47 @@ class ShardRecord(Record):
 
     documents: int  # kept, duplicates included
     empty: int
-    short: int
     bad: int
     bad_examples: tuple[str, ...]
     inputs: tuple[ShardInput, ...]  # in the order of the shard's files
-    runs: tuple[int, ...]  # documents of each sorted run of digests
-    columns: dict[str, ColumnRecord]
+    xxh3: str  # of `documents.arrow`
 
 
-def column_files(options: BuildOptions) -> list[str]:
-    names = [DIGEST_HIGH, DIGEST_LOW, DIGEST_ROW] if options.clean.dedup else []
-    if options.tokenize:
-        return [*names, "tokens", "tokens.lengths", "text.lengths"]
-    for column in options.read.columns:
-        names += [column, f"{column}.lengths"]
-    return [*names, "id"]
+def shard_schema(options: BuildOptions) -> pa.Schema:
+    """Return the columns of a shard.
+
+    Texts, or token ids and the size of their text; both halves of the document's digest; the index
+    of its file in the shard.
+    """
+    fields = [(column, pa.large_string()) for column in options.read.columns]
+    if options.tokenize is not None:
+        ids = pa.uint16() if options.tokenize.dtype == "uint16" else pa.int32()
+        fields = [("tokens", pa.large_list(ids)), ("text_bytes", pa.int64())]
+    if options.dedup:
+        fields.append(("digest", pa.uint64()))
+    return pa.schema([*fields, ("id", pa.uint64()), ("file", pa.int32())])
 
 
 def load_shard(folder: Path, skip_bad: bool) -> ShardRecord | None:
-    """The record of a finished shard; None if it is damaged, or has errors without `skip_bad`."""
+    """Return the record of a finished shard; None if it is damaged, or has errors (`skip_bad`)."""
     try:
         record = ShardRecord.load(folder / RECORD)
-        for name, column in record.columns.items():
-            if (folder / name).stat().st_size != column.bytes:
-                return None
+        if _file_digest(folder / DOCUMENTS) != record.xxh3:
+            return None
     except (StorageError, OSError):
         return None
     return None if record.bad and not skip_bad else record
 
 
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
 def write_shard(
     shard: Shard, work: WorkFolder, on_progress: Callable[[int], None] | None = None
 ) -> None:
-    """Read a shard's files and write its columns.
+    """Read a shard's files and write its documents.
 
     Without `on_progress`, the number of bytes read is written to `work.progress`.
 
@@ -163,9 +163,11 @@ def write_shard(
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        writer = _ShardWriter(shard, folder, on_progress or _ProgressFile(progress))
-        with contextlib.closing(writer):
-            writer.write()
+        reader = _ShardReader(shard, on_progress or _ProgressFile(progress))
+        with (folder / DOCUMENTS).open("xb") as file, pa.ipc.new_stream(file, reader.schema) as out:
+            for batch in _joined(iter(reader)):
+                out.write_batch(batch)
+        reader.record(_file_digest(folder / DOCUMENTS)).save(folder / RECORD)
         if work.shard(shard.name).exists():  # another process was faster
             shutil.rmtree(folder)
         else:
@@ -178,6 +180,20 @@ def write_shard(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         progress.unlink(missing_ok=True)
+
+
+def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield batches of about CHUNK_BYTES: a batch for each of a million files is slow to read."""
+    held: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        held.append(batch)
+        size += batch.nbytes
+        if size >= CHUNK_BYTES:
+            yield from pa.Table.from_batches(held).combine_chunks().to_batches()
+            held, size = [], 0
+    if held:
+        yield from pa.Table.from_batches(held).combine_chunks().to_batches()
 
 
 class _ProgressFile:
@@ -194,70 +210,60 @@ class _ProgressFile:
             write_whole(self._path, str(done_bytes).encode(), durable=False)
 
 
-class _ShardWriter:
-    def __init__(self, shard: Shard, folder: Path, on_progress: Callable[[int], None]) -> None:
-        self._shard, self._folder, self._on_progress = shard, folder, on_progress
-        options = shard.options
-        self._errors = InputErrors(options.read.skip_bad)
-        self._columns = {name: _ColumnFile(folder / name) for name in column_files(options)}
-        self._encoder = _Encoder(options.tokenize) if options.tokenize else None
-        self._digests = _SortedRuns(self._columns) if options.clean.dedup else None
-        self._documents = self._empty = self._short = 0
+class _ShardReader:
+    """The documents of a shard as record batches; iterates once."""
 
-    def write(self) -> None:
-        inputs = []
+    def __init__(self, shard: Shard, on_progress: Callable[[int], None]) -> None:
+        self.schema = shard_schema(shard.options)
+        self._shard, self._on_progress = shard, on_progress
+        self._encoder = _Encoder(shard.options.tokenize) if shard.options.tokenize else None
+        self._errors = InputErrors(shard.options.read.skip_bad)
+        self._inputs: list[ShardInput] = []
+        self._empty = 0
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
         done_bytes = 0
-        for file in self._shard.files:
-            before = self._documents
+        for index, file in enumerate(self._shard.files):
+            documents = 0
             _check_unchanged(file)
             reader = DocumentReader(file, self._shard.options.read, self._errors.add)
             for chunk in reader:
-                self._write_chunk(chunk)
+                filled = drop_blank(chunk)
+                self._empty += len(chunk[0]) - len(filled[0])
+                if len(filled[0]):
+                    documents += len(filled[0])
+                    yield self._batch(filled, index)
                 self._on_progress(done_bytes + reader.position_bytes)
-            # Again: a file that was written to while it was read is a mixture of both versions.
+            # A file that was written to while it was read is a mixture of both versions.
             _check_unchanged(file)
             done_bytes += file.size_bytes
             self._on_progress(done_bytes)
-            inputs.append(ShardInput(documents=self._documents - before, xxh3=reader.checksum))
-        if self._digests:
-            self._digests.flush()
-        record = ShardRecord(
-            documents=self._documents,
+            self._inputs.append(ShardInput(documents=documents, xxh3=reader.checksum))
+
+    def record(self, xxh3: str) -> ShardRecord:
+        """Return the record of the shard, once all documents are read."""
+        return ShardRecord(
+            documents=sum(file.documents for file in self._inputs),
             empty=self._empty,
-            short=self._short,
             bad=self._errors.count,
             bad_examples=tuple(self._errors.examples),
-            inputs=tuple(inputs),
-            runs=tuple(self._digests.lengths) if self._digests else (),
-            columns={name: column.finish() for name, column in self._columns.items()},
+            inputs=tuple(self._inputs),
+            xxh3=xxh3,
         )
-        record.save(self._folder / RECORD)
 
-    def close(self) -> None:
-        for column in self._columns.values():
-            column.close()
-
-    def _write_chunk(self, chunk: Documents) -> None:
-        documents, empty, short = clean(chunk, self._shard.options.clean)
-        self._empty += empty
-        self._short += short
-        if not len(documents[0]):
-            return
+    def _batch(self, documents: Documents, file: int) -> pa.RecordBatch:
         high, low = digest(documents)
-        if self._digests:
-            self._digests.add(high, low)
-        self._documents += len(low)
-        if self._encoder:
-            self._columns["text.lengths"].write(np.diff(text_of(documents[0])[0]))
-            for tokens, lengths in self._encoder.encode(documents[0]):
-                self._columns["tokens"].write(tokens)
-                self._columns["tokens.lengths"].write(lengths)
-            return
-        self._columns["id"].write(low)
-        for name, column in zip(self._shard.options.read.columns, documents, strict=True):
-            offsets, values = text_of(column)
-            self._columns[name].write(values[offsets[0] : offsets[-1]])
-            self._columns[f"{name}.lengths"].write(np.diff(offsets))
+        columns: dict[str, Any] = dict(
+            zip(self._shard.options.read.columns, documents, strict=True),
+            digest=high,
+            id=low,
+            file=np.full(len(low), file, np.int32),
+        )
+        if self._encoder is not None:
+            columns["tokens"] = self._encoder.encode(documents[0])
+            columns["text_bytes"] = np.diff(spans(documents[0])[0])
+        arrays = [pa.array(columns[name]) for name in self.schema.names]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
 
 def _check_unchanged(file: InputFile) -> None:
@@ -272,98 +278,32 @@ def _check_unchanged(file: InputFile) -> None:
         )
 
 
-def text_of(column: pa.LargeStringArray) -> tuple[npt.NDArray[np.int64], memoryview]:
-    """Offsets int64 [documents + 1] into the UTF-8 bytes, and the bytes; no copies."""
+def spans(column: pa.LargeStringArray | pa.LargeListArray) -> tuple[Integers, memoryview]:
+    """Return offsets int64 [rows + 1] into the bytes or items of a column, and these; no copies."""
     if not len(column):
         return np.zeros(1, np.int64), memoryview(b"")
-    _, offsets, values = column.buffers()
+    buffers = column.buffers()
     begin, end = column.offset, column.offset + len(column) + 1
-    return np.frombuffer(offsets, np.int64)[begin:end], memoryview(values or b"")
+    items = memoryview(buffers[-1] or b"")
+    if pa.types.is_large_list(column.type):
+        items = items.cast("B").cast("H" if column.type.value_type == pa.uint16() else "i")
+    return np.frombuffer(buffers[1], np.int64)[begin:end], items
 
 
 def digest(documents: Documents) -> tuple[Digests, Digests]:
-    """High and low 64 bits of each document's xxh3-128, uint64 [documents] twice.
+    """Return high and low 64 bits of each document's xxh3-128, uint64 [documents] twice.
 
     The low half is `document_hash` of a text, and `prompt_hash` of a prompt and its completion.
     """
-    xxh3 = xxhash.xxh3_128_digest
-    spans = []
+    texts = []
     for column in documents:
-        offsets, values = text_of(column)
-        spans.append([values[a:b] for a, b in itertools.pairwise(offsets.tolist())])
-    if len(documents) == 1:
-        parts = [xxh3(text) for text in spans[0]]
-    else:
-        parts = [
-            xxh3(prompt_content(prompt, completion))
-            for prompt, completion in zip(*spans, strict=True)
-        ]
+        offsets, values = spans(column)
+        texts.append([values[a:b] for a, b in itertools.pairwise(offsets.tolist())])
+    contents: Any = texts[0] if len(texts) == 1 else map(prompt_content, *texts)
     # The digest's bytes are big endian.
-    halves = np.frombuffer(b"".join(parts), ">u8").astype(np.uint64).reshape(-1, 2)
-    return halves[:, 0].copy(), halves[:, 1].copy()
-
-
-class _ColumnFile:
-    """A file of values, hashed while it is written."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("xb")
-        self._path = path
-        self._digest = xxhash.xxh3_128()
-        self._bytes = 0
-
-    def write(self, values: Any) -> None:
-        data = memoryview(values).cast("B") if len(values) else memoryview(b"")
-        try:
-            self._file.write(data)
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
-        self._digest.update(data)
-        self._bytes += len(data)
-
-    def finish(self) -> ColumnRecord:
-        try:
-            self._file.close()
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
-        return ColumnRecord(bytes=self._bytes, xxh3=self._digest.hexdigest())
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
-class _SortedRuns:
-    """Digests with their documents' row numbers in the shard, sorted run by run."""
-
-    def __init__(self, columns: dict[str, _ColumnFile]) -> None:
-        self._columns = columns
-        self._high: list[Digests] = []
-        self._low: list[Digests] = []
-        self._buffered = 0
-        self._rows = 0
-        self.lengths: list[int] = []
-
-    def add(self, high: Digests, low: Digests) -> None:
-        self._high.append(high)
-        self._low.append(low)
-        self._buffered += len(high)
-        if self._buffered >= _RUN_DOCUMENTS:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._buffered:
-            return
-        high, low = np.concatenate(self._high), np.concatenate(self._low)
-        order = np.argsort(high, kind="stable")
-        self._columns[DIGEST_HIGH].write(high[order])
-        self._columns[DIGEST_LOW].write(low[order])
-        self._columns[DIGEST_ROW].write(order + self._rows)
-        self._rows += len(order)
-        self.lengths.append(len(order))
-        self._high, self._low, self._buffered = [], [], 0
+    digests = b"".join(map(xxhash.xxh3_128_digest, contents))
+    halves = np.frombuffer(digests, ">u8").astype(np.uint64).reshape(-1, 2)
+    return halves[:, 0], halves[:, 1]
 
 
 class _Encoder:
@@ -379,19 +319,18 @@ class _Encoder:
                 f"{options.tokenizer} has changed since the build began; start the build again"
             )
 
-    def encode(
-        self, column: pa.LargeStringArray
-    ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
-        """Yield the token ids of some documents and the number of ids of each."""
-        offsets, _ = text_of(column)
+    def encode(self, column: pa.LargeStringArray) -> pa.LargeListArray:
+        """Return the token ids of each document."""
+        offsets, _ = spans(column)
+        ids: list[npt.NDArray[Any]] = []
+        lengths: list[int] = []
         begin = 0
         while begin < len(column):
             end = int(np.searchsorted(offsets, offsets[begin] + _ENCODE_BYTES, side="right")) - 1
             end = max(end, begin + 1)
-            batch = self._encoder.encode_batch(column.slice(begin, end - begin).to_pylist())
-            for ids in batch:
-                ids.append(self._encoder.end_of_document)
-            lengths = np.array([len(ids) for ids in batch], np.int64)
-            flat = itertools.chain.from_iterable(batch)
-            yield np.fromiter(flat, self._dtype, int(lengths.sum())), lengths
+            for document in self._encoder.encode_batch(column[begin:end].to_pylist()):
+                ids.append(np.array([*document, self._encoder.end_of_document], self._dtype))
+                lengths.append(len(ids[-1]))
             begin = end
+        ends = np.cumsum([0, *lengths], dtype=np.int64)
+        return pa.LargeListArray.from_arrays(ends, pa.array(np.concatenate(ids)))

@@ -10,19 +10,18 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import io
 import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.rundir import fsync_dir
-from slurmllm.run.safe_files import why_untrusted
+from slurmllm.run.safe_files import open_lock, why_untrusted
 
 _LOCK = "lock"
 # Below this, passing data to a thread takes longer than hashing it.
@@ -47,7 +46,7 @@ class WorkFolder:
         return self.path / name
 
     def partial(self, name: str) -> Path:
-        """A shard that this process writes."""
+        """Return the folder of a shard that this process writes."""
         # Host and process id: on Slurm a requeued task may run while the old one still does.
         return self.path / f"{name}.partial-{socket.gethostname()}-{os.getpid()}"
 
@@ -56,13 +55,8 @@ class WorkFolder:
         return self.path / f"{name}.progress"
 
     def scratch(self, name: str) -> Path:
-        """A file that only the building process uses."""
+        """Return a file that only the building process uses."""
         return self.path / f"scratch.{name}"
-
-    @property
-    def ready(self) -> Path:
-        """The manifest of a complete corpus, until it is renamed after the corpus files."""
-        return self.path / "ready.json"
 
     @property
     def logs(self) -> Path:
@@ -82,15 +76,21 @@ class WorkFolder:
         return counts
 
     def remove_except(self, shards: Iterable[str]) -> None:
-        """Remove all files except some shards, logs, `ready` and the lock; needs the lock."""
-        kept = {*shards, _LOCK, self.logs.name, self.ready.name}
+        """Remove all files except some shards, logs and the lock; needs the lock."""
         for path in self.path.iterdir():
-            if path.name in kept:
+            if path.name in {*shards, _LOCK, self.logs.name}:
                 continue
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+    def remove_unfinished(self) -> None:
+        """Keep finished shards for the next build, and logs; needs the lock."""
+        shards = self.shard_names()
+        self.remove_except(shards)
+        if not shards and not self.logs.exists():
+            self.remove()
 
     def remove(self) -> None:
         """Remove the folder with its lock; needs the lock."""
@@ -105,7 +105,7 @@ class WorkFolder:
             StorageError: the folder cannot be made.
         """
         try:
-            descriptor = self._lock()
+            stream = self._lock()
         except BlockingIOError as error:
             raise DataError(
                 # strip '.' and '.build'
@@ -117,18 +117,17 @@ class WorkFolder:
                 f"cannot write {self.path}: {error.strerror or error}; free space or choose "
                 "another --out"
             ) from error
-        try:
+        with stream:
             yield
-        finally:
-            os.close(descriptor)
 
-    def _lock(self) -> int:
+    def _lock(self) -> BinaryIO:
         path = self.path / _LOCK
         while True:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
-            try:
+            # Race: another build may finish now and remove the folder, with a lock that is held.
+            with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
                 # Whoever may write to it could have links written through, and shards read.
                 info = self.path.lstat()
                 if reason := why_untrusted(info):
@@ -136,61 +135,51 @@ class WorkFolder:
                     raise PermissionError(errno.EPERM, text, str(self.path))
                 if not stat.S_ISDIR(info.st_mode):
                     raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(self.path))
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                descriptor = os.open(path, flags, 0o644)
-            except FileNotFoundError:
-                continue  # another build has just finished and removed the folder
-            try:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                        raise
-                    return descriptor  # the file system has no locks
-                # Race: the locked file may be in a folder that another build has since removed.
-                if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
-                    return descriptor
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
+                stream = stack.enter_context(open_lock(path))
+                flock(stream)
+                if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+                    stack.pop_all()
+                    return stream
 
 
-class OutputFile(io.RawIOBase):
+def flock(stream: BinaryIO, *, wait: bool = False) -> None:
+    """Lock a file, if the file system has locks; a BlockingIOError if another process has it."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+
+
+class OutputFile:
     """A file open for writing, whose sha256 is computed while it is written.
 
     Attributes:
         size_bytes: Bytes written so far.
+        on_write: Called with `size_bytes` after each write.
     """
 
     def __init__(self, stream: BinaryIO, path: Path, hasher: ThreadPoolExecutor) -> None:
         self._stream, self._path, self._hasher = stream, path, hasher
         self._digest = hashlib.sha256()
         self.size_bytes = 0
+        self.on_write: Callable[[int], None] = lambda size_bytes: None
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.size_bytes
-
-    def write(self, data: Any) -> int:
+    def write(self, data: Any) -> None:
         """Write bytes; raises StorageError if the file system refuses."""
-        count = memoryview(data).nbytes
+        size = memoryview(data).nbytes
         hashed = None
-        if count > _SMALL_BYTES:
+        if size > _SMALL_BYTES:
             # hashlib and write both release the GIL, so a large block is hashed meanwhile.
             hashed = self._hasher.submit(self._digest.update, data)
         else:
             self._digest.update(data)
-        try:
+        with writing(self._path):
             self._stream.write(data)
-        except OSError as error:
-            raise write_error(self._path, error) from error
         if hashed is not None:
             hashed.result()
-        self.size_bytes += count
-        return count
+        self.size_bytes += size
+        self.on_write(self.size_bytes)
 
     @property
     def sha256(self) -> str:
@@ -199,10 +188,11 @@ class OutputFile(io.RawIOBase):
 
     def finish(self) -> None:
         """Write everything to the disk, and close the file."""
-        self._stream.flush()
-        os.fchmod(self._stream.fileno(), 0o644)
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        with writing(self._path):
+            self._stream.flush()
+            os.fchmod(self._stream.fileno(), 0o644)
+            os.fsync(self._stream.fileno())
+            self._stream.close()
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
@@ -213,47 +203,30 @@ class OutputFile(io.RawIOBase):
 def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[OutputFile]]:
     """Open files in the work folder, and rename them if the block ends without an error.
 
-    The last of them is the manifest. While the other files are renamed, the manifest is named
-    `work.ready`. If it exists, a killed build had finished, and the corpus files are its own.
+    The first of them, the corpus, is renamed last: if it exists, all others do, and are of it.
 
     Args:
-        paths: The files and the manifest. An old manifest is removed before any file is renamed,
-            since it must not describe a new corpus.
         work: A folder on the same file system; files of a failed build stay there.
 
     Raises:
         StorageError: the file system refused.
     """
-    *others, manifest = paths
     with contextlib.ExitStack() as stack:
         hasher = stack.enter_context(ThreadPoolExecutor(1))
         files: list[OutputFile] = []
         for path in paths:
-            try:
+            with writing(path):
                 work.scratch(path.name).unlink(missing_ok=True)  # of a failed build
                 files.append(OutputFile(work.scratch(path.name).open("xb"), path, hasher))
-            except OSError as error:
-                raise write_error(path, error) from error
             stack.callback(files[-1].discard)
         yield files
-        for path, file in zip(paths, files, strict=True):
-            try:
-                file.finish()
-            except OSError as error:
-                raise write_error(path, error) from error
-        try:
-            # The order matters: `ready` must be on disk before the first rename, and the old
-            # manifest gone before it.
-            work.scratch(manifest.name).replace(work.ready)
-            fsync_dir(work.path)
-            for old in reversed(paths[1:]):
-                old.unlink(missing_ok=True)
-            for path in others:
+        for file in files:
+            file.finish()
+        with writing(paths[0]):
+            paths[0].unlink(missing_ok=True)
+            for path in reversed(paths):
                 work.scratch(path.name).replace(path)
-            work.ready.replace(manifest)
-            fsync_dir(manifest.parent)
-        except OSError as error:
-            raise write_error(paths[0], error) from error
+            fsync_dir(paths[0].parent)
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:
@@ -264,9 +237,14 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
         raise DataError(f"{out} already exists; choose another --out, or add --overwrite")
 
 
-def write_error(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"cannot write {path}: {error.strerror or error}; free space or choose another --out. "
-        "The output is incomplete. Finished shards are kept; run the same command again to "
-        "continue"
-    )
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise a StorageError if the file system refuses to write the output `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}; free space or choose another --out. "
+            "The output is incomplete. Finished shards are kept; run the same command again to "
+            "continue"
+        ) from error

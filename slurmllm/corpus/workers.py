@@ -22,10 +22,9 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm import errors
 from slurmllm.corpus.shard import Shard, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
-from slurmllm.errors import CodeError, NodeError, SlurmError
+from slurmllm.errors import CodeError, NodeError, SlurmError, SlurmllmError
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
     FailedJob,
@@ -46,17 +45,12 @@ Report = Callable[[Mapping[str, int]], None]
 
 
 class ShardResult(NamedTuple):
-    """How a shard ended; plain values, since it is sent to another process."""
+    """How a shard ended."""
 
     shard: str
-    error: tuple[str, str] | None  # class and message of the error that stopped it
+    error: SlurmllmError | None  # that stopped it
     process: int
     peak_bytes: int  # largest resident set of that process so far
-
-    def raise_error(self) -> None:
-        if self.error is not None:
-            name, message = self.error
-            raise getattr(errors, name)(message)
 
 
 def run_shard(
@@ -66,20 +60,20 @@ def run_shard(
     failure = None
     try:
         write_shard(shard, WorkFolder(work), on_progress)
-    except errors.SlurmllmError as error:
-        failure = (type(error).__name__, str(error))
+    except SlurmllmError as error:
+        failure = error
     return ShardResult(shard.name, failure, os.getpid(), peak_bytes())
 
 
 def peak_bytes() -> int:
-    """Largest resident set of this process so far."""
+    """Return the largest resident set of this process so far."""
     # Not getrusage: a child inherits the maximum of the process that forked it.
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # not Linux
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    peak = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else 0
 
 
 def run_in_process(
@@ -167,7 +161,7 @@ class _Worker:
 
 
 def _serve() -> None:
-    """The worker process: read shards, write results, until the end of stdin."""
+    """Read shards from stdin to its end, and write their results to stdout."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
@@ -226,7 +220,7 @@ def run_on_slurm(
 
 
 def run_shards(shards: Sequence[Shard], work: Path) -> list[ShardResult]:
-    """One task of the array: write shards up to the first error."""
+    """Write shards up to the first error, as a task of the array."""
     results = []
     for shard in shards:
         results.append(run_shard(shard, work))

@@ -16,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slurmllm.data.sandbox import sandbox
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import read_limited
 from slurmllm.run.staged_files import local_copy
@@ -71,7 +70,7 @@ class ChatFormat:
         return self._template is not None
 
     def require_template(self) -> Any:
-        """The compiled template; a DataError if there is none."""
+        """Return the compiled template; a DataError if there is none."""
         if self._template is None:
             raise DataError(
                 f"{self.source} has no chat_template, which conversations need; put "
@@ -88,7 +87,7 @@ class ChatFormat:
         tools: Any = None,
         marks: tuple[str, str] = ("", ""),
     ) -> str:
-        """The text of messages; `marks` are added around what the template marks as generation.
+        """Render messages; `marks` are added around what the template marks as generation.
 
         Raises:
             DataError: there is no template, or it fails.
@@ -110,7 +109,7 @@ class ChatFormat:
     def generation_spans(
         self, messages: list[Message], text: str, tools: Any = None
     ) -> list[tuple[int, int]] | None:
-        """What the template marks by `{% generation %}` in `text`, its output for the messages.
+        """Find what the template marks by `{% generation %}` in `text`, the rendered messages.
 
         Returns:
             Begin and end of each part; None if the template has no such marks.
@@ -139,7 +138,7 @@ class ChatFormat:
         return spans
 
     def texts(self, prompt: str, completion: str) -> tuple[str, str]:
-        """The text up to the completion, as for generation, and the text after that.
+        """Return the text up to the completion, as for generation, and the text after that.
 
         Raises:
             DataError: the template fails, or its output for the prompt is not a prefix.
@@ -179,6 +178,8 @@ class ChatFormat:
         from jinja2.ext import Extension, loopcontrols
         from jinja2.parser import Parser
 
+        from slurmllm.data.sandbox import Sandbox
+
         chat = self
 
         class Generation(Extension):
@@ -201,7 +202,7 @@ class ChatFormat:
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
 
-        environment = sandbox(
+        environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         # The options and functions of transformers; any difference would change the tokens.
@@ -222,7 +223,7 @@ class ChatFormat:
 
 
 def first_difference(a: str, b: str) -> int:
-    """Index of the first character that differs; the shorter length if none does."""
+    """Return the index of the first character that differs; the shorter length if none does."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
 
@@ -247,7 +248,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def configured_eos_token(tokenizer: Path) -> str | None:
-    """The `eos_token` of the tokenizer_config.json next to a tokenizer.json, None if absent."""
+    """Return `eos_token` of the tokenizer_config.json next to a tokenizer.json, None if absent."""
     if tokenizer.name != "tokenizer.json":
         return None
     config = _read_config(tokenizer.with_name("tokenizer_config.json"))
@@ -255,7 +256,7 @@ def configured_eos_token(tokenizer: Path) -> str | None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The fields `…_token`: each a text, or an object with the text as `content`."""
+    """Return the fields `…_token`: each a text, or an object with the text as `content`."""
     tokens = {}
     for name, value in config.items():
         token = value.get("content") if isinstance(value, dict) else value
@@ -265,19 +266,19 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _default_template(templates: Any, path: Path) -> str | None:
-    """The template, or of several the one named `default`."""
-    found = templates
+    """Return the template, or of several the one named `default`."""
+    template = templates
     if isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
-        found = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
-        if found is None:
+        template = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
+        if template is None:
             raise DataError(
                 f"chat_template of {path} is a list without a template named `default`; name one "
                 "so, or replace the list by the template"
             )
-    if found is not None and not isinstance(found, str):
-        raise DataError(f"chat_template of {path} is {type(found).__name__}, not text; fix it")
-    return found
+    if template is not None and not isinstance(template, str):
+        raise DataError(f"chat_template of {path} is {type(template).__name__}, not text; fix it")
+    return template
 
 
 # jinja2's own `tojson` escapes HTML characters, which transformers' does not.

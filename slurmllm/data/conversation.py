@@ -27,7 +27,7 @@ class Conversation(NamedTuple):
     tools: list[dict[str, Any]] | None = None
 
     def to_json(self) -> str:
-        """Compact JSON; equal conversations have equal bytes."""
+        """Return compact JSON; equal conversations have equal bytes."""
         fields = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
@@ -53,7 +53,7 @@ class Rendered(NamedTuple):
 
 
 def read_conversation(row: Mapping[str, Any], key: str) -> Conversation:
-    """The conversation of a record with its messages in the field `key`.
+    """Read the conversation of a record with its messages in the field `key`.
 
     Fields that are JSON in a string are parsed.
 
@@ -168,7 +168,7 @@ def render_conversation(chat: ChatFormat, conversation: Conversation) -> Rendere
 
 
 def _renders(chat: ChatFormat, messages: list[Message], tools: Any) -> str | None:
-    """The text of messages, None if the template refuses them."""
+    """Return the text of messages, None if the template refuses them."""
     try:
         return chat.render(messages, tools=tools)
     except DataError:
@@ -185,7 +185,7 @@ def _with_reasoning(message: Message) -> Message:
 def _turn_span(
     chat: ChatFormat, messages: list[Message], turn: int, text: str, tools: Any
 ) -> tuple[int, int]:
-    """Begin and end of an assistant's turn in `text`, the rendering of all messages."""
+    """Return begin and end of an assistant's turn in `text`, the rendering of all messages."""
     before = chat.render(messages[:turn], add_generation_prompt=True, tools=tools)
     after = chat.render(messages[: turn + 1], tools=tools)
     if text.startswith(before):
@@ -195,14 +195,13 @@ def _turn_span(
         # Qwen3's template removes the reasoning of all but the last. So the turn's end is located
         # by a mark inside the message; what follows the mark ends the turn.
         marked = [*messages[:turn], _marked(messages[turn], chat.mark), *messages[turn + 1 :]]
-        head, found, tail = chat.render(marked, tools=tools).partition(chat.mark)
+        head, mark, tail = chat.render(marked, tools=tools).partition(chat.mark)
         last = chat.render(marked[: turn + 1], tools=tools)
-        rest, also, end = last.partition(chat.mark)
+        rest, last_mark, end = last.partition(chat.mark)
         # The mark itself must not change what is rendered.
-        if found and also and (head + tail, rest + end) == (text, after) and tail.startswith(end):
-            begin, end_at = len(before), len(head) + len(end)
-            if begin <= end_at:
-                return begin, end_at
+        unchanged = mark and last_mark and (head + tail, rest + end) == (text, after)
+        if unchanged and tail.startswith(end) and len(before) <= len(head) + len(end):
+            return len(before), len(head) + len(end)
     part = after if text.startswith(before) else before
     differs = first_difference(part, text)
     raise DataError(
@@ -215,7 +214,7 @@ def _turn_span(
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """A message with the mark where its content ends, or in its last tool call."""
+    """Return a message with the mark where its content ends, or in its last tool call."""
     calls: Sequence[Any] = message.get("tool_calls", ())
     if calls:
         call = calls[-1]

@@ -20,7 +20,7 @@ HELD_OUT = "held_out"  # the name of the documents that `data.validation` holds 
 
 
 def evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> dict[str, StreamSpec]:
-    """The texts of a run's evaluations by name, held-out documents first, one sequence a batch."""
+    """Return the texts of a run's evaluations, held-out documents first, one sequence a batch."""
     texts = {}
     if training.validation:
         texts[HELD_OUT] = replace(training, global_batch=1, split="validation")

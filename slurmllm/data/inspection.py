@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -189,11 +188,11 @@ def count_epochs(
 
 
 def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list[PackedSequence]:
-    """The first rows of the first step, decoded."""
+    """Return the first rows of the first step, decoded."""
     with PackedStream(spec, 0, 1) as stream:
         batch = stream.next_batch()
     untrained = np.zeros_like(batch.tokens, bool) if batch.untrained is None else batch.untrained
-    found = []
+    sequences = []
     for number, (ids, prompt) in enumerate(zip(batch.inputs, untrained[:, :-1], strict=True)):
         if number == count:
             break
@@ -202,8 +201,8 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
             SequencePart(text=encoder.decode(ids[begin:end]), trained=not prompt[begin])
             for begin, end in itertools.pairwise(bounds)
         )
-        found.append(PackedSequence(number=number, tokens=len(ids), parts=parts))
-    return found
+        sequences.append(PackedSequence(number=number, tokens=len(ids), parts=parts))
+    return sequences
 
 
 class _Counts(NamedTuple):
@@ -252,17 +251,8 @@ def _describe_lengths(tokens: Integers) -> Lengths:
     )
 
 
-def check_corpora(
-    corpora: Sequence[tuple[Path, float]],
-    tokenizer: Path | None,
-    vocab_size: int,
-    seq_len: int,
-    global_batch: int,
-    validation: float = 0.0,
-    mask: Literal["none", "document"] = "none",
-    modules: Sequence[str] = (),
-) -> list[int | None]:
-    """Check that a model can be trained on corpora with a tokenizer; arguments as `StreamSpec`.
+def check_corpora(spec: StreamSpec) -> list[int | None]:
+    """Check that a model can be trained on a stream.
 
     Reads the tokenizer, each corpus's metadata and its first documents; more only if the corpus
     might be shorter than its part of a global batch, and no more than that.
@@ -274,33 +264,39 @@ def check_corpora(
     Raises:
         SlurmllmError: corpus or tokenizer are missing, unreadable, damaged or do not fit.
     """
-    sources, encoder = open_all(corpora, tokenizer, vocab_size, mask, modules)
-    if encoder is not None and encoder.num_ids > vocab_size:
+    sources, encoder = open_all(spec)
+    vocab_size = spec.vocab_size
+    if encoder is not None and vocab_size is not None and encoder.num_ids > vocab_size:
         raise DataError(
-            f"tokenizer {tokenizer} has {encoder.num_ids} token ids, more than model.vocab_size "
-            f"{vocab_size}; set model.vocab_size to {encoder.num_ids} or more, or choose a "
-            f"tokenizer with at most {vocab_size}"
+            f"tokenizer {spec.tokenizer} has {encoder.num_ids} token ids, more than "
+            f"model.vocab_size {vocab_size}; set model.vocab_size to {encoder.num_ids} or more, or "
+            f"choose a tokenizer with at most {vocab_size}"
         )
-    total = sum(weight for _, weight in corpora)
+    total = sum(weight for _, weight in spec.corpora)
     counts = []
-    for source, (_, weight) in zip(sources, corpora, strict=True):
-        # Detects a damaged file and ids beyond the vocabulary.
-        source.read([(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))])
-        sides: tuple[SplitName, ...] = ("train", "validation") if validation else ()
+    for source, (_, weight) in zip(sources, spec.corpora, strict=True):
+        _read_first_documents(source)
+        sides: tuple[SplitName, ...] = ("train", "validation") if spec.validation else ()
         for side in sides:
-            Split(side, validation).require_documents(source)
-        needed = math.ceil(global_batch * seq_len * weight / total)
-        tokens = _count_enough_tokens(source, Split("train", validation), needed)
+            Split(side, spec.validation).require_documents(source)
+        needed = math.ceil(spec.global_batch * spec.seq_len * weight / total)
+        tokens = _count_enough_tokens(source, Split("train", spec.validation), needed)
         if tokens is not None and tokens < needed:
-            share = f" x its share {weight / total:.3g}" if len(corpora) > 1 else ""
+            share = f" x its share {weight / total:.3g}" if len(sources) > 1 else ""
             raise DataError(
                 f"corpus {source.path} has {tokens} tokens in {len(source)} documents"
-                f"{' with those held out' if validation else ''}, fewer than one global batch "
-                f"takes: train.global_batch {global_batch} x model.seq_len {seq_len}{share} = "
-                f"{needed}; add text to the corpus, or lower train.global_batch or model.seq_len"
+                f"{' with those held out' if spec.validation else ''}, fewer than one global batch "
+                f"takes: train.global_batch {spec.global_batch} x model.seq_len {spec.seq_len}"
+                f"{share} = {needed}; add text to the corpus, or lower train.global_batch or "
+                "model.seq_len"
             )
         counts.append(tokens)
     return counts
+
+
+def _read_first_documents(source: Source) -> None:
+    """Detect a damaged file and ids beyond the vocabulary."""
+    source.read([(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))])
 
 
 def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> list[str]:
@@ -318,13 +314,9 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
     for name, spec in evaluation_texts(training, corpora).items():
         setting = "data.validation" if name == HELD_OUT else f"eval.corpora.{name}"
         try:
-            sources, _ = open_all(
-                spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask, spec.plugins
-            )
+            sources, _ = open_all(spec)
             for source in sources:
-                source.read(
-                    [(document, 0) for document in range(min(len(source), _FIRST_DOCUMENTS))]
-                )
+                _read_first_documents(source)
         except SlurmllmError as error:
             raise type(error)(f"{setting}: {error}") from error
         split, needed = Split(spec.split, spec.validation), spec.seq_len + 1
@@ -349,21 +341,18 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
 
 
 def _count_trained_documents(source: Source, training: StreamSpec) -> int:
-    """How many of the first documents of a corpus are among the first ones of the training text."""
-    own = source.document_hashes(np.arange(min(len(source), _COMPARED_DOCUMENTS)))
-    split, found = Split("train", training.validation), np.zeros(len(own), dtype=bool)
-    sources, _ = open_all(
-        training.corpora, training.tokenizer, training.vocab_size, training.mask, training.plugins
-    )
-    for trained in sources:
-        share = min(1.0, _COMPARED_SIZE / max(trained.total_size, 1))
-        hashes = trained.document_hashes(np.arange(math.ceil(len(trained) * share)))
-        found |= np.isin(own, hashes[split.holds(hashes)] if training.validation else hashes)
-    return int(found.sum())
+    """Return how many of the first documents of a corpus are in the begin of the training text."""
+    documents = source.document_hashes(np.arange(min(len(source), _COMPARED_DOCUMENTS)))
+    split, trained = Split("train", training.validation), np.zeros(len(documents), dtype=bool)
+    for corpus in open_all(training)[0]:
+        share = min(1.0, _COMPARED_SIZE / max(corpus.total_size, 1))
+        hashes = corpus.document_hashes(np.arange(math.ceil(len(corpus) * share)))
+        trained |= np.isin(documents, hashes[split.document_mask(hashes)])
+    return int(trained.sum())
 
 
 def _count_enough_tokens(source: Source, split: Split, enough: int) -> int | None:
-    """Tokens on one side of a corpus; None if there are enough without counting all of them."""
+    """Count the tokens on one side of a corpus; None if more than enough."""
     rate = _MOST_BYTES_PER_TOKEN if source.size_unit == "bytes" else 1
     # Twice: the hash holds out only about this fraction of the documents.
     many = source.total_size * (1 - split.validation) >= 2 * enough * rate

@@ -46,13 +46,13 @@ class Permutation:
         self._keys = _round_keys("/".join(map(str, key)))
 
     def take(self, indices: Integers) -> Integers:
-        """The permuted indices, int64 of the same shape [n]."""
-        found = self._feistel(indices.astype(_U64))
+        """Return the permuted indices, int64 of the same shape [n]."""
+        permuted = self._feistel(indices.astype(_U64))
         # 2^b is at most twice the size (four times for size 1), so `_feistel` is applied at most
         # twice on average. The loop ends: the permutation's cycle returns to the index itself.
-        while len(beyond := np.flatnonzero(found >= self.size)):
-            found[beyond] = self._feistel(found[beyond])
-        return found.astype(np.int64)
+        while len(beyond := np.flatnonzero(permuted >= self.size)):
+            permuted[beyond] = self._feistel(permuted[beyond])
+        return permuted.astype(np.int64)
 
     def _feistel(self, index: _Bits) -> _Bits:
         high, low = index >> self._low_bits, index & self._low_mask
@@ -65,7 +65,7 @@ class Permutation:
 
 
 def splitmix64(value: _Bits) -> _Bits:
-    """The finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014): each bit affects all."""
+    """Apply the finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014): each bit affects all."""
     value = (value ^ value >> _U64(30)) * _U64(0xBF58476D1CE4E5B9)
     value = (value ^ value >> _U64(27)) * _U64(0x94D049BB133111EB)
     return value ^ value >> _U64(31)
@@ -93,15 +93,15 @@ class DocumentOrder:
         self._corpus = [corpus] if corpus else []
 
     def take(self, positions: Integers) -> Integers:
-        """Indices of the documents at `positions`, which must ascend; both int64 [n]."""
+        """Return the documents at `positions`, which must ascend; both int64 [n]."""
         epochs, indices = np.divmod(positions, self.documents)
         if len(positions) and epochs[0] == epochs[-1]:  # the usual case: one epoch
             return self._permutation(int(epochs[0])).take(indices)
-        found = np.empty_like(positions)
+        documents = np.empty_like(positions)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
-            found[in_epoch] = self._permutation(int(epoch)).take(indices[in_epoch])
-        return found
+            documents[in_epoch] = self._permutation(int(epoch)).take(indices[in_epoch])
+        return documents
 
     def _permutation(self, epoch: int) -> Permutation:
         return Permutation(self.documents, self._seed, epoch, *self._corpus)
@@ -137,7 +137,7 @@ class Blend:
         self.counts = list(counts)
 
     def next_step(self) -> list[int]:
-        """The corpus of each slot in the next step, [global_batch]."""
+        """Return the corpus of each slot in the next step, [global_batch]."""
         if len(self.counts) == 1:
             self.counts[0] += self._global_batch
             return [0] * self._global_batch

@@ -4,8 +4,8 @@
 interpreter instead of a fork: the parent has torch, device handles and threads, none of which
 survive a fork. The worker does not import torch.
 
-    stdin    a JSON line with the stream; a JSON line with the positions; then nothing
-    stdout   frames: a header (kind, length), then content (`FRAME`)
+    stdin    pickled: the stream; then the positions; then nothing
+    stdout   pickled, for each batch: positions and counts after it, tokens, marks; or a failure
     stderr   inherited from the parent
 
 A worker exits when its parent has exited: at the end of stdin, at a broken pipe, or when its parent
@@ -14,11 +14,10 @@ process id changes (other children of the parent may keep the pipes open).
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import queue
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -28,7 +27,7 @@ import weakref
 from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
@@ -38,14 +37,6 @@ from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import Integers, Marks, Tokens
 from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import CodeError, NodeError, SlurmllmError, StorageError
-
-# A frame's header: kind and length (rows of a batch, bytes of a failure).
-#   BATCH    int64 [rows, 3 * corpora] positions and int64 [corpora] counts after the batch,
-#            int32 [rows, seq_len + 1] tokens, uint8 [rows, seq_len + 1] marks
-#   FAILURE  a JSON object {"error", "message", "traceback"}
-FRAME = struct.Struct("<BQ")
-BATCH = 1
-FAILURE = 2
 
 # Slurm and terminals send these to every process of a job. Workers ignore them: the parent decides
 # when to stop, and needs batches until its current step is finished.
@@ -96,9 +87,7 @@ class WorkerProcess:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         # Kills the worker when this object is deleted or the interpreter exits.
         self._finalizer = weakref.finalize(self, _kill_worker, self._process, os.getpid())
-        self._send(
-            {"spec": spec.to_json(), "prefetch": PREFETCH_BATCHES, "parent_pid": os.getpid()}
-        )
+        self._send((spec, PREFETCH_BATCHES, os.getpid()))
 
     @property
     def pid(self) -> int:
@@ -106,60 +95,43 @@ class WorkerProcess:
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
         """Send the positions of the worker's slots and the draws so far; see `SlotGroup`."""
-        slots = [self.slots.start, self.slots.stop]
-        self._send({"slots": slots, "positions": positions, "counts": counts})
+        self._send((self.slots, positions, counts))
 
-    def next_batch(
-        self, tokens: Tokens, marks: Marks, positions: Integers, counts: Integers
-    ) -> None:
-        """Read the next batch into the arrays, which are the rows of this worker's slots.
+    def next_batch(self) -> tuple[Integers, Integers, Tokens, Marks]:
+        """Return the next batch of this worker's slots.
 
-        Args:
-            tokens: Filled, [slots, seq_len + 1].
-            marks: Filled, [slots, seq_len + 1].
-            positions: Filled with the positions after the batch, [slots, 3 * corpora].
-            counts: Filled with the draws after the batch, [corpora].
+        Returns:
+            The positions after the batch, [slots, 3 * corpora]; the draws after it, [corpora];
+            tokens and marks, [slots, seq_len + 1].
 
         Raises:
             SlurmllmError: an error of the worker.
             NodeError: the worker was killed.
             StorageError: a corpus was truncated while the worker read it.
         """
-        header = bytearray(FRAME.size)
-        self._read(memoryview(header))
-        kind, length = FRAME.unpack(header)
-        if kind == BATCH:
-            assert length == len(tokens), "a worker sends a row for each of its slots"
-            for part in (positions, counts, tokens, marks):
-                self._read(part.data.cast("B"))
-            return
-        content = bytearray(length)
-        self._read(memoryview(content))
-        failure = json.loads(content)
-        known = getattr(errors, failure["error"] or "none", None)
-        if isinstance(known, type) and issubclass(known, errors.SlurmllmError):
-            raise known(failure["message"])
-        raise CodeError(f"a data worker failed:\n{failure['traceback']}")
+        try:
+            message = pickle.load(self._stdout)  # noqa: S301 (its own child)
+        except (EOFError, pickle.UnpicklingError):  # the second: cut off
+            self._raise_exited()
+        if isinstance(message, tuple):
+            return message
+        kind = getattr(errors, message["error"] or "none", None)
+        if isinstance(kind, type) and issubclass(kind, errors.SlurmllmError):
+            raise kind(message["message"])
+        raise CodeError(f"a data worker failed:\n{message['traceback']}")
 
     def close(self) -> None:
         """Kill the process; it has no state to save."""
         self._finalizer()
 
-    def _send(self, message: dict[str, object]) -> None:
+    def _send(self, message: tuple[object, ...]) -> None:
         try:
-            self._stdin.write(json.dumps(message).encode() + b"\n")
+            pickle.dump(message, self._stdin)
             self._stdin.flush()
         except BrokenPipeError:
             self._raise_exited()
 
-    def _read(self, buffer: memoryview) -> None:
-        while buffer.nbytes:
-            count = self._stdout.readinto(buffer)
-            if not count:
-                self._raise_exited()
-            buffer = buffer[count:]
-
-    def _raise_exited(self) -> None:
+    def _raise_exited(self) -> NoReturn:
         code = self._process.wait()
         if code == -signal.SIGBUS:
             raise StorageError(
@@ -196,60 +168,50 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     # The parent blocked them while it started this process; now they are ignored.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
-    frames = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that a stray print cannot break the frames
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # so that a stray print cannot break the messages
 
-    stream = json.loads(sys.stdin.readline() or "null")
-    if stream is None:
-        os._exit(0)
-    threading.Thread(target=_exit_with_parent, args=(stream["parent_pid"],), daemon=True).start()
+    spec, prefetch, parent_pid = _receive()
+    threading.Thread(target=_exit_with_parent, args=(parent_pid,), daemon=True).start()
     # Bounded: tokenizing pauses when it is this many batches ahead.
-    outgoing: queue.Queue[list[bytes]] = queue.Queue(maxsize=stream["prefetch"])
-    threading.Thread(target=_write_frames, args=(frames, outgoing), daemon=True).start()
+    outgoing: queue.Queue[object] = queue.Queue(maxsize=prefetch)
+    threading.Thread(target=_write_messages, args=(out, outgoing), daemon=True).start()
     try:
-        spec = StreamSpec.from_json(stream["spec"])
-        sources, _ = open_all(
-            spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask, spec.plugins
-        )
-        start = json.loads(sys.stdin.readline() or "null")
-        threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
-        if start is None:
-            os._exit(0)
-        slots = range(*start["slots"])
-        group = SlotGroup(spec, sources, slots, start["positions"], start["counts"])
+        sources, _ = open_all(spec)
+        group = SlotGroup(spec, sources, *_receive())
+        threading.Thread(target=_receive, daemon=True).start()  # until the end of stdin
         while True:
             tokens, marks = group.next_batch()
             counts = np.array(group.counts, dtype=np.int64)
-            parts = (group.positions(), counts, tokens, marks)
-            header = FRAME.pack(BATCH, len(tokens))
-            outgoing.put([header, *(part.tobytes() for part in parts)])
+            outgoing.put((group.positions(), counts, tokens, marks))
     except BaseException as error:
         failure = {
             "error": type(error).__name__ if isinstance(error, SlurmllmError) else "",
             "message": str(error) or repr(error),
             "traceback": traceback.format_exc(),
         }
-        content = json.dumps(failure).encode()
-        outgoing.put([FRAME.pack(FAILURE, len(content)), content])
+        outgoing.put(failure)
     # The parent kills this process once it has read the failure.
     while True:
         time.sleep(_PARENT_POLL_S)
 
 
-def _write_frames(frames: BinaryIO, outgoing: queue.Queue[list[bytes]]) -> None:
+def _write_messages(out: BinaryIO, outgoing: queue.Queue[object]) -> None:
     try:
         while True:
-            for part in outgoing.get():
-                frames.write(part)
-            frames.flush()
+            pickle.dump(outgoing.get(), out, pickle.HIGHEST_PROTOCOL)
+            out.flush()
     except OSError:  # the parent closed its end
         os._exit(0)
 
 
-def _exit_at_end_of_stdin() -> None:
-    sys.stdin.read()
-    # Not sys.exit: it would wait for `_write_frames`, which may be blocked on a full pipe.
-    os._exit(0)
+def _receive() -> Any:
+    """Return the next message of the parent; at the end of stdin, exit."""
+    try:
+        return pickle.load(sys.stdin.buffer)  # noqa: S301 (its own parent)
+    except EOFError:
+        # Not sys.exit: it would wait for `_write_messages`, which may be blocked on a full pipe.
+        os._exit(0)
 
 
 def _exit_with_parent(parent_pid: int) -> None:

@@ -15,8 +15,6 @@ from slurmllm.errors import DataError
 
 # Numbers per corpus in a saved position: document number of the slot, piece, offset.
 POSITION = 3
-# The piece of a position whose offset counts from the document's begin (states of version 1).
-WHOLE_DOCUMENT = -1
 # Pieces that a slot requests at once, at most.
 _MOST_PIECES = 1024
 # Documents looked up at once, of one epoch: a hundred cost little more than one.
@@ -33,14 +31,12 @@ def document_pieces(
     number: int,
     piece: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """The pieces of a slot's documents without end, as (number, document, piece).
-
-    `number` counts the slot's documents, those on the other side of the split included.
+    """Yield the pieces of a slot's documents without end, as (number, document, piece).
 
     Args:
         slot: The position of the first document.
         stride: The slot reads positions slot, slot + stride, …
-        number: Documents of the slot already read.
+        number: Documents of the slot already read, on both sides of the split.
         piece: First piece of the current document to read.
 
     Raises:
@@ -53,8 +49,8 @@ def document_pieces(
         documents = order.take(slot + numbers * stride)
         number += ahead
         if not split.all_documents:
-            held = split.holds(source.document_hashes(documents))
-            numbers, documents = numbers[held], documents[held]
+            mask = split.document_mask(source.document_hashes(documents))
+            numbers, documents = numbers[mask], documents[mask]
         if not len(documents):
             searched += ahead
             # A slot may be unlucky for long. Once, after as many documents as the corpus has,
@@ -80,7 +76,7 @@ class SlotStream:
 
     Attributes:
         position: Number, piece and offset of the next token.
-        resuming: Whether the token at a restored position is not yet read.
+        resuming: Whether the piece at a restored position is not yet read.
     """
 
     def __init__(
@@ -97,11 +93,11 @@ class SlotStream:
         self._buffered: list[tuple[int, int]] = []
 
     def missing(self, count: int) -> int:
-        """Tokens to read until `count` can be taken."""
+        """Return the number of tokens to read until `count` can be taken."""
         return max(0, self._head + count - len(self._tokens))
 
     def request(self, count: int) -> list[Request]:
-        """The next pieces to read; `append` must follow with them."""
+        """Return the next pieces to read; `append` must follow with them."""
         pieces = [next(self._documents) for _ in range(count)]
         self._buffered += [(number, piece) for number, _, piece in pieces]
         return [(document, piece) for _, document, piece in pieces]
@@ -112,7 +108,8 @@ class SlotStream:
         self._tokens = np.concatenate([self._tokens, tokens])
         self._marks = np.concatenate([self._marks, marks])
         if self.resuming:
-            self.resuming = not self._reached_position()
+            self._check_position()
+            self.resuming = False
 
     def take(self, tokens: Tokens, marks: Marks) -> None:
         """Fill both [seq_len + 1] with the next sequence and the token that follows it.
@@ -130,24 +127,16 @@ class SlotStream:
         self._ends, self._buffered = self._ends[piece:] - begin, self._buffered[piece:]
         self.position = (*self._buffered[0], self._head)
 
-    def _reached_position(self) -> bool:
-        """Whether the token at the restored position is read."""
+    def _check_position(self) -> None:
+        """Raise a DataError if the token at the restored position does not exist."""
         number, piece, offset = self.position
-        held = 0
-        for read_number, read_piece in self._buffered:
-            if read_number != number or piece not in (read_piece, WHOLE_DOCUMENT):
-                break
-            held += 1
-        length = int(self._ends[held - 1]) if held else 0
-        if offset < length:
-            return True
-        if held < len(self._buffered) or piece != WHOLE_DOCUMENT:
+        length = int(self._ends[0]) if self._buffered[0] == (number, piece) else 0
+        if offset >= length:
             raise DataError(
                 f"the saved data position is token {offset} of a part of a document of {length} "
                 "tokens: corpus or tokenizer changed since the checkpoint; restore the old ones "
                 "or start a new run"
             )
-        return False
 
 
 class SlotGroup:
@@ -169,7 +158,7 @@ class SlotGroup:
         self._sources = sources
         self._slots = slots
         self._width = spec.seq_len + 1
-        # Every group draws for all slots of the batch, and uses the draws of its own.
+        # Every group draws for all slots of the batch.
         weights = [weight for _, weight in spec.corpora]
         self._blend = Blend(weights, spec.global_batch, spec.seed, counts)
         self._split = split = Split(spec.split, spec.validation)
@@ -181,7 +170,7 @@ class SlotGroup:
             for slot, numbers in zip(slots, positions, strict=True):
                 number, piece, offset = numbers[corpus * POSITION : (corpus + 1) * POSITION]
                 documents = document_pieces(
-                    source, order, split, slot, spec.global_batch, number, max(piece, 0)
+                    source, order, split, slot, spec.global_batch, number, piece
                 )
                 streams.append(SlotStream(documents, number, piece, offset))
             self._streams.append(streams)
@@ -192,7 +181,7 @@ class SlotGroup:
         self._empty_pieces = [0 for _ in sources]
 
     def next_batch(self) -> tuple[Tokens, Marks]:
-        """The next sequence of each slot and its tokens' marks, both [slots, seq_len + 1]."""
+        """Return the next sequence of each slot and its marks, both [slots, seq_len + 1]."""
         tokens = np.empty((len(self._slots), self._width), dtype=np.int32)
         marks = np.empty((len(self._slots), self._width), dtype=np.uint8)
         corpora = self._blend.next_step()[self._slots.start : self._slots.stop]
@@ -204,7 +193,7 @@ class SlotGroup:
         return tokens, marks
 
     def positions(self) -> npt.NDArray[np.int64]:
-        """The positions after the last batch, int64 [slots, 3 * corpora]."""
+        """Return the positions after the last batch, int64 [slots, 3 * corpora]."""
         by_slot = zip(*self._streams, strict=True)
         rows = [[n for stream in streams for n in stream.position] for streams in by_slot]
         return np.array(rows, dtype=np.int64)

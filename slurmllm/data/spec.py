@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ from slurmllm.config.recipe import Recipe
 from slurmllm.data.order import splitmix64
 from slurmllm.data.sources.base import Source
 from slurmllm.errors import DataError
-from slurmllm.plugins import absolute
 
 SplitName = Literal["train", "validation"]
 
@@ -55,7 +54,7 @@ class StreamSpec:
 
     @classmethod
     def of(cls, recipe: Recipe, global_batch: int | None = None) -> Self:
-        """The stream that a recipe trains on; `global_batch` replaces the recipe's."""
+        """Return the stream that a recipe trains on; `global_batch` replaces the recipe's."""
         data = recipe.data
         return cls(
             corpora=[(Path(share.path), share.weight) for share in data.corpora],
@@ -68,20 +67,6 @@ class StreamSpec:
             validation=data.validation,
             plugins=recipe.plugins,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON for another process, with absolute paths."""
-        return {
-            **asdict(self),
-            "corpora": [(absolute(path), weight) for path, weight in self.corpora],
-            "tokenizer": None if self.tokenizer is None else str(self.tokenizer.absolute()),
-        }
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        corpora = [(Path(path), weight) for path, weight in fields["corpora"]]
-        tokenizer = None if fields["tokenizer"] is None else Path(fields["tokenizer"])
-        return cls(**{**fields, "corpora": corpora, "tokenizer": tokenizer})
 
 
 class Split:
@@ -109,17 +94,17 @@ class Split:
     def all_documents(self) -> bool:
         return self.validation == 0
 
-    def holds(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Which documents are on this side, by the hashes of their content."""
+    def document_mask(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Return which documents are on this side, by the hashes of their content."""
         held_out: npt.NDArray[np.bool_] = splitmix64(hashes ^ _SALT) < self._below
         return held_out if self.name == "validation" else ~held_out
 
     def documents(self, source: Source) -> Iterator[int]:
-        """The documents of a corpus on this side, in the order of the file."""
+        """Yield the documents of a corpus on this side, in the order of the file."""
         for begin in range(0, len(source), _AT_ONCE):
             documents = np.arange(begin, min(begin + _AT_ONCE, len(source)))
             if not self.all_documents:
-                documents = documents[self.holds(source.document_hashes(documents))]
+                documents = documents[self.document_mask(source.document_hashes(documents))]
             yield from documents.tolist()
 
     def require_documents(self, source: Source) -> None:
@@ -128,7 +113,7 @@ class Split:
             raise self.empty_error(source)
 
     def empty_error(self, source: Source) -> DataError:
-        """The error for a corpus without a document on this side."""
+        """Return the error for a corpus without a document on this side."""
         return DataError(
             f"none of the {len(source)} documents of {source.path} is on the {self.name} side of "
             f"data.validation {self.validation} and holds a token; "

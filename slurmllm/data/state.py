@@ -12,7 +12,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from slurmllm.data.slots import WHOLE_DOCUMENT
 from slurmllm.data.sources.base import Source
 from slurmllm.data.spec import StreamSpec
 from slurmllm.errors import DataError
@@ -36,7 +35,7 @@ _FIX = "resume with the data that the run began with, or start a new run"
 
 
 def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None) -> State:
-    """The part of a stream's states that identifies its data.
+    """Return the part of a stream's states that identifies its data.
 
     `tokenizer` is the fingerprint of tokenizer and chat templates, None without a tokenizer.
     """
@@ -131,32 +130,8 @@ def check_same_stream(here: State, saved: State) -> None:
                 )
 
 
-def upgrade_state(state: State, here: State, former: str | None) -> State:
-    """Convert a state of version 1 to this version; any other is returned as it is.
-
-    Version 1 had one Arrow corpus, identified only by its footer, and documents without pieces: a
-    slot's position was (documents finished, tokens of the current document).
-
-    `here` is the `identity` of this stream, `former` the `former_fingerprint` of its only corpus.
-    """
-    if state.get("version") != 1 or former is None or state["corpus"] != former:
-        return state
-    return {
-        **state,
-        "version": VERSION,
-        "corpus": here["corpus"],
-        "corpora": here["corpora"],
-        "validation": 0.0,
-        "split": "train",
-        "counts": state.get("counts", [0]),
-        "slots": [
-            [number, WHOLE_DOCUMENT if offset else 0, offset] for number, offset in state["slots"]
-        ],
-    }
-
-
 def slot_positions(state: State, slots: range) -> list[list[int]]:
-    """The positions of consecutive slots; a DataError if the state lacks some of them."""
+    """Return the positions of consecutive slots; a DataError if the state lacks some of them."""
     held = range(state["first_slot"], state["first_slot"] + len(state["slots"]))
     if slots.start not in held or slots[-1] not in held:
         raise DataError(
@@ -164,5 +139,5 @@ def slot_positions(state: State, slots: range) -> list[list[int]]:
             f"{slots.start} to {slots[-1]}; load the merged state of all ranks"
         )
     begin = slots.start - held.start
-    found: list[list[int]] = state["slots"][begin : begin + len(slots)]
-    return found
+    positions: list[list[int]] = state["slots"][begin : begin + len(slots)]
+    return positions

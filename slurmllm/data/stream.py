@@ -40,7 +40,7 @@ from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import BEGINS, UNTRAINED
 from slurmllm.data.spec import Split, StreamSpec
-from slurmllm.data.state import State, check_same_stream, identity, slot_positions, upgrade_state
+from slurmllm.data.state import State, check_same_stream, identity, slot_positions
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.rundir import RunDir
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
         return np.ascontiguousarray(self.tokens[:, :-1])
 
     def labels(self, ignored: int) -> npt.NDArray[np.int64]:
-        """The model's targets, int64 [rows, seq_len]; `ignored` at untrained tokens."""
+        """Return the model's targets, int64 [rows, seq_len]; `ignored` at untrained tokens."""
         # Always a copy: of one row, `ascontiguousarray` returns a view, and `ignored` would be
         # written into the inputs.
         labels = self.tokens[:, 1:].copy()
@@ -121,9 +121,7 @@ class PackedStream:
         # First, so that they start while this process opens the same files.
         self._workers = self._start_workers()
         try:
-            self._sources, encoder = open_all(
-                spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask, spec.plugins
-            )
+            self._sources, encoder = open_all(spec)
         except BaseException:
             self.close()
             raise
@@ -143,12 +141,12 @@ class PackedStream:
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that decides which token is at which place, as JSON."""
-        here, names = self._identity, ("corpora", "tokenizer", "seed", "global_batch", "validation")
-        own = {"seq_len": self._spec.seq_len, "mask": self._spec.mask}
-        return {**own, **{name: here[name] for name in names}}
+        names = ("corpora", "tokenizer", "seed", "global_batch", "validation")
+        identity = {name: self._identity[name] for name in names}
+        return {"seq_len": self._spec.seq_len, "mask": self._spec.mask, **identity}
 
     def next_batch(self) -> Batch:
-        """This rank's share of the next global batch, [global_batch // dp_size, seq_len + 1].
+        """Return this rank's part of the next batch, [global_batch // dp_size, seq_len + 1].
 
         Raises:
             SlurmllmError: an error of a worker.
@@ -171,7 +169,7 @@ class PackedStream:
         return sum(self._counts) // self._spec.global_batch
 
     def state(self) -> State:
-        """The positions of this rank's slots after the batches returned, as JSON.
+        """Return the positions of this rank's slots after the batches returned, as JSON.
 
         `merge_states` merges those of all ranks into one that any rank of any dp_size can load.
         """
@@ -189,9 +187,6 @@ class PackedStream:
             DataError: the state has another corpus, tokenizer, seed or global batch, or lacks
                 slots of this rank.
         """
-        # Version 1 had a single corpus.
-        former = self._sources[0].former_fingerprint if len(self._sources) == 1 else None
-        merged = upgrade_state(merged, self._identity, former)
         check_same_stream(self._identity, merged)
         self._positions = np.array(slot_positions(merged, self._slots), dtype=np.int64)
         self._counts = list(merged["counts"])
@@ -220,23 +215,19 @@ class PackedStream:
             drawn = self._group.next_batch()
             self._positions, self._counts = self._group.positions(), list(self._group.counts)
             return drawn
-        shape = (len(self._slots), self._spec.seq_len + 1)
-        tokens = np.empty(shape, dtype=np.int32)
-        marks = np.empty(shape, dtype=np.uint8)
-        positions = np.empty_like(self._positions)
-        counts = np.empty(len(self._counts), dtype=np.int64)
-        for worker in self._workers:
-            rows = self._rows(worker.slots)
-            worker.next_batch(tokens[rows], marks[rows], positions[rows], counts)
-        self._positions, self._counts = positions, counts.tolist()
-        return tokens, marks
+        batches = [worker.next_batch() for worker in self._workers]
+        positions, counts, tokens, marks = zip(*batches, strict=True)
+        self._positions, self._counts = np.concatenate(positions), counts[0].tolist()
+        return np.concatenate(tokens), np.concatenate(marks)
 
     def _begin(self) -> None:
         if self._begun:
             return
         self._begun = True
+        first = self._slots.start
         for worker in self._workers:
-            worker.begin(self._positions[self._rows(worker.slots)].tolist(), self._counts)
+            rows = slice(worker.slots.start - first, worker.slots.stop - first)
+            worker.begin(self._positions[rows].tolist(), self._counts)
         if not self._workers:
             self._group = SlotGroup(
                 self._spec, self._sources, self._slots, self._positions.tolist(), self._counts
@@ -248,9 +239,6 @@ class PackedStream:
         bounds = [first + rows * index // max(workers, 1) for index in range(workers + 1)]
         pairs = itertools.pairwise(bounds)
         return [WorkerProcess(self._spec, range(begin, end)) for begin, end in pairs]
-
-    def _rows(self, slots: range) -> slice:
-        return slice(slots.start - self._slots.start, slots.stop - self._slots.start)
 
 
 def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slurmllm.data.chat import configured_eos_token
 from slurmllm.errors import DataError
@@ -68,8 +68,8 @@ class TokenEncoder:
             )
         self.end_of_document: int = token_id
         # Only an eos token that the file itself does not determine is part of the fingerprint.
-        known = b"" if end in _END_OF_DOCUMENT_TOKENS else end.encode()
-        self.fingerprint = hashlib.sha256(data + known).hexdigest()[:16]
+        data += b"" if end in _END_OF_DOCUMENT_TOKENS else end.encode()
+        self.fingerprint = hashlib.sha256(data).hexdigest()[:16]
 
     @property
     def num_ids(self) -> int:
@@ -77,61 +77,62 @@ class TokenEncoder:
         return count_ids(self._tokenizer)
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Token ids of a document with its end-of-document token, int32 [tokens + 1]."""
+        """Return the token ids of a document and its end-of-document token, int32."""
         (ids,) = self.encode_batch([text])
         return np.array([*ids, self.end_of_document], dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts, without end-of-document tokens."""
-        # The fast variant computes no character offsets: 1.18 times the tokens/s of encode().
-        with _library_errors(self.path, "encodes no text"):
-            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        """Return the token ids of texts, without end-of-document tokens."""
+        return [encoding.ids for encoding in self._encode(texts)]
 
     def encode_dialogue(self, texts: Sequence[str], *, begins: bool) -> list[list[int]]:
-        """Token ids of texts as a program that generates text encodes them.
+        """Return the token ids of texts as a program that generates text encodes them.
 
         Special tokens spelled out in a text are special tokens. With `begins`, the tokenizer's
         template adds its tokens around a text, such as Llama's `<s>`.
         """
-        # CAUTION: state of the tokenizer, so a TokenEncoder must not be used by several threads.
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with _library_errors(self.path, "encodes no text"):
-                found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=begins)
-        finally:
-            self._tokenizer.encode_special_tokens = True
-        return [encoding.ids for encoding in found]
+        return [encoding.ids for encoding in self._encode(texts, special=True, template=begins)]
 
     def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], npt.NDArray[np.int64]]]:
-        """Token ids of rendered conversations, and the characters of each token, int64 [tokens, 2].
+        """Return token ids of conversations and the characters of each token, int64 [tokens, 2].
 
         Special tokens spelled out in a text are special tokens; none is added.
         """
-        # CAUTION: state of the tokenizer, as in `encode_dialogue`. Of the post-processor only the
-        # offsets depend: GPT-2's excludes white space from them.
+        # Only offsets depend on the post-processor: GPT-2's excludes white space from them.
         processor = self._tokenizer.post_processor
-        self._tokenizer.encode_special_tokens = False
         self._tokenizer.post_processor = None
         try:
-            with _library_errors(self.path, "encodes no text"):
-                found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            encodings = self._encode(texts, special=True, fast=False)
         finally:
             self._tokenizer.post_processor = processor
-            self._tokenizer.encode_special_tokens = True
         return [
             (encoding.ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2))
-            for encoding in found
+            for encoding in encodings
         ]
 
+    def _encode(
+        self, texts: Sequence[str], special: bool = False, template: bool = False, fast: bool = True
+    ) -> list[Encoding]:
+        tokenizer = self._tokenizer
+        # The fast variant computes no character offsets: 1.18 times the tokens/s of encode().
+        encode = tokenizer.encode_batch_fast if fast else tokenizer.encode_batch
+        # CAUTION: state of the tokenizer, so a TokenEncoder must not be used by several threads.
+        tokenizer.encode_special_tokens = not special
+        try:
+            with _library_errors(self.path, "encodes no text"):
+                encodings: list[Encoding] = encode(texts, add_special_tokens=template)
+        finally:
+            tokenizer.encode_special_tokens = True
+        return encodings
+
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
 
     def decode(self, ids: npt.NDArray[np.integer]) -> str:
-        """Text of token ids, the end-of-document tokens included."""
+        """Return the text of token ids, the end-of-document tokens included."""
         with _library_errors(self.path, "decodes no token ids"):
             return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
@@ -169,7 +170,7 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
 
 @contextmanager
 def _library_errors(path: Path, what: str) -> Iterator[None]:
-    """Errors of the library, which is written in Rust, as DataError."""
+    """Raise errors of the library, which is written in Rust, as DataError."""
     try:
         yield
     except BaseException as error:
@@ -187,14 +188,11 @@ def count_ids(tokenizer: Tokenizer) -> int:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a byte-level BPE tokenizer; the same texts give the same bytes.
+    """Train a byte-level BPE tokenizer and return its tokenizer.json; equal texts, equal bytes.
 
     Args:
         vocab_size: Entries, 256 bytes and the end-of-document token (id 0) included. Short texts
             yield fewer: merging ends when no pair of tokens is left.
-
-    Returns:
-        The content of a tokenizer.json.
 
     Raises:
         DataError: the vocabulary is too small for all bytes.

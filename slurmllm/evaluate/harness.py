@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slurmllm.data.sandbox import sandbox
+from slurmllm.data.sandbox import Sandbox
 from slurmllm.errors import DataError, SlurmllmError, UserError
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef, TaskRequest, harness_version
 from slurmllm.evaluate.suites import suites_dir
@@ -165,7 +165,7 @@ def task_manager(folder: str | None, allow_code: bool = False) -> Any:
         ) from error
     given = lm_eval.utils.env
     options = {"undefined": given.undefined, "keep_trailing_newline": given.keep_trailing_newline}
-    lm_eval.utils.env = sandbox(**options)
+    lm_eval.utils.env = Sandbox(**options)
     lm_eval.utils.env.filters["regex_replace"] = given.filters["regex_replace"]
     if folder is None:
         manager = TaskManager()

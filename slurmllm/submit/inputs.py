@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,11 +161,8 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         corpora[0].path if isinstance(data.corpus, str) else corpora, tokenizer
     ).with_evaluated(evaluated)
     spec = StreamSpec.of(config.recipe)
-    check_corpora(
-        spec.corpora, spec.tokenizer, config.recipe.model.vocab_size, spec.seq_len,
-        # The built-in texts are shorter than a batch of the largest recipes, which repeats them.
-        1 if config.is_trial else spec.global_batch, spec.validation, spec.mask, spec.plugins,
-    )  # fmt: skip
+    # The built-in texts are shorter than a batch of the largest recipes, which repeats them.
+    check_corpora(replace(spec, global_batch=1) if config.is_trial else spec)
     if config.recipe.eval.every_steps is not None:
         for warning in check_evaluation_texts(spec, evaluated):
             log.warning("%s", warning)

@@ -374,9 +374,7 @@ def _resume(job: Job, future: Future[tuple[Resumable, tuple[SkippedBatches, ...]
         return
     job.backend.load_shards(job.run.checkpoint(job.step))
     job.guard.load_state(found.state.guard)
-    # Data states of version 1 have no counts; no batch had been skipped then.
-    drawn = [job.step * job.mesh.global_batch]
-    job.stream.load_state({"counts": drawn, **found.state.data})
+    job.stream.load_state(found.state.data)
     log.info("resumed from step %d", job.step)
 
 

@@ -23,10 +23,23 @@ def publish_wikipedia(server: DataServer, folder: Path, lines: int = 400) -> Non
     (folder / "t.json").write_text(json.dumps(trained))
     (folder / "text.txt").write_text("\n\n".join(texts))
     subprocess.run(
-        [sys.executable, "-m", "slurmllm", "data", "build", str(folder / "text.txt"), "--out",
-         str(folder / "c"), "--tokenize", str(folder / "t.json"), "--workers", "1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "slurmllm",
+            "data",
+            "build",
+            str(folder / "text.txt"),
+            "--out",
+            str(folder / "c"),
+            "--tokenize",
+            str(folder / "t.json"),
+            "--workers",
+            "1",
+        ],
+        check=True,
+        capture_output=True,
+    )
     merges = "\n".join(" ".join(pair) for pair in trained["model"]["merges"])
     server.files |= {
         "wiki/my-gpt2_text_document.bin": (folder / "c.bin").read_bytes(),

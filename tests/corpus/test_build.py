@@ -8,7 +8,6 @@ import json
 import resource
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from hypothesis import strategies as st
 from slurmllm.cli.data import data
 from slurmllm.corpus.build import BuildResult, CorpusManifest, build_corpus, manifest_path
 from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.options import CleanOptions, ReadOptions
+from slurmllm.corpus.options import ReadOptions
 from slurmllm.data.sources.base import document_hash, prompt_hash
 from slurmllm.display.progress import stage_progress
 from slurmllm.errors import DataError, StorageError
@@ -35,12 +34,10 @@ PARAGRAPHS = ["one line", "two\nlines – größer", "東京\n  indented <|endof
 TEXT = "\n \n" + "\n\n".join(PARAGRAPHS) + "\n\t\n\n"
 
 
-def build(
-    tmp_path: Path, *names: str, clean: CleanOptions | None = None, **read: Any
-) -> BuildResult:
+def build(tmp_path: Path, *names: str, dedup: bool = False, **read: Any) -> BuildResult:
     files = find_inputs([str(tmp_path / name) for name in names])
     options = ReadOptions(**read)
-    return build_corpus(files, tmp_path / "out.arrow", options, clean=clean, overwrite=True)
+    return build_corpus(files, tmp_path / "out.arrow", options, dedup=dedup, overwrite=True)
 
 
 def corpus(tmp_path: Path) -> pa.RecordBatch:
@@ -53,8 +50,8 @@ def corpus(tmp_path: Path) -> pa.RecordBatch:
 
 
 def texts(tmp_path: Path) -> list[str]:
-    found: list[str] = corpus(tmp_path)["text"].to_pylist()
-    return found
+    column: list[str] = corpus(tmp_path)["text"].to_pylist()
+    return column
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -98,70 +95,33 @@ def test_corpus_and_manifest(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.jsonl", "b.txt", "c.txt", "out.arrow", "out.arrow.json"]
 
 
-def test_a_corpus_is_input_too(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", TEXT.encode())
-    build(tmp_path, "a.txt")
-    (tmp_path / "out.arrow").rename(tmp_path / "first.arrow")
-    build(tmp_path, "first.arrow")
-    assert texts(tmp_path) == PARAGRAPHS
-
-
-def test_same_input_same_bytes(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", TEXT.encode())
-    out = tmp_path / "out.arrow"
-    build(tmp_path, "a.txt")
-    first = out.read_bytes(), manifest_path(out).read_bytes()
-    build(tmp_path, "a.txt")
-    assert first == (out.read_bytes(), manifest_path(out).read_bytes())
-
-
 @settings(max_examples=30)
 @given(
-    st.lists(
-        st.lists(st.text("aä\u0308\u2126 \n", max_size=4), max_size=8), min_size=1, max_size=4
-    ),
-    st.sampled_from(["none", "nfc", "nfkd"]),
-    st.integers(0, 3),
+    st.lists(st.lists(st.text("aä\u0308 \n", max_size=4), max_size=8), min_size=1, max_size=4),
     st.booleans(),
 )
-def test_cleaning(
-    tmp_path_factory: pytest.TempPathFactory,
-    files: list[list[str]],
-    form: Any,
-    min_chars: int,
-    dedup: bool,
+def test_blank_documents_and_duplicates(
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[str]], dedup: bool
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("cleaning")
     names = [f"{index}.jsonl" for index in range(len(files))]
     for name, lines in zip(names, files, strict=True):
         write(tmp_path / name, json_lines(lines))
-    expected: list[str] = []
-    short = duplicates = 0
-    for text in itertools.chain(*files):
-        text = text if form == "none" else unicodedata.normalize(form.upper(), text)
-        if not text or text.isspace():
-            continue
-        if len(text) < min_chars:
-            short += 1
-        elif dedup and text in expected:
-            duplicates += 1
-        else:
-            expected.append(text)
+    filled = [text for text in itertools.chain(*files) if text and not text.isspace()]
+    expected = list(dict.fromkeys(filled)) if dedup else filled
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slurmllm.corpus.shard._LEAST_BYTES", 1)  # a shard a file
-        patch.setattr("slurmllm.corpus.shard._RUN_DOCUMENTS", 3)
-        patch.setattr("slurmllm.corpus.finished_shard._AT_ONCE", 2)
-        patch.setattr("slurmllm.corpus.finished_shard._PART_ROWS", 2)
-        patch.setattr("slurmllm.corpus.finished_shard._PART_BYTES", 5)
-        clean = CleanOptions(form, min_chars, dedup)
+        patch.setattr("slurmllm.corpus.shard.CHUNK_BYTES", 20)
+        patch.setattr("slurmllm.corpus.finished_shard._BUCKET_DOCUMENTS", 2)
         if not expected:
             with pytest.raises(DataError, match="no text in"):
-                build(tmp_path, *names, clean=clean)
+                build(tmp_path, *names, dedup=dedup)
             return
-        manifest = build(tmp_path, *names, clean=clean).manifest
+        manifest = build(tmp_path, *names, dedup=dedup).manifest
     assert texts(tmp_path) == expected
     assert corpus(tmp_path)["id"].to_pylist() == [document_hash(t.encode()) for t in expected]
-    assert (manifest.short, manifest.duplicates) == (short, duplicates)
+    assert manifest.duplicates == len(filled) - len(expected)
+    assert manifest.empty == sum(map(len, files)) - len(filled)
     sources = corpus(tmp_path)["source"].to_pylist()
     assert [sources.count(entry.path) for entry in manifest.inputs] == [
         entry.documents for entry in manifest.inputs
@@ -173,8 +133,7 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
     rows = [("Why?", "Because."), ("", "Hm"), ("x", " "), ("Why?", "Because.")]
     lines = "".join(json.dumps({"p": p, "c": c}) + "\n" for p, c in rows)
     write(tmp_path / "a.jsonl", lines.encode())
-    clean = CleanOptions(dedup=True)
-    built = build(tmp_path, "a.jsonl", clean=clean, prompt_key="p", completion_key="c")
+    built = build(tmp_path, "a.jsonl", dedup=True, prompt_key="p", completion_key="c")
     batch = corpus(tmp_path)
     assert batch.schema.names == ["prompt", "completion", "id", "source"]
     assert list(zip(*batch.to_pydict().values(), strict=True)) == [
@@ -188,7 +147,7 @@ def test_conversations(tmp_path: Path) -> None:
     rows = [[asked, answered], [asked], [asked, answered], [asked, {**answered, "content": " "}]]
     lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
     write(tmp_path / "a.jsonl", lines.encode())
-    built = build(tmp_path, "a.jsonl", clean=CleanOptions(dedup=True), messages_key="messages")
+    built = build(tmp_path, "a.jsonl", dedup=True, messages_key="messages")
     text = json.dumps({"messages": rows[0]}, separators=(",", ":"))
     assert corpus(tmp_path).to_pydict() == {
         "messages": [text],
@@ -255,19 +214,22 @@ def test_failed_overwrite_keeps_the_old_corpus(tmp_path: Path) -> None:
     assert manifest_path(tmp_path / "out.arrow").exists()
 
 
-@pytest.mark.parametrize("limit", [100_000, 600_000])
-def test_full_disk(tmp_path: Path, limit: int) -> None:
-    # The text takes 500 kB and its ids 400 kB: the first limit meets a shard, the second the join.
-    write(tmp_path / "a.txt", b"0123456789\n\n" * 50000)
+@pytest.mark.parametrize("limit", [100_000, 1_000_000])
+def test_full_disk(tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A shard takes 750 kB, the corpus of both 1.5 MB: the limits meet a shard and the join.
+    monkeypatch.setattr("slurmllm.corpus.shard._LEAST_BYTES", 1)
+    for name in ("a.txt", "b.txt"):
+        write(tmp_path / name, b"0123456789\n\n" * 25000)
     _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(StorageError, match=r"cannot write .*out.arrow.*: File too large; free"):
-            build(tmp_path, "a.txt")
+            build(tmp_path, "a.txt", "b.txt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names_in(tmp_path) == (["a.txt"] if limit < 500_000 else [".out.arrow.build", "a.txt"])
-    assert build(tmp_path, "a.txt").continued == (limit > 500_000)
+    joins = limit > 750_000
+    assert names_in(tmp_path) == [*[".out.arrow.build"] * joins, "a.txt", "b.txt"]
+    assert build(tmp_path, "a.txt", "b.txt").continued == 2 * joins
     assert len(texts(tmp_path)) == 50000
 
 
@@ -300,12 +262,12 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         data,
         [
             *("build", "*.txt", "--files-from", "list", "--out", "c.arrow", "--overwrite"),
-            *("--skip-bad", "--min-chars", "10", "--json"),
+            *("--skip-bad", "--json"),
         ],
         catch_exceptions=False,
     )
     summary = json.loads(run.stdout)
-    assert (summary["documents"], summary["short"]) == (2, 1)
+    assert summary["documents"] == 3
     assert summary["inputs"] == 2
     assert summary["bad"] == 1
     assert summary["shards"] == 1
@@ -318,8 +280,10 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([], "name an INPUT"),
         (["a.txt", "--prompt-key", "p"], "go together"),
-        (["a.txt", "--dtype", "int32"], "add --tokenize"),
-        (["a.jsonl", "--messages-key", "m", "--min-chars", "3"], "--min-chars does not apply"),
+        (
+            ["a.jsonl", "--prompt-key", "p", "--completion-key", "c", "--tokenize", "t"],
+            "plain text",
+        ),
         (["a.jsonl", "--messages-key", "m", "--tokenize", "t"], "--tokenize does not apply"),
         (["a.txt", "--time", "60"], "--time applies to Slurm jobs; add --slurm"),
     ],

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from data.conftest import names_in
 
+from slurmllm.corpus import build as build_module
 from slurmllm.corpus.build import BuildResult, build_corpus
 from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.join import BuildCallbacks
-from slurmllm.corpus.options import BuildOptions, CleanOptions, ReadOptions
+from slurmllm.corpus.options import BuildOptions, ReadOptions
 from slurmllm.corpus.shard import load_shard, plan_shards, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.corpus.workers import run_locally
@@ -50,9 +50,8 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def build(inputs: Path, out: str = "out.arrow", **options: Any) -> BuildResult:
     read = options.pop("read", ReadOptions())
-    clean = options.pop("clean", CleanOptions(dedup=True))
     path = inputs.parent / out
-    return build_corpus(find_inputs([str(inputs)]), path, read, clean=clean, **options)
+    return build_corpus(find_inputs([str(inputs)]), path, read, **{"dedup": True, **options})
 
 
 def content(inputs: Path, out: str = "out.arrow") -> tuple[bytes, bytes]:
@@ -69,12 +68,12 @@ def fail(inputs: Path, bad_line: str = '{"text": "a"', **options: Any) -> None:
 
 
 def test_workers_make_the_same_corpus(inputs: Path) -> None:
-    one = build(inputs, "one.arrow")
+    alone = build(inputs, "one.arrow")
     two = build(inputs, "two.arrow", workers=2)
-    assert (one.shards, one.manifest) == (FILES, two.manifest)
+    assert (alone.shards, alone.manifest) == (FILES, two.manifest)
     assert content(inputs, "one.arrow") == content(inputs, "two.arrow")
-    assert two.peak_memory_bytes > one.peak_memory_bytes
-    assert one.manifest.duplicates == FILES * 100 - 4 * 70
+    assert two.peak_memory_bytes > alone.peak_memory_bytes
+    assert alone.manifest.duplicates == FILES * 100 - 4 * 70
     assert names_in(inputs.parent) == sorted(
         ["in", *(name + end for name in ("one.arrow", "two.arrow") for end in ("", ".json"))]
     )
@@ -86,8 +85,7 @@ def test_finished_shards_are_not_read_again(inputs: Path, workers: int) -> None:
     fail(inputs, workers=workers)
     assert WorkFolder.of(inputs.parent / "out.arrow").shard_names()
     notes: list[str] = []
-    callbacks = BuildCallbacks(on_note=notes.append)
-    built = build(inputs, read=ReadOptions(skip_bad=True), callbacks=callbacks)
+    built = build(inputs, read=ReadOptions(skip_bad=True), on_note=notes.append)
     assert notes == [f"continuing: {built.continued} of {FILES} shards are finished"]
     assert built.continued > 0
     assert content(inputs) == content(inputs, "whole.arrow")
@@ -95,9 +93,8 @@ def test_finished_shards_are_not_read_again(inputs: Path, workers: int) -> None:
 
 def test_other_options_or_inputs_start_anew(inputs: Path) -> None:
     notes: list[str] = []
-    callbacks = BuildCallbacks(on_note=notes.append)
     fail(inputs)
-    assert build(inputs, clean=CleanOptions(min_chars=6), callbacks=callbacks).continued == 0
+    assert build(inputs, dedup=False, on_note=notes.append).continued == 0
     assert notes[0].startswith(f"starting over: the {FILES} shards in ")
     fail(inputs, overwrite=True)
     (inputs / "3.jsonl").write_text('{"text": "fixed"}')
@@ -115,15 +112,32 @@ def test_a_shard_with_errors_is_reused_only_with_skip_bad(inputs: Path) -> None:
     assert record.bad == 1
 
 
-def test_a_damaged_shard_is_named(inputs: Path) -> None:
+def test_damaged_shards_are_read_again(inputs: Path) -> None:
+    build(inputs, "whole.arrow")
     fail(inputs)
     work = WorkFolder.of(inputs.parent / "out.arrow")
-    shards = sorted(work.path / name for name in work.shard_names())
-    text = (shards[0] / "text").read_bytes()
-    (shards[0] / "text").write_bytes(text[:-1])
-    (shards[1] / "text").write_bytes(b"x" + text[1:])
-    with pytest.raises(StorageError, match=f"{shards[1].name}/text differs from what was written"):
-        build(inputs)
+    first, second, *_ = (work.path / name / "documents.arrow" for name in work.shard_names())
+    first.write_bytes(first.read_bytes()[:-1])
+    second.write_bytes(second.read_bytes().replace(b"of", b"or", 1))
+    assert build(inputs).continued == FILES - 2
+    assert content(inputs) == content(inputs, "whole.arrow")
+
+
+def test_a_shard_damaged_before_the_join_is_named(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = build_module._write_missing_shards
+
+    def write_and_damage(shards: Any, *arguments: Any) -> Any:
+        peaks = write(shards, *arguments)
+        path = arguments[1].shard(shards[0].name) / "documents.arrow"
+        path.write_bytes(path.read_bytes().replace(b"of", b"or", 1))
+        return peaks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "_write_missing_shards", write_and_damage)
+        with pytest.raises(StorageError, match="differs from what was written"):
+            build(inputs)
     assert not (inputs.parent / "out.arrow").exists()
     assert build(inputs).continued == FILES - 1
 
@@ -146,8 +160,8 @@ def test_two_builds_to_one_name(inputs: Path) -> None:
 
 
 def children(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(child) for child in found.stdout.split()]
+    ps = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(child) for child in ps.stdout.split()]
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float = 60) -> None:
@@ -200,7 +214,7 @@ def test_a_killed_build_continues(inputs: Path, how: str) -> None:
     assert content(inputs) == content(inputs, "whole.arrow")
 
 
-# Kills itself when it writes the corpus, or when it renames the manifest.
+# Kills itself when it writes the corpus, or when it renames it after the manifest.
 DYING = """
 import os, pathlib, signal, sys
 from slurmllm.corpus import join
@@ -210,33 +224,29 @@ if sys.argv.pop(1) == "join":
     join._offsets = die
 else:
     pathlib.Path.replace = lambda path, to: (
-        die if str(to).endswith(".arrow.json") else replace)(path, to)
+        die if str(to).endswith("/out.arrow") else replace)(path, to)
 """
 
 
-@pytest.mark.parametrize("when", ["join", "manifest"])
+@pytest.mark.parametrize("when", ["join", "rename"])
 def test_killed_while_it_joins(inputs: Path, when: str) -> None:
     out = inputs.parent / "out.arrow"
     arguments = ["data", "build", str(inputs), "--out", str(out), "--dedup", "--workers", "1"]
     command = [sys.executable, "-c", DYING + MAIN, when, *arguments]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert out.exists() == (when == "manifest")
-    assert names_in(inputs.parent) == [".out.arrow.build", "in", *["out.arrow"] * out.exists()]
-    if when == "manifest":
-        with pytest.raises(DataError, match="already exists"):  # another build than that one
-            build(inputs, clean=CleanOptions())
-        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    manifests = ["out.arrow.json"] * (when == "rename")
+    assert names_in(inputs.parent) == [".out.arrow.build", "in", *manifests]
     assert build(inputs).continued == FILES
     assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
 
 
-def test_interrupted_before_the_manifest_has_its_name(
+def test_interrupted_before_the_corpus_has_its_name(
     inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Path.replace
 
     def replace(path: Path, target: Path) -> Path:
-        if target.name == "out.arrow.json":
+        if target.name == "out.arrow":
             raise KeyboardInterrupt
         return real(path, target)
 
@@ -244,7 +254,7 @@ def test_interrupted_before_the_manifest_has_its_name(
         patch.setattr(Path, "replace", replace)
         with pytest.raises(KeyboardInterrupt):
             build(inputs)
-    fail(inputs, overwrite=True)
+    assert not (inputs.parent / "out.arrow").exists()
     assert build(inputs).continued == FILES
     assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
 

@@ -15,6 +15,7 @@ from slurmllm.corpus import builtin
 from slurmllm.corpus.build import CorpusManifest, manifest_path
 from slurmllm.corpus.builtin import ensure_stdlib
 from slurmllm.data.inspection import check_corpora
+from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import vocab_size_of
 from slurmllm.errors import DataError
 
@@ -28,7 +29,7 @@ def test_stdlib_can_train(stdlib: tuple[Path, Path]) -> None:
     corpus, tokenizer = stdlib
     assert platform.python_version() in corpus.name
     assert platform.python_version() in tokenizer.name
-    check_corpora([(corpus, 1.0)], tokenizer, builtin.VOCAB_SIZE, 256, 32)
+    check_corpora(StreamSpec([(corpus, 1.0)], tokenizer, 256, 32, 1, builtin.VOCAB_SIZE))
     assert vocab_size_of(tokenizer.read_text()) == builtin.VOCAB_SIZE
     manifest = CorpusManifest.load(manifest_path(corpus))
     assert manifest.documents > 1000

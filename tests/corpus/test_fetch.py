@@ -23,6 +23,7 @@ from slurmllm.config.data_sources import DataSource
 from slurmllm.corpus import fetch
 from slurmllm.corpus.fetch import Fetch
 from slurmllm.data.sources import open_all
+from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import TokenEncoder, tokenizer_of_vocabulary, train_tokenizer
 from slurmllm.errors import DataError, InfrastructureError, StorageError
 
@@ -333,12 +334,12 @@ def test_the_texts_become_a_corpus(server: DataServer, tmp_path: Path) -> None:
     values["build"]["completion_key"] = "response"
     for _ in range(2):  # the second one finds the corpus
         Fetch("a", DataSource.model_validate(values), tmp_path, parts=1).run()
-    (reader,), _ = open_all([(tmp_path / "d.arrow", 1.0)], tokenizer, 300, "none")
+    (reader,), _ = open_all(StreamSpec([(tmp_path / "d.arrow", 1.0)], tokenizer, 8, 1, 1, 300))
     assert len(reader) == 50
     assert not reader.trains_every_token
     server.files["e.jsonl"] = server.files["d.jsonl"]
     Fetch("a", DataSource.model_validate(values), tmp_path).run()  # the other part too
-    (reader,), _ = open_all([(tmp_path / "d.arrow", 1.0)], tokenizer, 300, "none")
+    (reader,), _ = open_all(StreamSpec([(tmp_path / "d.arrow", 1.0)], tokenizer, 8, 1, 1, 300))
     assert len(reader) == 100
 
 

@@ -39,10 +39,10 @@ def test_folder_is_read_in_the_order_of_its_paths(folder: Path) -> None:
 
 
 def test_format_and_compression_come_from_the_endings(folder: Path) -> None:
-    found = {file.name: (file.format, file.compression) for file in find_inputs(["in"])}
-    assert found["in/c.jsonl.gz"] == ("jsonl", "gzip")
-    assert found["in/sub/deep/y.txt.zst"] == ("text", "zstd")
-    assert found["in/sub/z.py"] == ("text", None)
+    actual = {file.name: (file.format, file.compression) for file in find_inputs(["in"])}
+    assert actual["in/c.jsonl.gz"] == ("jsonl", "gzip")
+    assert actual["in/sub/deep/y.txt.zst"] == ("text", "zstd")
+    assert actual["in/sub/z.py"] == ("text", None)
 
 
 def test_arguments_keep_their_order_and_files_count_once(folder: Path) -> None:
@@ -192,7 +192,5 @@ def test_the_command_line_offers_what_there_is() -> None:
         for option in cli.build.params
         if hasattr(option.type, "choices")
     }
-    assert choices["format_"] == typing.get_args(inputs.FormatOption)
+    assert choices["format"] == typing.get_args(inputs.FormatOption)
     assert choices["text_by"] == typing.get_args(options.TextBy)
-    assert choices["normalize"] == typing.get_args(options.Normalize)
-    assert choices["dtype"] == typing.get_args(options.TokenDtype)

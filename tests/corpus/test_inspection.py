@@ -78,14 +78,14 @@ def test_what_a_recipe_takes(tmp_path: Path, tokenizer: Path, texts: list[str]) 
     sizes = ["--set", "train.global_batch=4", "--set", "train.steps=50"]
     result = inspect(corpus, *recipe, *sizes, "--json", "--sequences", 3)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    (reach,) = found["recipe"]
-    assert reach["epochs"] == pytest.approx(50 * 4 * 16 / found["tokens"])
-    assert reach["steps_per_epoch"] == pytest.approx(found["tokens"] / 64)
-    assert [sequence["tokens"] for sequence in found["sequences"]] == [16] * 3
-    assert any(found["sequences"][0]["parts"][0]["text"][:20] in text for text in texts)
+    actual = json.loads(result.stdout)
+    (reach,) = actual["recipe"]
+    assert reach["epochs"] == pytest.approx(50 * 4 * 16 / actual["tokens"])
+    assert reach["steps_per_epoch"] == pytest.approx(actual["tokens"] / 64)
+    assert [sequence["tokens"] for sequence in actual["sequences"]] == [16] * 3
+    assert any(actual["sequences"][0]["parts"][0]["text"][:20] in text for text in texts)
     shown = inspect(corpus, *recipe, *sizes)
-    assert f"{found['tokens']:,} (exact)" in shown.stdout
+    assert f"{actual['tokens']:,} (exact)" in shown.stdout
     assert "tiny_neox: 50 steps x 64 tokens" in shown.stdout
 
 

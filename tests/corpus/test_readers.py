@@ -47,14 +47,14 @@ def read(
     """The documents (tuples if there are several columns), and the errors."""
     errors = InputErrors(skip)
     read = ReadOptions(**options)
-    found: list[Any] = []
+    documents: list[Any] = []
     for chunk in DocumentReader(input_file(path, format), read, errors.add):
         for column in chunk:
             column.validate(full=True)
             assert column.null_count == 0
         columns = [column.to_pylist() for column in chunk]
-        found += columns[0] if len(columns) == 1 else zip(*columns, strict=True)
-    return found, errors.examples
+        documents += columns[0] if len(columns) == 1 else zip(*columns, strict=True)
+    return documents, errors.examples
 
 
 def texts(path: Path, **options: Any) -> list[Any]:
@@ -176,8 +176,10 @@ def test_a_short_text_many_times_is_read_in_chunks(
     indices = pa.array(np.array([1] + [0] * 4000 + [1] * 64, np.int32))
     column = pa.DictionaryArray.from_arrays(indices, pa.array(["", "x" * (1 << 20)]))
     (tmp_path / "a.arrow").write_bytes(arrow_stream(pa.table({"text": column})))
-    found = DocumentReader(input_file(tmp_path / "a.arrow"), ReadOptions(), InputErrors(False).add)
-    assert max(chunk.nbytes for (chunk,) in found) < 3 << 20
+    documents = DocumentReader(
+        input_file(tmp_path / "a.arrow"), ReadOptions(), InputErrors(False).add
+    )
+    assert max(chunk.nbytes for (chunk,) in documents) < 3 << 20
 
 
 def test_joined_compressed_streams_are_read_to_their_end(tmp_path: Path) -> None:
@@ -200,11 +202,13 @@ def test_cut_compressed_files(tmp_path: Path, ending: str, keep: float) -> None:
     path.write_bytes(packed)
     with pytest.raises(DataError, match=f"a.jsonl{ending}: cannot be read to its end: Truncated"):
         texts(path)
-    found, (error,) = read(path, skip=True)
+    documents, (error,) = read(path, skip=True)
     size = f"{len(packed):,}"
-    assert error.endswith(f"near byte {size} of {size} on disk, after {len(found):,} documents)")
+    assert error.endswith(
+        f"near byte {size} of {size} on disk, after {len(documents):,} documents)"
+    )
     if ending != ".bz2":  # whose blocks hold 900 kB each
-        assert 5000 * keep - 1000 < len(found) < 5000
+        assert 5000 * keep - 1000 < len(documents) < 5000
 
 
 @pytest.mark.parametrize("ending", PACKERS)
@@ -218,9 +222,9 @@ def test_corrupt_compressed_files(
     packed[middle : middle + 20] = b"\0" * 20
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(packed)
-    found, errors = read(path, skip=True)
+    documents, errors = read(path, skip=True)
     assert "cannot be read to its end" in errors[-1]
-    assert len(found) < 4000
+    assert len(documents) < 4000
     path.write_bytes(b"no such thing" * 100)
     with pytest.raises(DataError, match="cannot be read to its end"):
         texts(path)
@@ -231,15 +235,15 @@ def by_lines(data: bytes, text_by: str) -> list[str]:
     data = data.removeprefix(b"\xef\xbb\xbf")
     if text_by == "document":
         return [data.decode().replace("\r\n", "\n")]
-    found: list[bytes] = []
+    documents: list[bytes] = []
     block: list[bytes] = []
     for line in [*io.BytesIO(data), b"\n"]:
         if not line.isspace():
             block.append(line)
         if block and (line.isspace() or text_by == "line"):
-            found.append(b"".join(block))
+            documents.append(b"".join(block))
             block.clear()
-    return [text.decode().replace("\r\n", "\n").strip("\r\n") for text in found]
+    return [text.decode().replace("\r\n", "\n").strip("\r\n") for text in documents]
 
 
 PIECES = [
@@ -276,28 +280,49 @@ def test_text_means_the_same_in_blocks_of_any_size(
 
 def one_by_one(data: bytes) -> list[str]:
     """What JSON lines mean, line by line."""
-    found = []
+    documents = []
     for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
         try:
             row = json.loads(line.decode())
             row["text"].encode()
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-        found.append(row["text"])
-    return found
+        documents.append(row["text"])
+    return documents
 
 
 LINES = st.one_of(
     st.builds(lambda text, more: json.dumps({"x": more, "text": text}), st.text(), st.text()),
     st.builds(lambda text: json.dumps({"text": text}, ensure_ascii=False), st.text(max_size=9)),
     st.sampled_from(
-        ["", " ", '{"text": "a"} ', '{"text": "a"}\r', '{"text": "a"} {"text": "b"}', '{"text": 1}',
-         '{"text": null}', '{"body": "a"}', '{"text": "a", "text": "b"}', '["a"]', '"a"', "{", "}",
-         '{"text": "\\ud800"}', '{"x": "\\udc00", "text": "a"}', '{"x": NaN, "text": "a"}',
-         '{"text": "a",}', '{"x": {"text": "b"}, "text": "a"}', '{"text": "a\tb"}', '{"x":',
-         '{"text": "a\\u0000"}', '{"te\\u0078t": "a"}', '{"x": [{}]', '{"text": {"text": "a"}}']
+        [
+            "",
+            " ",
+            '{"text": "a"} ',
+            '{"text": "a"}\r',
+            '{"text": "a"} {"text": "b"}',
+            '{"text": 1}',
+            '{"text": null}',
+            '{"body": "a"}',
+            '{"text": "a", "text": "b"}',
+            '["a"]',
+            '"a"',
+            "{",
+            "}",
+            '{"text": "\\ud800"}',
+            '{"x": "\\udc00", "text": "a"}',
+            '{"x": NaN, "text": "a"}',
+            '{"text": "a",}',
+            '{"x": {"text": "b"}, "text": "a"}',
+            '{"text": "a\tb"}',
+            '{"x":',
+            '{"text": "a\\u0000"}',
+            '{"te\\u0078t": "a"}',
+            '{"x": [{}]',
+            '{"text": {"text": "a"}}',
+        ]
     ),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=80)
@@ -311,10 +336,10 @@ def test_json_lines_mean_the_same_in_blocks_of_any_size(
         patch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", block)
         path = Path(folder) / "a.jsonl"
         path.write_bytes(data)
-        found, errors = read(path, skip=True)
-    assert found == one_by_one(data)
+        documents, errors = read(path, skip=True)
+    assert documents == one_by_one(data)
     filled = [line for line in text.split("\n") if line and not line.isspace()]
-    assert len(found) + len(errors) == len(filled)
+    assert len(documents) + len(errors) == len(filled)
 
 
 def test_faults_name_the_line_in_later_blocks(
@@ -323,13 +348,13 @@ def test_faults_name_the_line_in_later_blocks(
     monkeypatch.setattr("slurmllm.corpus.readers.base.CHUNK_BYTES", 200)
     path = tmp_path / "a.jsonl"
     path.write_bytes(json_lines(["x"] * 100) + b'{"text": 5}\n' + json_lines(["y"] * 100))
-    found, (error,) = read(path, skip=True)
-    assert found == ["x"] * 100 + ["y"] * 100
+    documents, (error,) = read(path, skip=True)
+    assert documents == ["x"] * 100 + ["y"] * 100
     assert error.endswith("a.jsonl:101: field 'text' is 5, not a string")
     path = tmp_path / "a.txt"
     path.write_bytes(b"good\n\n" * 100 + b"b\xe9d\n\n" + b"good\n\n" * 100)
-    found, (error,) = read(path, skip=True)
-    assert found == ["good"] * 200
+    documents, (error,) = read(path, skip=True)
+    assert documents == ["good"] * 200
     assert error.endswith("a.txt: byte 601 is not UTF-8 (0xe9)")
 
 
@@ -341,8 +366,8 @@ def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         with pytest.raises(DataError, match=rf"{name}: row 2 of column 'text' is null"):
             texts(tmp_path / name)
-        found, errors = read(tmp_path / name, skip=True)
-        assert found == ["a", "b"]
+        documents, errors = read(tmp_path / name, skip=True)
+        assert documents == ["a", "b"]
         assert errors[1].endswith("row 3 of column 'text' is not UTF-8")
         with pytest.raises(DataError, match=r"no column 'body' \(columns: text, number\)"):
             texts(tmp_path / name, text_key="body")
@@ -358,8 +383,8 @@ def test_faults_of_tables_name_the_row(tmp_path: Path) -> None:
 def test_errors_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbf"id",text\n1,a\n\n2,b,c\n3,\xff\n4,"d\ne"\n5\n6,\n')
-    found, errors = read(path, skip=True)
-    assert found == ["a", "d\ne", ""]
+    documents, errors = read(path, skip=True)
+    assert documents == ["a", "d\ne", ""]
     assert [error.split("a.csv:")[1] for error in errors] == [
         "4: row 2 has 3 columns, the header has 2: '2,b,c'",
         "5: row 3 of column 'text' is not UTF-8",
@@ -387,8 +412,8 @@ def test_a_csv_is_read_on_after_rows_of_every_fault(
     path = tmp_path / "a.csv"
     # Arrow cannot even report a row of another length that is not UTF-8.
     path.write_bytes(b"id,text\n1,one\n2,a,\xff\n3,three\n4,\xfe\n5,five\n")
-    found, errors = read(path, skip=True)
-    assert found == ["one", "three", "five"]
+    documents, errors = read(path, skip=True)
+    assert documents == ["one", "three", "five"]
     assert [error.split("a.csv:")[1] for error in errors] == [
         "3: row 2 has 3 columns, the header has 2: '2,a,\\udcff'",
         "5: row 4 of column 'text' is not UTF-8",
@@ -400,12 +425,12 @@ def test_a_csv_is_read_on_after_rows_of_every_fault(
         (b'"' + b"x" * (1 << 20) + b'y"', "3: a cell of more than 1,048,576 characters"),
     ):
         path.write_bytes(b"id,text\n1,one\n2," + long + b"\n3,three\n")
-        found, errors = read(path, skip=True)
-        assert found == ["one", "three"]
+        documents, errors = read(path, skip=True)
+        assert documents == ["one", "three"]
         assert errors[0].endswith(f"a.csv:{reason}")
     path.write_bytes(b'id,text\n1,"' + b"a\n" * (1 << 19) + b'"\n2,"' + b"x\n" * (3 << 20))
-    found, errors = read(path, skip=True)
-    assert found == ["a\n" * (1 << 19)]
+    documents, errors = read(path, skip=True)
+    assert documents == ["a\n" * (1 << 19)]
     assert "a quotation mark that is never closed" in errors[0]
 
 
@@ -443,8 +468,8 @@ def test_prompts_and_completions(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     (tmp_path / "a.arrow").write_bytes(arrow_stream(pa.Table.from_pylist(rows)))
     for ending in ("jsonl", "csv", "parquet", "arrow"):
-        found = texts(tmp_path / f"a.{ending}", prompt_key="q", completion_key="a")
-        assert found == [("Why?", "Because."), ("", "Hm")]
+        documents = texts(tmp_path / f"a.{ending}", prompt_key="q", completion_key="a")
+        assert documents == [("Why?", "Because."), ("", "Hm")]
     (tmp_path / "b.jsonl").write_text('{"q": "x"}\n')
     with pytest.raises(DataError, match=r"b.jsonl:1: no field 'a' .*--completion-key"):
         texts(tmp_path / "b.jsonl", prompt_key="q", completion_key="a")
@@ -466,10 +491,13 @@ def test_conversations(tmp_path: Path) -> None:
         {"m": [{"role": "user", "content": "never answered"}]},
     ]
     expected = [
-        json.dumps({"messages": row["m"], **({"tools": row["tools"]} if "tools" in row else {})},
-                   ensure_ascii=False, separators=(",", ":"))
+        json.dumps(
+            {"messages": row["m"], **({"tools": row["tools"]} if "tools" in row else {})},
+            ensure_ascii=False,
+            separators=(",", ":"),
+        )
         for row in rows[:2]
-    ]  # fmt: skip
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "a.parquet")
@@ -541,7 +569,7 @@ def test_what_is_too_long_is_skipped_without_being_held(
 
     options = ReadOptions(text_by="line" if text_by == "jsonl" else text_by)  # type: ignore[arg-type]
     tracemalloc.start()
-    found = [
+    documents = [
         text
         for (texts,) in DocumentReader(input_file(path), options, on_error)
         for text in texts.to_pylist()
@@ -554,9 +582,9 @@ def test_what_is_too_long_is_skipped_without_being_held(
     assert place in errors[0]
     assert errors[0].endswith(f"a {what} of more than 5 MiB, the largest that is read")
     if text_by == "document":
-        assert (found, len(errors)) == ([], 1)
+        assert (documents, len(errors)) == ([], 1)
     elif text_by == "jsonl":
-        assert found == ["one", "two"]
+        assert documents == ["one", "two"]
         assert "in.jsonl.gz:4: not JSON" in errors[1], "the lines are still counted"
     else:
-        assert (found, len(errors)) == (["one", "two", "{"], 1)
+        assert (documents, len(errors)) == (["one", "two", "{"], 1)

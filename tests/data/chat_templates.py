@@ -9,9 +9,17 @@ import random
 from typing import Any
 
 SPECIAL = (
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
-    "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]",
-)  # fmt: skip
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "[INST]",
+    "[/INST]",
+)
 
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
@@ -175,16 +183,29 @@ TEMPLATES: dict[str, tuple[str, str, str, bool, str, str]] = {
     "marked": (MARKED, "<s>", "<|im_end|>", True, "", "<|im_end|>"),
 }
 _TEXTS = (
-    "", " ", "\n\n", "Hello", " What is it? ", "größer, naïve — ça", "東京は?",
-    "\U0001f469\u200d\U0001f467 ok", "e\u0301 a\u00a0b",
-    "\n\n\nfirst\n  second\t", "a  b   c", "{{ x }} {% y %}", "<b>&amp;</b>", "\\n", "</s> x", "]",
-)  # fmt: skip
+    "",
+    " ",
+    "\n\n",
+    "Hello",
+    " What is it? ",
+    "größer, naïve — ça",
+    "東京は?",
+    "\U0001f469\u200d\U0001f467 ok",
+    "e\u0301 a\u00a0b",
+    "\n\n\nfirst\n  second\t",
+    "a  b   c",
+    "{{ x }} {% y %}",
+    "<b>&amp;</b>",
+    "\\n",
+    "</s> x",
+    "]",
+)
 
 
 def conversations(count: int, *, system: bool) -> list[list[dict[str, Any]]]:
     """Alternating turns with unicode, white space and empty contents."""
     rng = random.Random(5)
-    found = []
+    rows = []
     for _ in range(count):
         messages = []
         if system and rng.random() < 0.4:
@@ -193,5 +214,5 @@ def conversations(count: int, *, system: bool) -> list[list[dict[str, Any]]]:
             for role in ("user", "assistant"):
                 text = " ".join(rng.choices(_TEXTS, k=rng.randint(1, 3)))
                 messages.append({"role": role, "content": text})
-        found.append(messages)
-    return found
+        rows.append(messages)
+    return rows

@@ -47,8 +47,8 @@ def test_counts_are_all_there_is_to_remember(weights: list[float], steps: int) -
     blend = Blend(weights, 6, 3, [0] * len(weights))
     for _ in range(steps):
         blend.next_step()
-    again = Blend(weights, 6, 3, blend.counts)
-    assert [blend.next_step() for _ in range(5)] == [again.next_step() for _ in range(5)]
+    resumed = Blend(weights, 6, 3, blend.counts)
+    assert [blend.next_step() for _ in range(5)] == [resumed.next_step() for _ in range(5)]
 
 
 def test_far_positions_cost_nothing() -> None:

@@ -156,8 +156,8 @@ def test_labels_of_a_packed_batch(tmp_path: Path, workers: int) -> None:
             batch = stream.next_batch()
             labels = batch.labels(-100)
             assert np.array_equal(labels == -100, batch.untrained[:, 1:])
-            kept = labels != -100
-            assert np.array_equal(labels[kept], batch.tokens[:, 1:][kept])
+            is_trained = labels != -100
+            assert np.array_equal(labels[is_trained], batch.tokens[:, 1:][is_trained])
             trained.append(labels)
             assert batch.positions is not None
             assert (batch.positions[batch.begins[:, :-1]] == 0).all()

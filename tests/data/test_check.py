@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, models
 from slurmllm.data.inspection import check_corpora
 from slurmllm.data.sources import open_source
 from slurmllm.data.sources.arrow import ArrowFile
+from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError
 
@@ -33,11 +35,11 @@ def check(
     vocab_size: int,
     seq_len: int,
     global_batch: int,
-    validation: float = 0.0,
+    **settings: Any,
 ) -> int | None:
     """Of one corpus."""
-    corpora = [(corpus, 1.0)]
-    (tokens,) = check_corpora(corpora, tokenizer, vocab_size, seq_len, global_batch, validation)
+    spec = StreamSpec([(corpus, 1.0)], tokenizer, seq_len, global_batch, 1, vocab_size, **settings)
+    (tokens,) = check_corpora(spec)
     return tokens
 
 
@@ -56,18 +58,19 @@ def test_shorter_than_one_batch(corpus: Path, tokenizer: Path, texts: list[str])
         check(corpus, tokenizer, 320, seq_len=tokens + 1, global_batch=1)
     # Of a blend it need not be the whole batch.
     corpora = [(corpus, 1.0), (corpus, 1.0)]
-    assert len(check_corpora(corpora, tokenizer, 320, tokens + 1, 1)) == 2
+    assert len(check_corpora(StreamSpec(corpora, tokenizer, tokens + 1, 1, 1, 320))) == 2
     message = f"5 x model.seq_len {tokens} x its share 0.333 = {-(-5 * tokens // 3)}"
+    corpora = [(corpus, 0.5), (corpus, 1.0)]
     with pytest.raises(DataError, match=message):
-        check_corpora([(corpus, 0.5), (corpus, 1.0)], tokenizer, 320, tokens, 5)
+        check_corpora(StreamSpec(corpora, tokenizer, tokens, 5, 1, 320))
 
 
 def test_documents_held_out_do_not_count(
     corpus: Path, tokenizer: Path, texts: list[str], tmp_path: Path
 ) -> None:
     tokens = sum(len(TokenEncoder(tokenizer).encode(text)) for text in texts)
-    found = check(corpus, tokenizer, 320, tokens // 3, 1, validation=0.5)
-    assert found is None or found < tokens
+    actual = check(corpus, tokenizer, 320, tokens // 3, 1, validation=0.5)
+    assert actual is None or actual < tokens
     with pytest.raises(DataError, match="97 documents with those held out, fewer than one"):
         check(corpus, tokenizer, 320, tokens, 1, validation=0.5)
     alone = write_arrow(tmp_path / "one.arrow", pa.table({"text": ["all there is"]}))
@@ -87,7 +90,7 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     assert check(tmp_path / "t.npy", None, 300, 10, 5) == 50
     assert check(tmp_path / "t.npy", None, 300, 5, 5) is None
     with pytest.raises(DataError, match=r"data.mask is document, .*t\.npy are unknown; set"):
-        check_corpora([(tmp_path / "t.npy", 1.0)], None, 300, 10, 5, mask="document")
+        check(tmp_path / "t.npy", None, 300, 10, 5, mask="document")
 
 
 def test_vocabulary_larger_than_the_models(corpus: Path, tokenizer: Path) -> None:
@@ -131,8 +134,8 @@ def test_corpora_made_elsewhere(tmp_path: Path) -> None:
     for kind in (pa.string(), pa.large_string()):
         table = pa.table({"id": [1, 2, 3, 4], "text": pa.array(texts, kind)}).slice(1)
         column = ArrowFile(write_arrow(tmp_path / "other.arrow", table)).strings("text")
-        found = [bytes(column.data(row)).decode() for row in range(3)]
-        assert found == ["größer", "", "last"]
+        actual = [bytes(column.data(row)).decode() for row in range(3)]
+        assert actual == ["größer", "", "last"]
         assert column.total_size == 12
 
 
@@ -150,7 +153,8 @@ def test_fast_and_without_torch(corpus: Path, tokenizer: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from slurmllm.data.inspection import check_corpora;"
         "import slurmllm.data.stream, slurmllm.corpus.builtin, slurmllm.data.prefetch;"
-        "check_corpora([(Path(sys.argv[1]), 1.0)], Path(sys.argv[2]), 320, 8, 8);"
+        "from slurmllm.data.spec import StreamSpec;"
+        "check_corpora(StreamSpec([(Path(sys.argv[1]), 1.0)], Path(sys.argv[2]), 8, 8, 1, 320));"
         "assert 'torch' not in sys.modules"
     )
     command = [sys.executable, "-c", script, str(corpus), str(tokenizer)]

@@ -300,10 +300,10 @@ def test_forms_of_a_record() -> None:
             ]
         },
     ):
-        found = read_conversation(row, "messages")
-        assert found == (expected, None)
-        assert found.trains
-        assert read_conversation({"messages": found.to_json()}, "messages") == found
+        actual = read_conversation(row, "messages")
+        assert actual == (expected, None)
+        assert actual.trains
+        assert read_conversation({"messages": actual.to_json()}, "messages") == actual
     assert not read_conversation({"messages": chat("a", " ", "b")}, "messages").trains
     assert read_conversation({"messages": [], "x": expected}, "x").messages == expected
 
@@ -338,8 +338,8 @@ def test_packed_conversations(tmp_path: Path, workers: int) -> None:
     first = streams(spec)
     take(first, 7)
     state = saved(first)
-    again = restored(streams(spec, 2), state)
-    assert np.array_equal(take(first, 5), take(again, 5))
+    resumed = restored(streams(spec, 2), state)
+    assert np.array_equal(take(first, 5), take(resumed, 5))
 
 
 def test_another_template_is_another_tokenizer(tmp_path: Path) -> None:

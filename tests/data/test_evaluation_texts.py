@@ -31,8 +31,8 @@ def corpus(folder: Path, name: str, texts: list[str]) -> str:
 @pytest.fixture
 def training(tmp_path: Path) -> StreamSpec:
     (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, 320))
-    own = Path(corpus(tmp_path, "training", TEXTS))
-    return StreamSpec([(own, 1.0)], tmp_path / "tokenizer.json", 32, 8, 1, 320, validation=0.1)
+    path = Path(corpus(tmp_path, "training", TEXTS))
+    return StreamSpec([(path, 1.0)], tmp_path / "tokenizer.json", 32, 8, 1, 320, validation=0.1)
 
 
 def test_other_text_is_fine(tmp_path: Path, training: StreamSpec) -> None:
@@ -95,8 +95,8 @@ def test_a_dry_run_checks_them_like_a_submit(
     if ids is not None:
         np.save(other, ids.astype(np.uint16))
     size = ("model.seq_len=32", "train.global_batch=8", "train.micro_batch=1")
-    given = (*size, "eval.every_steps=5", f"eval.corpora.other={other}")
-    config = resolve("tiny_neox", "local", given)
+    overrides = (*size, "eval.every_steps=5", f"eval.corpora.other={other}")
+    config = resolve("tiny_neox", "local", overrides)
     for build in (False, True):
         if message:
             with pytest.raises(DataError, match=message if not build else "eval.corpora.other: "):

@@ -12,8 +12,8 @@ SEEDS = st.integers(0, 2**63)
 @settings(max_examples=150)
 @given(size=st.integers(1, 700), seed=SEEDS, epoch=st.integers(0, 10**6))
 def test_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
-    found = Permutation(size, seed, epoch).take(np.arange(size))
-    assert sorted(found.tolist()) == list(range(size))
+    permuted = Permutation(size, seed, epoch).take(np.arange(size))
+    assert sorted(permuted.tolist()) == list(range(size))
 
 
 @settings(max_examples=50)
@@ -66,8 +66,8 @@ def test_every_place_is_equally_likely() -> None:
 
 
 def test_neighbours_are_not_kept_together() -> None:
-    found = Permutation(1000, 9, 0).take(np.arange(1000))
-    together = int((np.abs(np.diff(found)) == 1).sum())
+    permuted = Permutation(1000, 9, 0).take(np.arange(1000))
+    together = int((np.abs(np.diff(permuted)) == 1).sum())
     assert together < 12  # 2 expected
 
 

@@ -43,17 +43,17 @@ DEGREES = st.sampled_from([(1, 1), (2, 1), (2, 4), (4, 2), (4, 4), (1, 4)])
 
 def documents_of(stream: Sequence[int], end: int) -> list[tuple[int, ...]]:
     """The documents that a slot has finished, in its order."""
-    found, begin = [], 0
+    documents, begin = [], 0
     for place, token in enumerate(stream):
         if token == end:
-            found.append(tuple(stream[begin : place + 1]))
+            documents.append(tuple(stream[begin : place + 1]))
             begin = place + 1
-    return found
+    return documents
 
 
 def all_held_out(texts: Sequence[str], validation: float) -> bool:
     hashes = np.array([document_hash(text.encode()) for text in texts], dtype=np.uint64)
-    return not Split("train", validation).holds(hashes).any()
+    return not Split("train", validation).document_mask(hashes).any()
 
 
 @settings(max_examples=60)
@@ -111,15 +111,15 @@ def test_no_token_is_lost_or_repeated_in_an_epoch(
     encoder, slots = TokenEncoder(tokenizer), 4
     spec = StreamSpec([(corpus, 1.0)], tokenizer, seq_len, slots, seed)
     order = DocumentOrder(len(texts), seed).take(np.arange(len(texts) * epochs))
-    wanted = [tuple(encoder.encode(texts[document]).tolist()) for document in order.tolist()]
+    expected = [tuple(encoder.encode(texts[document]).tolist()) for document in order.tolist()]
     # As long as the slot that has most to read.
-    longest = max(sum(map(len, wanted[slot::slots])) for slot in range(slots))
+    longest = max(sum(map(len, expected[slot::slots])) for slot in range(slots))
     batches = take(streams(spec), -(-longest // seq_len))
     for slot in range(slots):
-        found = documents_of(slot_tokens(batches, slot), encoder.end_of_document)
-        assert found[: len(wanted[slot::slots])] == wanted[slot::slots]
+        actual = documents_of(slot_tokens(batches, slot), encoder.end_of_document)
+        assert actual[: len(expected[slot::slots])] == expected[slot::slots]
     for epoch in range(epochs):
-        here = wanted[epoch * len(texts) : (epoch + 1) * len(texts)]
+        here = expected[epoch * len(texts) : (epoch + 1) * len(texts)]
         assert Counter(here) == Counter(tuple(encoder.encode(t).tolist()) for t in texts)
 
 
@@ -229,10 +229,10 @@ def test_there_is_nothing_to_validate_on_where_nothing_is_held_out(
 
 def test_splits_depend_only_on_content() -> None:
     hashes = np.random.default_rng(1).integers(0, 2**64, 100_000, dtype=np.uint64)
-    small, large = (Split("validation", share).holds(hashes) for share in (0.05, 0.2))
+    small, large = (Split("validation", share).document_mask(hashes) for share in (0.05, 0.2))
     assert (small <= large).all()  # a larger share holds out more, not others
     assert abs(large.mean() - 0.2) < 6 * (0.2 * 0.8 / 100_000) ** 0.5
-    assert (Split("train", 0.2).holds(hashes) != large).all()
+    assert (Split("train", 0.2).document_mask(hashes) != large).all()
 
 
 def test_a_million_documents_of_one_token(tmp_path: Path, tokenizer: Path) -> None:
@@ -255,8 +255,8 @@ def test_a_million_documents_of_one_token(tmp_path: Path, tokenizer: Path) -> No
     batches = take(restored(streams(spec), state), 1)
     assert np.array_equal(take(restored(streams(spec, 2), state), 1), batches)
     last = DocumentOrder(count, 3).take(np.arange(count - 1000 * rows, count))
-    wanted = Counter(ids[texts[document]] for document in last.tolist())
-    assert Counter(batches[0, :, 0:2000:2].ravel().tolist()) == wanted
+    expected = Counter(ids[texts[document]] for document in last.tolist())
+    assert Counter(batches[0, :, 0:2000:2].ravel().tolist()) == expected
 
 
 def test_one_huge_document(tmp_path: Path, tokenizer: Path) -> None:
@@ -311,7 +311,9 @@ def test_a_resume_reads_one_piece_a_slot(
 def test_a_side_without_a_token_is_an_error(tmp_path: Path) -> None:
     split = Split("train", 0.5)
     hashes = {n: document_hash(np.array([n], "<i4").tobytes()) for n in range(64)}
-    held_out = next(n for n, h in hashes.items() if not split.holds(np.array([h], np.uint64))[0])
+    held_out = next(
+        n for n, h in hashes.items() if not split.document_mask(np.array([h], np.uint64))[0]
+    )
     path = write_megatron(tmp_path / "m", [[[held_out]], *([[]] for _ in range(40))])
     spec = StreamSpec([(path, 1.0)], None, seq_len=8, global_batch=2, seed=1, validation=0.5)
     with pytest.raises(DataError, match=r"is on the train side of .* and holds a token"):

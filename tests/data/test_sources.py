@@ -144,11 +144,11 @@ def test_a_document_changed_since_the_build(tmp_path: Path, tokenizer: Path) -> 
 
 def test_fingerprints_see_size_and_content(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    found = set()
+    actual = set()
     for content in (b"", b"a", b"b", b"a" * 10_000, b"a" * 9_999 + b"b", b"a" * 10_001):
         path.write_bytes(content)
-        found |= {fingerprint([path]), fingerprint([path], "kind")}
-    assert len(found) == 12
+        actual |= {fingerprint([path]), fingerprint([path], "kind")}
+    assert len(actual) == 12
     size = 64 << 20
     with path.open("wb") as stream:
         stream.truncate(size)

@@ -11,17 +11,15 @@ import pytest
 from tokenizers import Tokenizer
 
 from slurmllm.data.order import DocumentOrder
-from slurmllm.data.sources import text
-from slurmllm.data.sources.arrow import ArrowFile
 from slurmllm.data.spec import StreamSpec
-from slurmllm.data.state import State, merge_states
+from slurmllm.data.state import merge_states
 from slurmllm.data.stream import Batch, PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError
 
 from . import corpora
 from .conftest import make_corpus
-from .corpora import close, restored, saved, slot_tokens, take, write_texts
+from .corpora import close, restored, saved, slot_tokens, take
 
 SEQ_LEN = 24
 GLOBAL_BATCH = 8
@@ -183,39 +181,6 @@ def test_a_position_beyond_its_document_is_refused(corpus: Path, tokenizer: Path
 def test_ranks_must_divide_the_global_batch(corpus: Path, tokenizer: Path) -> None:
     with pytest.raises(DataError, match=r"global_batch 8 is not a multiple of the 3 .*choose 6"):
         streams(corpus, tokenizer, 3)
-
-
-def version_1(corpus: Path, rank: PackedStream) -> State:
-    now = saved([rank])
-    kept = {key: now[key] for key in ("seed", "global_batch", "tokenizer", "first_slot")}
-    slots = [[visit, offset] for visit, _, offset in now["slots"]]
-    return {**kept, "version": 1, "corpus": ArrowFile(corpus).layout, "slots": slots}
-
-
-def test_a_state_of_version_1_resumes(corpus: Path, tokenizer: Path) -> None:
-    expected = take(streams(corpus, tokenizer), 20)
-    (rank,) = streams(corpus, tokenizer)
-    take([rank], 7)
-    old = version_1(corpus, rank)
-    assert np.array_equal(take(restored(streams(corpus, tokenizer, 2), old), 13), expected[7:])
-    old["slots"][3] = [0, 99_999]
-    with pytest.raises(DataError, match="token 99999 of a part of a document of"):
-        take(restored(streams(corpus, tokenizer), old), 1)
-    old["corpus"] = "0123456789abcdef"
-    with pytest.raises(DataError, match="format of the data state 1, this stream has 2"):
-        rank.load_state(old)
-
-
-def test_a_state_of_version_1_inside_a_long_document(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus = write_texts(tmp_path / "c.arrow", ["the lazy dog " * n for n in range(10, 60)])
-    expected = take(streams(corpus, tokenizer), 20)
-    (rank,) = streams(corpus, tokenizer)
-    take([rank], 7)
-    old = version_1(corpus, rank)
-    monkeypatch.setattr(text, "PIECE_BYTES", 100)
-    assert np.array_equal(take(restored(streams(corpus, tokenizer), old), 13), expected[7:])
 
 
 def test_what_a_run_reads(corpus: Path, tokenizer: Path) -> None:

@@ -55,9 +55,9 @@ def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
     assert all((a == b).all() for a, b in zip(some, rows, strict=False))
     # A sequence hands out its last token again as the next one's first.
     assert all(a[-1] == b[0] for a, b in itertools.pairwise(rows))
-    (source,), _ = open_all(spec.corpora, spec.tokenizer, spec.vocab_size, spec.mask)
+    (source,), _ = open_all(spec)
     split = Split("validation", spec.validation)
-    held = split.holds(source.document_hashes(np.arange(len(source))))
+    held = split.document_mask(source.document_hashes(np.arange(len(source))))
     pieces = [source.read([(document, 0)]).tokens for document in np.flatnonzero(held).tolist()]
     count = sum(len(piece) for piece in pieces)
     assert 0 <= count - 1 - spec.seq_len * len(rows) < spec.seq_len

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.inputs import InputFile
-from slurmllm.corpus.options import ReadOptions
-from slurmllm.corpus.readers.base import Documents, OnError
+from slurmllm.corpus.options import InputErrors, ReadOptions
+from slurmllm.corpus.readers.base import Documents, OnError, drop_blank
 from slurmllm.corpus.readers.columns import read_arrow, read_parquet
 from slurmllm.corpus.readers.delimited import read_delimited
 from slurmllm.corpus.readers.json_lines import read_json_lines
 from slurmllm.corpus.readers.text import read_text
 from slurmllm.errors import DataError
 
-__all__ = ["DocumentReader", "Documents", "OnError", "ReadOptions"]
+__all__ = ["DocumentReader", "DocumentStream", "Documents", "OnError", "ReadOptions"]
 
-_READERS = {"text": read_text, "jsonl": read_json_lines, "csv": read_delimited}
+_READERS = {
+    "text": read_text,
+    "jsonl": read_json_lines,
+    "csv": read_delimited,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+}
 
 
 class DocumentReader:
@@ -61,19 +67,10 @@ class DocumentReader:
             on_error(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
             return
 
-        # Parquet and Arrow files are not read through the stream, which counts no bytes of them.
-        def on_fraction(fraction: float) -> None:
-            self.position_bytes = int(fraction * self.file.size_bytes)
-
         with stream:
             try:
-                if kind in _READERS:
-                    chunks = _READERS[kind](stream, options, on_error)
-                else:
-                    read = read_parquet if kind == "parquet" else read_arrow
-                    chunks = read(stream, options, on_error, on_fraction)
-                for chunk in chunks:
-                    self.position_bytes = max(self.position_bytes, stream.offset_bytes)
+                for chunk in _READERS[kind](stream, options, on_error):
+                    self.position_bytes = max(stream.mapped_bytes, stream.offset_bytes)
                     self.documents += len(chunk[0])
                     yield chunk
             except OSError as error:
@@ -87,3 +84,34 @@ class DocumentReader:
             if stream.offset_bytes:
                 with contextlib.suppress(OSError):
                     self.checksum = stream.checksum()
+
+
+class DocumentStream:
+    """The texts of several files, without blank ones; iterates once.
+
+    Attributes:
+        documents: Documents so far.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        options: ReadOptions,
+        errors: InputErrors,
+        on_progress: Callable[[int], None] = lambda done_bytes: None,
+    ) -> None:
+        self._files, self._options, self._errors = files, options, errors
+        self._on_progress = on_progress
+        self.documents = 0
+
+    def __iter__(self) -> Iterator[str]:
+        done_bytes = 0
+        for file in self._files:
+            reader = DocumentReader(file, self._options, self._errors.add)
+            for chunk in reader:
+                self._on_progress(done_bytes + reader.position_bytes)
+                (texts,) = drop_blank(chunk)
+                self.documents += len(texts)
+                yield from texts.to_pylist()
+            done_bytes += file.size_bytes
+            self._on_progress(done_bytes)

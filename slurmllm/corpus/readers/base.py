@@ -39,7 +39,7 @@ class OnError(Protocol):
 def line_blocks(
     stream: OpenedInput, on_error: OnError, *, keep_bom: bool = False, longest: int | None = None
 ) -> Iterator[bytes]:
-    """Blocks that end after a line feed, or with the file.
+    """Yield blocks that end after a line feed, or with the file.
 
     A block has about CHUNK_BYTES, or is one longer line. A byte-order mark is removed unless
     `keep_bom`. A line of more than `longest` bytes, by default LARGEST_DOCUMENT, is an error, and
@@ -81,7 +81,7 @@ def too_large(what: str, limit: int | None = None) -> str:
 
 
 def valid_utf8(block: bytes) -> bool:
-    """Whether bytes are UTF-8, checked at 10 GB/s and more."""
+    """Return whether bytes are UTF-8, checked at 10 GB/s and more."""
     offsets = pa.py_buffer(np.array([0, len(block)], np.int64))
     buffers = [None, offsets, pa.py_buffer(block)]
     return _is_valid(pa.Array.from_buffers(pa.large_string(), 1, buffers, null_count=0))
@@ -101,7 +101,7 @@ def good_rows(
     first_row: int,
     on_row: Callable[[int, str], None],
 ) -> Documents:
-    """The rows of a table that are neither null nor invalid UTF-8; the others are errors.
+    """Return the rows of a table that are neither null nor invalid UTF-8; others are errors.
 
     Args:
         columns: An array of strings of any kind per key.
@@ -112,7 +112,7 @@ def good_rows(
     large, binary = pa.large_string(), pa.large_binary()
     # Reinterpreted: a cast to string would check the bytes first, and raise without the row.
     texts = [
-        _reinterpret(column, large) if column.type == binary else column.cast(large)
+        reinterpret(column, large) if column.type == binary else column.cast(large)
         for column in columns
     ]
     errors: dict[int, str] = {}
@@ -130,19 +130,29 @@ def good_rows(
         keep = np.ones(len(texts[0]), bool)
         keep[list(errors)] = False
         mask = pa.array(keep)
-        texts = [_reinterpret(_reinterpret(text, binary).filter(mask), large) for text in texts]
+        texts = [reinterpret(reinterpret(text, binary).filter(mask), large) for text in texts]
     return tuple(texts)
 
 
-def _reinterpret(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """The same buffers as large_string or large_binary, without a check of the bytes."""
+def drop_blank(documents: Documents) -> Documents:
+    """Drop documents of white space only; of a pair, the completion counts."""
+    last = documents[-1]
+    # utf8_is_space is false of an empty string.
+    blank = pc.or_(pc.utf8_is_space(last), pc.equal(pc.binary_length(last), 0))
+    if not pc.any(blank).as_py():
+        return documents
+    return tuple(column.filter(pc.invert(blank)) for column in documents)
+
+
+def reinterpret(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return the same buffers as another type, without a check of the bytes."""
     return pa.Array.from_buffers(
         kind, len(column), column.buffers(), column.null_count, column.offset
     )
 
 
 def conversation_text(row: Mapping[str, Any], key: str) -> str:
-    """A conversation as the corpus has it; empty, so that it is skipped, if it trains nothing.
+    """Return a conversation as the corpus has it; empty, to be skipped, if it trains nothing.
 
     Raises:
         ValueError: the reason why the record cannot be used.
@@ -159,7 +169,7 @@ def conversation_text(row: Mapping[str, Any], key: str) -> str:
 
 
 def missing_column(keys: tuple[str, ...], schema: pa.Schema) -> str | None:
-    """The reason why a table cannot be read; None if every key is a string column."""
+    """Return why a table cannot be read; None if every key is a string column."""
     for key in keys:
         if key not in schema.names:
             return no_column(key, schema.names)

@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
@@ -24,6 +25,7 @@ from slurmllm.corpus.readers.base import (
     good_rows,
     missing_column,
     no_column,
+    reinterpret,
 )
 from slurmllm.data.sources.arrow_batches import FILE_BEGIN, ArrowBatches
 
@@ -31,12 +33,9 @@ _MOST_ROWS = 1 << 16
 # Rows of messages read at once: they become Python objects.
 _CONVERSATIONS = 1 << 8
 
-# Called with the fraction of the file that is read, 0 … 1.
-OnFraction = Callable[[float], None]
-
 
 def read_parquet(
-    stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
+    stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
     name = stream.file.name
     row = 0
@@ -56,14 +55,12 @@ def read_parquet(
         for batch in file.iter_batches(rows, columns=list(keys), use_threads=False):
             yield _documents(batch, keys, options, row + 1, _on_row(name, on_error))
             row += batch.num_rows
-            on_fraction(row / file.metadata.num_rows)
+            stream.mapped_bytes = stream.file.size_bytes * row // file.metadata.num_rows
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
         on_error(f"{name}: not a readable Parquet file: {error}", "rest" if row else "file")
 
 
-def read_arrow(
-    stream: OpenedInput, options: ReadOptions, on_error: OnError, on_fraction: OnFraction
-) -> Iterator[Documents]:
+def read_arrow(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
     name = stream.file.name
     if stream.file.size_bytes == 0:
         on_error(f"{name}: an empty file, not an Arrow file", "file")
@@ -91,19 +88,14 @@ def read_arrow(
             columns = [batch.column(key) for key in keys]
             for column in columns:
                 _check_bounds(column)
-            step = _CONVERSATIONS
-            slices = (
-                ((at, min(at + step, batch.num_rows)) for at in range(0, batch.num_rows, step))
-                if options.messages_key
-                else _slices(columns)
-            )
-            for begin, end in slices:
+            for begin, end in _slices(columns, options):
                 part = batch.slice(begin, end - begin)
                 yield _documents(part, keys, options, row + 1, _on_row(name, on_error))
                 row += end - begin
                 if mapped:
                     mapped.release()
-                    on_fraction((index + end / batch.num_rows) / count)
+                    part_of_file = (index + end / batch.num_rows) / count
+                    stream.mapped_bytes = int(part_of_file * stream.file.size_bytes)
         if mapped and mapped.fault:
             raise pa.ArrowInvalid(mapped.fault)
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
@@ -111,7 +103,7 @@ def read_arrow(
 
 
 def _columns(options: ReadOptions, schema: pa.Schema) -> tuple[tuple[str, ...], str | None]:
-    """The columns to read, and the reason why the table cannot be read."""
+    """Return the columns to read, and the reason why the table cannot be read."""
     if options.messages_key is None:
         return options.keys, missing_column(options.keys, schema)
     if options.messages_key not in schema.names:
@@ -175,32 +167,31 @@ class _Prefixed(io.RawIOBase):
         return taken + self._stream.read(size - len(taken))
 
 
-def _slices(columns: list[pa.Array]) -> Iterator[tuple[int, int]]:
-    """Runs of rows that hold about CHUNK_BYTES, or one longer row."""
+def _slices(columns: list[pa.Array], options: ReadOptions) -> Iterator[tuple[int, int]]:
+    """Yield runs of rows that hold about CHUNK_BYTES of text, or one longer row."""
     rows = len(columns[0])
     begin = 0
     while begin < rows:
-        # Bytes up to the end of each of the next rows.
-        ends = np.zeros(min(rows - begin, _MOST_ROWS), np.int64)
-        for column in (column.slice(begin, len(ends)) for column in columns):
-            if pa.types.is_dictionary(column.type):
-                # Of each row: many may share a long text.
-                sizes = pc.binary_length(column.dictionary).take(column.indices).fill_null(0)
-                ends += np.cumsum(sizes.to_numpy(), dtype=np.int64)
-                continue
-            buffer = column.buffers()[1]
-            if pa.types.is_string_view(column.type):  # 16 bytes a row, of which four are its size
-                sizes = np.frombuffer(buffer, np.int32, 4 * (column.offset + len(column)))[::4]
-                ends += np.cumsum(np.maximum(sizes[column.offset :], 0), dtype=np.int64)
-                continue
-            kind = np.dtype(np.int64 if column.type == pa.large_string() else np.int32)
-            offsets = np.frombuffer(buffer, kind, column.offset + len(column) + 1)[column.offset :]
-            values = column.buffers()[2]
-            if np.any(np.diff(offsets) < 0) or offsets[0] < 0:
-                raise pa.ArrowInvalid("offsets that do not ascend")
-            if offsets[-1] > (values.size if values is not None else 0):
-                raise pa.ArrowInvalid("offsets beyond the end of the text")
-            ends += np.cumsum(np.diff(offsets), dtype=np.int64)
-        end = begin + max(int(np.searchsorted(ends, CHUNK_BYTES, side="right")), 1)
+        if options.messages_key is not None:
+            end = min(begin + _CONVERSATIONS, rows)
+        else:
+            # Bytes up to the end of each of the next rows.
+            ends = np.cumsum(sum(_sizes(column.slice(begin, _MOST_ROWS)) for column in columns))
+            end = begin + max(int(np.searchsorted(ends, CHUNK_BYTES, side="right")), 1)
         yield begin, end
         begin = end
+
+
+def _sizes(column: pa.Array) -> npt.NDArray[np.int64]:
+    """Return the bytes of each row, after a check of a plain string's offsets."""
+    if pa.types.is_dictionary(column.type):  # of each row: many may share a long text
+        sizes = pc.binary_length(column.dictionary).take(column.indices)
+    elif pa.types.is_string_view(column.type):  # 16 bytes a row, of which four are its size
+        views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
+        return views[column.offset : column.offset + len(column), 0].astype(np.int64)
+    else:
+        binary = pa.binary() if column.type == pa.string() else pa.large_binary()
+        column = reinterpret(column, binary)
+        column.validate(full=True)
+        sizes = pc.binary_length(column)
+    return np.asarray(sizes.fill_null(0), np.int64)

@@ -40,8 +40,8 @@ def read_delimited(
         # Rows of another length, bytes that are not UTF-8, long cells; no such column
         except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError):
             pass
-    with OpenedInput(stream.file) as again:
-        yield from _Rows(again, delimiter, on_error).documents(options.keys, rows)
+    with OpenedInput(stream.file) as reopened:
+        yield from _Rows(reopened, delimiter, on_error).documents(options.keys, rows)
 
 
 class _Closable(io.RawIOBase):
@@ -90,7 +90,7 @@ class _Rows:
         self._ended = False
 
     def documents(self, keys: tuple[str, ...], done: int) -> Iterator[Documents]:
-        """The documents after the first `done` rows."""
+        """Yield the documents after the first `done` rows."""
         with ExitStack() as stack:
             stack.callback(csv.field_size_limit, csv.field_size_limit(_LARGEST))
             rows = self._rows()
@@ -136,7 +136,7 @@ class _Rows:
         return None
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """First line and cells of each row that is not blank."""
+        """Yield first line and cells of each row that is not blank."""
         reader = csv.reader(self._lines(), delimiter=self._delimiter)
         while True:
             first = reader.line_num + 1

@@ -46,7 +46,7 @@ def read_json_lines(
 def _parse_block(
     block: bytes, feeds: npt.NDArray[np.int64], keys: tuple[str, ...]
 ) -> Documents | None:
-    """All lines of a block at once; None if they must be parsed one by one."""
+    """Parse all lines of a block at once; None if they must be parsed one by one."""
     # Arrow ignores line ends. If there is a brace on either side of each, none is inside an
     # object, and as many objects as lines mean one object a line.
     data = np.frombuffer(block, np.uint8)
@@ -79,13 +79,13 @@ def _parse_block(
 def _parse_lines(
     block: bytes, first_line: int, name: str, options: ReadOptions, on_error: OnError
 ) -> Documents:
-    found: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for number, line in enumerate(block.split(b"\n"), start=first_line):
         if not line or line.isspace():
             continue
         place = f"{name}:{number}"
         try:
-            row = json.loads(line.decode("utf-8").rstrip())
+            record = json.loads(line.decode("utf-8").rstrip())
         except UnicodeDecodeError as error:
             on_error(f"{place}: byte {error.start} of the line is not UTF-8")
             continue
@@ -95,28 +95,28 @@ def _parse_lines(
                 reason = f"{error.msg} at character {error.pos + 1}"
             on_error(f"{place}: not JSON: {reason}; a line must hold one whole object")
             continue
-        if not isinstance(row, dict):
-            on_error(f"{place}: a JSON {type(row).__name__}, not an object")
+        if not isinstance(record, dict):
+            on_error(f"{place}: a JSON {type(record).__name__}, not an object")
             continue
         if options.messages_key is not None:
             try:
-                found.append((conversation_text(row, options.messages_key),))
+                rows.append((conversation_text(record, options.messages_key),))
             except ValueError as error:
                 on_error(f"{place}: {error}")
             continue
-        unusable = next(filter(None, (_field_error(row, key) for key in options.keys)), None)
+        unusable = next(filter(None, (_field_error(record, key) for key in options.keys)), None)
         if unusable is None:
-            found.append(tuple(row[key] for key in options.keys))
+            rows.append(tuple(record[key] for key in options.keys))
         else:
             on_error(f"{place}: {unusable}")
     return tuple(
-        pa.array([row[index] for row in found], pa.large_string())
+        pa.array([row[index] for row in rows], pa.large_string())
         for index in range(len(options.keys))
     )
 
 
 def _field_error(row: dict[str, Any], key: str) -> str | None:
-    """The reason why a field is not text, None if it is."""
+    """Return why a field is not text, None if it is."""
     text = row.get(key)
     if isinstance(text, str):
         try:

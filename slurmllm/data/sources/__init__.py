@@ -14,6 +14,7 @@ from slurmllm.run.staged_files import local_copy
 
 if TYPE_CHECKING:
     from slurmllm.data.sources.base import Source
+    from slurmllm.data.spec import StreamSpec
     from slurmllm.data.tokenizer import TokenEncoder
 
 
@@ -26,10 +27,8 @@ def open_source(
     """Open a corpus.
 
     Args:
-        path: An Arrow corpus (a file, a stream, or a folder of Hugging Face datasets), of texts, of
-            prompts and completions, of conversations or of token ids; a Megatron `.idx`, its `.bin`
-            or the name of both without the ending; a `.npy`; `name:path` for the data source of
-            this name, another package's.
+        path: An Arrow corpus; a Megatron `.idx`, its `.bin` or the name of both without the ending;
+            a `.npy`; `name:path` for the data source of this name, another package's.
         encoder: Tokenizes texts; not needed for token ids.
         vocab_size: Upper bound of the ids of tokenized corpora.
         modules: The recipe's `plugins`, which may register data sources.
@@ -59,48 +58,42 @@ def open_source(
         return NumpySource(path, encoder, vocab_size)
     # 0.1 s of imports that token ids do not need.
     from slurmllm.data.sources.arrow import ArrowFile, ArrowTokenSource
-    from slurmllm.data.sources.text import (
-        ConversationSource,
-        PromptSource,
-        TextSource,
-        is_conversations,
-        is_prompts,
-    )
+    from slurmllm.data.sources.text import ConversationSource, PromptSource, TextSource
 
     file = ArrowFile(path)
-    if file.has_tokens() and not is_prompts(file) and not {"text", "messages"} & {*file.names}:
-        return ArrowTokenSource(file, encoder, vocab_size)
+    kind: type[ConversationSource | PromptSource | TextSource] = TextSource
+    if {"prompt", "completion"} <= {*file.names}:
+        kind = PromptSource
+    elif "text" not in file.names:
+        if "messages" in file.names:
+            kind = ConversationSource
+        elif file.has_tokens():
+            return ArrowTokenSource(file, encoder, vocab_size)
     if encoder is None:
         raise DataError(
             f"{path} has text, and no tokenizer is set; name a tokenizer.json in data.tokenizer "
             "(data inspect: --tokenizer)"
         )
-    if is_prompts(file):
-        return PromptSource(file, encoder)
-    return (ConversationSource if is_conversations(file) else TextSource)(file, encoder)
+    return kind(file, encoder)
 
 
-def open_all(
-    corpora: Sequence[tuple[Path, float]],
-    tokenizer: Path | None,
-    vocab_size: int | None,
-    mask: str,
-    modules: Sequence[str] = (),
-) -> tuple[list[Source], TokenEncoder | None]:
-    """Open the corpora of a blend, and their tokenizer.
+def open_all(spec: StreamSpec) -> tuple[list[Source], TokenEncoder | None]:
+    """Open the corpora of a stream, and their tokenizer.
 
     Raises:
         DataError: as for `open_source` and `TokenEncoder`, or `data.mask` needs the bounds of
             documents, which are unknown.
     """
     encoder = None
-    if tokenizer is not None:
+    if spec.tokenizer is not None:
         from slurmllm.data.tokenizer import TokenEncoder
 
-        encoder = TokenEncoder(tokenizer)
-    sources = [open_source(path, encoder, vocab_size, modules) for path, _ in corpora]
+        encoder = TokenEncoder(spec.tokenizer)
+    sources = [
+        open_source(path, encoder, spec.vocab_size, spec.plugins) for path, _ in spec.corpora
+    ]
     for source in sources:
-        if mask == "document" and not source.knows_documents:
+        if spec.mask == "document" and not source.knows_documents:
             raise DataError(
                 f"data.mask is document, and the documents' bounds in {source.path} are unknown; "
                 "set data.tokenizer, whose end-of-document token marks them, or data.mask=none"

@@ -90,7 +90,7 @@ class ArrowFile:
         return self.first[-1]
 
     def strings(self, name: str) -> ValueColumn:
-        """A column of text; a DataError if there is none of this name and type."""
+        """Return a column of text; a DataError if there is none of this name and type."""
         kind = self._type(name)
         if pa.types.is_dictionary(kind):
             kind = kind.value_type
@@ -102,19 +102,19 @@ class ArrowFile:
         return ValueColumn(self, name)
 
     def ids(self) -> DocumentIds | None:
-        """The hashes of the documents that `data build` writes, None if the file has none."""
+        """Return the hashes that `data build` writes, None if the file has none."""
         if self._type("id") != pa.uint64() or self.batch(0).column("id").null_count:
             return None  # or an `id` of another tool
         return DocumentIds(self)
 
     def has_tokens(self) -> bool:
-        """Whether the documents are lists of token ids."""
+        """Return whether the documents are lists of token ids."""
         kind = self._type(_TOKENS)
         is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
         return any(check(kind) for check in is_list) and pa.types.is_integer(kind.value_type)
 
     def _type(self, name: str) -> pa.DataType:
-        """The type of a column; null if there is not exactly one of this name."""
+        """Return the type of a column; null if there is not exactly one of this name."""
         index = self._schema.get_field_index(name)
         return self._schema.field(index).type if index >= 0 else pa.null()
 
@@ -139,7 +139,7 @@ class ArrowFile:
         )
 
     def changed_error(self, document: int) -> StorageError:
-        """The error for a document whose hash differs from its `id`."""
+        """Return the error for a document whose hash differs from its `id`."""
         return StorageError(
             f"document {document} of {self.path} was changed or damaged since it was built: its "
             "content does not have the hash in the column `id`; compare the file with the sha256 "
@@ -176,7 +176,7 @@ class ValueColumn:
         self._view: Callable[[int], _View] = lru_cache(file.open_batches)(self._open)
 
     def data(self, row: int) -> Any:
-        """The value of a row, not copied; that of a null is empty."""
+        """Return the value of a row, not copied; that of a null is empty."""
         batch = bisect_right(self._first, row) - 1
         offsets, values, rows, indices = self._view(batch)
         at = row - self._first[batch]
@@ -208,7 +208,7 @@ class ValueColumn:
         return total
 
     def _open(self, batch: int) -> _View:
-        """The column of a batch, not copied where it can be mapped."""
+        """Open the column of a batch, not copied where it can be mapped."""
         array = self._file.batch(batch).column(self._name)
         rows, indices = array if array.null_count else None, None
         if pa.types.is_dictionary(array.type):
@@ -241,7 +241,7 @@ class ValueColumn:
 
 
 def _values(array: pa.Array) -> npt.NDArray[Any]:
-    """The values of an array of integers, not copied, whether null or not."""
+    """Return the values of an array of integers, not copied, whether null or not."""
     # Not `to_numpy`: it imports pandas if it is installed, a third of a second of a start.
     return np.frombuffer(array.buffers()[1] or b"", array.type.to_pandas_dtype(), len(array))
 

@@ -122,7 +122,7 @@ class ArrowBatches:
 
 
 def _footer_length(data: mmap.mmap) -> int:
-    """Bytes of the footer at the end of a file; 0 if there is none."""
+    """Return the size of the footer at the end of a file; 0 if there is none."""
     if len(data) < _FOOTER_END or data[-len(_MAGIC) :] != _MAGIC:
         return 0
     (length,) = _INT32.unpack_from(data, len(data) - _FOOTER_END)
@@ -130,7 +130,7 @@ def _footer_length(data: mmap.mmap) -> int:
 
 
 def _is_compressed(message: pa.ipc.Message) -> bool:
-    """Whether the message of a batch has `header.compression`, which pyarrow does not tell."""
+    """Return whether a batch has `header.compression`, which pyarrow does not tell."""
     data = memoryview(message.metadata)
     (root,) = _INT32.unpack_from(data)
     header = _field(data, root, _HEADER)
@@ -139,7 +139,7 @@ def _is_compressed(message: pa.ipc.Message) -> bool:
 
 
 def _field(data: memoryview, table: int, number: int) -> int:
-    """The place of a field of a Flatbuffers table; 0 if it is absent.
+    """Return the place of a field of a Flatbuffers table; 0 if it is absent.
 
     A table begins with the distance back to its vtable: uint16 sizes of vtable and table, then the
     offset of each field in the table (https://flatbuffers.dev/internals/).

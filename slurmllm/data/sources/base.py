@@ -72,7 +72,6 @@ class Source(ABC):
         in_blocks: Whether blocks of tokens are shuffled instead of documents.
         knows_documents: Whether BEGINS marks documents, not only what is shuffled as a unit.
         template: Short hex digest of the chat template, empty without one.
-        former_fingerprint: The fingerprint in states of version 1.
         size_unit: Unit of `total_size` and `document_size`: UTF-8 bytes of text, or token ids.
     """
 
@@ -82,7 +81,6 @@ class Source(ABC):
     in_blocks: bool = False
     knows_documents: bool = True
     template: str = ""
-    former_fingerprint: str | None = None
     size_unit: Literal["bytes", "tokens"]
 
     @abstractmethod
@@ -98,7 +96,7 @@ class Source(ABC):
 
     @abstractmethod
     def num_pieces(self, document: int) -> int:
-        """Number of pieces, at least 1, in constant time; a piece may have no tokens."""
+        """Return the number of pieces, at least 1, in constant time; a piece may be empty."""
 
     @abstractmethod
     def read(self, requests: Sequence[Request]) -> Pieces:
@@ -112,10 +110,10 @@ class Source(ABC):
 
     @abstractmethod
     def content_hash(self, document: int) -> int:
-        """64-bit hash of a document's content."""
+        """Return the 64-bit hash of a document's content."""
 
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """`content_hash` of each document, for the validation split."""
+        """Return `content_hash` of each document, for the validation split."""
         hashes = map(self.content_hash, documents.tolist())
         return np.fromiter(hashes, dtype=np.uint64, count=len(documents))
 
@@ -123,22 +121,22 @@ class Source(ABC):
 # CAUTION: these hashes are the `id` of documents and decide the validation split. The same document
 # must have the same hash in every corpus, on every machine and in every version.
 def document_hash(text: bytes | memoryview) -> int:
-    """Id of a document: the low 64 bits of the xxh3-128 of its text's UTF-8 bytes."""
+    """Return a document's id: the low 64 bits of the xxh3-128 of its text's UTF-8 bytes."""
     return xxhash.xxh3_128_intdigest(text) & _LOW_64
 
 
 def prompt_hash(prompt: bytes | memoryview, completion: bytes | memoryview) -> int:
-    """Id of a prompt with its completion, both as UTF-8 bytes."""
+    """Return the id of a prompt with its completion, both as UTF-8 bytes."""
     return document_hash(prompt_content(prompt, completion))
 
 
 def prompt_content(prompt: bytes | memoryview, completion: bytes | memoryview) -> bytes:
-    """What is hashed of both: the prompt's length first, so that the cut between the two counts."""
+    """Return what is hashed: the prompt's length first, so that the cut between the two counts."""
     return b"".join((len(prompt).to_bytes(8, "little"), prompt, completion))
 
 
 def fingerprint(paths: Sequence[Path], *identity: str) -> str:
-    """Short hex digest of files: sizes, and all of a small file or evenly spaced samples.
+    """Return a short digest of files: sizes, and all of a small file or evenly spaced samples.
 
     It detects another, a rewritten or a truncated file, but not a change between two samples of a
     large file. (If a corpus has hashes of its documents, each is verified when it is read.)

@@ -21,7 +21,7 @@ INFO = "dataset_info.json"
 
 
 def corpus_files(path: Path) -> list[Path]:
-    """The files of an Arrow corpus: the path itself, or those of a dataset's folder.
+    """Return the files of an Arrow corpus: the path itself, or those of a dataset's folder.
 
     Raises:
         DataError: a folder without a dataset, or with several splits.
@@ -38,12 +38,12 @@ def corpus_files(path: Path) -> list[Path]:
 
 
 def is_dataset(names: Collection[str]) -> bool:
-    """Whether a folder with these file names may be a dataset, or several splits of one."""
+    """Return whether a folder with these file names may be a dataset, or several splits of one."""
     return not {STATE, SPLITS, INFO}.isdisjoint(names)
 
 
 def dataset_files(folder: Path) -> list[Path] | None:
-    """The Arrow files of a dataset in their order; None if the folder is not one.
+    """Return the Arrow files of a dataset in their order; None if the folder is not one.
 
     Raises:
         DataError: the folder has several splits, or lacks files that its state lists.
@@ -96,7 +96,7 @@ def _cached_files(folder: Path) -> list[Path] | None:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; empty if some other file has that name."""
+    """Return the object of a JSON file; empty if some other file has that name."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:

@@ -37,28 +37,50 @@ PIECE_BYTES = 64 << 10
 _CALL_BYTES = 1 << 20
 # Byte-level BPE tokenizers always split a text before the space of ` word`.
 _WORD_ENDS = re.compile(rb"[A-Za-z] (?=[A-Za-z])")
-# Of prompts with completions.
-_COLUMNS = ("prompt", "completion")
-_CONVERSATIONS = "messages"
 
 
 class _ArrowSource(Source):
-    """The rows of an Arrow corpus, compared with their hashes when they are read, if it has any."""
+    """The rows of an Arrow corpus, compared with their hashes when they are read, if it has any.
+
+    Args:
+        columns: The columns of a document's text, one or two.
+    """
 
     size_unit = "bytes"
 
-    def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
+    def __init__(self, file: ArrowFile, encoder: TokenEncoder, *columns: str) -> None:
         self.path = file.path
         self.fingerprint = fingerprint(file.files, file.layout)
         self._file, self._ids, self._encoder = file, file.ids(), encoder
+        self._columns = [file.strings(name) for name in columns]
 
     def __len__(self) -> int:
         return len(self._file)
 
+    @property
+    def total_size(self) -> int:
+        return sum(column.total_size for column in self._columns)
+
+    def document_size(self, document: int) -> int:
+        return sum(column.size(document) for column in self._columns)
+
+    def num_pieces(self, document: int) -> int:
+        return 1
+
+    def content_hash(self, document: int) -> int:
+        contents = [column.data(document) for column in self._columns]
+        return document_hash(*contents) if len(contents) == 1 else prompt_hash(*contents)
+
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
-        """The corpus's ids if it has them, else computed from the texts."""
+        """Return the corpus's ids if it has them, else compute them from the texts."""
         ids = self._ids
         return super().document_hashes(documents) if ids is None else ids.take(documents)
+
+    def _texts(self, document: int) -> list[str]:
+        """Decode and verify a document."""
+        texts = [self._file.decoded(document, column.data(document)) for column in self._columns]
+        self._verify(document)
+        return texts
 
     def _verify(self, document: int, text: memoryview | None = None) -> None:
         if self._ids is not None and self.content_hash(document) != self._ids[document]:
@@ -79,16 +101,7 @@ class TextSource(_ArrowSource):
     """
 
     def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
-        super().__init__(file, encoder)
-        self.former_fingerprint = file.layout
-        self._texts = file.strings("text")
-
-    @property
-    def total_size(self) -> int:
-        return self._texts.total_size
-
-    def document_size(self, document: int) -> int:
-        return self._texts.size(document)
+        super().__init__(file, encoder, "text")
 
     def num_pieces(self, document: int) -> int:
         return _num_pieces(self.document_size(document))
@@ -110,16 +123,13 @@ class TextSource(_ArrowSource):
         marks[begins] = BEGINS
         return Pieces(np.frombuffer(ids, dtype=np.int32), marks, np.array(ends, dtype=np.int64))
 
-    def content_hash(self, document: int) -> int:
-        return document_hash(self._texts.data(document))
-
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[str], list[bool]]]:
-        """Texts of bounded length, and whether each ends its document."""
+        """Yield texts of bounded length, and whether each ends its document."""
         texts: list[str] = []
         lasts: list[bool] = []
         total = 0
         for document, piece in requests:
-            data = self._texts.data(document)
+            data = self._columns[0].data(document)
             count = _num_pieces(len(data))
             begin, end = 0, len(data)
             if count > 1:
@@ -141,26 +151,21 @@ def _num_pieces(size: int) -> int:
 
 
 def _piece_begin(data: memoryview, piece: int) -> int:
-    """Begin of a piece, found from the bytes near it in constant time."""
+    """Return the begin of a piece, from the bytes near it in constant time."""
     if piece == 0:
         return 0
     if piece >= _num_pieces(len(data)):
         return len(data)
     begin = piece * PIECE_BYTES
     searched = begin + PIECE_BYTES // 8
-    found = _WORD_ENDS.search(data[begin - 1 : searched])
-    if found:
-        return begin + found.start()
+    if word_end := _WORD_ENDS.search(data[begin - 1 : searched]):
+        return begin + word_end.start()
     if searched >= len(data):  # the short rest belongs to the piece before
         return len(data)
     last = min(begin + 3, len(data))
     while begin < last and data[begin] & 0xC0 == 0x80:  # inside a UTF-8 character
         begin += 1
     return begin
-
-
-def is_prompts(file: ArrowFile) -> bool:
-    return all(name in file.names for name in _COLUMNS)
 
 
 class PromptSource(_ArrowSource):
@@ -177,8 +182,7 @@ class PromptSource(_ArrowSource):
     trains_every_token = False
 
     def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
-        super().__init__(file, encoder)
-        self._prompts, self._completions = (file.strings(name) for name in _COLUMNS)
+        super().__init__(file, encoder, "prompt", "completion")
         self._chat = ChatFormat(encoder.path)
         self._chat.validate()
         self._end = encoder.end_of_document
@@ -193,23 +197,8 @@ class PromptSource(_ArrowSource):
             self._end = end
         self.template = self._chat.fingerprint
 
-    @property
-    def total_size(self) -> int:
-        return self._prompts.total_size + self._completions.total_size
-
-    def document_size(self, document: int) -> int:
-        return self._prompts.size(document) + self._completions.size(document)
-
-    def num_pieces(self, document: int) -> int:
-        return 1  # prompts and completions are short enough to tokenize again
-
     def read(self, requests: Sequence[Request]) -> Pieces:
-        texts = []
-        for document, _ in requests:
-            prompt = self._file.decoded(document, self._prompts.data(document))
-            completion = self._file.decoded(document, self._completions.data(document))
-            self._verify(document)
-            texts.append(self._chat.texts(prompt, completion))
+        texts = [self._chat.texts(*self._texts(document)) for document, _ in requests]
         # A template contains the tokens that the tokenizer would add.
         prompts = self._encoder.encode_dialogue(
             [before for before, _ in texts], begins=not self._chat.has_template
@@ -226,13 +215,6 @@ class PromptSource(_ArrowSource):
             parts.append((tokens, marks))
         return joined(parts)
 
-    def content_hash(self, document: int) -> int:
-        return prompt_hash(self._prompts.data(document), self._completions.data(document))
-
-
-def is_conversations(file: ArrowFile) -> bool:
-    return _CONVERSATIONS in file.names and "text" not in file.names
-
 
 class ConversationSource(_ArrowSource):
     """The rows of an Arrow corpus with the string column `messages`, as `data build` writes it.
@@ -248,21 +230,10 @@ class ConversationSource(_ArrowSource):
     trains_every_token = False
 
     def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
-        super().__init__(file, encoder)
-        self._messages = file.strings(_CONVERSATIONS)
+        super().__init__(file, encoder, "messages")
         self._chat = ChatFormat(encoder.path)
         self._chat.require_template()
         self.template = self._chat.fingerprint
-
-    @property
-    def total_size(self) -> int:
-        return self._messages.total_size
-
-    def document_size(self, document: int) -> int:
-        return self._messages.size(document)
-
-    def num_pieces(self, document: int) -> int:
-        return 1  # rendered and tokenized as a whole
 
     def read(self, requests: Sequence[Request]) -> Pieces:
         rendered = [self._rendered(document) for document, _ in requests]
@@ -276,24 +247,20 @@ class ConversationSource(_ArrowSource):
             for begin, end in spans:
                 trained |= (begins < end) & (ends > begin)
             if not trained.any():
-                reason = (
+                raise self._error(
+                    document,
                     "no token belongs to a turn of the assistant, so nothing would be trained; "
+                    "remove it, or check the {% generation %} marks of the chat template",
                 )
-                reason += "remove it, or check the {% generation %} marks of the chat template"
-                raise self._error(document, reason)
             marks = np.where(trained, 0, UNTRAINED).astype(np.uint8)
             marks[:1] |= BEGINS
             parts.append((np.array(ids, dtype=np.int32), marks))
         return joined(parts)
 
-    def content_hash(self, document: int) -> int:
-        return document_hash(self._messages.data(document))
-
     def _rendered(self, document: int) -> Rendered:
-        text = self._file.decoded(document, self._messages.data(document))
-        self._verify(document)
+        (text,) = self._texts(document)
         try:
-            conversation = read_conversation({_CONVERSATIONS: text}, _CONVERSATIONS)
+            conversation = read_conversation({"messages": text}, "messages")
             return render_conversation(self._chat, conversation)
         except (ValueError, DataError) as error:
             raise self._error(document, str(error)) from error

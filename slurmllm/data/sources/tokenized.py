@@ -67,7 +67,7 @@ class TokenizedSource(Source):
 
     @abstractmethod
     def document(self, document: int) -> Ids:
-        """Token ids of a document, not copied; raises DataError if the index is wrong."""
+        """Return the token ids of a document, not copied; a DataError if the index is wrong."""
 
     def document_size(self, document: int) -> int:
         return len(self.document(document))
@@ -79,23 +79,23 @@ class TokenizedSource(Source):
         return joined([self._piece(document, piece) for document, piece in requests])
 
     def content_hash(self, document: int) -> int:
-        """Of the ids as int32, so that the type in the file does not matter."""
+        """Hash the ids as int32, so that the type in the file does not matter."""
         return document_hash(self.document(document).astype("<i4").tobytes())
 
     def _piece(self, document: int, piece: int) -> tuple[Tokens, Marks]:
         ids = self.document(document)
         begin = piece * PIECE_TOKENS
-        found = ids[begin : begin + PIECE_TOKENS]
+        part = ids[begin : begin + PIECE_TOKENS]
         limit = self._vocab_size or _LARGEST
-        if len(found) and (int(found.max()) >= limit or int(found.min()) < 0):
-            place = int(np.flatnonzero((found < 0) | (found >= limit))[0])
+        if len(part) and (int(part.max()) >= limit or int(part.min()) < 0):
+            place = int(np.flatnonzero((part < 0) | (part >= limit))[0])
             raise DataError(
-                f"token {begin + place} of document {document} of {self.path} is {found[place]}, "
+                f"token {begin + place} of document {document} of {self.path} is {part[place]}, "
                 f"and ids must be in 0 … {limit - 1}: model.vocab_size is {limit}; was the file "
                 "made with another tokenizer? Set model.vocab_size to that tokenizer's size, or "
                 "name another corpus"
             )
-        tokens = found.astype(np.int32)
+        tokens = part.astype(np.int32)
         end = self._end_of_document
         if (
             self._adds_end
@@ -169,7 +169,7 @@ class NumpySource(TokenizedSource):
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a path names such files: one of the two, or their common prefix."""
+    """Return whether a path names such files: one of the two, or their common prefix."""
     if path.suffix in (".idx", ".bin"):
         return True
     return bool(path.name) and _with(path, ".idx").is_file()  # `.` and an empty path have no name
