@@ -21,6 +21,18 @@ Region = tuple[slice, ...]  # one slice per dimension, with start and stop
 WeightReader = Callable[[str, Region], "Tensor"]
 
 
+def intersection(a: Region, b: Region) -> Region:
+    """Return what two regions have in common; without that, stops before starts."""
+    pairs = zip(a, b, strict=True)
+    return tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in pairs)
+
+
+def shifted(region: Region, origin: Region) -> Region:
+    """Return a region as counted from the start of another one."""
+    pairs = zip(region, origin, strict=True)
+    return tuple(slice(x.start - o.start, x.stop - o.start) for x, o in pairs)
+
+
 class ShardWrite(ABC):
     """One worker's write of its shards, possibly in the background."""
 

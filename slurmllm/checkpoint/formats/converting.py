@@ -10,13 +10,13 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe, read_manifest
-from slurmllm.checkpoint.formats.dcp_write import write_dcp
+from slurmllm.checkpoint.formats.dcp_write import Keys, write_dcp
 from slurmllm.checkpoint.formats.nxd_files import NxdFiles, NxdLayout, names_of_stages, read_layout
 from slurmllm.checkpoint.formats.nxd_write import NxdContent, NxdWriter
 from slurmllm.checkpoint.formats.safetensors_files import TensorFiles
@@ -282,14 +282,14 @@ def _copy_state(origin: Origin, folder: Path) -> str:
 
 def _write_native(plan: ConversionPlan, folder: Path, on_progress: OnProgress) -> None:
     dtype, training = plan.kept_dtype, plan.training
-    shapes = parameter_shapes(plan.origin.model)
-    tensors: dict[str, dict[str, Any]] = {"model": dict(shapes)}
-    if training is not None:
-        tensors["optimizer"] = {
-            name: {**dict.fromkeys(MOMENTS, shape), "step": ()} for name, shape in shapes.items()
-        }
+    shapes: dict[Keys, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(plan.origin.model).items():
+        shapes["model", name] = shape
+        if training is not None:
+            shapes |= {("optimizer", name, kind): shape for kind in MOMENTS}
+            shapes["optimizer", name, "step"] = ()
 
-    def read(keys: tuple[str, ...], region: Region) -> Tensor:
+    def read(keys: Keys, region: Region) -> Tensor:
         if keys[0] == "model":
             return plan.weights.read(keys[1], region).to(dtype)
         assert training is not None
@@ -298,4 +298,4 @@ def _write_native(plan: ConversionPlan, folder: Path, on_progress: OnProgress) -
             return torch.tensor(training.step(name))
         return training.read_moment(kind, name, region).to(dtype)
 
-    write_dcp(folder, tensors, dtype, read, on_progress)
+    write_dcp(folder, shapes, dtype, read, on_progress)

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slurmllm.checkpoint.formats.pickles import check_torch_file
 from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
-from slurmllm.checkpoint.shards import Region
+from slurmllm.checkpoint.shards import Region, intersection, shifted
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
@@ -242,27 +242,24 @@ class NxdFiles:
         self, stored: StoredTensor, sources: Iterator[_Source], region: Region | None, what: str
     ) -> Tensor:
         """Copies the region from the files that overlap it."""
-        wanted = region or tuple(slice(0, size) for size in stored.shape)
-        out = torch.empty([part.stop - part.start for part in wanted], dtype=stored.dtype)
+        region = region or tuple(slice(0, size) for size in stored.shape)
+        out = torch.empty([part.stop - part.start for part in region], dtype=stored.dtype)
         seen: set[tuple[tuple[int, int], ...]] = set()
         missing = out.numel()
         for source in sources:
             for part in source.part.parts:
                 key = tuple((piece.start, piece.stop) for piece in part.whole)
-                common = tuple(
-                    slice(max(x.start, y.start), min(x.stop, y.stop))
-                    for x, y in zip(part.whole, wanted, strict=True)
-                )
+                common = intersection(part.whole, region)
                 # Several workers hold the same values.
                 if key in seen or any(piece.start >= piece.stop for piece in common):
                     continue
                 seen.add(key)
                 local = tuple(
                     slice(x.start + at.start, x.stop + at.start)
-                    for x, at in zip(_shifted(common, part.whole), part.local, strict=True)
+                    for x, at in zip(shifted(common, part.whole), part.local, strict=True)
                 )
                 values = self._read(source, local)
-                out[_shifted(common, wanted)] = values
+                out[shifted(common, region)] = values
                 missing -= values.numel()
         if missing:  # else `out` would have uninitialized values
             raise StorageError(f"{self.directory} lacks {missing} of the values of {what}")
@@ -277,12 +274,6 @@ class NxdFiles:
                 f"the model require {list(source.part.shape)}; restore it"
             )
         return file.read(source.key, region)
-
-
-def _shifted(region: Region, origin: Region) -> Region:
-    return tuple(
-        slice(x.start - o.start, x.stop - o.start) for x, o in zip(region, origin, strict=True)
-    )
 
 
 class _TensorRecord(NamedTuple):

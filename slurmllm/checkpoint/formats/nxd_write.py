@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slurmllm.checkpoint.folder import fsync_file
-from slurmllm.checkpoint.formats.dcp_write import ChecksumFileSystem
+from slurmllm.checkpoint.formats.dcp_write import ChecksumFiles
 from slurmllm.checkpoint.formats.nxd_files import (
     LAYOUT,
     MASTERS,
@@ -106,16 +105,8 @@ class NxdWriter:
         layout.save(folder / LAYOUT)
 
     def _save(self, name: str, content: Mapping[Any, Any]) -> None:
-        files = ChecksumFileSystem()
-        try:
-            with files.create_stream(self._folder / name, "wb") as stream:
-                torch.save(content, cast(IO[bytes], stream))
-                stream.flush()
-                os.fsync(stream.fileno())
-        except Exception as error:
-            if files.errors:  # the file system's own error, which torch.save hides
-                raise files.errors[0] from error
-            raise
+        with ChecksumFiles().create(self._folder / name) as stream:
+            torch.save(content, stream)
 
     def _weights(self, stage: int, rank: int) -> dict[str, Tensor]:
         layout, dtype = self._layout, self._content.written_dtype
