@@ -44,15 +44,8 @@ def init_process_group(
 ) -> None:
     """Start torch's default process group at $MASTER_ADDR:$MASTER_PORT (collective).
 
-    A single worker opens no port and needs no secret.
-
-    Args:
-        timeout: Of the rendezvous and of each collective.
-        device: The worker's, for backends that bind to one.
-
-    Raises:
-        NodeError: A stranger set a value of the rendezvous.
-        OSError: The port of rank 0 is in use.
+    A single worker opens no port and needs no secret. `timeout` is of the rendezvous and of each
+    collective. Raises a NodeError if a stranger set a value, an OSError if the port is in use.
     """
     secret: bytes | None
     store: Store
@@ -83,7 +76,7 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
 
 
 class SignedStore(Store):
-    """Wraps a store; a value without a valid HMAC by the secret raises an error.
+    """A store of values with an HMAC by the secret; any other value raises an error.
 
     torch's C++ code calls the methods by name, so names and signatures are those of `Store`.
     """
@@ -119,7 +112,7 @@ class SignedStore(Store):
 
 
 class _SignedPickler:
-    """Has the one method of pickle.Pickler that torch's object collectives call."""
+    """The one method of pickle.Pickler that torch's object collectives call."""
 
     def __init__(self, file: io.BytesIO, *, secret: bytes) -> None:
         self._file, self._secret = file, secret

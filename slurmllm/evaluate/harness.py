@@ -211,7 +211,7 @@ def _factory_without_code() -> Any:
     from lm_eval.tasks._factory import GROUP_FIELD_NAMES, TaskFactory
 
     missing = TASK_FUNCTIONS.missing()
-    make_constructor = getattr(_yaml_loader, "_mk_function_ctor", None)
+    make_constructor: Any = getattr(_yaml_loader, "_mk_function_ctor", None)
 
     def make_refusal(folder: Path, resolve: bool) -> Any:
         def refuse(loader: Any, node: Any) -> Any:

@@ -68,7 +68,7 @@ def _reset_buffers(model: nn.Module) -> None:
 
 
 def standard_deviation(config: ModelConfig, name: str) -> float:
-    """Standard deviation of a matrix (scaled: Fan et al. 2024, HLAT, section 4)."""
+    """Return the standard deviation of a matrix (scaled: Fan et al. 2024, HLAT, section 4)."""
     if config.scaled_init and name.endswith(_SCALED):
         return config.init_std / math.sqrt(2 * config.num_layers)
     if config.output_init_std is not None and name.endswith(_SCALED):
@@ -84,7 +84,7 @@ def normal(
     offset: Sequence[int] = (0, 0),
     size: Sequence[int] | None = None,
 ) -> Tensor:
-    """fp32 values of the parameter `name` of a shape [rows, columns], or of a rectangle of it.
+    """Return fp32 values of the parameter `name` [rows, columns], or of a rectangle of it.
 
     The rectangle begins at `offset`, (row, column); `size` None: up to the end of the matrix.
     """

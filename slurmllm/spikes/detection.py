@@ -1,7 +1,6 @@
 """Spikes of the loss and of the gradient norm.
 
-The definition is that of AWS's training of HLAT (Llama 2 7B; Fan et al. 2024, arXiv 2404.10630) for
-the gradient norm, applied to either:
+The definition is that of `metrics.spike`, applied to either:
 
 1. The running mean before a step is over the `window` logged steps before it (20), those inside
    spikes included. After a jump that stays, the mean has caught up within a window.
@@ -25,6 +24,7 @@ import numpy as np
 from slurmllm.errors import RunError, UserError
 from slurmllm.format import format_plural
 from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, Range
+from slurmllm.metrics.spike import spike_height
 from slurmllm.spikes.analysis import (
     MOST_GROWTH,
     NAMES,
@@ -105,7 +105,7 @@ def find_spikes(
     if len(values) > window:
         # The mean of a window is that before the step after it: the last window precedes none.
         means[window:] = window_means(values, window)[:-1]
-    heights = np.where(finite, values - means, np.nan)
+    heights = np.where(finite, spike_height(values, means), np.nan)
     # NaN compares as false: a step without a mean or a finite loss is in no spike.
     first, last = find_stretches(heights > threshold)
     if first.size:

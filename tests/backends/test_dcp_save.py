@@ -62,10 +62,10 @@ def test_steps_meanwhile_are_not_in_it(
         assert sorted(names + saving.finish()) == sorted(p.name for p in folder.iterdir())
         for name in names:
             assert saving.sha256(name) == hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    again = new_backend()
-    again.load_shards(folder)
+    resumed = new_backend()
+    resumed.load_shards(folder)
     assert torch.equal(torch.rand(3), random_numbers)
-    assert train(again, 3, first=6) == expected, "bit for bit"
+    assert train(resumed, 3, first=6) == expected, "bit for bit"
 
 
 def test_the_optimizer_waits_for_the_copy(
@@ -91,9 +91,9 @@ def test_the_optimizer_waits_for_the_copy(
     saving.wait()
     saving.finish()
     expected = train(new_backend(), 2)
-    again = new_backend()
-    again.load_shards(tmp_path)
-    assert train(again, 1, first=1) == expected[3:]
+    resumed = new_backend()
+    resumed.load_shards(tmp_path)
+    assert train(resumed, 1, first=1) == expected[3:]
 
 
 def test_the_second_save_uses_the_memory_of_the_first(
@@ -121,6 +121,6 @@ def test_several_files_of_one_worker(
     train(backend, 2)
     assert backend.save_shards(tmp_path).wait() == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
     expected = train(backend, 2, first=2)
-    again = new_backend()
-    again.load_shards(tmp_path)
-    assert train(again, 2, first=2) == expected
+    resumed = new_backend()
+    resumed.load_shards(tmp_path)
+    assert train(resumed, 2, first=2) == expected

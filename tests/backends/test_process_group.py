@@ -77,17 +77,23 @@ def start(port: int) -> Iterator[Start]:
 
     def run(rank: int, env: Mapping[str, str], program: str = WORKER) -> Process:
         variables = {
-            "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
             "PYTHONPATH": os.pathsep.join(sys.path),
-        }  # fmt: skip
+        }
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(program)], text=True,
+                [sys.executable, "-c", textwrap.dedent(program)],
+                text=True,
                 env={**os.environ, **env, **variables},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-        )  # fmt: skip
+        )
         return started[-1]
 
     yield run
@@ -190,9 +196,7 @@ def test_a_value_counts_for_its_key_and_secret_only() -> None:
     inner.set("group/b", inner.get("group/a"))
     inner.set("group/c", "1")
     with_other = SignedStore(inner, b"another")
-    for read in (
-        lambda: outer.get("b"), lambda: outer.get("c"), lambda: with_other.get("group/a"),
-    ):  # fmt: skip
+    for read in (lambda: outer.get("b"), lambda: outer.get("c"), lambda: with_other.get("group/a")):
         with pytest.raises(NodeError, match=REFUSED):
             read()
     assert outer.delete_key("a")

@@ -44,7 +44,7 @@ def save_both_ways(folder: Path, backend: NativeBackend) -> list[tuple[int, int]
     """By DCP's own `save` into `dcp`, and three times by ours; the latter's traffic each time."""
     state = dcp.state_of(backend.model, backend.optimizer, backend.worker.rank)
     save(state, checkpoint_id=folder / "dcp")
-    found = []
+    results = []
     for number in range(3):
         ours = folder / f"ours_{number}"
         ours.mkdir(exist_ok=True)
@@ -54,18 +54,18 @@ def save_both_ways(folder: Path, backend: NativeBackend) -> list[tuple[int, int]
         shards.wait()
         shards.finish()
         after = backend.control.traffic
-        found.append((after[0] - before[0], after[1] - before[1]))
-    return found
+        results.append((after[0] - before[0], after[1] - before[1]))
+    return results
 
 
 def load(path: Path) -> Metadata:
-    found = FileSystemReader(path).read_metadata()
-    for entry in found.state_dict_metadata.values():
+    metadata = FileSystemReader(path).read_metadata()
+    for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
             # An empty chunk, of a worker for which a small parameter has no part, holds nothing.
             entry.chunks = [chunk for chunk in entry.chunks if chunk.sizes.numel()]
             entry.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
-    return found
+    return metadata
 
 
 def whole(path: Path, out: Path) -> Any:
@@ -79,17 +79,17 @@ def whole(path: Path, out: Path) -> Any:
 def test_the_checkpoint_is_dcp_s(pool: MeshPool, tmp_path: Path, config: RunConfig) -> None:
     trained = pool.run(Case(config, last=1, after=partial(save_both_ways, tmp_path)))
     expected = load(tmp_path / "dcp")
-    found = load(tmp_path / "ours_0")
-    assert found.state_dict_metadata == expected.state_dict_metadata
-    assert found.planner_data == expected.planner_data
-    assert found.version == expected.version
+    metadata = load(tmp_path / "ours_0")
+    assert metadata.state_dict_metadata == expected.state_dict_metadata
+    assert metadata.planner_data == expected.planner_data
+    assert metadata.version == expected.version
     stored = {
         MetadataIndex(key, chunk.offsets)
         for key, entry in expected.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks
     }
-    assert found.storage_data.keys() == stored
+    assert metadata.storage_data.keys() == stored
     assert stored <= expected.storage_data.keys()
     # torch itself reads it, and the tensors are the same.
     a, b = (whole(tmp_path / name, tmp_path / f"{name}.pt") for name in ("dcp", "ours_0"))

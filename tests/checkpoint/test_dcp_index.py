@@ -5,11 +5,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from slurmllm.checkpoint.formats.dcp_index import (
     Chunk,
@@ -20,7 +26,7 @@ from slurmllm.checkpoint.formats.dcp_index import (
 )
 from slurmllm.checkpoint.formats.dcp_read import DcpFiles
 from slurmllm.checkpoint.formats.dcp_write import ChecksumFiles, write_chunk, write_dcp
-from slurmllm.checkpoint.formats.pickles import read_metadata
+from slurmllm.checkpoint.formats.pickles import pickle_faults, read_metadata
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import CodeError, StorageError
 from slurmllm.model.private_names import CHECKPOINT_INDEX
@@ -46,8 +52,10 @@ def test_chunks_of_all_workers() -> None:
     entry = metadata.state_dict_metadata["model.a"]
     assert [tuple(chunk.offsets) for chunk in entry.chunks] == [(0, 0), (4, 0), (8, 0)]  # type: ignore[union-attr]
     assert [place.relative_path for place in metadata.storage_data.values()] == [
-        "__0_0.distcp", "__1_0.distcp", "__2_0.distcp",
-    ]  # fmt: skip
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "__2_0.distcp",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +128,22 @@ def test_a_gap_in_a_damaged_index(metadata: Metadata, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(StorageError, match="24 of 36 values of a"):
         read(tmp_path)
+
+
+def test_a_chunk_of_other_dimensions(
+    metadata: Metadata, values: torch.Tensor, tmp_path: Path
+) -> None:
+    """Nine dimensions take as many numbers as three chunks of two."""
+    (place, *_) = metadata.storage_data.values()
+    offsets, sizes = torch.Size([0] * 9), torch.Size([1] * 9)
+    entry: Any = metadata.state_dict_metadata["model.a"]
+    entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+    metadata.storage_data[MetadataIndex("model.a", offsets)] = place
+    metadata.state_dict_metadata["object"] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex("object", torch.Size([0, 0, 0]))] = place
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert torch.equal(read(tmp_path), values)
+    assert pickle_faults(tmp_path, ["__0_0.distcp", ".metadata"]) == []
 
 
 def test_a_chunk_of_another_size(metadata: Metadata, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def _tensors(state: Mapping[str, Any], keys: Keys = ()) -> Iterator[tuple[Keys, 
 
 
 class DcpSaver:
-    """Writes one worker's part of every checkpoint; keeps plan and host memory between saves."""
+    """Writer of a worker's part of every checkpoint, with one plan and host memory for all."""
 
     def __init__(
         self, control: ControlPlane, device: torch.device, mesh_place: MeshPlace | None = None
@@ -83,25 +83,25 @@ class DcpSaver:
         self._control, self._device, self._mesh_place = control, device, mesh_place
         self._files: list[list[str]] = []  # keys of this worker's tensors, by file
         self._index: SaveIndex | None = None
+        self._names: frozenset[str] = frozenset()
         self._copies: dict[str, Tensor] = {}
         self._save: DcpSave | None = None
 
     def begin(self, state: Mapping[str, Any], directory: Path, *, asynchronous: bool) -> DcpSave:
         """Begin to write a state (tensors, DTensors, dicts of them) into a folder.
 
-        Unless `asynchronous`, all is written on return (collective).
-
-        Raises:
-            StorageError: On all workers if the file system refused one of them.
+        Unless `asynchronous`, all is written on return (collective). Raises a StorageError on all
+        workers if the file system refused one of them.
         """
         by_keys = dict(_tensors(state))
         tensors = {".".join(keys): tensor for keys, tensor in by_keys.items()}
         if self._index is None:
-            self._files = self._plan(tensors)
+            self._names, self._files = frozenset(tensors), self._plan(tensors)
             chunks = {".".join(keys): Chunk.of(keys, tensor) for keys, tensor in by_keys.items()}
             self._index = SaveIndex(
                 self._control, [chunks[key] for file in self._files for key in file]
             )
+        assert self._names == tensors.keys(), "the names of a state never change"
         parts = [{key: local_part(tensors[key]).detach() for key in file} for file in self._files]
         if asynchronous and not self._copies:
             self._allocate_copies(parts)
@@ -286,11 +286,9 @@ def load(
 ) -> None:
     """Load a checkpoint of any number of workers, by DCP or by NxD (collective).
 
-    The random state is restored if the number of workers is the same; else it stays as seeded at
-    the start. Without `config`, the model's is read from `train_state.json`.
-
-    Raises:
-        StorageError: On all workers if one of them cannot read its shards.
+    The random state is restored if the number of workers is the same. Without `config`, the model's
+    is read from `train_state.json`. Raises a StorageError on all workers if one cannot read its
+    shards.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}

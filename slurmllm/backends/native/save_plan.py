@@ -35,8 +35,7 @@ class Holders:
 class MeshPlace:
     """A worker's place on the mesh, which tells which other workers hold the same chunks.
 
-    Args:
-        tied: Whether the first and the last pipeline stage share the embedding.
+    `tied`: the first and the last pipeline stage share the embedding.
     """
 
     def __init__(self, mesh: Mesh, rank: int, *, tied: bool = False) -> None:

@@ -83,11 +83,7 @@ class Place(NamedTuple):
 
 
 class SaveIndex:
-    """`.metadata` of the saves of an attempt; on every worker.
-
-    Args:
-        chunks: Those that this worker writes, the same in every save.
-    """
+    """`.metadata` of the saves of an attempt; `chunks` are those that this worker always writes."""
 
     def __init__(self, control: ControlPlane, chunks: Sequence[Chunk]) -> None:
         self._control, self._chunks = control, chunks
@@ -98,9 +94,7 @@ class SaveIndex:
     def collect(self, places: Sequence[Place], fault: SlurmllmError | None = None) -> None:
         """Pass on to rank 0 what has changed since the last save (collective).
 
-        Args:
-            places: Of this worker's chunks, in their order.
-            fault: Why this worker could not write them; raised on all workers.
+        `places` are of this worker's chunks, in their order. A worker's `fault` is raised on all.
         """
         states = int(fault is not None), int(places != self._places)
         failed, changed = self._control.all_reduce(states, "max")
@@ -113,11 +107,7 @@ class SaveIndex:
             self._parts = self._control.gather(pack_part(self._chunks, places))
 
     def content(self) -> bytes:
-        """Return the content of `.metadata`; on rank 0.
-
-        Raises:
-            CodeError: The chunks of all workers are not the whole tensors.
-        """
+        """Return the content of `.metadata` on rank 0; CodeError if chunks are missing."""
         if self._content is None:
             assert self._parts is not None, "the places are collected"
             self._content = pickle.dumps(build_metadata(self._parts))
@@ -133,10 +123,7 @@ def pack_part(chunks: Sequence[Chunk], places: Sequence[Place]) -> bytes:
 
 
 def build_metadata(parts: Sequence[bytes]) -> Metadata:
-    """Make DCP's metadata of the parts (`pack_part`) of all workers, by rank.
-
-    Raises a CodeError if the chunks of a tensor are not the whole tensor.
-    """
+    """Make DCP's metadata of all workers' parts; CodeError if chunks are not the whole tensors."""
     storage_info = _storage_info()
     tensors: dict[str, TensorStorageMetadata] = {}
     paths: dict[str, tuple[str, ...]] = {}

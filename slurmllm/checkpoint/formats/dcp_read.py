@@ -33,11 +33,8 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 class DcpFiles:
     """One checkpoint folder in DCP's format; see `weights.TrainingFiles`.
 
-    The constructor and every read raise a StorageError if the folder is damaged.
-
-    Args:
-        table: What rank 0 has read of `.metadata`, which grows with the workers that wrote it;
-            None: read it.
+    The constructor and every read raise a StorageError if the folder is damaged. Workers get the
+    `table` that rank 0 has read; None: read it.
     """
 
     def __init__(self, directory: Path, table: ChunkTable | None = None) -> None:

@@ -36,10 +36,7 @@ Keys = tuple[str, ...]
 class ChecksumFiles:
     """Files for torch.save that hash what they write and raise the file system's own errors.
 
-    torch.save hides what its stream raises behind "unexpected pos 704 vs 598".
-
-    Attributes:
-        written: sha256 of each complete file's bytes as they were written, by name.
+    torch.save hides them behind "unexpected pos 704 vs 598". `written` is file name → sha256.
     """
 
     def __init__(self) -> None:
@@ -112,14 +109,8 @@ def write_dcp(
 ) -> None:
     """Write `.metadata` and the shard files into an existing folder, one piece of a tensor at once.
 
-    Args:
-        shapes: Of the state's tensors, by the keys that lead to them.
-        dtype: Type of the tensors; scalars are fp32.
-        read: Returns a region of a tensor.
-        on_progress: Receives the bytes written so far.
-
-    Raises:
-        OSError: The file system failed a write.
+    `shapes` are by the keys that lead to the tensors in the state; `read` returns a region of one.
+    Scalars are fp32. Raises an OSError if the file system failed a write.
     """
     chunks = [
         Chunk(keys, dtype if shape else torch.float32, shape, offsets, sizes)

@@ -56,12 +56,12 @@ class NxdLayout(Record):
 
 
 def model_file(tensor_rank: int, pipeline_rank: int) -> str:
-    """Path of a worker's weights in the checkpoint folder; data-parallel replicas share it."""
+    """Return the path of a worker's weights in the folder; data-parallel replicas share it."""
     return f"{TAG}/model/{_file_name(0, tensor_rank, pipeline_rank)}"
 
 
 def optimizer_file(data_rank: int, tensor_rank: int, pipeline_rank: int) -> str:
-    """Path of a worker's shard of the optimizer's state; `data_rank` is 0 without zero."""
+    """Return the path of a worker's optimizer state; `data_rank` is 0 without zero."""
     return f"{TAG}/optim/{_file_name(data_rank, tensor_rank, pipeline_rank)}"
 
 
@@ -70,7 +70,7 @@ def _file_name(data: int, tensor: int, pipeline: int) -> str:
 
 
 def read_layout(directory: Path) -> NxdLayout | None:
-    """Returns the layout of a checkpoint folder, None if it is not in NxD's format."""
+    """Return the layout of a checkpoint folder, None if it is not in NxD's format."""
     path = directory / LAYOUT
     return NxdLayout.load(path) if path.is_file() else None
 
@@ -92,7 +92,7 @@ class StoredPart(NamedTuple):
 def part_of_worker(
     name: str, shape: Shape, model: ModelConfig, tensor: int, tensor_rank: int
 ) -> StoredPart:
-    """Returns the part of a parameter that a tensor-parallel worker holds."""
+    """Return the part of a parameter that a tensor-parallel worker holds."""
     share = share_of(name, shape, model, tensor, tensor_rank)
     whole = tuple(slice(0, size) for size in shape)
     if share.dim is None:
@@ -107,7 +107,7 @@ def part_of_worker(
 
 
 def shard_of_replica(part: StoredPart, data: int, data_rank: int) -> StoredPart:
-    """Returns the rows of a tensor that a data-parallel worker's optimizer holds under ZeRO-1."""
+    """Return the rows of a tensor that a data-parallel worker's optimizer holds under ZeRO-1."""
     each = -(-part.shape[0] // data)  # NxD pads the last shards to equal size
     rows = slice(each * data_rank, each * (data_rank + 1))
     parts = []
@@ -127,7 +127,7 @@ def shard_of_replica(part: StoredPart, data: int, data_rank: int) -> StoredPart:
 def names_of_stages(
     model: ModelConfig, pipeline: int, virtual_pipeline: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns each pipeline stage's parameters: matrices first (they decay), then NxD's order."""
+    """Return each pipeline stage's parameters: matrices first (they decay), then NxD's order."""
     shapes = parameter_shapes(model)
     chunks = pipeline * virtual_pipeline
     each = model.num_layers // chunks
@@ -211,7 +211,7 @@ class NxdFiles:
         return float(file.read((*self._state_key(name), "step")))
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's hyperparameters from the first worker's file."""
+        """Return the optimizer's hyperparameters from the first worker's file."""
         if not self._layout.trained:
             return []
         file = self._open(optimizer_file(0, 0, 0))
@@ -241,7 +241,7 @@ class NxdFiles:
     def _assemble(
         self, stored: StoredTensor, sources: Iterator[_Source], region: Region | None, what: str
     ) -> Tensor:
-        """Copies the region from the files that overlap it."""
+        """Copy the region from the files that overlap it."""
         region = region or tuple(slice(0, size) for size in stored.shape)
         out = torch.empty([part.stop - part.start for part in region], dtype=stored.dtype)
         seen: set[tuple[tuple[int, int], ...]] = set()
@@ -286,13 +286,9 @@ class _TensorRecord(NamedTuple):
 
 
 class TorchFile:
-    """One file of torch.save, read tensor by tensor.
+    """One file of torch.save, read tensor by tensor; its `content` has tensors without values.
 
-    Attributes:
-        content: Everything in the file; its tensors have no values.
-
-    Raises:
-        StorageError: The file is missing or damaged.
+    Raises a StorageError if the file is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,14 +1,12 @@
 """Pickles in checkpoints, read without running what they name: the only place that reads them.
 
-A pickle is a program that may call any function of Python. Those in checkpoints (DCP's `.metadata`,
-and `data.pkl` in every file of torch.save) need a few classes of torch and plain containers.
-`read_pickle` has only the instructions for these, makes stand-ins instead of torch's objects, and
-lists instead of tuples. Neither existing unpickler would do:
+A pickle may call any function of Python. Those in checkpoints (DCP's `.metadata`, and `data.pkl` in
+every file of torch.save) need a few classes of torch and plain containers. `read_pickle` has only
+the instructions for these, and makes stand-ins for torch's objects and lists for tuples.
 
-- pickle.Unpickler, written in C, allocates 64 GB for one pickle of ten bytes, and takes hours to
-  hash nested tuples as a key of a dict, whatever its `find_class` allows.
-- torch.load(weights_only=True) reads protocol 2, while DCP writes `.metadata` in Python's default
-  one (4 or 5); and it also hashes such keys. It reads the tensors, after `check_torch_file`.
+CAUTION: pickle.Unpickler, written in C, allocates 64 GB for one pickle of ten bytes, and takes
+hours to hash nested tuples as keys, whatever its `find_class` allows. torch.load(weights_only=True)
+hashes them too and reads protocol 2, not DCP's. It reads tensors, after `check_torch_file`.
 """
 
 from __future__ import annotations
@@ -52,11 +50,11 @@ class _StandIn:
 
 @cache
 def _globals() -> dict[str, Any]:
-    """What the pickles of torch's Metadata (torch 2.9 to 2.13) and of tensors in dicts name."""
+    """Return what pickles of torch's Metadata (torch 2.9 to 2.13) and of tensors may name."""
     metadata = (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
-        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )  # fmt: skip
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
+        *("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    )
     rebuild = ("tensor", "tensor_v2", "parameter", "device_tensor_from_cpu_tensor")
     stand_ins = [
         *(f"{dcp.__name__}.{name}" for name in metadata),
@@ -123,17 +121,19 @@ class _Unpickler(_PurePython):  # type: ignore[misc]
             for op in (getattr(pickle, name)[0] for name in _INSTRUCTIONS.split())
         },
         pickle.NEWOBJ[0]: _PurePython.load_reduce,  # a call of what `_globals` has
-        pickle.EMPTY_TUPLE[0]: _PurePython.load_empty_list, pickle.TUPLE[0]: _PurePython.load_list,
-        pickle.TUPLE1[0]: load_tuple1, pickle.TUPLE2[0]: load_tuple2,
-        pickle.TUPLE3[0]: load_tuple3, pickle.BUILD[0]: load_build,
-    }  # fmt: skip
+        pickle.EMPTY_TUPLE[0]: _PurePython.load_empty_list,
+        pickle.TUPLE[0]: _PurePython.load_list,
+        pickle.TUPLE1[0]: load_tuple1,
+        pickle.TUPLE2[0]: load_tuple2,
+        pickle.TUPLE3[0]: load_tuple3,
+        pickle.BUILD[0]: load_build,
+    }
 
 
 def read_pickle(data: bytes) -> Any:
     """Return the object of a pickle, with stand-ins for torch's objects and lists for tuples.
 
-    Raises:
-        UnpicklingError: It names something else, has other instructions, or is damaged.
+    Raises an UnpicklingError if it names something else, has other instructions, or is damaged.
     """
     try:
         return _Unpickler(BytesIO(data)).load()
@@ -205,8 +205,9 @@ def _chunk_table(metadata: Any) -> ChunkTable:
             number = files.setdefault(_file_name(place.state), len(files))
             # A place without a chunk is of no use, nor is one of an unknown key.
             if key in rows and (entries[key] is None or (key, at) in sizes):
-                place_of = [number, *(_number(place.state[name]) for name in ("offset", "length"))]
-                rows[key][at] = [*at, *sizes.get((key, at), ()), *place_of]
+                chunk = [] if entries[key] is None else [*at, *sizes[key, at]]
+                bounds = [_number(place.state[name]) for name in ("offset", "length")]
+                rows[key][at] = [*chunk, number, *bounds]
         stored = {key: _stored(entry, [*rows[key].values()]) for key, entry in entries.items()}
         return ChunkTable(list(files), stored)
     except UnpicklingError:
@@ -223,7 +224,9 @@ def _stored(entry: Any, rows: list[list[int]]) -> StoredChunks:
         if not isinstance(dtype, torch.dtype):
             raise TypeError("a tensor without a type")
     width = 2 * len(shape) + 3
-    return StoredChunks(dtype, tuple(shape), np.array(rows, dtype=np.int64).reshape(-1, width))
+    # A chunk of other dimensions is of no use.
+    numbers = np.array([row for row in rows if len(row) == width], dtype=np.int64)
+    return StoredChunks(dtype, tuple(shape), numbers.reshape(-1, width))
 
 
 def _file_name(place: dict[str, Any]) -> str:
@@ -278,11 +281,7 @@ class FilePart(RawIOBase):
 
 
 def check_torch_file(stream: BinaryIO) -> Any:
-    """Read the pickle of a file of torch.save with stand-ins; its tensors have no values.
-
-    Raises:
-        UnpicklingError: torch.load should not be given this file.
-    """
+    """Raise an UnpicklingError if torch.load should not be given this file of torch.save."""
     try:
         with zipfile.ZipFile(stream) as archive:
             members = archive.infolist()
@@ -302,10 +301,7 @@ def check_torch_file(stream: BinaryIO) -> Any:
 
 
 def shard_places(directory: Path, names: Collection[str]) -> Places:
-    """Where the shards are that `.metadata` places in these files; StorageError if it is damaged.
-
-    None are in the files of another format than DCP's.
-    """
+    """Return the shards that `.metadata` places in these files; none in another format's."""
     places: Places = {}
     if METADATA in names or any(name.endswith(".distcp") for name in names):
         table = read_metadata(directory)
@@ -316,10 +312,9 @@ def shard_places(directory: Path, names: Collection[str]) -> Places:
 
 
 def pickle_faults(directory: Path, names: Sequence[str], places: Places | None = None) -> list[str]:
-    """One line for each of these files of a checkpoint with a pickle that is not safe to load.
+    """Return one line for each of these files with a pickle that is not safe to load.
 
-    Args:
-        places: Of the shards in them, if `shard_places` has read them before.
+    `places` are of the shards in them, if `shard_places` has read them before.
     """
     faults = []
     if places is None:
