@@ -160,7 +160,7 @@ def missing_checkpoint_error(run: RunDir, saves: Mapping[int, float]) -> Checkpo
 def missing_checkpoint_messages(
     saves: Mapping[int, float], step: int, steps: Collection[int]
 ) -> list[str]:
-    """Return a line for each recorded checkpoint after `step` that is not among `found`."""
+    """Return a line for each recorded checkpoint after `step` that is not in `steps`."""
     return [
         f"step {other}: saved {_minute(saves[other])} and gone; its steps are recomputed"
         for other in sorted(saves, reverse=True)

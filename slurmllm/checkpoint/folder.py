@@ -7,9 +7,10 @@ import hashlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
@@ -43,6 +44,16 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     if not (directory / MANIFEST).is_file():
         raise StorageError(f"{directory.name} has no {MANIFEST}: its save did not finish")
     return CheckpointManifest.load(directory / MANIFEST)
+
+
+def write_manifest(folder: Path, started_at: float, **fields: Any) -> CheckpointManifest:
+    """Describe all files of a folder whose writing began at `started_at`, Unix time."""
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    files = tuple(describe(folder, name) for name in names)
+    times = {"saved_at": time.time(), "save_s": time.time() - started_at}
+    manifest = CheckpointManifest(**fields, **times, files=files)
+    manifest.save(folder / MANIFEST)
+    return manifest
 
 
 def file_faults(

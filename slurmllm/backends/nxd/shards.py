@@ -15,9 +15,9 @@ from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from slurmllm.checkpoint.shards import WeightReader
+from slurmllm.checkpoint.shards import Region, WeightReader
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.model.init import normal, standard_deviation
+from slurmllm.model.init import initial_values
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import Shape, Share, kv_copies, parameter_shapes, sharding, share_of
 
@@ -77,23 +77,15 @@ class ParameterShards:
     def initializer(self, seed: int) -> Callable[[nn.Module, torch.device], None]:
         """Return NxD's `param_init_fn`: it sets one module's parameters, without its children."""
 
+        def initial(name: str, region: Region) -> Tensor:
+            return initial_values(self.config, name, self.shapes[name], region, seed)
+
         def initialize(module: nn.Module, device: torch.device) -> None:
             with torch.no_grad():
                 for leaf, parameter in module.named_parameters(recurse=False):
-                    name = self.name(module, leaf)
-                    parameter.copy_(self.read(name, lambda n, r: self._initial(n, r, seed)))
+                    parameter.copy_(self.read(self.name(module, leaf), initial))
 
         return initialize
-
-    def _initial(self, name: str, region: tuple[slice, ...], seed: int) -> Tensor:
-        size = [part.stop - part.start for part in region]
-        if name.endswith(".bias"):
-            return torch.zeros(size)
-        if len(size) == 1:  # norm weight
-            return torch.ones(size)
-        offset = [part.start for part in region]
-        std = standard_deviation(self.config, name)
-        return normal(self.shapes[name], std, seed, name, offset, size)
 
     def set_attributes(self, parameters: dict[str, nn.Parameter], *, sequence: bool) -> None:
         """Set NxD's attributes of parameters; some are lost when NxD partitions the model.

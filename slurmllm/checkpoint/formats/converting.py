@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe, read_manifest
+from slurmllm.checkpoint.folder import atomic_folder, read_manifest, write_manifest
 from slurmllm.checkpoint.formats.dcp_write import Keys, write_dcp
 from slurmllm.checkpoint.formats.nxd_files import NxdFiles, NxdLayout, names_of_stages, read_layout
 from slurmllm.checkpoint.formats.nxd_write import NxdWriter
@@ -197,11 +197,11 @@ def _shape_faults(
         tensors = {name: weights.tensors.get(name)}
         if training is not None:
             tensors |= {f"{kind} of {name}": training.moments.get((kind, name)) for kind in MOMENTS}
-        for what, stored in tensors.items():
+        for title, stored in tensors.items():
             if stored is None:
-                faults.append(f"{what}: is missing; {list(shape)} was expected")
+                faults.append(f"{title}: is missing; {list(shape)} was expected")
             elif stored.shape != shape:
-                faults.append(f"{what}: is {list(stored.shape)}; {list(shape)} was expected")
+                faults.append(f"{title}: is {list(stored.shape)}; {list(shape)} was expected")
     return faults
 
 
@@ -246,20 +246,16 @@ def run_conversion(
         else:
             _write_native(plan, folder, on_progress)
         fingerprint = _copy_state(plan.origin, folder)
-        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-        manifest = CheckpointManifest(
+        return write_manifest(
+            folder,
+            started_at,
             step=source.step,
             tokens=source.tokens,
             world_size=workers,
             attempt=source.attempt,
             recipe=source.recipe,
-            saved_at=time.time(),
-            save_s=time.time() - started_at,
             fingerprint=fingerprint,
-            files=tuple(describe(folder, name) for name in names),
         )
-        manifest.save(folder / MANIFEST)
-    return manifest
 
 
 def _copy_state(origin: Origin, folder: Path) -> str:

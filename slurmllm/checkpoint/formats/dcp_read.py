@@ -79,7 +79,10 @@ class DcpFiles:
                 f"{self.directory} holds {overlaps.sum()} of {math.prod(size)} values of {name}; "
                 "restore it"
             )
-        out = torch.empty(size, dtype=stored.dtype)
+        try:
+            out = torch.empty(size, dtype=stored.dtype)
+        except RuntimeError as error:  # a damaged size
+            raise StorageError(f"cannot read {name} from {self.directory}: {error}") from error
         dims = len(region)
         for *numbers, file, at, length in stored.rows[overlaps > 0].tolist():
             pairs = zip(numbers[:dims], numbers[dims:], strict=True)

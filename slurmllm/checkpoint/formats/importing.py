@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe
+from slurmllm.checkpoint.folder import atomic_folder, write_manifest
 from slurmllm.checkpoint.formats.huggingface import (
     SHARDS,
     WHOLE,
@@ -229,17 +229,13 @@ def run_import(
         if plan.tokenizer.files:
             (folder / TOKENIZER_FOLDER).mkdir()
             copy_files(plan.tokenizer.files, folder / TOKENIZER_FOLDER)
-        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-        manifest = CheckpointManifest(
+        return write_manifest(
+            folder,
+            started_at,
             step=0,
             tokens=0,
             world_size=1,
             attempt=0,
             recipe=plan.config.architecture,
-            saved_at=time.time(),
-            save_s=time.time() - started_at,
             fingerprint=fingerprint_digest(plan.config.model.model_dump(mode="json")),
-            files=tuple(describe(folder, name) for name in names),
         )
-        manifest.save(folder / MANIFEST)
-    return manifest

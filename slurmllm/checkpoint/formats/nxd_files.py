@@ -239,7 +239,7 @@ class NxdFiles:
         return part_of_worker(name, self._shapes[name], self._model, self._layout.tensor, rank)
 
     def _assemble(
-        self, stored: StoredTensor, sources: Iterator[_Source], region: Region | None, what: str
+        self, stored: StoredTensor, sources: Iterator[_Source], region: Region | None, title: str
     ) -> Tensor:
         """Copy the region from the files that overlap it."""
         region = region or tuple(slice(0, size) for size in stored.shape)
@@ -262,7 +262,7 @@ class NxdFiles:
                 out[shifted(common, region)] = values
                 missing -= values.numel()
         if missing:  # else `out` would have uninitialized values
-            raise StorageError(f"{self.directory} lacks {missing} of the values of {what}")
+            raise StorageError(f"{self.directory} lacks {missing} of the values of {title}")
         return out
 
     def _read(self, source: _Source, region: Region) -> Tensor:

@@ -60,7 +60,7 @@ class StoredTensor:
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-        return cls(tuple(shape), dtype, _CODES[dtype])
+        return cls(tuple(shape), dtype, _CODES.get(dtype, str(dtype)))
 
     @property
     def num_bytes(self) -> int:

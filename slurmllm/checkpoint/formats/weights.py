@@ -128,12 +128,12 @@ class _PaddedFiles:
         self,
         name: str,
         region: Region | None,
-        what: str,
+        title: str,
         stored: StoredTensor | None,
         read: Callable[[str, Region | None], Tensor],
     ) -> Tensor:
         if stored is None:
-            raise StorageError(f"the checkpoint holds no {what}; restore it")
+            raise StorageError(f"the checkpoint holds no {title}; restore it")
         region = region or tuple(slice(0, size) for size in stored.shape)
         return read_padded(name, region, stored, read, stored.shape[0])
 
