@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
+from slurmllm.checkpoint.shards import Worker as Worker
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import ConfigError
@@ -33,24 +34,12 @@ ModelFactory = Callable[[], "nn.Module"]
 
 
 @dataclass(frozen=True)
-class Worker:
-    """This process among the workers of an attempt, from the launcher's variables (torchrun's)."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    node: str
-    sharing: int = 1  # workers on this machine: the node's, with --local those of all nodes
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """Sequences of one forward pass; all arrays are [micro_batch, seq]."""
 
     tokens: npt.NDArray[np.int64]  # the input
-    labels: npt.NDArray[
-        np.int64
-    ]  # the tokens shifted by one; IGNORED for those that are no targets
+    # The tokens shifted by one; IGNORED for those that are no targets.
+    labels: npt.NDArray[np.int64]
     # The position of each token in its document, in the first one from the start of the sequence.
     # Attention stays within documents. None: documents are not separated.
     positions: npt.NDArray[np.int64] | None = None
@@ -59,14 +48,8 @@ class MicroBatch:
 def loss_weight(micro_batches: Sequence[MicroBatch], num_targets: int, data: int) -> float:
     """Return the factor from a mean over all labels, IGNORED ones as 0, to the mean over targets.
 
-    The factor is the same for all micro batches and workers, so that each may divide by the number
-    of all its labels and the result is the mean of the global batch, however its targets are
-    distributed. It is exactly 1 without IGNORED labels.
-
-    Args:
-        micro_batches: This worker's, of one step.
-        num_targets: Labels of the global batch that are not IGNORED.
-        data: Data-parallel degree.
+    It is the same for all micro batches and workers, however the targets are distributed, and
+    exactly 1 without IGNORED labels. `num_targets` counts the targets of the global batch.
     """
     return sum(m.labels.size for m in micro_batches) * data / max(num_targets, 1)
 
@@ -79,9 +62,9 @@ R = TypeVar("R")
 class Backend(ABC):
     """One worker's share of the computation.
 
-    The order of calls: start, build, build_optimizer, (load_shards), then forward_backward and
-    optimizer_step for each step with save_shards in between, then stop. Every worker makes every
-    call; calls with communication are marked collective.
+    Every worker makes every call; calls with communication are marked collective. Their order:
+    start, build, build_optimizer, (load_shards), steps of forward_backward and optimizer_step,
+    stop.
     """
 
     # Whether the metrics of a step are read while the next step runs: reading them earlier would
@@ -133,13 +116,9 @@ class Backend(ABC):
     ) -> SupportsFloat:
         """Accumulate the gradients of one step (collective).
 
-        Args:
-            micro_batches: This worker's; the same number and size on all workers.
-            num_targets: Labels of the global batch that are not IGNORED.
-
-        Returns:
-            The mean loss over the targets, in nats, equal on all workers; 0 without targets. It may
-            still be computing: float() waits for it, as for the other results.
+        Returns the mean loss over the `num_targets` targets of the global batch, in nats, equal on
+        all workers; 0 without targets. As other results it may still be computing: float() waits
+        for it.
         """
 
     @abstractmethod
@@ -150,12 +129,8 @@ class Backend(ABC):
     def evaluate(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> SupportsFloat:
         """Return the mean loss, as `forward_backward`, without gradients (collective).
 
-        It changes nothing that training depends on: weights, gradients, optimizer or random state.
-
-        Args:
-            micro_batches: This worker's; the same number and size on all workers, in a pipeline as
-                many as in a step.
-            num_targets: Labels on all workers that are not IGNORED.
+        Nothing that training depends on changes. In a pipeline there are as many micro batches as
+        in a step.
         """
 
     @abstractmethod
@@ -166,10 +141,8 @@ class Backend(ABC):
     def save_shards(self, directory: Path) -> ShardWrite:
         """Begin to write model, optimizer and random state into an existing folder (collective).
 
-        Training may continue when this returns. One save at a time.
-
-        Raises:
-            StorageError: On all workers if the file system refused one of them.
+        Training may continue when this returns. One save at a time. Raises a StorageError on all
+        workers if the file system refused one of them.
         """
 
     @abstractmethod
@@ -177,7 +150,7 @@ class Backend(ABC):
         """Load what `save_shards` wrote, on the same mesh or another one (collective)."""
 
     def precompile_resume(self) -> None:  # noqa: B027  most backends have no such graphs
-        """In the precompile stage, compile the graphs of a resume, after its steps (collective)."""
+        """Compile the graphs of a resume after the precompile stage's steps (collective)."""
 
     @abstractmethod
     def graph_cache_counts(self) -> tuple[int, int]:

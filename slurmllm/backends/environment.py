@@ -1,7 +1,4 @@
-"""The torch-free part of a backend: environment variables, compile cache, unsupported settings.
-
-Used on the login node (`submit`, `--dry-run`) and by the supervisor and the launchers.
-"""
+"""Environment variables, compile cache and unsupported settings of a backend, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import hashlib
 import importlib
 import os
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -78,10 +74,7 @@ class BackendEnvironment(Protocol):
 
     @staticmethod
     def graphs_depend_on_accumulation(config: RunConfig) -> bool:
-        """Return whether graphs depend on the number of micro batches in a step.
-
-        If so, the precompile stage runs steps of the run's own global batch.
-        """
+        """Return whether the precompile stage must run steps of the run's own global batch."""
 
     @staticmethod
     def expects_graphs(config: RunConfig) -> bool:
@@ -140,11 +133,10 @@ def output_of(*command: str) -> str | None:
 
 
 def node_local_cache(config: RunConfig, run: RunDir) -> str:
-    """The folder on every node's own disk for this run's compiled graphs, as planned.
+    """Return the planned folder for this run's compiled graphs on every node's own disk.
 
-    It is in the user's private folder, which has another name on a node where somebody else has
-    taken this one: see `make_cache_folder`. Its name holds the run and a digest of the run's path:
-    two runs of one name in different folders must not share it.
+    The user's private folder has another name on a node where somebody else has taken this one. The
+    digest is of the run's path: two runs of one name must not share the folder.
     """
     digest = hashlib.sha256(str(run.path).encode()).hexdigest()[:8]
     return f"{config.cluster.node_local}/slurmllm-{getpass.getuser()}/{run.name}-{digest}"
@@ -153,8 +145,7 @@ def node_local_cache(config: RunConfig, run: RunDir) -> str:
 def make_cache_folder(config: RunConfig, run: RunDir) -> Path:
     """Return this node's folder for the run's graphs, in the user's private folder, which it makes.
 
-    Raises:
-        NodeError: The node-local disk refuses, or other users could replace the private folder.
+    Raises a NodeError if the disk refuses, or other users could replace the private folder.
     """
     planned = Path(node_local_cache(config, run))
     parent = planned.parent.parent
@@ -178,31 +169,30 @@ def node_disk(action: str) -> Iterator[None]:
 
 
 def broadcast_path(planned: Path) -> Path:
-    """A path for the broadcast archive on every node, new for every attempt.
+    """Return a path for the broadcast archive on every node, new for every attempt.
 
-    In the node-local folder itself: sbcast makes no folders, and the private one may have another
-    name on some node. Nobody can guess it, to place a link there.
+    Not in the private folder: sbcast makes no folders. Nobody can guess it, to place a link there.
     """
     return Path(f"{planned.parent}-{planned.name}-{secrets.token_hex(8)}.tar")
 
 
 def remove_leftovers(planned: Path) -> None:
-    """Remove the broadcast archives of a run from this node, and its cache of version 0.1."""
+    """Remove the broadcast archives of a run from this node."""
     private = planned.parent
     for path in private.parent.glob(glob.escape(f"{private.name}-{planned.name}") + "*"):
         with suppress(OSError):
             if path.lstat().st_uid == os.geteuid():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                path.unlink()
 
 
 def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
-    """The variables that a job exports for its workers, each with its source; secrets masked.
+    """Return the variables that a job exports for its workers, each with its source; secrets
+    masked.
 
-    The recipe's replace the cluster profile's, and those the backend's; a variable has the
-    position of its last definition.
+    The recipe's replace the cluster profile's, and those the backend's.
     """
 
-    def given(path: str, values: Mapping[str, str], owner: str) -> dict[str, Variable]:
+    def from_config(path: str, values: Mapping[str, str], owner: str) -> dict[str, Variable]:
         origins = {name: config.origins.get(f"{path}.{name}", "") for name in values}
         return {
             name: Variable(value, "--set" if origins[name].startswith("--set") else owner)
@@ -214,12 +204,12 @@ def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
     layers = (
         environment.variables(config, run.neuron_profiles),
         environment.cache_variables(node_local_cache(config, run)),
-        given("cluster.env", cluster.env, f"cluster {cluster.name}"),
-        given("env", recipe.env, f"recipe {recipe.name}"),
+        from_config("cluster.env", cluster.env, f"cluster {cluster.name}"),
+        from_config("env", recipe.env, f"recipe {recipe.name}"),
     )
-    found: dict[str, Variable] = {}
+    variables: dict[str, Variable] = {}
     for layer in layers:
         for name, variable in layer.items():
-            found.pop(name, None)
-            found[name] = variable
-    return found
+            variables.pop(name, None)
+            variables[name] = variable
+    return variables

@@ -4,18 +4,19 @@ torch does not authenticate its peers. Any program that can connect to the port 
 set values, and torch's object collectives (used by DCP's plans and by NxD's pipelines) unpickle
 what they receive, which can run code. Here the values of the store and the pickles carry
 an HMAC made with the workers' secret, and one without it raises an error. Another program can still
-delete values or increment the store's counters: the attempt then fails.
+delete values or increment the store's counters: the attempt then fails. A version of torch whose
+pickles cannot be signed trains with a warning.
 """
 
 from __future__ import annotations
 
 import hmac
 import io
+import logging
 import os
 import pickle
 from datetime import timedelta
 from functools import partial
-from secrets import token_bytes
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distr
 from torch.distributed import distributed_c10d
 
 from slurmllm.control.rendezvous import listen, own_secret
-from slurmllm.errors import CodeError, NodeError
+from slurmllm.errors import NodeError
+from slurmllm.model.private_names import SIGNED_OBJECTS
+
+log = logging.getLogger(__name__)
 
 _PROOF = 32  # bytes of an HMAC by SHA-256
 # torch does not keep the Python part of a store alive, and new groups need it.
@@ -40,19 +44,13 @@ def init_process_group(
 ) -> None:
     """Start torch's default process group at $MASTER_ADDR:$MASTER_PORT (collective).
 
-    A single worker opens no port and needs no secret.
-
-    Args:
-        timeout: Of the rendezvous and of each collective.
-        device: The worker's, for backends that bind to one.
-
-    Raises:
-        NodeError: A stranger set a value of the rendezvous.
-        OSError: The port of rank 0 is in use.
+    A single worker opens no port and needs no secret. `timeout` is of the rendezvous and of each
+    collective. Raises a NodeError if a stranger set a value, an OSError if the port is in use.
     """
+    secret: bytes | None
     store: Store
     if world_size == 1:
-        secret, store = token_bytes(_PROOF), HashStore()
+        secret, store = None, HashStore()
     else:
         secret, store = own_secret(), _connect(rank, world_size, timeout)
         # NCCL's threads use the store at any time, also while Python ends, so that it must not be
@@ -64,7 +62,8 @@ def init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
     )
     # Its check needs the group: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch asks for its backend.
-    _sign_objects(secret)
+    if secret is not None and (reason := sign_objects(secret)) and rank == 0:
+        log.warning("torch %s: %s", torch.__version__, reason)
 
 
 def _connect(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
@@ -77,7 +76,7 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
 
 
 class SignedStore(Store):
-    """Wraps a store; a value without a valid HMAC by the secret raises an error.
+    """A store of values with an HMAC by the secret; any other value raises an error.
 
     torch's C++ code calls the methods by name, so names and signatures are those of `Store`.
     """
@@ -113,7 +112,7 @@ class SignedStore(Store):
 
 
 class _SignedPickler:
-    """Has the one method of pickle.Pickler that torch's object collectives call."""
+    """The one method of pickle.Pickler that torch's object collectives call."""
 
     def __init__(self, file: io.BytesIO, *, secret: bytes) -> None:
         self._file, self._secret = file, secret
@@ -131,25 +130,27 @@ class _SignedUnpickler:
         return pickle.loads(data)  # noqa: S301 (signed by a worker of this attempt)
 
 
-def _sign_objects(secret: bytes) -> None:
-    """Have torch's object collectives sign their pickles, and verify them before they unpickle."""
+def sign_objects(secret: bytes) -> str | None:
+    """Have torch's object collectives sign their pickles, and verify them before they unpickle.
+
+    Returns why this version of torch cannot; None if it does.
+    """
+    if reason := SIGNED_OBJECTS.missing():
+        return reason
     module: Any = distributed_c10d
+    torch_s = module._pickler, module._unpickler
     module._pickler = partial(_SignedPickler, secret=secret)
     module._unpickler = partial(_SignedUnpickler, secret=secret)
-    # Private names: a version of torch without them would go on without a check.
-    unsigned = pickle.dumps(None)
+    # Private names: another version may have them and not use them.
+    unsigned = torch.frombuffer(bytearray(pickle.dumps(None)), dtype=torch.uint8)
     try:
-        module._tensor_to_object(
-            torch.frombuffer(bytearray(unsigned), dtype=torch.uint8), None, None
-        )
+        module._tensor_to_object(unsigned, len(unsigned), None)
     except NodeError:
-        return
-    except AttributeError:
+        return None
+    except (AttributeError, TypeError):
         pass
-    raise CodeError(
-        f"torch {torch.__version__} is not supported: its messages between workers cannot be "
-        "authenticated; install torch 2.9 to 2.13"
-    )
+    module._pickler, module._unpickler = torch_s
+    return f"{SIGNED_OBJECTS.module} pickles otherwise: {SIGNED_OBJECTS.without}"
 
 
 def _sign(secret: bytes, key: str, value: bytes) -> bytes:

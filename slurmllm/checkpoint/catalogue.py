@@ -33,12 +33,12 @@ REMOVED = "removed"  # suffix of a folder that is being removed
 
 
 def read_rollbacks(run: RunDir) -> tuple[SkippedBatches, ...]:
-    """Returns the roll-backs of a run, oldest first; StorageError if their file is damaged."""
+    """Return the roll-backs of a run, oldest first; StorageError if their file is damaged."""
     return SkipsRecord.load(run.skips).skips if run.skips.exists() else ()
 
 
 def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[SkippedBatches]) -> str | None:
-    """Returns why the checkpoint that `attempt` saved at `step` is invalidated, None if valid."""
+    """Return why a roll-back invalidated the checkpoint of an attempt; None if it did not."""
     for rollback in rollbacks:
         # A later attempt trained past the divergence again, without the skipped batches: what it
         # saved at the same step is valid.
@@ -51,7 +51,7 @@ def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[SkippedBatc
 
 
 def first_attempt_used(run: RunDir) -> int:
-    """Returns the first attempt since `resume --from-scratch`; those before it do not count."""
+    """Return the first attempt since `resume --from-scratch`; those before it do not count."""
     submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
     return max((sent.first_attempt for sent in submissions if sent.from_scratch), default=0)
 
@@ -59,17 +59,16 @@ def first_attempt_used(run: RunDir) -> int:
 def invalidated_checkpoints(
     run: RunDir, manifests: Mapping[int, CheckpointManifest] | None = None
 ) -> dict[int, str]:
-    """Returns step → reason; StorageError if a record of the run's is damaged.
+    """Return step → reason; StorageError if a record of the run's is damaged.
 
-    `manifests` are those of the run's checkpoints; None: read them if they are needed. That of a
-    checkpoint of thousands of workers has a megabyte.
+    `manifests` are those of the run's checkpoints; None: read them if they are needed.
     """
     rollbacks, begin, reasons = read_rollbacks(run), first_attempt_used(run), {}
     steps = run.checkpoint_steps() if manifests is None else manifests
     for step in steps if rollbacks or begin else ():
         with suppress(StorageError):  # a damaged checkpoint is reported by its own verification
-            known = None if manifests is None else manifests[step]
-            attempt = (known or read_manifest(run.checkpoint(step))).attempt
+            manifest = None if manifests is None else manifests[step]
+            attempt = (manifest or read_manifest(run.checkpoint(step))).attempt
             if attempt < begin:
                 reasons[step] = f"attempt {attempt} saved it, before `resume --from-scratch`"
             elif reason := invalidation_reason(step, attempt, rollbacks):
@@ -78,10 +77,9 @@ def invalidated_checkpoints(
 
 
 def recorded_saves(run: RunDir) -> dict[int, float]:
-    """Returns step → Unix time of the checkpoints that a run may resume from, by its records.
+    """Return step → Unix time of the checkpoints that a run may resume from, by its records.
 
-    Not those that a roll-back invalidated, whose steps a later attempt has computed again, or of
-    before `resume --from-scratch`. Retention may have removed all but the newest.
+    Retention may have removed all but the newest.
     """
     rollbacks, begin = read_rollbacks(run), first_attempt_used(run)
     saves: dict[int, float] = {}
@@ -89,29 +87,26 @@ def recorded_saves(run: RunDir) -> dict[int, float]:
         if attempt.number < begin:
             continue
         record: AttemptRecord | None = None
-        found: dict[int, float] = {}
+        attempt_saves: dict[int, float] = {}
         with suppress(RunError):  # one damaged file leaves the others
             events = read_events(run, attempt.number)
-            found = {event.step: event.time for event in events if event.kind == "save"}
+            attempt_saves = {event.step: event.time for event in events if event.kind == "save"}
         with suppress(StorageError):
             record = AttemptRecord.load(attempt.record)
         if record is not None and record.first_step is not None:
             saves = {step: at for step, at in saves.items() if step < record.first_step}
-        if record is not None and record.steps_gained and record.checkpoint_after and not found:
-            found = {record.checkpoint_after: record.ended_at or record.started_at}
+        if not attempt_saves and record and record.steps_gained and record.checkpoint_after:
+            attempt_saves = {record.checkpoint_after: record.ended_at or record.started_at}
         saves |= {
             step: at
-            for step, at in found.items()
+            for step, at in attempt_saves.items()
             if not invalidation_reason(step, attempt.number, rollbacks)
         }
     return saves
 
 
 def lost_attempts(run: RunDir) -> list[int]:
-    """Returns the attempts that may have saved, and whose records are gone or damaged.
-
-    An attempt that was killed before it wrote anything is none of them.
-    """
+    """Return the attempts that may have saved, and whose records are gone or damaged."""
     records = {attempt.number: attempt.record for attempt in run.attempts("train")}
     files = [file for kind in ("metrics", "events") for file in run.path.glob(f"{kind}/attempt_*")]
     trained = {int(file.stem[8:]) for file in files if file.stem[8:].isdecimal()}
@@ -128,23 +123,23 @@ def lost_attempts(run: RunDir) -> list[int]:
 
 
 def usable_steps(run: RunDir) -> set[int]:
-    """Returns the steps of the checkpoints that are not invalidated; files are not verified."""
+    """Return the steps of the checkpoints that are not invalidated; files are not verified."""
     return set(run.checkpoint_steps()) - set(invalidated_checkpoints(run))
 
 
 def require_recorded(run: RunDir) -> None:
-    """Raises a CheckpointError if the run has, or may have, saved and has nothing to resume from.
+    """Raise a CheckpointError if a run without usable checkpoints has, or may have, saved some.
 
-    Manifests are read, no other files; replicas are not considered.
+    Only manifests are read; replicas are not considered.
     """
     if not usable_steps(run):
         refuse_unknown(run, recorded_saves(run), lost_attempts(run))
 
 
 def refuse_unknown(run: RunDir, saves: Mapping[int, float], lost: Sequence[int]) -> None:
-    """Raises a CheckpointError if a run without checkpoints has saved some, or may have."""
+    """Raise a CheckpointError if a run without checkpoints has saved some, or may have."""
     if saves:  # a scratch file system removes what is old
-        raise gone_error(run, saves)
+        raise missing_checkpoint_error(run, saves)
     if lost:
         raise CheckpointError(
             f"{run.checkpoints} holds no checkpoint, and what attempt {lost[0]} saved is unknown: "
@@ -153,7 +148,7 @@ def refuse_unknown(run: RunDir, saves: Mapping[int, float], lost: Sequence[int])
         )
 
 
-def gone_error(run: RunDir, saves: Mapping[int, float]) -> CheckpointError:
+def missing_checkpoint_error(run: RunDir, saves: Mapping[int, float]) -> CheckpointError:
     newest = max(saves)
     return CheckpointError(
         f"{run.checkpoint(newest)} was saved {_minute(saves[newest])} and is gone, and run "
@@ -162,12 +157,14 @@ def gone_error(run: RunDir, saves: Mapping[int, float]) -> CheckpointError:
     )
 
 
-def gone_lines(saves: Mapping[int, float], step: int, found: Collection[int]) -> list[str]:
-    """Returns a line for each recorded checkpoint after `step` that is not among `found`."""
+def missing_checkpoint_messages(
+    saves: Mapping[int, float], step: int, steps: Collection[int]
+) -> list[str]:
+    """Return a line for each recorded checkpoint after `step` that is not in `steps`."""
     return [
-        f"step {other}: saved {_minute(saves[other])} and gone; its steps are computed again"
+        f"step {other}: saved {_minute(saves[other])} and gone; its steps are recomputed"
         for other in sorted(saves, reverse=True)
-        if other > step and other not in found
+        if other > step and other not in steps
     ]
 
 
@@ -191,7 +188,7 @@ class CheckpointEntry:
 
 
 def read_entry(directory: Path) -> CheckpointEntry:
-    """Reads the manifest of a checkpoint without verifying its files."""
+    """Read the manifest of a checkpoint without verifying its files."""
     try:
         return CheckpointEntry(directory, read_manifest(directory), None)
     except StorageError as error:
@@ -199,17 +196,17 @@ def read_entry(directory: Path) -> CheckpointEntry:
 
 
 def list_checkpoints(run: RunDir) -> list[CheckpointEntry]:
-    """Returns the checkpoints of a run, oldest first, not verified."""
+    """Return the checkpoints of a run, oldest first, not verified."""
     return read_all(read_entry, map(run.checkpoint, run.checkpoint_steps()))
 
 
 def require_step(run: RunDir, step: str, others: str) -> Path:
-    """Returns the folder of the checkpoint of a step, as given by a user; RunError if none."""
+    """Return the folder of the checkpoint of a step, as given by a user; RunError if none."""
     steps = run.checkpoint_steps()
     if not step.isdecimal() or int(step) not in steps:
-        known = ", ".join(map(str, steps[-10:])) or "none"
+        present = ", ".join(map(str, steps[-10:])) or "none"
         raise RunError(
-            f"run {run.name} has no checkpoint of step {step or repr(step)}; it has: {known} (or "
+            f"run {run.name} has no checkpoint of step {step or repr(step)}; it has: {present} (or "
             f"use {others})"
         )
     return run.checkpoint(int(step))
@@ -218,7 +215,7 @@ def require_step(run: RunDir, step: str, others: str) -> Path:
 def verify_entry(
     entry: CheckpointEntry, on_progress: OnProgress = lambda _: None
 ) -> CheckpointEntry:
-    """Checks every file, see `file_faults`; `on_progress` receives the bytes checked so far."""
+    """Check every file, see `file_faults`; `on_progress` receives the bytes checked so far."""
     if entry.manifest is None:
         return entry
     faults = file_faults(entry.directory, entry.manifest.files, on_progress=on_progress)
@@ -226,10 +223,7 @@ def verify_entry(
 
 
 def newest_verified(run: RunDir) -> tuple[Path, list[str]]:
-    """Finds the newest checkpoint that verifies and is not invalidated; CheckpointError if none.
-
-    Returns its folder, and a line for each newer checkpoint that was skipped.
-    """
+    """Return the newest checkpoint that verifies, and a line for each newer one."""
     skipped: list[str] = []
     invalidated = {run.checkpoint(step): why for step, why in invalidated_checkpoints(run).items()}
     for entry in reversed(list_checkpoints(run)):
@@ -262,22 +256,21 @@ def expired_steps(
     keep_hours: float = 0.0,
     keep_every: int | None = None,
 ) -> list[int]:
-    """Returns the steps of the checkpoints to remove; at least one usable one always remains.
+    """Return the steps of the checkpoints, oldest first, to remove; one usable one always remains.
 
-    `checkpoints` are oldest first; the newest has just been checked on disk. Of the usable ones,
-    the `keep` newest, those younger than `keep_hours` and multiples of `keep_every` are kept. `now`
-    is Unix time, s.
+    Of the usable ones, the `keep` newest, those younger than `keep_hours` at the Unix time `now`
+    and multiples of `keep_every` are kept.
     """
     # If the newest is unusable, the older ones are all that a resume has.
     if not checkpoints or not checkpoints[-1].usable:
         return []
-    newest = {one.step for one in [c for c in checkpoints if c.usable][-keep:]}
+    newest = {checkpoint.step for checkpoint in [c for c in checkpoints if c.usable][-keep:]}
     return [
-        one.step
-        for one in checkpoints
-        if one.step not in newest
-        and not (one.usable and now - one.saved_at < keep_hours * 3600)
-        and not (one.usable and keep_every and one.step % keep_every == 0)
+        checkpoint.step
+        for checkpoint in checkpoints
+        if checkpoint.step not in newest
+        and not (checkpoint.usable and now - checkpoint.saved_at < keep_hours * 3600)
+        and not (checkpoint.usable and keep_every and checkpoint.step % keep_every == 0)
     ]
 
 
@@ -289,11 +282,11 @@ def remove_expired(
     keep_every: int | None = None,
     in_use: Collection[int] = (),
 ) -> None:
-    """Removes the expired checkpoints of a run, except those `in_use`; failures are only logged.
+    """Remove the expired checkpoints of a run, except those `in_use`; failures are only logged.
 
-    `newest` is the step that has just been published; for the others see `expired_steps`.
+    `newest` is the step that has just been published.
     """
-    found = []
+    checkpoints = []
     try:
         invalidated = invalidated_checkpoints(run)
         for step in run.checkpoint_steps():
@@ -305,19 +298,21 @@ def remove_expired(
             try:
                 manifest = read_manifest(directory)
             except StorageError:
-                found.append(RetainedCheckpoint(step, 0.0, usable=False))
+                checkpoints.append(RetainedCheckpoint(step, 0.0, usable=False))
                 continue
             # Sizes only: the checksums are of the bytes as they were written, and reading the files
             # again so soon would verify the page cache, not the disk.
             usable = step not in invalidated and (
                 step < newest or not file_faults(directory, manifest.files, checksums=False)
             )
-            found.append(RetainedCheckpoint(step, manifest.saved_at, usable))
+            checkpoints.append(RetainedCheckpoint(step, manifest.saved_at, usable))
     except StorageError as error:
         log.warning("no checkpoint is removed: %s", error)
         return
-    now = time.time()
-    for step in expired_steps(found, now, keep=keep, keep_hours=keep_hours, keep_every=keep_every):
+    expired = expired_steps(
+        checkpoints, time.time(), keep=keep, keep_hours=keep_hours, keep_every=keep_every
+    )
+    for step in expired:
         if step not in in_use:
             _remove(run.checkpoint(step))
 

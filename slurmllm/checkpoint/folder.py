@@ -7,9 +7,10 @@ import hashlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
@@ -29,7 +30,7 @@ def fsync_file(path: Path) -> None:
 
 
 def describe(directory: Path, name: str, sha256: str | None = None) -> CheckpointFile:
-    """Returns size and checksum of one file, which is read unless its `sha256` is given."""
+    """Return size and checksum of one file, which is read unless its `sha256` is given."""
     path = directory / name
     if sha256 is None:
         with open_regular(path) as stream:
@@ -38,11 +39,21 @@ def describe(directory: Path, name: str, sha256: str | None = None) -> Checkpoin
 
 
 def read_manifest(directory: Path) -> CheckpointManifest:
-    """Raises a StorageError if the manifest is missing or damaged."""
+    """Raise a StorageError if the manifest is missing or damaged."""
     # The manifest is a save's last file: without it the folder is incomplete.
     if not (directory / MANIFEST).is_file():
         raise StorageError(f"{directory.name} has no {MANIFEST}: its save did not finish")
     return CheckpointManifest.load(directory / MANIFEST)
+
+
+def write_manifest(folder: Path, started_at: float, **fields: Any) -> CheckpointManifest:
+    """Describe all files of a folder whose writing began at `started_at`, Unix time."""
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    files = tuple(describe(folder, name) for name in names)
+    times = {"saved_at": time.time(), "save_s": time.time() - started_at}
+    manifest = CheckpointManifest(**fields, **times, files=files)
+    manifest.save(folder / MANIFEST)
+    return manifest
 
 
 def file_faults(
@@ -53,10 +64,9 @@ def file_faults(
     pickles: bool = True,
     on_progress: OnProgress = lambda _: None,
 ) -> list[str]:
-    """Verifies the sizes of files, their checksums, and that pickles in them are safe to load.
+    """Return one line for each file of another size or checksum, or with an unsafe pickle.
 
-    Returns one line per fault; `on_progress` receives the bytes checked so far. Pickles are checked
-    if no other fault was found, with torch.
+    `on_progress` receives the bytes checked so far. Pickles are checked last, with torch.
     """
     faults = []
     done_bytes = 0
@@ -80,7 +90,7 @@ def file_faults(
 
 
 def require_absent(target: Path) -> None:
-    """Raises a RunError if the target is a file or a folder that is not empty."""
+    """Raise a RunError if the target is a file or a folder that is not empty."""
     try:
         if not target.exists():
             return
@@ -99,14 +109,11 @@ def require_absent(target: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Creates a folder under a temporary name and renames it when the block completes.
+    """Create a folder under a temporary name and rename it when the block completes.
 
-    The block must fsync its files; folders are fsynced here. If it raises, the temporary folder and
-    the parents created for it are removed. SIGKILL leaves the folder, `.<name>.<random>.tmp`.
-
-    Raises:
-        RunError: The target exists already.
-        StorageError: The file system failed a write.
+    The block must fsync its files. If it raises, nothing is left; SIGKILL leaves
+    `.<name>.<random>.tmp`. Raises a RunError if the target exists, a StorageError if the file
+    system failed a write.
     """
     require_absent(target)
     # A symbolic link to an empty folder stays a link: rename() would refuse to replace it.
@@ -134,7 +141,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames a complete checkpoint to its final name durably, in place of an existing one."""
+    """Rename a complete checkpoint to its final name durably, in place of an existing one."""
     replaced = target.with_name(f".{target.name}.replaced")
     if target.exists():  # damaged or invalidated: the resume skipped it
         # rename() does not replace a folder that has content.

@@ -52,10 +52,7 @@ class Replica:
         return url.removeprefix("file://")
 
     def require_own(self, group: str | None) -> None:
-        """Makes the run's folder on a local file system; refuses one that others may write to.
-
-        They could have their checkpoints restored, and files written through links.
-        """
+        """Make the run's folder on a local file system; refuse one that others may write to."""
         if "file" not in self.file_system.protocol:
             return
         with _storage_errors("use", self.folder):
@@ -67,7 +64,7 @@ class Replica:
                 raise PermissionError(errno.EPERM, why, self.folder)
 
     def steps(self) -> list[int]:
-        """Returns the steps of the complete replicas, oldest first."""
+        """Return the steps of the complete replicas, oldest first."""
         return [step for step in self._folders() if self._complete(step)]
 
     def manifest(self, step: int) -> CheckpointManifest:
@@ -82,7 +79,7 @@ class Replica:
             ) from error
 
     def put(self, directory: Path) -> int:
-        """Uploads a checkpoint, in place of any replica of its step; returns its size in bytes."""
+        """Upload a checkpoint, in place of any replica of its step; return its size in bytes."""
         manifest = read_manifest(directory)
         target = self.path(manifest.step)
         with _storage_errors("write", target):
@@ -98,10 +95,9 @@ class Replica:
         return sum(file.bytes for file in manifest.files)
 
     def retain(self, keep: int) -> None:
-        """Removes all but the `keep` complete replicas saved last, and incomplete ones.
+        """Remove all but the `keep` complete replicas saved last, and incomplete ones.
 
-        By time and not by step, because the run may have rolled back, and an older run of the same
-        name may have left replicas of higher steps.
+        By time: after a roll-back, or an older run of the same name, higher steps may be older.
         """
         saved_at = {step: self.manifest(step).saved_at for step in self.steps()}
         newest = sorted(saved_at, key=lambda step: saved_at[step])[-keep:]
@@ -111,7 +107,7 @@ class Replica:
                     self._remove(step)
 
     def fetch(self, step: int, run: RunDir) -> None:
-        """Restores a checkpoint in place from its replica; the run is unchanged if this raises."""
+        """Restore a checkpoint in place from its replica; the run is unchanged if this raises."""
         target = run.checkpoint(step)
         temporary = target.with_name(f".{target.name}.fetched.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -162,7 +158,7 @@ class Replica:
 
 
 def open_replica(config: CheckpointConfig, run: str) -> Replica | None:
-    """Opens the recipe's replica, if any; StorageError if no installed file system can open it."""
+    """Open the recipe's replica, if any; StorageError if no installed file system can open it."""
     location = config.replica
     if location is None:
         return None
@@ -189,7 +185,7 @@ OnCopied = Callable[[int, float, int, str | None], None]
 
 
 class ReplicaCopier:
-    """Copies checkpoints to the replica in the background, one at a time, always the newest.
+    """Background copies of checkpoints to the replica, one at a time, always the newest.
 
     `keep` replicas remain. `refuse_if_superseded` raises a SlurmllmError if a newer attempt owns
     the run; `on_copied` is called after every copy, from the thread.
@@ -217,7 +213,7 @@ class ReplicaCopier:
             return tuple(step for step in (self._copying, self._pending) if step is not None)
 
     def copy(self, step: int) -> None:
-        """Schedules a checkpoint of the run, in place of one that is still pending."""
+        """Schedule a checkpoint of the run, in place of one that is still pending."""
         with self._changed:
             self._pending = step
             self._changed.notify_all()
@@ -226,7 +222,7 @@ class ReplicaCopier:
             self._thread.start()
 
     def finish(self, limit_s: float) -> bool:
-        """Waits up to `limit_s` for all copies; returns whether they completed."""
+        """Wait up to `limit_s` for all copies; return whether they completed."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._pending is None and self._copying is None, max(0.0, limit_s)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from slurmllm.checkpoint.catalogue import (
     first_attempt_used,
-    gone_lines,
     invalidated_checkpoints,
     invalidation_reason,
     lost_attempts,
+    missing_checkpoint_messages,
     read_rollbacks,
     recorded_saves,
     refuse_unknown,
@@ -41,11 +41,10 @@ class Resumable(NamedTuple):
 def find_resumable(
     run: RunDir, backend: WorkerContext, fingerprint: Mapping[str, Any]
 ) -> Resumable:
-    """Finds the newest checkpoint that verifies, replicas included (collective).
+    """Return the newest checkpoint that verifies, replicas included (collective).
 
-    Raises:
-        CheckpointError: The run has saved checkpoints, and none is left that verifies.
-        RunError: The checkpoint is of another model or of other data.
+    Raises a CheckpointError if the run has saved checkpoints and none is left that verifies, a
+    RunError if the checkpoint is of another model or of other data.
     """
     # All workers take rank 0's listing: on a shared file system, nodes may see different ones.
     replica: Replica | None = None
@@ -75,7 +74,7 @@ def find_resumable(
             if state.step != step:  # its shards would be read from another folder
                 raise StorageError(f"{directory} holds step {state.step}; restore it")
             _check_fingerprint(directory, state, fingerprint)
-            skipped += gone_lines(saves, step, {*steps, *replica_steps})
+            skipped += missing_checkpoint_messages(saves, step, {*steps, *replica_steps})
             return Resumable(state, tuple(skipped), _newer_than(step, invalidated))
         skipped.append(f"step {step}: {fault}")
     if skipped:
@@ -90,7 +89,7 @@ def find_resumable(
 
 
 def _fetch(replica: Replica, step: int, run: RunDir) -> str | None:
-    """Restores a checkpoint from its replica; returns the fault if that fails."""
+    """Restore a checkpoint from its replica; return the fault if that fails."""
     try:
         replica.fetch(step, run)
     except StorageError as error:
@@ -100,14 +99,11 @@ def _fetch(replica: Replica, step: int, run: RunDir) -> str | None:
 
 
 def usable_steps(run: RunDir, replica: Replica) -> list[int]:
-    """Returns the steps of the replicas that a run may resume from, oldest first.
-
-    Raises a StorageError if the replica is unreachable, or the run's records are damaged.
-    """
+    """Return the steps of the replicas that a run may resume from, oldest first."""
     rollbacks, begin = read_rollbacks(run), first_attempt_used(run)
     submissions = JobsRecord.load(run.jobs).submissions if run.jobs.exists() else ()
     # An older run of the same name, whose folder was removed, may have left replicas.
-    created_at = min((one.submitted_at for one in submissions), default=0.0)
+    created_at = min((submission.submitted_at for submission in submissions), default=0.0)
     return [
         manifest.step
         for manifest in map(replica.manifest, replica.steps())
@@ -123,7 +119,7 @@ def _newer_than(step: int, invalidated: Mapping[int, str]) -> tuple[str, ...]:
 
 
 def first_fault(directory: Path, backend: WorkerContext) -> str | None:
-    """Verifies a checkpoint; the workers share the files to read (collective)."""
+    """Verify a checkpoint; the workers share the files to read (collective)."""
     manifest: CheckpointManifest | None = None
     fault: str | None = None
     if backend.worker.rank == 0:
@@ -147,9 +143,9 @@ def first_fault(directory: Path, backend: WorkerContext) -> str | None:
 
 
 def _join(control: ControlPlane, lines: list[str]) -> str | None:
-    """Returns the lines of all workers as one text; None if there are none (collective)."""
-    found = control.gather(lines)
-    every = None if found is None else [line for part in found for line in part]
+    """Return the lines of all workers as one text; None if there are none (collective)."""
+    parts = control.gather(lines)
+    every = None if parts is None else [line for part in parts for line in part]
     return "; ".join(control.broadcast(every)) or None
 
 
@@ -159,10 +155,7 @@ def _pickle_faults(
     share: Sequence[CheckpointFile],
     backend: WorkerContext,
 ) -> list[str]:
-    """Returns the faults of the pickles in this worker's share; rank 0 has all files (collective).
-
-    Rank 0 alone reads `.metadata`, which grows with the workers that wrote it.
-    """
+    """Return the faults of the pickles in this worker's share (collective)."""
     backend.wait_for_imports()
     from slurmllm.checkpoint.formats.pickles import Places, pickle_faults, shard_places
 
@@ -179,12 +172,12 @@ def _pickle_faults(
             {file.path: places.get(file.path, []) for file in files[rank :: control.world_size]}
             for rank in range(control.world_size)
         ]
-    own = control.scatter(shares)
-    return faults + pickle_faults(directory, [file.path for file in share], own)
+    share_places = control.scatter(shares)
+    return faults + pickle_faults(directory, [file.path for file in share], share_places)
 
 
 def _load_state(directory: Path, backend: WorkerContext) -> TrainState:
-    """Loads the training state on rank 0 for all workers (collective)."""
+    """Load the training state on rank 0 for all workers (collective)."""
     state: TrainState | None = None
     fault: StorageError | None = None
     if backend.worker.rank == 0:
@@ -192,17 +185,13 @@ def _load_state(directory: Path, backend: WorkerContext) -> TrainState:
             state = TrainState.load(directory / TRAIN_STATE)
         except StorageError as error:
             fault = error
-    if found := backend.control.first(fault):
-        raise found
+    if first := backend.control.first(fault):
+        raise first
     return backend.control.broadcast(state)
 
 
 def _check_fingerprint(directory: Path, state: TrainState, fingerprint: Mapping[str, Any]) -> None:
-    saved = dict(state.fingerprint)
-    if state.data.get("version") == 1:
-        # Version 1 hashed the corpus in another way; the stream compares it when it resumes.
-        saved["data.corpus"] = fingerprint.get("data.corpus")
-    lines = fingerprint_differences(saved, fingerprint)
+    lines = fingerprint_differences(state.fingerprint, fingerprint)
     if lines:
         raise RunError(
             f"{directory} is of another model or other data and cannot be continued:\n"

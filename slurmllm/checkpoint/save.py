@@ -38,23 +38,12 @@ _TEMPORARY = re.compile(
 )
 
 
-def save(run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> float:
-    """Writes a checkpoint, removes expired ones (collective); returns s; raises as `Save` does."""
-    current = Save(run, backend, state, attempt)
-    seconds = current.finish()
-    current.join_retention()
-    return seconds
-
-
 class Save:
     """A save in progress, created and finished by all workers together (collective).
 
-    Attributes:
-        num_bytes: Size of all files; on rank 0 when the save has finished.
-
-    Raises:
-        CheckpointError: On all workers if the save failed on one; `finish` raises it too.
-        NodeError: On all workers if a newer attempt has superseded this one.
+    On rank 0 `num_bytes` is the size of all files when it has finished. Raises on all workers a
+    CheckpointError if the save failed on one, a NodeError if a newer attempt has superseded this
+    one.
     """
 
     def __init__(self, run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> None:
@@ -75,7 +64,7 @@ class Save:
         executor.shutdown(wait=False)
 
     def written(self) -> bool:
-        """Returns whether this worker's files are written; other workers may not be done."""
+        """Return whether this worker's files are written; other workers may not be done."""
         return self._files.done()
 
     @property
@@ -84,28 +73,27 @@ class Save:
         return self._shards.waited_s if self._shards is not None else 0.0
 
     def finish(self, in_use: Collection[int] = ()) -> float:
-        """Waits for all workers' files and publishes the checkpoint (collective).
-
-        Returns the seconds since the save began. Retention keeps the steps `in_use`.
+        """Publish the checkpoint when all files are written (collective); return the save's
+        seconds.
         """
         with self._all_or_nothing():
             _agree(self._backend, self._files.result)
-            own = _agree(self._backend, self._complete)
+            described = _agree(self._backend, self._complete)
             # Plain values: they take a third of what records take.
-            files = self._backend.control.gather([(f.path, f.bytes, f.sha256) for f in own])
+            files = self._backend.control.gather([(f.path, f.bytes, f.sha256) for f in described])
             manifest = None if files is None else self._manifest(files)
             _agree(self._backend, lambda: self._publish(manifest) if manifest else None)
         if manifest is not None:
             self.num_bytes = sum(file.bytes for file in manifest.files)
             config = self._backend.config.recipe.checkpoint
-            kept = (config.keep, config.keep_hours, config.keep_every, in_use)
+            retention = (config.keep, config.keep_hours, config.keep_every, in_use)
             # In a thread: removing gigabytes takes as long as writing some.
-            self._retention = Thread(target=remove_expired, args=(self._run, self.step, *kept))
+            self._retention = Thread(target=remove_expired, args=(self._run, self.step, *retention))
             self._retention.start()
         return time.monotonic() - self._started
 
     def _manifest(self, files: Sequence[Sequence[tuple[str, int, str]]]) -> CheckpointManifest:
-        found = [
+        described = [
             CheckpointFile(path=path, bytes=num_bytes, sha256=sha256)
             for part in files
             for path, num_bytes, sha256 in part
@@ -119,11 +107,11 @@ class Save:
             saved_at=time.time(),
             save_s=time.monotonic() - self._started,
             fingerprint=fingerprint_digest(self._state.fingerprint),
-            files=tuple(sorted(found, key=lambda f: f.path)),
+            files=tuple(sorted(described, key=lambda f: f.path)),
         )
 
     def join_retention(self) -> None:
-        """Waits until expired checkpoints are removed; required before the next `finish`."""
+        """Wait until expired checkpoints are removed; required before the next `finish`."""
         if self._retention is not None:
             self._retention.join()
 
@@ -195,7 +183,7 @@ class _SaveFailed(Exception):
 
 
 def _agree(backend: ShardBackend, part: Callable[[], T]) -> T:
-    """Runs a part of the save on every worker; if one fails, all raise. Results stay local."""
+    """Run a part of the save on every worker; if one fails, all raise. Results stay local."""
     result: list[T] = []
     fault: tuple[str, bool] | None = None  # text, and whether a newer attempt has begun
     try:
@@ -208,16 +196,16 @@ def _agree(backend: ShardBackend, part: Callable[[], T]) -> T:
     except StorageError as error:
         fault = str(error), False
     # Reached whatever happened: a worker that raised before would leave the others waiting.
-    found = backend.control.first(fault)
-    if found is not None:
-        text, superseded = found
+    first = backend.control.first(fault)
+    if first is not None:
+        text, superseded = first
         raise NodeError(text) if superseded else _SaveFailed(text)
     return result[0]
 
 
 def refuse_if_superseded(run: RunDir, attempt: int) -> None:
-    """Raises a NodeError if a newer attempt exists: an orphaned one must publish nothing."""
-    newest = max((known.number for known in run.attempts("train")), default=attempt)
+    """Raise a NodeError if a newer attempt exists: an orphaned one must publish nothing."""
+    newest = max((other.number for other in run.attempts("train")), default=attempt)
     if newest > attempt:
         raise NodeError(
             f"attempt {attempt} was superseded by attempt {newest} of run {run.name}: it saves "
@@ -226,13 +214,13 @@ def refuse_if_superseded(run: RunDir, attempt: int) -> None:
 
 
 def remove_leftovers(run: RunDir, attempt: int | None = None) -> None:
-    """Removes temporary folders of interrupted saves, but not those of attempts after `attempt`."""
+    """Remove temporary folders of interrupted saves, but not those of attempts after `attempt`."""
     if not run.checkpoints.is_dir():
         return
     for entry in run.checkpoints.iterdir():
-        found = _TEMPORARY.match(entry.name)
-        if found is None:
+        match = _TEMPORARY.match(entry.name)
+        if match is None:
             continue
-        writer = found["attempt"]
+        writer = match["attempt"]
         if attempt is None or writer is None or int(writer) <= attempt:
             shutil.rmtree(entry, ignore_errors=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +22,18 @@ Region = tuple[slice, ...]  # one slice per dimension, with start and stop
 WeightReader = Callable[[str, Region], "Tensor"]
 
 
+def intersection(a: Region, b: Region) -> Region:
+    """Return what two regions have in common; without that, stops before starts."""
+    pairs = zip(a, b, strict=True)
+    return tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in pairs)
+
+
+def shifted(region: Region, origin: Region) -> Region:
+    """Return a region as counted from the start of another one."""
+    pairs = zip(region, origin, strict=True)
+    return tuple(slice(x.start - o.start, x.stop - o.start) for x, o in pairs)
+
+
 class ShardWrite(ABC):
     """One worker's write of its shards, possibly in the background."""
 
@@ -28,36 +41,31 @@ class ShardWrite(ABC):
 
     @abstractmethod
     def wait(self) -> list[str]:
-        """Wait until this worker's shards are durable (fsync); called from any thread.
-
-        Returns the names of the files that this worker wrote. Raises an OSError or a StorageError
-        if the file system failed a write.
+        """Wait until this worker's shards are durable (fsync), in any thread; return its file
+        names.
         """
 
     @abstractmethod
     def finish(self) -> list[str]:
-        """Complete what all workers wrote (collective), after `wait` returned on all of them.
-
-        Returns the names of further files that this worker wrote.
-        """
+        """Complete the write after all workers' `wait` (collective); return more file names."""
 
     def sha256(self, name: str) -> str | None:
-        """Checksum of a file of this worker if it was computed during the write, else None."""
+        """Return the checksum of a file if it was computed during the write, else None."""
         return None
 
     def abandon(self) -> None:  # noqa: B027  most have nothing to release
         """Give up the write because it failed on one of the workers."""
 
 
-class WorkerIdentity(Protocol):
-    """This process among the workers of an attempt."""
+@dataclass(frozen=True)
+class Worker:
+    """This process among the workers of an attempt, from the launcher's variables (torchrun's)."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def node(self) -> str: ...
+    rank: int
+    world_size: int
+    local_rank: int
+    node: str
+    sharing: int = 1  # workers on this machine: the node's, with --local those of all nodes
 
 
 class WorkerContext(Protocol):
@@ -66,7 +74,7 @@ class WorkerContext(Protocol):
     @property
     def config(self) -> RunConfig: ...
     @property
-    def worker(self) -> WorkerIdentity: ...
+    def worker(self) -> Worker: ...
     @property
     def control(self) -> ControlPlane: ...
 

@@ -49,15 +49,14 @@ class TrainState(Record):
 
 
 def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
-    """Returns what must be equal for training to continue a checkpoint: dotted path → value.
+    """Return what must be equal for training to continue a checkpoint: dotted path → value.
 
-    Model, optimizer and data order, with the content hashes of corpus and tokenizer. Learning rate,
-    mesh and number of steps may change.
+    Model, optimizer and data order; learning rate, mesh and number of steps may change.
     """
-    own = {} if recipe.optim.name == ADAMW else {_OPTIMIZER: recipe.optim.name}
+    optimizer = {} if recipe.optim.name == ADAMW else {_OPTIMIZER: recipe.optim.name}
     return {
         **flatten(recipe.model.model_dump(mode="json"), _MODEL_PREFIX),
-        **own,
+        **optimizer,
         "data.corpus": corpus,
         "data.tokenizer": tokenizer,
         "data.mask": recipe.data.mask,
@@ -67,7 +66,7 @@ def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
 
 
 def optimizer_name(directory: Path) -> str:
-    """Returns the optimizer of a run's checkpoint; StorageError if the folder is damaged."""
+    """Return the optimizer of a run's checkpoint; StorageError if the folder is damaged."""
     state = directory / TRAIN_STATE
     saved = TrainState.load(state).fingerprint if state.is_file() else {}
     return str(saved.get(_OPTIMIZER, ADAMW))
@@ -78,16 +77,16 @@ def fingerprint_digest(fields: Mapping[str, Any]) -> str:
 
 
 def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model section of a fingerprint, nested as in a recipe."""
-    found: dict[str, Any] = {}
+    """Return the model section of a fingerprint, nested as in a recipe."""
+    model: dict[str, Any] = {}
     for path, value in fields.items():
         if path.startswith(_MODEL_PREFIX):
             section, _, name = path.removeprefix(_MODEL_PREFIX).partition(".")
             if name:  # a field of rope_scaling
-                found.setdefault(section, {})[name] = value
+                model.setdefault(section, {})[name] = value
             else:
-                found[section] = value
-    return found
+                model[section] = value
+    return model
 
 
 def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -107,17 +106,9 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
 
 
 def require_same_settings(run: RunDir, recipe: Recipe, directory: Path | None) -> None:
-    """Check before a resume is submitted that its settings are those of the run.
+    """Raise a RunError if a recipe cannot continue a run, before its job waits in the queue.
 
-    The workers check it again, but a job may be in the queue for hours before.
-
-    Args:
-        run: Its data.json, if there is one, has the settings of the data's order.
-        recipe: The recipe of the resume.
-        directory: The newest checkpoint; None without one.
-
-    Raises:
-        RunError: The recipe's settings cannot continue the run.
+    `directory` is the newest checkpoint; None without one.
     """
     lines: list[str] = []
     with suppress(StorageError):  # the workers report damaged files
@@ -146,7 +137,7 @@ class Origin(NamedTuple):
 
 
 def read_origin(directory: Path) -> Origin:
-    """Reads a folder's model; RunError if it holds no known one, StorageError if it is damaged."""
+    """Read a folder's model; RunError if it holds no known one, StorageError if it is damaged."""
     imported: ImportedModel | None = None
     try:
         if (directory / MODEL).is_file():
@@ -170,26 +161,26 @@ def read_origin(directory: Path) -> Origin:
         ) from error
 
 
-def model_differences(stored: ModelConfig, wanted: ModelConfig) -> list[str]:
-    """Compares a checkpoint's model with a recipe's; returns one line per incompatible field."""
+def model_differences(stored: ModelConfig, required: ModelConfig) -> list[str]:
+    """Compare a checkpoint's model with a recipe's; return one line per incompatible field."""
     fields = [
-        (name, getattr(stored, name), getattr(wanted, name))
+        (name, getattr(stored, name), getattr(required, name))
         for name in ModelConfig.model_fields
         if name not in _IGNORED_FIELDS
     ]
-    fields.append(("num_kv_heads", stored.kv_heads, wanted.kv_heads))
-    fields.append(("head_dim", stored.head_width, wanted.head_width))
+    fields.append(("num_kv_heads", stored.kv_heads, required.kv_heads))
+    fields.append(("head_dim", stored.head_width, required.head_width))
     differing = [field for field in fields if field[1] != field[2]]
     # Learned positions are parameters: a shorter table has no rows for the last positions.
-    if FAMILIES[stored.family].positions == "learned" and stored.seq_len < wanted.seq_len:
-        differing.append(("seq_len", stored.seq_len, wanted.seq_len))
+    if FAMILIES[stored.family].positions == "learned" and stored.seq_len < required.seq_len:
+        differing.append(("seq_len", stored.seq_len, required.seq_len))
     return [f"model.{name}: the checkpoint has {a!r}, the recipe {b!r}" for name, a, b in differing]
 
 
-def require_model(directory: Path, wanted: ModelConfig) -> Origin:
-    """Raises a RunError if the folder is not of this model, a StorageError if it is damaged."""
+def require_model(directory: Path, required: ModelConfig) -> Origin:
+    """Raise a RunError if the folder is not of this model, a StorageError if it is damaged."""
     origin = read_origin(directory)
-    lines = model_differences(origin.model, wanted)
+    lines = model_differences(origin.model, required)
     if lines:
         raise RunError(
             f"the weights in {directory} are of another model than the recipe's:\n"

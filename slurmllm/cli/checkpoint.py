@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,17 +14,17 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.errors import CheckpointError, RunError, SlurmllmError, UserError
-from slurmllm.format import format_bytes, format_count
+from slurmllm.format import format_bytes, format_count, format_plural
 
 if TYPE_CHECKING:
     import torch
 
     from slurmllm.checkpoint.catalogue import CheckpointEntry
-    from slurmllm.checkpoint.formats.converting import Precision
+    from slurmllm.checkpoint.formats.converting import ConversionPlan, Precision
 
 
 def _parse_size(ctx: click.Context, _: click.Parameter, text: str) -> int:
-    """Returns the bytes of `5GB`, `500MB` or `2GiB`."""
+    """Return the bytes of `5GB`, `500MB` or `2GiB`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is not None:
         number, unit, binary = match.groups()
@@ -48,13 +48,20 @@ out = click.option(
 )
 of_run = click.option("--run", metavar="RUN", help="CKPT is a step of this run, or latest.")
 dtype = click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "source"]), default="source", show_default=True,
-    callback=_torch_dtype, help="Type of the weights to write; source keeps the stored dtype.",
-)  # fmt: skip
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "source"]),
+    default="source",
+    show_default=True,
+    callback=_torch_dtype,
+    help="Type of the weights to write; source keeps the stored dtype.",
+)
 shard_size = click.option(
-    "--shard-size", default="5GB", show_default=True, callback=_parse_size,
+    "--shard-size",
+    default="5GB",
+    show_default=True,
+    callback=_parse_size,
     help="Maximum size of a weight file; peak memory is similar.",
-)  # fmt: skip
+)
 
 
 def mesh_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -91,26 +98,26 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
     from slurmllm.config.load import load
     from slurmllm.run.rundir import find_run
 
-    found = find_run(run, runs_dir)
-    entries = list_checkpoints(found)
+    run_dir = find_run(run, runs_dir)
+    entries = list_checkpoints(run_dir)
     if verifying:
         entries = _verified(entries)
     try:
-        replica = open_replica(load(found.config).recipe.checkpoint, found.name)
+        replica = open_replica(load(run_dir.config).recipe.checkpoint, run_dir.name)
         if replica is not None:
             entries += [
-                CheckpointEntry(found.checkpoint(s), replica.manifest(s), None, replica.url(s))
+                CheckpointEntry(run_dir.checkpoint(s), replica.manifest(s), None, replica.url(s))
                 for s in replica.steps()
             ]
     except SlurmllmError as error:  # the run's own checkpoints are listed all the same
         click.echo(f"warning: {error}", err=True)
     if as_json:
         listed = [{"replica": e.replica_url is not None, **_entry_json(e)} for e in entries]
-        options.echo_json({"run": found.name, "checkpoints": listed})
+        options.echo_json({"run": run_dir.name, "checkpoints": listed})
     elif entries:
         _print_table(entries)
     else:
-        click.echo(f"run {found.name} has no checkpoint yet")
+        click.echo(f"run {run_dir.name} has no checkpoint yet")
 
 
 @checkpoint.command()
@@ -139,7 +146,7 @@ def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> No
     else:
         for entry in entries:
             files = len(entry.manifest.files) if entry.manifest else 0
-            state = f"{len(entry.faults)} fault(s)" if entry.faults else "verified"
+            state = format_plural(len(entry.faults), "error") if entry.faults else "verified"
             size = format_bytes(entry.num_bytes)
             click.echo(f"{entry.directory}: {state}; {files} files, {size}")
             for fault in entry.faults or ():
@@ -173,28 +180,31 @@ def import_(
     from slurmllm.checkpoint.formats.importing import plan_import, run_import
 
     plan = plan_import(folder, dtype)
-    with input_progress("importing", plan.read_bytes) as on_progress:
+    with input_progress("importing", sum(plan.sizes_bytes)) as on_progress:
         manifest = run_import(plan, target, shard_size, on_progress)
     num_bytes, seconds = sum(file.bytes for file in manifest.files), time.monotonic() - began
     num_files = len(manifest.files) + 1  # the manifest does not list itself
-    if as_json:
-        options.echo_json({
-            "checkpoint": str(target), "source": source,
-            "architecture": plan.config.architecture,
-            "model": plan.config.model.model_dump(mode="json"),
-            "tokenizer": sorted(plan.tokenizer.files), "files": num_files, "bytes": num_bytes,
-            "seconds": round(seconds, 3),
-        })  # fmt: skip
-        return
-    click.echo(
+    fields = {
+        "checkpoint": str(target),
+        "source": source,
+        "architecture": plan.config.architecture,
+        "model": plan.config.model.model_dump(mode="json"),
+        "tokenizer": sorted(plan.tokenizer.files),
+        "files": num_files,
+        "bytes": num_bytes,
+        "seconds": round(seconds, 3),
+    }
+    tokenizer = f"tokenizer: {target / 'tokenizer' / 'tokenizer.json'}"
+    if "tokenizer.json" not in plan.tokenizer.files:
+        tokenizer = f"{source} has no tokenizer.json: name the tokenizer in data.tokenizer"
+    _report(
+        as_json,
+        fields,
         f"{target}: {plan.config.architecture}, {format_count(plan.num_parameters)} parameters, "
-        f"{format_bytes(num_bytes)} in {num_files} files, {seconds:.1f} s"
+        f"{format_bytes(num_bytes)} in {num_files} files, {seconds:.1f} s",
+        tokenizer,
+        f"train from it: --set train.init_from={target}",
     )
-    if "tokenizer.json" in plan.tokenizer.files:
-        click.echo(f"tokenizer: {target / 'tokenizer' / 'tokenizer.json'}")
-    else:
-        click.echo(f"{source} has no tokenizer.json: name the tokenizer in data.tokenizer")
-    click.echo(f"train from it: --set train.init_from={target}")
 
 
 @checkpoint.command()
@@ -204,15 +214,24 @@ def import_(
 @dtype
 @shard_size
 @click.option(
-    "--tokenizer", "tokenizer_file", metavar="FILE", type=click.Path(path_type=Path),
+    "--tokenizer",
+    "tokenizer_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
     help="A tokenizer.json.  [default: the run's or the imported one]",
-)  # fmt: skip
+)
 @options.runs_dir
 @options.as_json
 def export(
-    source: str, out: str, run: str | None, dtype: torch.dtype | None, shard_size: int,
-    tokenizer_file: Path | None, runs_dir: Path, as_json: bool,
-) -> None:  # fmt: skip
+    source: str,
+    out: str,
+    run: str | None,
+    dtype: torch.dtype | None,
+    shard_size: int,
+    tokenizer_file: Path | None,
+    runs_dir: Path,
+    as_json: bool,
+) -> None:
     """Export a checkpoint as a Hugging Face model folder.
 
     CKPT is a checkpoint folder. With --run it is a step, or latest (the newest checkpoint that
@@ -232,47 +251,61 @@ def export(
     with input_progress("exporting", num_bytes) as on_progress:
         names = run_export(plan, target, shard_size, on_progress)
     seconds = time.monotonic() - began
-    if as_json:
-        options.echo_json({
-            "checkpoint": str(directory), "out": str(target),
-            "model": plan.model.model_dump(mode="json"), "tokenizer": sorted(tokenizer.files),
-            "files": names, "bytes": num_bytes, "seconds": round(seconds, 3),
-        })  # fmt: skip
-        return
-    click.echo(
-        f"{target}: {format_count(plan.num_parameters)} parameters, "
-        f"{format_bytes(num_bytes)} of weights in "
-        f"{sum(name.endswith('.safetensors') for name in names)} file(s), from {directory}, "
-        f"{seconds:.1f} s"
+    num_files = sum(name.endswith(".safetensors") for name in names)
+    fields = {
+        "checkpoint": str(directory),
+        "out": str(target),
+        "model": plan.model.model_dump(mode="json"),
+        "tokenizer": sorted(tokenizer.files),
+        "files": names,
+        "bytes": num_bytes,
+        "seconds": round(seconds, 3),
+    }
+    missing = "no tokenizer is known: --tokenizer FILE adds one to the weights"
+    _report(
+        as_json,
+        fields,
+        f"{target}: {format_count(plan.num_parameters)} parameters, {format_bytes(num_bytes)} of "
+        f"weights in {format_plural(num_files, 'file')}, from {directory}, {seconds:.1f} s",
+        *(() if tokenizer.files else (missing,)),
     )
-    if not tokenizer.files:
-        click.echo("no tokenizer is known: --tokenizer FILE adds one to the weights")
 
 
 @checkpoint.command()
 @click.argument("source", metavar="CKPT", shell_complete=options.complete_run)
 @click.option(
-    "--to", "backend", required=True, type=click.Choice(["native", "nxd"]),
+    "--to",
+    "backend",
+    required=True,
+    type=click.Choice(["native", "nxd"]),
     help="Backend whose format to write.",
-)  # fmt: skip
+)
 @out
 @of_run
 @mesh_options
 @click.option(
-    "--zero/--no-zero", default=None,
+    "--zero/--no-zero",
+    default=None,
     help="nxd: shard the optimizer state over data-parallel workers (ZeRO-1).  "
     "[default: the run's, else zero]",
-)  # fmt: skip
+)
 @click.option(
-    "--precision", type=click.Choice(["fp32", "bf16_mixed", "bf16_sr", "bf16"]),
+    "--precision",
+    type=click.Choice(["fp32", "bf16_mixed", "bf16_sr", "bf16"]),
     help="Precision of the run that will read it.  [default: that of the run that wrote it]",
-)  # fmt: skip
+)
 @options.runs_dir
 @options.as_json
 def convert(
-    source: str, backend: str, out: str, run: str | None, precision: Precision | None,
-    runs_dir: Path, as_json: bool, **mesh: Any,
-) -> None:  # fmt: skip
+    source: str,
+    backend: str,
+    out: str,
+    run: str | None,
+    precision: Precision | None,
+    runs_dir: Path,
+    as_json: bool,
+    **mesh: Any,
+) -> None:
     """Convert a checkpoint to another backend's format.
 
     Weights, optimizer state and position are converted. CKPT is a checkpoint folder. With --run
@@ -285,45 +318,61 @@ def convert(
     from slurmllm.display.progress import input_progress
 
     target, began = Path(out), time.monotonic()
-    given = {name: value for name, value in mesh.items() if value is not None}
-    if backend == "native" and given:
-        option = next(iter(given)).replace("_", "-")
+    degrees = {name: value for name, value in mesh.items() if value is not None}
+    if backend == "native" and degrees:
+        option = next(iter(degrees)).replace("_", "-")
         raise UserError(
             f"--{option}: the native format is the same for every mesh; leave it out, or use "
             "--to nxd"
         )
     require_absent(target)
     directory = _verified_checkpoint(source, run, runs_dir)
-    target_mesh = replace(mesh_of_run(directory), **given) if backend == "nxd" else None
+    target_mesh = replace(mesh_of_run(directory), **degrees) if backend == "nxd" else None
     plan = plan_conversion(directory, target_mesh, precision)
     with input_progress("converting", plan.num_bytes) as on_progress:
         manifest = run_conversion(plan, target, on_progress)
     num_bytes, seconds = sum(file.bytes for file in manifest.files), time.monotonic() - began
-    num_files, trained = len(manifest.files) + 1, plan.training is not None
+    num_files = len(manifest.files) + 1
     layout = plan.layout.model_dump(mode="json", exclude={"names"}) if plan.layout else None
-    if as_json:
-        options.echo_json({
-            "checkpoint": str(directory), "out": str(target), "format": backend,
-            "step": manifest.step, "optimizer_state": trained, "precision": plan.precision,
-            "layout": layout, "files": num_files, "bytes": num_bytes, "seconds": round(seconds, 3),
-        })  # fmt: skip
-        return
-    click.echo(
+    fields = {
+        "checkpoint": str(directory),
+        "out": str(target),
+        "format": backend,
+        "step": manifest.step,
+        "optimizer_state": plan.training is not None,
+        "precision": plan.precision,
+        "layout": layout,
+        "files": num_files,
+        "bytes": num_bytes,
+        "seconds": round(seconds, 3),
+    }
+    line = (
         f"{target}: step {manifest.step}, {plan.precision}, {format_bytes(num_bytes)} in "
         f"{num_files} files, from {directory}, {seconds:.1f} s"
     )
-    if not trained:
-        click.echo("it has weights and no optimizer state, like the checkpoint it came from")
-        click.echo(f"train from it: --set train.init_from={target}")
+    _report(as_json, fields, line, *_hints(plan, target))
+
+
+def _hints(plan: ConversionPlan, target: Path) -> Iterator[str]:
+    if plan.training is None:
+        yield "it has weights and no optimizer state, like the checkpoint it came from"
+        yield f"train from it: --set train.init_from={target}"
     elif plan.layout is not None and not plan.known_optim:
-        click.echo(
+        yield (
             "betas, eps and weight_decay in NxD's files are slurmllm's defaults, because CKPT is "
             "in no run; a run of slurmllm uses its recipe's"
         )
 
 
+def _report(as_json: bool, fields: dict[str, Any], *lines: str) -> None:
+    if as_json:
+        options.echo_json(fields)
+    else:
+        click.echo("\n".join(lines))
+
+
 def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
-    """Returns the checkpoint folder that the arguments name, after verifying it."""
+    """Return the checkpoint folder that the arguments name, after verifying it."""
     from slurmllm.checkpoint.catalogue import newest_verified, read_entry, require_step
     from slurmllm.checkpoint.state import read_origin
     from slurmllm.run.rundir import find_run
@@ -336,13 +385,13 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
             raise RunError(f"no checkpoint folder {source!r}{hint}; name an existing one")
         read_origin(directory)  # refuses other folders before their files are read
     else:
-        found = find_run(run, runs_dir)
+        run_dir = find_run(run, runs_dir)
         if source == "latest":
-            directory, skipped = newest_verified(found)
+            directory, skipped = newest_verified(run_dir)
             for line in skipped:
                 click.echo(f"skipped a checkpoint that does not verify: {line}", err=True)
             return directory
-        directory = require_step(found, source, "latest")
+        directory = require_step(run_dir, source, "latest")
     (entry,) = _verified([read_entry(directory)])
     if entry.faults:
         lines = "\n".join(f"  {fault}" for fault in entry.faults)
@@ -351,7 +400,7 @@ def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
 
 
 def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
-    """Verifies checkpoints under one progress bar."""
+    """Verify checkpoints under one progress bar."""
     from slurmllm.checkpoint.catalogue import verify_entry
     from slurmllm.display.progress import input_progress
 
@@ -390,9 +439,9 @@ def _print_table(entries: list[CheckpointEntry]) -> None:
         state = "not checked" if entry.faults is None else "; ".join(entry.faults) or "verified"
         state = f"replica in {entry.replica_url}" if entry.replica_url is not None else state
         values = ("", "", "", "")
-        if (known := entry.manifest) is not None:
-            saved = f"{datetime.fromtimestamp(known.saved_at):%Y-%m-%d %H:%M:%S}"
+        if (manifest := entry.manifest) is not None:
+            saved = f"{datetime.fromtimestamp(manifest.saved_at):%Y-%m-%d %H:%M:%S}"
             size = format_bytes(entry.num_bytes)
-            values = (saved, size, str(known.attempt), str(known.world_size))
+            values = (saved, size, str(manifest.attempt), str(manifest.world_size))
         rows.append((str(int(entry.directory.name.rpartition("_")[2])), *values, state))
     print_table(("step", "saved", "size", "attempt", "workers", "state"), rows, fold="state")

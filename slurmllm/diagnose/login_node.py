@@ -57,6 +57,7 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
         yield ok("python", found)  # pip refuses to install slurmllm with a Python before 3.11
     yield packages_finding()
     yield torch_finding(cluster)
+    yield private_names_finding()
     if neuron:
         yield from neuron_findings()
         yield skipped("C++ compiler", "the nxd backend compiles with neuronx-cc")
@@ -160,6 +161,19 @@ def import_torch() -> str | None:
         return None
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def private_names_finding() -> Finding:
+    command = [sys.executable, "-P", "-m", "slurmllm.model.private_names"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=True
+        )
+    except subprocess.SubprocessError:
+        return skipped("private names", "torch or lm_eval does not import")
+    if lines := done.stdout.strip().splitlines():
+        return warn("private names", "; ".join(lines), fix="another version of the package")
+    return ok("private names", "all that slurmllm uses of torch and lm_eval")
 
 
 def neuron_findings() -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from slurmllm.data.sandbox import Sandbox
 from slurmllm.errors import DataError, SlurmllmError, UserError
 from slurmllm.evaluate.request import EvaluationSettings, ModelRef, TaskRequest, harness_version
 from slurmllm.evaluate.suites import suites_dir
+from slurmllm.model.private_names import TASK_FUNCTIONS
 from slurmllm.run.artifact_records import EvaluationRecord
 
 REMEDY = "install it: pip install 'slurmllm[eval]'"
@@ -209,7 +210,8 @@ def _factory_without_code() -> Any:
     from lm_eval.tasks import _yaml_loader
     from lm_eval.tasks._factory import GROUP_FIELD_NAMES, TaskFactory
 
-    make_constructor = _yaml_loader._mk_function_ctor
+    missing = TASK_FUNCTIONS.missing()
+    make_constructor: Any = getattr(_yaml_loader, "_mk_function_ctor", None)
 
     def make_refusal(folder: Path, resolve: bool) -> Any:
         def refuse(loader: Any, node: Any) -> Any:
@@ -224,6 +226,10 @@ def _factory_without_code() -> Any:
             if entry.yaml_path is None:
                 return super()._load_full_config(entry, overrides)
             path = entry.yaml_path.resolve()  # once: a link can be replaced
+            if missing is not None:
+                if not _is_shipped(path):
+                    raise UserError(f"{path} cannot be checked for code: {missing}")
+                return super()._load_full_config(replace(entry, yaml_path=path), overrides)
             _yaml_loader._mk_function_ctor = make_refusal
             try:
                 config = super()._load_full_config(replace(entry, yaml_path=path), overrides)

@@ -69,13 +69,11 @@ class CausalCore(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim].
+        """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim]; k and v may have fewer
+        heads.
 
-        k and v may have fewer heads.
-
-        Args:
-            rotary: [2, at least seq, head_dim / 2], or [2, batch, …] if sequences differ.
-            mask: From `document_mask`; None: plain causal attention.
+        `rotary` is [2, at least seq, head_dim / 2], or [2, batch, …] if sequences differ; `mask` is
+        of `document_mask`, None for plain causal attention.
         """
         if self.use_rotary:
             rotary = rotary[..., : q.shape[1], :]
@@ -213,18 +211,13 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """Compute this stage.
+        """Compute this stage: tokens [batch, seq] or hidden states [batch, seq, hidden] to the
+        next.
 
-        Args:
-            x: Tokens [batch, seq] in the first stage, else hidden states [batch, seq, hidden].
-            labels: [batch, seq]; only the last stage uses them.
-            positions: [batch, seq], as for `document_starts`: attention stays within documents.
-                None: each sequence is one document. Every stage uses them.
-
-        Returns:
-            Hidden states before the last stage; in it logits [batch, seq, padded vocabulary], or,
-            with labels, the fp32 cross-entropy in nats, averaged over all labels; IGNORED labels
-            contribute 0 but are counted.
+        The last stage returns logits [batch, seq, padded vocabulary], or, with labels [batch, seq],
+        the fp32 cross-entropy in nats: the mean over all labels, IGNORED ones as 0. With
+        `positions` as for `document_starts`, which every stage uses, attention stays within
+        documents.
         """
         if self.first:
             assert self.embed is not None
@@ -257,8 +250,5 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def build_model(config: ModelConfig) -> Decoder:
-    """The model of a recipe with uninitialized weights (see `init.initialize`).
-
-    Under `torch.device("meta")` it takes no memory.
-    """
+    """Return the model of a recipe with uninitialized weights, which take no memory on meta."""
     return Decoder(config)

@@ -30,25 +30,25 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
     The model is a decoder or a pipeline stage on its device, of plain tensors or DTensors.
     """
-    # By name, since the families have norms of different classes.
-    norms = {
-        name for name, module in model.named_modules() if name.rpartition(".")[2].endswith("norm")
-    }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            module, _, leaf = name.rpartition(".")
-            if leaf == "bias":
-                parameter.zero_()
-            elif module in norms:
-                parameter.fill_(1.0)
-            else:
-                region = local_region(parameter)
-                offset = [part.start for part in region]
-                size = [part.stop - part.start for part in region]
-                std = standard_deviation(config, name)
-                values = normal(parameter.shape, std, seed, name, offset, size)
-                local_part(parameter).copy_(values)
+            region = local_region(parameter)
+            values = initial_values(config, name, parameter.shape, region, seed)
+            local_part(parameter).copy_(values)
     _reset_buffers(model)
+
+
+def initial_values(
+    config: ModelConfig, name: str, shape: Sequence[int], region: Sequence[slice], seed: int
+) -> Tensor:
+    """Return the initial values of a region of the parameter `name`, of the given whole shape."""
+    size = [part.stop - part.start for part in region]
+    if name.endswith(".bias"):
+        return torch.zeros(size)
+    if len(size) == 1:  # weight of a norm
+        return torch.ones(size)
+    offset = [part.start for part in region]
+    return normal(shape, standard_deviation(config, name), seed, name, offset, size)
 
 
 def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
@@ -68,7 +68,7 @@ def _reset_buffers(model: nn.Module) -> None:
 
 
 def standard_deviation(config: ModelConfig, name: str) -> float:
-    """Standard deviation of a matrix (scaled: Fan et al. 2024, HLAT, section 4)."""
+    """Return the standard deviation of a matrix (scaled: Fan et al. 2024, HLAT, section 4)."""
     if config.scaled_init and name.endswith(_SCALED):
         return config.init_std / math.sqrt(2 * config.num_layers)
     if config.output_init_std is not None and name.endswith(_SCALED):
@@ -84,7 +84,7 @@ def normal(
     offset: Sequence[int] = (0, 0),
     size: Sequence[int] | None = None,
 ) -> Tensor:
-    """fp32 values of the parameter `name` of a shape [rows, columns], or of a rectangle of it.
+    """Return fp32 values of the parameter `name` [rows, columns], or of a rectangle of it.
 
     The rectangle begins at `offset`, (row, column); `size` None: up to the end of the matrix.
     """

@@ -30,12 +30,9 @@ SoftmaxInPlace = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class VocabularyShare(NamedTuple):
-    """This worker's entries of the vocabulary.
+    """This worker's rows of the vocabulary: from entry `first` on, `rows` without padding.
 
-    Attributes:
-        first: The entry of its first row.
-        rows: Number of rows that are entries; those after them are padding.
-        group: The workers among which the vocabulary is sharded; None if this one has all of it.
+    `group` are the workers among which it is sharded; None if this one has all of it.
     """
 
     first: int
@@ -46,13 +43,9 @@ class VocabularyShare(NamedTuple):
 class Output(nn.Module):
     """Hidden states and head to logits or loss; it has no parameters.
 
-    Attributes:
-        statistics: The function `statistics`, or a compiled version of it.
-        softmax_: The function `softmax_`, or a compiled version of it.
-        z_loss: Coefficient of the z-loss (PaLM, arXiv 2204.02311, section 5), whose gradient is
-            added to that of the loss, not to the loss itself.
-        wide: Whether bf16 products are computed in fp32, from the same values, on processors on
-            which that is faster.
+    `statistics` and `softmax_` are the functions of these names or compiled versions. The gradient
+    of the z-loss (PaLM, arXiv 2204.02311, section 5) is added, its value is not. `wide`: bf16
+    products are computed in fp32, from the same values, where that is faster.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -64,22 +57,18 @@ class Output(nn.Module):
         self.wide = False
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """Logits [batch, seq, padded vocabulary], or with labels [batch, seq] the loss, fp32.
+        """x [batch, seq, hidden] → logits [batch, seq, padded vocabulary]; with labels the loss,
+        fp32.
 
-        Args:
-            x: [batch, seq, hidden].
-            weight: [padded vocabulary, hidden].
-            labels: Entries of the vocabulary, or IGNORED.
+        The weight is [padded vocabulary, hidden]; labels are entries of the vocabulary, or IGNORED.
         """
         if labels is None:
             return F.linear(x, weight)
         return self.loss(x, weight, labels, VocabularyShare(0, self.vocab_size, None))
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor, share: VocabularyShare) -> Tensor:
-        """The mean cross entropy over all labels, nats, equal on all workers of the share.
-
-        An IGNORED label counts as 0: the mean over the other labels is one of the global batch,
-        which the backend computes.
+        """Return the mean cross entropy over all labels, IGNORED ones as 0, nats, equal on all
+        workers.
         """
         functions = self.statistics, self.softmax_
         if not torch.is_grad_enabled():
@@ -91,7 +80,7 @@ class Output(nn.Module):
 
 
 def statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row and the sum of exp(logit - largest), fp32 [rows]."""
+    """Return the largest logit of each row and the sum of exp(logit - largest), fp32 [rows]."""
     values = logits.float()
     largest = values.amax(-1)
     return largest, (values - largest.unsqueeze(-1)).exp().sum(-1)
@@ -167,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(values: Tensor, factor: Tensor, shape: torch.Size, kind: torch.dtype) -> Tensor:
-    """Values times factor, with the given type and shape; padding rows are 0."""
+    """Return values times factor, with the given type and shape; padding rows are 0."""
     out = values.new_empty(shape, dtype=kind)
     if values.is_cuda:
         # CUDA rounds a factor without dimensions to the type of bf16 values, an error of up to
@@ -185,20 +174,18 @@ def _softmax_gradient_(
     functions: tuple[Statistics, SoftmaxInPlace],
     z_loss: float,
 ) -> Tensor:
-    """Overwrite logits [rows, entries] by the gradient of the summed loss, softmax - one_hot.
+    """Overwrite logits [rows, entries] by the gradient of the summed loss; return that sum.
 
-    The z-loss z_loss · log_sum² adds its gradient, 2 · z_loss · log_sum · softmax.
-
-    Returns the sum, without the z-loss. The labels [rows] are entries of the whole vocabulary, or
-    IGNORED.
+    The gradient is softmax - one_hot, plus the z-loss's 2 · z_loss · log_sum · softmax; the sum is
+    without the z-loss. Labels [rows] are entries of the whole vocabulary, or IGNORED.
     """
     compute_statistics, softmax_in_place = functions
     largest, total = compute_statistics(logits)
     ignored = labels == IGNORED
     place = labels - share.first
-    own = (place >= 0) & (place < logits.shape[1])
-    index = torch.where(own, place, 0).unsqueeze(-1)
-    hit = torch.where(own, logits.gather(1, index).squeeze(-1).float(), 0.0)
+    is_local = (place >= 0) & (place < logits.shape[1])
+    index = torch.where(is_local, place, 0).unsqueeze(-1)
+    hit = torch.where(is_local, logits.gather(1, index).squeeze(-1).float(), 0.0)
     if share.group is not None:
         # The largest logit of all shards, so that no exponential overflows.
         common = largest.clone()
@@ -213,7 +200,7 @@ def _softmax_gradient_(
     if logits.is_cpu:
         # There scatter_add_ copies all logits twice if they are bf16.
         rows = torch.arange(len(logits))
-        logits.index_put_((rows, index.squeeze(-1)), -own.to(logits.dtype), accumulate=True)
+        logits.index_put_((rows, index.squeeze(-1)), -is_local.to(logits.dtype), accumulate=True)
     else:
-        logits.scatter_add_(1, index, -own.to(logits.dtype).unsqueeze(-1))
+        logits.scatter_add_(1, index, -is_local.to(logits.dtype).unsqueeze(-1))
     return (log_sum - hit).masked_fill(ignored, 0).sum()

@@ -34,8 +34,7 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 def dump_on_signal() -> None:
     """Dump the stacks of all threads into the launcher's file on STACKS_SIGNAL.
 
-    faulthandler runs in C without the interpreter's lock: it works while a thread waits in a
-    library. The file is opened now, because a signal handler cannot.
+    In C, without the interpreter's lock: it works while a thread waits in a library.
     """
     path = os.environ.get(STACKS_FILE)
     if not path:
@@ -58,11 +57,7 @@ class StopRequest:
             signal.signal(number, self._handle)
 
     def ignore(self) -> None:
-        """Ignore the signals from now on.
-
-        The launcher repeats its signal until the worker has ended, and Python restores the default
-        action (terminate) during its shutdown.
-        """
+        """Ignore the signals from now on: the launcher repeats them until the worker has ended."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -70,7 +65,7 @@ class StopRequest:
         """Return the time until the supervisor kills this worker, s; None if it is unknown.
 
         It is unknown without a signal, outside Slurm, and after SIGTERM, which leaves Slurm's
-        KillWait. `lead_s` is `slurm.signal_lead_s`, the time from the signal to the time limit.
+        KillWait.
         """
         limited = self.signal_name not in (None, "SIGTERM") and "SLURM_JOB_ID" in os.environ
         if not limited or self._signalled_at is None:
@@ -113,11 +108,9 @@ def classify_error(error: BaseException) -> ErrorClass:
 
 
 def failure_record(error: BaseException, worker: Worker, step: int | None) -> FailureRecord:
-    classified = classify_error(error)
-    return FailureRecord(
-        rank=worker.rank, node=worker.node, step=step, time=time.time(), **classified._asdict(),
-        traceback="".join(traceback.format_exception(error)),
-    )  # fmt: skip
+    text = "".join(traceback.format_exception(error))
+    fields = {**classify_error(error)._asdict(), "traceback": text, "time": time.time()}
+    return FailureRecord(rank=worker.rank, node=worker.node, step=step, **fields)
 
 
 def format_failure(record: FailureRecord) -> str:

@@ -1,17 +1,8 @@
 """The divergence guard: warns, stops, or rolls back and skips the batches that caused divergence.
 
-1. Every worker checks the metrics of every step, which are equal on all workers up to the last
-   bits of a norm, whose partial sums may be grouped differently. So a worker does not act on its
-   own finding: it is a flag that is exchanged after each step (`agreement`), and all workers act.
-2. For a roll-back, rank 0 writes the batches to skip and the step from which on checkpoints are
-   invalid into `skips.json`. All workers then fail with a DivergenceError, and the supervisor
-   starts the next attempt.
-3. The next attempt resumes from a checkpoint before the divergence and skips the batches. Steps
-   keep their numbers and use later batches.
-
-Spikes of the gradient norm are detected after HLAT (Fan et al., 2024, arXiv 2404.10630): a norm
-more than `guard.factor` times the lowest smoothed norm is a spike; a spike that does not return
-within a window is a divergence.
+A gradient norm more than `guard.factor` times the lowest smoothed norm is a spike
+(`metrics.spike`); one that does not return within a window is a divergence, as is a value that is
+not finite.
 
 1. The smoothed norm is the mean over `guard.smoothing_steps` steps.
 2. The lowest is taken over the last 20 times as many steps, not over the whole run: norms may grow
@@ -20,8 +11,11 @@ within a window is a divergence.
    because norms rise and fall with it; a norm that is still high after the warm-up is a spike.
 4. A spike ends after several norms in a row below the limit: a single low one is noise.
 
-The detector's whole state is saved in checkpoints, so a resumed run decides as an uninterrupted
-one.
+Every worker checks every step, and acts only when all have exchanged their findings (`agreement`).
+For a roll-back, rank 0 writes the batches to skip and the step from which on checkpoints are
+invalid into `skips.json`. All workers then fail, and the next attempt resumes from a checkpoint
+before the divergence: steps keep their numbers and use later batches. The detector's whole state is
+saved in checkpoints, so a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -37,6 +31,7 @@ from slurmllm.checkpoint.catalogue import invalidated_checkpoints, read_rollback
 from slurmllm.config.operation import GuardConfig
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import DivergenceError, SlurmllmError, StaleGraphsError, StorageError
+from slurmllm.metrics.spike import spike_height
 from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.worker_files import EventLog
@@ -69,7 +64,7 @@ class SpikeChange(NamedTuple):
 
 
 class SpikeDetector:
-    """Detects spikes from the gradient norms of all steps in turn."""
+    """A detector of spikes, which gets the gradient norms of all steps in turn."""
 
     def __init__(self, config: GuardConfig, warmup_steps: int) -> None:
         self._config, self._warmup_steps = config, warmup_steps
@@ -101,7 +96,7 @@ class SpikeDetector:
         if not self._lows:
             return None
         config, spike, lowest = self._config, self._spike, self._lows[0][1]
-        high = norm > config.factor * lowest
+        high = spike_height(norm, lowest, config.factor) > 0
         if spike is None:
             if not high:
                 return None
@@ -124,7 +119,7 @@ class SpikeDetector:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state; an empty one, from checkpoints older than the guard, resets it."""
+        """Restore the state; an empty one resets it."""
         self._norms.clear()
         self._norms.extend(state.get("norms", ()))
         self._lows = deque((step, norm) for step, norm in state.get("lows", ()))
@@ -145,12 +140,17 @@ class Divergence(NamedTuple):
 
 
 class Guard:
-    """Checks every step of the train stage; on every worker."""
+    """The check of every step of the train stage; on every worker."""
 
     def __init__(
-        self, run: RunDir, stage: Stage, attempt: int, recipe: Recipe, backend: Backend,
+        self,
+        run: RunDir,
+        stage: Stage,
+        attempt: int,
+        recipe: Recipe,
+        backend: Backend,
         events: EventLog,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._run, self._stage, self._attempt = run, stage, attempt
         self._config, self._backend, self._events = recipe.guard, backend, events
         self._detector = SpikeDetector(recipe.guard, recipe.optim.warmup(recipe.train.steps))
@@ -161,7 +161,7 @@ class Guard:
 
     @property
     def diverged(self) -> bool:
-        """Whether this worker found a divergence, which the others may not know of yet."""
+        """Return whether this worker found a divergence; the others may not know of it yet."""
         return self._found is not None
 
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
@@ -241,10 +241,10 @@ class Guard:
         if spike is None or self._backend.worker.rank:
             return ()
         try:
-            found = self._newest_before(spike.onset)
+            checkpoint_step = self._newest_before(spike.onset)
         except StorageError:  # retention gets the same error, and then removes nothing
             return ()
-        return () if found is None else (found,)
+        return () if checkpoint_step is None else (checkpoint_step,)
 
     def state(self) -> dict[str, Any]:
         return self._detector.state()
@@ -261,20 +261,20 @@ class Guard:
         }
         self._events.add(kind, step, message=message, values=values)
 
-    def _act(self, found: Divergence) -> str:
+    def _act(self, divergence: Divergence) -> str:
         """Write a roll-back if the recipe asks for it; returns the action for the error message."""
-        if found.policy == "stop":
+        if divergence.policy == "stop":
             return (
-                f"checkpoints before step {found.onset} have earlier weights: lower optim.lr or "
-                f"lengthen optim.warmup_steps in a new run, or skip the data with `slurmllm resume "
-                f"{self._run.name} --set {found.setting}=roll_back`"
+                f"checkpoints before step {divergence.onset} have earlier weights: lower optim.lr "
+                f"or lengthen optim.warmup_steps in a new run, or skip the data with `slurmllm "
+                f"resume {self._run.name} --set {divergence.setting}=roll_back`"
             )
         try:
-            return self._roll_back(found)
+            return self._roll_back(divergence)
         except (SlurmllmError, OSError) as error:
             return f"the run stops, because the roll-back could not be written: {error}"
 
-    def _roll_back(self, found: Divergence) -> str:
+    def _roll_back(self, divergence: Divergence) -> str:
         run, config = self._run, self._config
         skips = read_rollbacks(run)
         if len(skips) >= config.max_roll_backs:
@@ -284,10 +284,13 @@ class Guard:
                 f"`slurmllm resume {run.name} --set guard.max_roll_backs=…`"
             )
         skip = SkippedBatches(
-            first=max(1, found.first - config.skip_batches), last=found.last,
-            roll_back_to=self._newest_before(found.onset), onset=found.onset,
-            attempt=self._attempt, reason=found.reason,
-        )  # fmt: skip
+            first=max(1, divergence.first - config.skip_batches),
+            last=divergence.last,
+            roll_back_to=self._newest_before(divergence.onset),
+            onset=divergence.onset,
+            attempt=self._attempt,
+            reason=divergence.reason,
+        )
         SkipsRecord(skips=(*skips, skip)).save(run.skips)
         return (
             f"roll-back {len(skips) + 1} of at most {config.max_roll_backs}: the next attempt "

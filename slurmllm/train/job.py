@@ -49,9 +49,8 @@ PRECOMPILE_STEPS = 3
 class StartContext:
     """What finding a checkpoint needs before there is a backend.
 
-    Attributes:
-        imported: Set once torch is imported, or will not be: two threads that import parts of it
-            at a time can see half of a module.
+    `imported` is set once torch is imported, or will not be: two threads that import parts of it at
+    a time can see half of a module.
     """
 
     config: RunConfig
@@ -116,7 +115,7 @@ class Job:
         return self.resumed_from or 0
 
     def evaluates(self, step: int) -> bool:
-        """Whether the texts of `eval` are evaluated after a step."""
+        """Return whether the texts of `eval` are evaluated after a step."""
         every = self.config.recipe.eval.every_steps
         return every is not None and (step % every == 0 or step == self.last_step)
 
@@ -158,8 +157,8 @@ class Job:
         if self.stream.trains_every_token:
             count = self.mesh.global_batch * self.config.recipe.model.seq_len
             return GlobalBatch(batches, self.stream.batches, lambda: count)
-        own = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
-        counted = self.control.reduce([own], "sum")
+        num_targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+        counted = self.control.reduce([num_targets], "sum")
         # All workers of a replica read the same sequences.
         copies = self.mesh.tensor * self.mesh.pipeline
         return GlobalBatch(batches, self.stream.batches, lambda: counted.result()[0] // copies)
@@ -213,10 +212,7 @@ class Job:
 def make_job(
     run: RunDir, stage: Stage, attempt: int, worker: Worker, stop: StopRequest, started: float
 ) -> Job:
-    """Load the configuration, make the mesh and the number of steps; does not import torch.
-
-    Raises a ConfigError if the configuration does not fit the number of workers.
-    """
+    """Load the configuration, make the mesh and the number of steps; does not import torch."""
     config = load(run_copy(run).config, trusted=True)
     per_node = config.cluster.devices_per_node
     if worker.world_size % per_node:
@@ -234,10 +230,7 @@ def make_job(
 
 
 def measured_micro_batch(run: RunDir, config: RunConfig, stage: Stage) -> int | None:
-    """Return the micro batch measured for `train.micro_batch: auto`; None if not measured yet.
-
-    Raises a StorageError if the train stage needs it and it has not been measured.
-    """
+    """Return the micro batch measured for `train.micro_batch: auto`; None if not measured yet."""
     if config.recipe.train.micro_batch != "auto":
         return None
     if assumed := assumed_micro_batch(config):
@@ -256,9 +249,7 @@ def measured_micro_batch(run: RunDir, config: RunConfig, stage: Stage) -> int | 
 def precompile_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:
     """Make a mesh whose graphs are the run's, on the nodes of the precompile stage.
 
-    Unless graphs depend on the accumulation, each worker computes one micro batch in a step, or one
-    for each pipeline stage. `measured` is the micro batch of a recipe with `auto`, None if it is
-    not measured yet.
+    Unless graphs depend on the accumulation, a step has one micro batch for each pipeline stage.
     """
     recipe, per_node = config.recipe, config.cluster.devices_per_node
     tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
@@ -284,15 +275,15 @@ def open_job(job: Job) -> None:
     # take as long. Until the resume, no operation of the control plane but this thread's is made.
     context = StartContext(job.config, job.worker, job.control)
     with ThreadPoolExecutor(1, thread_name_prefix="resume") as pool:
-        found = pool.submit(_find_resumable, job, context) if resumes else None
+        resumable = pool.submit(_find_resumable, job, context) if resumes else None
         try:
             _build(job, context)
         finally:
             context.imported.set()
-    if found is not None:
+    if resumable is not None:
         if job.worker.rank == 0:
             check_data(job.run, job.stream.identity)
-        _resume(job, found)
+        _resume(job, resumable)
 
 
 def _build(job: Job, context: StartContext) -> None:
@@ -349,32 +340,32 @@ def _find_resumable(
     first = job.worker.rank == 0
     if first:
         remove_leftovers(job.run, job.attempt)
-    found = find_resumable(job.run, context, job.fingerprint())
+    resumable = find_resumable(job.run, context, job.fingerprint())
     # Read by rank 0 alone: all workers must skip the same batches.
-    return found, context.control.broadcast(read_rollbacks(job.run) if first else None)
+    return resumable, context.control.broadcast(read_rollbacks(job.run) if first else None)
 
 
 def _resume(job: Job, future: Future[tuple[Resumable, tuple[SkippedBatches, ...]]]) -> None:
     """Resume from the newest valid checkpoint, or start from step 0 (collective)."""
     job.phases.begin("resuming", job.step)
-    found, job.skips = future.result()
-    job.skipped = found.skipped + found.invalidated
-    for line in found.skipped:
+    resumable, job.skips = future.result()
+    job.skipped = resumable.skipped + resumable.invalidated
+    for line in resumable.skipped:
         log.warning("skipped a checkpoint that does not verify: %s", line)
-    for line in found.invalidated:
+    for line in resumable.invalidated:
         log.info("skipped an invalidated checkpoint: %s", line)
     for skip in job.skips:
         log.info("batches %d to %d are skipped: %s", skip.first, skip.last, skip.reason)
-    if found.state is None:
+    if resumable.state is None:
         _start(job)
         return
-    job.step, job.tokens = found.state.step, found.state.tokens
-    job.resumed_from = found.state.step
+    job.step, job.tokens = resumable.state.step, resumable.state.tokens
+    job.resumed_from = resumable.state.step
     if job.step >= job.last_step:
         return
     job.backend.load_shards(job.run.checkpoint(job.step))
-    job.guard.load_state(found.state.guard)
-    job.stream.load_state(found.state.data)
+    job.guard.load_state(resumable.state.guard)
+    job.stream.load_state(resumable.state.data)
     log.info("resumed from step %d", job.step)
 
 

@@ -17,13 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def train(job: Job, hooks: Sequence[Hook]) -> int:
-    """Train to the last step or until a stop is requested.
+    """Train to the last step, or until a stop is requested: then return EXIT_REQUEUE, else 0.
 
-    Returns:
-        0 at the last step; EXIT_REQUEUE after a stop, all workers after the same step.
-
-    Raises:
-        DivergenceError: On all workers if the guard ends training; nothing is saved.
+    All workers end after the same step. Raises a DivergenceError on all if the guard ends training.
     """
     signal_name = job.decide().signal_name
     for hook in hooks:
@@ -51,11 +47,9 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
             row = read_metrics(job, step)
             if job.guard.diverged:  # no hook sees the step; the flags tell the other workers
                 continue
-            newest = not unread
-            end = StepEnd(
-                row, last=last and newest, saving=saving and newest, leaving=leaving and newest,
-                evaluating=evaluating and newest, batch=step.batch,
-            )  # fmt: skip
+            end = StepEnd(row, batch=step.batch)
+            if not unread:  # the newest step
+                end = end._replace(last=last, saving=saving, leaving=leaving, evaluating=evaluating)
             for hook in hooks:
                 with job.backend.part(f"hook {hook}"):
                     hook.after_step(end)
@@ -107,12 +101,18 @@ def run_step(job: Job) -> Step:
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
     return Step(
-        number, batch.number, started, lr, job.tokens,
+        number,
+        batch.number,
+        started,
+        lr,
+        job.tokens,
         data_wait_s=data_at - started,
         forward_backward_s=None if deferred else loss_at - data_at,
         optimizer_s=None if deferred else norms_at - loss_at,
-        loss=loss, grad_norm=grad_norm, param_norm=param_norm,
-    )  # fmt: skip
+        loss=loss,
+        grad_norm=grad_norm,
+        param_norm=param_norm,
+    )
 
 
 def read_metrics(job: Job, step: Step) -> MetricsRow:
@@ -129,10 +129,18 @@ def read_metrics(job: Job, step: Step) -> MetricsRow:
     job.read_at = now
     sequences, seq_len = job.mesh.global_batch, job.config.recipe.model.seq_len
     return MetricsRow(
-        step=step.number, attempt=job.attempt, time=time.time(),
-        loss=loss, grad_norm=grad_norm, param_norm=param_norm,
-        lr=step.lr, tokens=step.tokens,
-        seq_per_s=sequences / step_time_s, tokens_per_s=sequences * seq_len / step_time_s,
-        step_time_s=step_time_s, data_wait_s=step.data_wait_s,
-        forward_backward_s=step.forward_backward_s, optimizer_s=step.optimizer_s,
-    )  # fmt: skip
+        step=step.number,
+        attempt=job.attempt,
+        time=time.time(),
+        loss=loss,
+        grad_norm=grad_norm,
+        param_norm=param_norm,
+        lr=step.lr,
+        tokens=step.tokens,
+        seq_per_s=sequences / step_time_s,
+        tokens_per_s=sequences * seq_len / step_time_s,
+        step_time_s=step_time_s,
+        data_wait_s=step.data_wait_s,
+        forward_backward_s=step.forward_backward_s,
+        optimizer_s=step.optimizer_s,
+    )

@@ -48,39 +48,39 @@ def choose_micro_batch(job: Job) -> str | None:
     planned = load_mesh(job.run.plan)
     share = planned.global_batch // planned.data
     nodes = _nodes(job)
-    found: list[MicroBatchCandidate] = []
+    candidates: list[MicroBatchCandidate] = []
     reason, limit, resting = f"none larger fits a worker's share of {share}", 0, 0
     for size in to_try(micro_batches(share, planned.pipeline, planned.virtual_pipeline)):
-        if stop := enough(found) or too_large(found, size, limit, resting):
+        if stop := enough(candidates) or too_large(candidates, size, limit, resting):
             reason = stop
             break
         try:
             candidate, limit, resting = _measure(job, replace(planned, micro_batch=size))
         except Exception as error:
-            if found and classify_error(error).error == "OutOfMemoryError":
+            if candidates and classify_error(error).error == "OutOfMemoryError":
                 # Peers may wait in a collective for this worker, so this attempt cannot continue;
                 # but the results that all workers share are enough to choose from.
                 reason = f"{size} ran out of memory"
-                chosen = _save_record(job, found, limit, nodes, reason).micro_batch
+                chosen = _save_record(job, candidates, limit, nodes, reason)
                 log.error(
-                    "micro batch %d ran out of memory; micro batch %d is recorded; "
-                    "`slurmllm resume` continues with it", size, chosen,
-                )  # fmt: skip
+                    f"micro batch {size} ran out of memory; micro batch {chosen} is recorded; "
+                    "`slurmllm resume` continues with it"
+                )
             raise
-        found.append(candidate)
+        candidates.append(candidate)
         log.info(
-            "micro batch %d: %.4g s per sequence, %.2f of %.2f GB per worker, first step %.1f s",
-            size, candidate.seconds_per_sequence, candidate.peak_bytes / 1e9, limit / 1e9,
-            candidate.first_step_s,
-        )  # fmt: skip
+            f"micro batch {size}: {candidate.seconds_per_sequence:.4g} s per sequence, "
+            f"{candidate.peak_bytes / 1e9:.2f} of {limit / 1e9:.2f} GB per worker, "
+            f"first step {candidate.first_step_s:.1f} s"
+        )
         if signal_name := job.decide().signal_name:
             return signal_name
-    chosen = choose(found)
+    chosen = choose(candidates)
     if job.worker.rank == 0:
-        _save_record(job, found, limit, nodes, reason)
+        _save_record(job, candidates, limit, nodes, reason)
         save_mesh(make_mesh(job.config, planned.nodes, chosen), job.run.plan)
     log.info("micro batch %d chosen; %s", chosen, reason)
-    job.first_step_s = next(c.first_step_s for c in found if c.micro_batch == chosen)
+    job.first_step_s = next(c.first_step_s for c in candidates if c.micro_batch == chosen)
     change_micro_batch(job, chosen)
     return None
 
@@ -94,38 +94,39 @@ def to_try(fitting: Sequence[int]) -> list[int]:
     return sizes
 
 
-def choose(found: Sequence[MicroBatchCandidate]) -> int:
+def choose(candidates: Sequence[MicroBatchCandidate]) -> int:
     """Return the smallest micro batch within GAIN of the fastest."""
-    fastest = min(candidate.seconds_per_sequence for candidate in found)
-    return min(c.micro_batch for c in found if c.seconds_per_sequence <= fastest * (1 + GAIN))
+    fastest = min(candidate.seconds_per_sequence for candidate in candidates)
+    return min(c.micro_batch for c in candidates if c.seconds_per_sequence <= fastest * (1 + GAIN))
 
 
-def enough(found: Sequence[MicroBatchCandidate]) -> str | None:
+def enough(candidates: Sequence[MicroBatchCandidate]) -> str | None:
     """Return why larger micro batches are not tried; None if they may be faster."""
     idle, fastest = 0, math.inf
-    for candidate in found:
+    for candidate in candidates:
         gained = candidate.seconds_per_sequence * (1 + GAIN) <= fastest
         idle = 0 if gained else idle + 1
         fastest = min(fastest, candidate.seconds_per_sequence)
     if idle < PATIENCE:
         return None
-    tried = " and ".join(str(candidate.micro_batch) for candidate in found[-PATIENCE:])
+    tried = " and ".join(str(candidate.micro_batch) for candidate in candidates[-PATIENCE:])
     return f"{tried} are less than {GAIN:.0%} faster than a smaller one"
 
 
 def too_large(
-    found: Sequence[MicroBatchCandidate], size: int, limit: int, resting: int
+    candidates: Sequence[MicroBatchCandidate], size: int, limit: int, resting: int
 ) -> str | None:
     """Return why a micro batch does not fit into the memory; None if it is predicted to.
 
-    `found` are those measured so far, smallest first; a worker may use `limit` bytes and uses
-    `resting` bytes between steps.
+    A worker may use `limit` bytes and uses `resting` bytes between steps.
     """
-    if not found:
+    if not candidates:
         return None  # the first one is always measured
-    last = found[-1]
+    last = candidates[-1]
     # A line through the last two, or from the memory between steps: memory grows no faster.
-    below, base = (found[-2].micro_batch, found[-2].peak_bytes) if found[1:] else (0, resting)
+    below, base = 0, resting
+    if len(candidates) > 1:
+        below, base = candidates[-2].micro_batch, candidates[-2].peak_bytes
     slope = max(0.0, (last.peak_bytes - base) / (last.micro_batch - below))
     predicted = last.peak_bytes + slope * (size - last.micro_batch)
     if predicted <= MEMORY_SHARE * limit:
@@ -137,21 +138,30 @@ def too_large(
 
 
 def _save_record(
-    job: Job, found: Sequence[MicroBatchCandidate], limit: int, nodes: tuple[str, ...], reason: str
-) -> MicroBatchRecord:
-    record = MicroBatchRecord(
-        micro_batch=choose(found), reason=reason, candidates=tuple(found), limit_bytes=limit,
-        nodes=nodes, device=job.config.cluster.device, workers=job.worker.world_size,
-    )  # fmt: skip
-    record.save(job.run.micro_batch)
-    return record
+    job: Job,
+    candidates: Sequence[MicroBatchCandidate],
+    limit: int,
+    nodes: tuple[str, ...],
+    reason: str,
+) -> int:
+    """Record the measurements; return the micro batch that is chosen from them."""
+    chosen = choose(candidates)
+    MicroBatchRecord(
+        micro_batch=chosen,
+        reason=reason,
+        candidates=tuple(candidates),
+        limit_bytes=limit,
+        nodes=nodes,
+        device=job.config.cluster.device,
+        workers=job.worker.world_size,
+    ).save(job.run.micro_batch)
+    return chosen
 
 
 def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
     """Measure the micro batch of a mesh of the train stage (collective).
 
-    Returns:
-        The measurement; the bytes that a worker may use; those that it uses between steps.
+    Returns the measurement, the bytes that a worker may use, and those used between steps.
     """
     # The shortest step with the memory of a whole one. Two micro batches: gradients exist from the
     # second one on. A pipeline holds as many as it has stages.
@@ -159,8 +169,8 @@ def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
     first_step_s = _step(job, mesh, shortest)
     job.backend.memory()
     # Timed steps are as long as the run's own, or about STEP_S.
-    wanted = int(shortest * STEP_S / _step(job, mesh, shortest))
-    length = min(mesh.accumulation, max(shortest, wanted // mesh.pipeline * mesh.pipeline))
+    timed_length = int(shortest * STEP_S / _step(job, mesh, shortest))
+    length = min(mesh.accumulation, max(shortest, timed_length // mesh.pipeline * mesh.pipeline))
     times = [_step(job, mesh, length)]
     repeats = min(max(REPEATS[0], math.ceil(1 / times[0])), REPEATS[1])
     times += [_step(job, mesh, length) for _ in range(repeats - 1)]
@@ -212,9 +222,9 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
 
 def _fullest(job: Job) -> Memory:
     """Return the largest peak and the smallest limit of all workers (collective)."""
-    own, control = job.backend.memory(), job.control
-    (peak_bytes,) = control.all_reduce([own.peak_bytes], "max")
-    (limit_bytes,) = control.all_reduce([own.limit_bytes], "min")
+    memory, control = job.backend.memory(), job.control
+    (peak_bytes,) = control.all_reduce([memory.peak_bytes], "max")
+    (limit_bytes,) = control.all_reduce([memory.limit_bytes], "min")
     return Memory(peak_bytes, limit_bytes)
 
 

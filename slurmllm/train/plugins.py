@@ -20,11 +20,7 @@ _SIZE = 4  # of each dimension of the parameters that an optimizer is tried with
 
 
 def import_plugins(config: RunConfig) -> None:
-    """Import modules and hooks, so that a fault of one ends the attempt before its first step.
-
-    Raises:
-        ConfigError: one cannot be imported, or its interface or settings are wrong.
-    """
+    """Import modules and hooks before the first step; ConfigError if one is missing or wrong."""
     import_modules(config.recipe.plugins)
     for name, settings in config.recipe.hooks.items():
         path = f"hooks.{name}"
@@ -42,11 +38,7 @@ def import_plugins(config: RunConfig) -> None:
 
 
 def try_optimizer(config: RunConfig) -> None:
-    """Make an optimizer of another package from small parameters with the names of the model's.
-
-    Raises:
-        ConfigError: it cannot be imported, or its settings or what it makes are wrong.
-    """
+    """Make another package's optimizer from small parameters; ConfigError if that fails."""
     if config.recipe.optim.name == ADAMW or config.backend != "native":
         return
     import torch
@@ -66,13 +58,13 @@ def try_optimizer(config: RunConfig) -> None:
 def faults(config: RunConfig) -> list[str]:
     """Return what is wrong with the parts of other packages that a recipe names."""
     checks: tuple[Callable[[RunConfig], None], ...] = (import_plugins, try_optimizer)
-    found = []
+    messages = []
     for check in checks:
         try:
             check(config)
         except SlurmllmError as error:
-            found.append(str(error))
-    return list(dict.fromkeys(found))
+            messages.append(str(error))
+    return list(dict.fromkeys(messages))
 
 
 def main() -> None:
@@ -80,10 +72,10 @@ def main() -> None:
     tree = json.load(sys.stdin)
     output, sys.stdout = sys.stdout, sys.stderr  # a module may print when it is imported
     try:
-        found = faults(validate(tree, {}, [], "the run"))
+        messages = faults(validate(tree, {}, [], "the run"))
     except SlurmllmError as error:
-        found = [str(error)]
-    json.dump(found, output)
+        messages = [str(error)]
+    json.dump(messages, output)
 
 
 if __name__ == "__main__":

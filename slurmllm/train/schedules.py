@@ -31,9 +31,8 @@ _SAVES = 5
 def learning_rate(optim: OptimConfig, total_steps: int, step: int) -> float:
     """Return the learning rate of a step, from 1: linear warm-up, `lr`, the decay, then `min_lr`.
 
-    The first step of a warm-up over n steps has lr / n, the n-th lr, unless `optim.step_count`
-    gives NeMo's or transformers' rates. The decay ends at `total_steps` of the run if decay_steps
-    is not set.
+    The n-th step of a warm-up over n steps has lr, unless `optim.step_count` gives NeMo's or
+    transformers' rates. By default the decay ends at `total_steps`.
     """
     warmup, late = optim.warmup(total_steps), optim.step_count != "from_1"
     rise = warmup + (optim.step_count == "nemo")
@@ -64,16 +63,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {  # progress of the decay → sh
 
 
 def check_decay_start(before: Recipe, after: Recipe, trained: int) -> None:
-    """Check that a resume moves the decay's start only among steps that are still to train.
-
-    Args:
-        before: The recipe so far.
-        after: The recipe of the resume.
-        trained: Step of the checkpoint that the run resumes from.
-
-    Raises:
-        ConfigError: The decay begins, or has begun, before that step.
-    """
+    """Raise a ConfigError if a resume moves a decay's start among the `trained` steps."""
     starts = [(r.optim.decay_start, r.optim.decay == "constant") for r in (before, after)]
     if starts[0] == starts[1]:
         return
@@ -100,7 +90,7 @@ def check_decay_start(before: Recipe, after: Recipe, trained: int) -> None:
 
 
 def moved_decay_end(before: Recipe, after: Recipe, trained: int) -> str | None:
-    """Warn of a resume that moves the end of a decay that has begun; None if it does not.
+    """Return a warning if a resume moves the end of a decay that has begun, else None.
 
     Arguments as for `check_decay_start`. The rates of the trained steps are of the former end then.
     """
@@ -125,9 +115,8 @@ def moved_decay_end(before: Recipe, after: Recipe, trained: int) -> str | None:
 class SaveSchedule:
     """The steps after which a checkpoint is saved, the same on all workers.
 
-    Attributes:
-        auto: Whether they are chosen during training.
-        next: Under `auto`, the step of the next save; None if it is chosen later.
+    Under `auto` they are chosen during training; `next` is then the step of the next save, if
+    known.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -142,12 +131,7 @@ class SaveSchedule:
 
 
 class NextSave(NamedTuple):
-    """The step after which the next checkpoint is saved.
-
-    Attributes:
-        values: The inputs of the choice: `interval_s`, `steps`, `step_s`, `mtbf_s`, `failures`,
-            and `cost_s` once a save was measured.
-    """
+    """The step after which the next checkpoint is saved, with the inputs of the choice."""
 
     step: int
     values: dict[str, float]
@@ -179,10 +163,10 @@ def read_earlier_attempts(run: RunDir, attempt: int) -> EarlierAttempts:
 
 
 class SaveInterval:
-    """Measures steps and saves, and chooses the step of the next save.
+    """The choice of the step of the next save, by measured steps and saves.
 
-    The cost of a save is the time that training waits for it plus the slow-down of the steps
-    during its write. `started` is the Unix time of the attempt's start, s.
+    The cost of a save is the time that training waits for it plus the slow-down of the steps during
+    its write. `started` is the Unix time of the attempt's start, s.
     """
 
     def __init__(
@@ -200,10 +184,9 @@ class SaveInterval:
         (self._saving_s if saving else self._quiet_s).append(seconds)
 
     def add_save(self, seconds: float, waited_s: float, waited_in_steps_s: float) -> float:
-        """Add a save that took `seconds`; returns its cost, s.
+        """Add a save that took `seconds`; return its cost, s.
 
-        Training waited `waited_s` between steps, and `waited_in_steps_s` within steps, as a part of
-        their step times.
+        Training waited `waited_s` between steps, and `waited_in_steps_s` as a part of their times.
         """
         slower = sum(self._saving_s) - len(self._saving_s) * self._step_s()
         if not self._quiet_s:

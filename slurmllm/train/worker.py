@@ -27,15 +27,11 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
-    """Run one worker of an attempt.
+    """Run one worker of an attempt: return 0 finished, 75 stopped and saved, else a failure's code.
 
-    The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and SLURMLLM_NODE (the
-    node's name; default: the host's name).
-
-    Returns:
-        The exit code: 0 finished, 75 stopped and saved, else a failure's (see `errors`). A worker
-        that fails with open process groups does not return but ends the process, because closing
-        a group without its peers may block forever.
+    The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and SLURMLLM_NODE. A
+    worker that fails with open process groups ends the process instead of returning, because
+    closing a group without its peers may block forever.
     """
     started = time.time()
     stop = StopRequest()
@@ -98,10 +94,9 @@ def _run_stage(job: Job) -> int:
 def make_hooks(job: Job) -> list[Hook]:
     """Return the hooks of this worker, in the order in which they run after each step.
 
-    Metrics come before the checkpoint, so that the rows of all its steps are on disk. The guard is
-    between them, so that a diverged step is recorded but not saved; so is the evaluation, so that a
-    step that is saved has its losses. Memory is read before a save uses some, and after the guard:
-    a worker that found a divergence has no more hooks.
+    Metrics come before the checkpoint, so that the rows of all its steps are on disk; the guard
+    before it, so that a diverged step is recorded but not saved; the evaluation too, so that a
+    saved step has its losses. Memory is read before a save uses some, and after the guard.
     """
     from slurmllm.train.hooks.checkpoint import CheckpointHook
     from slurmllm.train.hooks.evaluation import EvaluationHook
@@ -140,10 +135,18 @@ def make_hooks(job: Job) -> list[Hook]:
 def make_own_hook(job: Job, name: str, tensorboard: TensorBoardHook | None) -> Hook:
     """Make a hook of another package; ConfigError if it fails."""
     context = HookContext(
-        name, job.config, job.mesh, job.worker.rank, job.attempt, job.step, job.last_step,
-        job.control, job.backend.model_of_hooks, job.run.hook_rows(name, job.attempt),
+        name,
+        job.config,
+        job.mesh,
+        job.worker.rank,
+        job.attempt,
+        job.step,
+        job.last_step,
+        job.control,
+        job.backend.model_of_hooks,
+        job.run.hook_rows(name, job.attempt),
         tensorboard.add_scalars if tensorboard is not None else lambda step, values: None,
-    )  # fmt: skip
+    )
     settings = job.config.recipe.hooks[name]
     return PluginHook(job, name, build("hooks", name, f"hooks.{name}", Hook, settings, context))
 

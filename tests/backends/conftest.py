@@ -65,15 +65,15 @@ def pool() -> Iterator[MeshPool]:
 @pytest.fixture(scope="package")
 def reference(pool: MeshPool) -> Reference:
     """(family, overrides…) → STEPS steps of one process, and its weight decays."""
-    found: dict[tuple[str, ...], list[Outcome]] = {}
+    outcomes: dict[tuple[str, ...], list[Outcome]] = {}
 
     def run(family: str, *overrides: str) -> list[Outcome]:
         key = (family, *overrides)
-        if key not in found:
-            found[key] = pool.run(
+        if key not in outcomes:
+            outcomes[key] = pool.run(
                 Case(small_run(family, 1, 1, 1, *overrides), last=STEPS, after=decayed)
             )
-        return found[key]
+        return outcomes[key]
 
     return run
 

@@ -42,8 +42,8 @@ def test_goes_on(
 ) -> None:
     expected = reference(after.recipe.model.family)
     pool.run(Case(before, last=HALF, save=tmp_path))
-    found = pool.run(Case(after, first=HALF, last=STEPS, load=tmp_path))
-    assert max(deviation(found, expected)) < training_rounding(after, STEPS)
+    outcomes = pool.run(Case(after, first=HALF, last=STEPS, load=tmp_path))
+    assert max(deviation(outcomes, expected)) < training_rounding(after, STEPS)
 
 
 def test_goes_on_on_another_number_of_nodes(
@@ -51,8 +51,8 @@ def test_goes_on_on_another_number_of_nodes(
 ) -> None:
     node_of_one = small("neox")
     pool.run(Case(node_of_one, nodes=4, last=HALF, save=tmp_path))
-    found = pool.run(Case(node_of_one, nodes=2, first=HALF, last=STEPS, load=tmp_path))
-    assert max(deviation(found, reference("neox"))) < training_rounding(node_of_one, STEPS)
+    outcomes = pool.run(Case(node_of_one, nodes=2, first=HALF, last=STEPS, load=tmp_path))
+    assert max(deviation(outcomes, reference("neox"))) < training_rounding(node_of_one, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_the_same_mesh_goes_on_bit_for_bit(
 ) -> None:
     whole = pool.run(Case(config, last=8))
     pool.run(Case(config, last=4, save=tmp_path))
-    found = pool.run(Case(config, first=4, last=8, load=tmp_path))
-    assert found[0].rows == whole[0].rows[4:]
+    outcomes = pool.run(Case(config, first=4, last=8, load=tmp_path))
+    assert outcomes[0].rows == whole[0].rows[4:]

@@ -132,8 +132,8 @@ def test_the_loss_s_gradient_is_not_rounded_as_a_whole() -> None:
         (Output(128)(inputs, head, labels.to(device)) * factor).backward()
         assert head.grad is not None
         gradients.append(head.grad.double().cpu())
-    exact, found = gradients
-    assert float((found * exact).sum() / exact.square().sum()) == pytest.approx(1, abs=1.5e-3)
+    exact, rounded = gradients
+    assert float((rounded * exact).sum() / exact.square().sum()) == pytest.approx(1, abs=1.5e-3)
 
 
 def test_grouped_attention_with_a_mask_has_a_fused_kernel() -> None:
@@ -162,9 +162,13 @@ def test_grouped_attention_with_a_mask_has_a_fused_kernel() -> None:
 
 def test_memory_between_steps_is_as_planned(new_backend: NewBackend) -> None:
     backend = on_gpu(
-        new_backend, "model.hidden_size=1024", "model.ffn_hidden_size=4096", "model.num_heads=16",
-        "model.vocab_size=32000", "train.precision=bf16_mixed",
-    )  # fmt: skip
+        new_backend,
+        "model.hidden_size=1024",
+        "model.ffn_hidden_size=4096",
+        "model.num_heads=16",
+        "model.vocab_size=32000",
+        "train.precision=bf16_mixed",
+    )
     figures(backend, 2)
     peak = backend.memory()
     at_rest = backend.memory()  # the second peak is the current use
@@ -198,10 +202,10 @@ def test_an_asynchronous_save_copies_while_the_device_computes(
 
 def test_calibration() -> None:
     config = resolve("tiny_neox", "local", [GPU, "train.compile=false"])
-    found = calibrate(config, LocalAllocation(), print, quick=True).hardware
-    assert found.bf16_tflops > 0.05
-    assert found.memory_gb_s > 10
-    assert found.memory_gib == pytest.approx(torch.cuda.mem_get_info()[1] / 2**30, rel=0.01)
+    hardware = calibrate(config, LocalAllocation(), print, quick=True).hardware
+    assert hardware.bf16_tflops > 0.05
+    assert hardware.memory_gb_s > 10
+    assert hardware.memory_gib == pytest.approx(torch.cuda.mem_get_info()[1] / 2**30, rel=0.01)
 
 
 _NO_WAITS = """
@@ -240,8 +244,8 @@ def test_a_run_reads_its_metrics_late(tmp_path: Path) -> None:
     assert gang.output().count("watched step") == 10
     assert [row["step"] for row in rows(run, 0)] == list(range(1, 13))
     assert "optimizer_s" not in rows(run, 0)[-1], "the host's clock cannot tell the parts apart"
-    for number, found in curve(run).items():
-        assert found == pytest.approx(curve(on_cpu)[number], rel=1e-2)
+    for number, loss_on_gpu in curve(run).items():
+        assert loss_on_gpu == pytest.approx(curve(on_cpu)[number], rel=1e-2)
 
 
 def test_a_profile_is_of_the_device(tmp_path: Path) -> None:
@@ -252,9 +256,9 @@ def test_a_profile_is_of_the_device(tmp_path: Path) -> None:
     run = Gang(make_run(tmp_path / "run", data, *options, *profile)).finish()
     assert curve(run) == curve(plain)
     (files,) = run.profiled()[0]
-    found = RankProfile.load(files.summary)
-    assert found.device
+    summary = RankProfile.load(files.summary)
+    assert summary.device
     for part in ("forward", "backward", "optimizer"):
-        assert found.parts[part] > 0, part
-    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+        assert summary.parts[part] > 0, part
+    assert sum(summary.parts.values()) == pytest.approx(summary.step_s)
     assert files.snapshot.stat().st_size > 0

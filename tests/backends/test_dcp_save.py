@@ -12,9 +12,9 @@ import torch
 
 from backends.conftest import LABELS, NewBackend, batch, micro_batches
 from slurmllm.backends.base import Backend
+from slurmllm.backends.native import dcp
+from slurmllm.backends.native.dcp import DcpSave
 from slurmllm.backends.native.runtime import NativeBackend
-from slurmllm.checkpoint.formats import dcp_write
-from slurmllm.checkpoint.formats.dcp_write import DcpWriter
 
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
 
@@ -31,13 +31,13 @@ def train(backend: Backend, steps: int, first: int = 0) -> list[float]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Files are written when it is set."""
     event = threading.Event()
-    write = DcpWriter.write_data
+    write = DcpSave._write
 
-    def waiting(self: DcpWriter, *arguments: Any) -> Any:
+    def waiting(self: DcpSave) -> None:
         assert event.wait(30)
-        return write(self, *arguments)
+        write(self)
 
-    monkeypatch.setattr(DcpWriter, "write_data", waiting)
+    monkeypatch.setattr(DcpSave, "_write", waiting)
     return event
 
 
@@ -62,20 +62,18 @@ def test_steps_meanwhile_are_not_in_it(
         assert sorted(names + saving.finish()) == sorted(p.name for p in folder.iterdir())
         for name in names:
             assert saving.sha256(name) == hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    again = new_backend()
-    again.load_shards(folder)
+    resumed = new_backend()
+    resumed.load_shards(folder)
     assert torch.equal(torch.rand(3), random_numbers)
-    assert train(again, 3, first=6) == expected, "bit for bit"
+    assert train(resumed, 3, first=6) == expected, "bit for bit"
 
 
 def test_the_optimizer_waits_for_the_copy(
     new_backend: NewBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slurmllm.backends.native import dcp
-
     backend = new_backend(ASYNCHRONOUS)
     train(backend, 1)
-    copy = dcp._SavePlanner.copy
+    copy = DcpSave._copy
 
     go = threading.Event()
 
@@ -83,7 +81,7 @@ def test_the_optimizer_waits_for_the_copy(
         assert go.wait(30)
         copy(self, *arguments)
 
-    monkeypatch.setattr(dcp._SavePlanner, "copy", slow)
+    monkeypatch.setattr(DcpSave, "_copy", slow)
     saving = backend.save_shards(tmp_path)
     backend.forward_backward(micro_batches(batch(seed=1), 2), LABELS)
     assert saving.waited_s == 0
@@ -93,9 +91,9 @@ def test_the_optimizer_waits_for_the_copy(
     saving.wait()
     saving.finish()
     expected = train(new_backend(), 2)
-    again = new_backend()
-    again.load_shards(tmp_path)
-    assert train(again, 1, first=1) == expected[3:]
+    resumed = new_backend()
+    resumed.load_shards(tmp_path)
+    assert train(resumed, 1, first=1) == expected[3:]
 
 
 def test_the_second_save_uses_the_memory_of_the_first(
@@ -118,11 +116,11 @@ def test_the_second_save_uses_the_memory_of_the_first(
 def test_several_files_of_one_worker(
     new_backend: NewBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_write, "_SPLIT_BYTES", 0)
+    monkeypatch.setattr(dcp, "_SPLIT_BYTES", 0)
     backend = new_backend()
     train(backend, 2)
     assert backend.save_shards(tmp_path).wait() == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
     expected = train(backend, 2, first=2)
-    again = new_backend()
-    again.load_shards(tmp_path)
-    assert train(again, 2, first=2) == expected
+    resumed = new_backend()
+    resumed.load_shards(tmp_path)
+    assert train(resumed, 2, first=2) == expected

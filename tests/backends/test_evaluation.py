@@ -27,13 +27,15 @@ MESHES = [
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(str(part) for part in mesh))
 def test_same_loss_and_same_training(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
-    own = [part for part in mesh if part == DOCUMENTS]
-    (expected,) = pool.run(Case(small(mesh[0], 1, 1, 1, *own), last=STEPS, between=evaluated))
+    documents = [part for part in mesh if part == DOCUMENTS]
+    (expected,) = pool.run(Case(small(mesh[0], 1, 1, 1, *documents), last=STEPS, between=evaluated))
     plain = pool.run(Case(small(*mesh), last=STEPS))
-    found = pool.run(Case(small(*mesh), last=STEPS, between=evaluated))
-    assert [one.rows for one in found] == [one.rows for one in plain], "bit-identical"
-    for one in found:
+    outcomes = pool.run(Case(small(*mesh), last=STEPS, between=evaluated))
+    assert [outcome.rows for outcome in outcomes] == [outcome.rows for outcome in plain], (
+        "bit-identical"
+    )
+    for outcome in outcomes:
         # Of two in three sequences, whose prompts are not learnt.
         tolerance = training_rounding(small(*mesh), STEPS, targets=LABELS // 4)
-        assert one.between == pytest.approx(expected.between, rel=tolerance)
+        assert outcome.between == pytest.approx(expected.between, rel=tolerance)
     assert len(set(expected.between)) == STEPS

@@ -83,8 +83,8 @@ def test_clipping_is_the_branch(norm: float, dtype: torch.dtype) -> None:
     if norm > 1.0:
         torch._foreach_mul_(expected, 1.0 / (norm + 1e-6))
     parallel.clip_(values, torch.tensor(norm, dtype=torch.float64), 1.0)
-    for found, value in zip(values, expected, strict=True):
-        torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
+    for result, value in zip(values, expected, strict=True):
+        torch.testing.assert_close(result, value, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_number_keeps_its_value() -> None:

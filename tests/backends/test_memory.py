@@ -77,10 +77,10 @@ def test_each_part_recomputed_saves_what_is_predicted(pool: MeshPool, family: st
     whole = case("none")
     (before,) = pool.run(whole)
     for setting in ("selective", "[mlp]", "[norm]", "[core, mlp]", "[core, mlp, norm]", "full"):
-        (found,) = pool.run(case(setting))
+        (outcomes,) = pool.run(case(setting))
         predicted = predicted_drop(case(setting), whole)
         tolerance = 0.05 * worker_memory(whole.config, whole.mesh).activations
-        assert before.after - found.after == pytest.approx(predicted, abs=tolerance), setting
+        assert before.after - outcomes.after == pytest.approx(predicted, abs=tolerance), setting
 
 
 @pytest.mark.parametrize("family", ["neox", "llama"])
@@ -90,9 +90,9 @@ def test_the_mask_between_documents_is_kept_once(pool: MeshPool, family: str) ->
         return Case(small(family, 1, 1, 1, *wide, f"data.mask={mask}"), last=0, after=kept)
 
     masked = case("document")
-    (before,), (found,) = pool.run(case("none")), pool.run(masked)
+    (before,), (outcomes,) = pool.run(case("none")), pool.run(masked)
     predicted = worker_memory(masked.config, masked.mesh).masks
-    assert found.after - before.after == pytest.approx(predicted, rel=0.1)
+    assert outcomes.after - before.after == pytest.approx(predicted, rel=0.1)
 
 
 def test_compiled_tensor_parallel_parts(pool: MeshPool) -> None:
@@ -104,7 +104,7 @@ def test_compiled_tensor_parallel_parts(pool: MeshPool) -> None:
         return Case(small("llama", 2, 1, 1, *more, recompute), last=3, after=kept)
 
     whole, parts = case("none"), case("[core, mlp]")
-    before, found = pool.run(whole), pool.run(parts)
-    assert [outcome.rows for outcome in found] == [outcome.rows for outcome in before]
-    for more, less in zip(before, found, strict=True):
+    before, outcomes = pool.run(whole), pool.run(parts)
+    assert [outcome.rows for outcome in outcomes] == [outcome.rows for outcome in before]
+    for more, less in zip(before, outcomes, strict=True):
         assert more.after - less.after >= predicted_drop(parts, whole) > 0

@@ -94,10 +94,10 @@ def test_same_training(
     pool: MeshPool, reference: Reference, mesh: tuple[str, int, int, int]
 ) -> None:
     expected = reference(mesh[0], *(part for part in mesh if part == DOCUMENTS))
-    found = pool.run(Case(small(*mesh), last=STEPS, after=decayed))
-    assert max(deviation(found, expected)) < tolerance(small(*mesh))
-    assert all(outcome.rows == found[0].rows for outcome in found), "all workers see the same"
-    groups = {name: decay for outcome in found for name, decay in outcome.after.items()}
+    outcomes = pool.run(Case(small(*mesh), last=STEPS, after=decayed))
+    assert max(deviation(outcomes, expected)) < tolerance(small(*mesh))
+    assert all(outcome.rows == outcomes[0].rows for outcome in outcomes), "all workers see the same"
+    groups = {name: decay for outcome in outcomes for name, decay in outcome.after.items()}
     assert groups == expected[0].after
 
 
@@ -127,17 +127,17 @@ def gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_gradient(pool: MeshPool, family: str) -> None:
-    (one,) = pool.run(Case(small(family), last=0, after=gradients))
+    (reference,) = pool.run(Case(small(family), last=0, after=gradients))
     terms = gradient_terms(small(family).recipe.model, LABELS)
-    assert one.after.keys() == parameter_shapes(small(family).recipe.model).keys()
-    several = [small(family, 2, 1, 2, FEW, SEQUENCE), small(family, 2, 2, 1, FEW, INTERLEAVED)]
-    for config in several:
+    assert reference.after.keys() == parameter_shapes(small(family).recipe.model).keys()
+    meshes = [small(family, 2, 1, 2, FEW, SEQUENCE), small(family, 2, 2, 1, FEW, INTERLEAVED)]
+    for config in meshes:
         outcomes = pool.run(Case(config, last=0, after=gradients))
-        for name, expected in one.after.items():
+        for name, expected in reference.after.items():
             holders = [outcome.after[name] for outcome in outcomes if name in outcome.after]
             assert holders, name
-            for found in holders:
-                assert_rounded(found, expected, terms, name=name)
+            for result in holders:
+                assert_rounded(result, expected, terms, name=name)
 
 
 def plain_gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
@@ -173,8 +173,8 @@ def test_z_loss_gradients_are_autograds(pool: MeshPool) -> None:
         for name, expected in exact.after.items():
             holders = [outcome.after[name] for outcome in outcomes if name in outcome.after]
             assert holders, name
-            for found in holders:
-                assert_rounded(found, expected, terms, name=f"{name} on {mesh}")
+            for result in holders:
+                assert_rounded(result, expected, terms, name=f"{name} on {mesh}")
 
 
 def test_z_loss_is_not_in_the_loss(pool: MeshPool, reference: Reference) -> None:
@@ -204,10 +204,10 @@ def shares(backend: NativeBackend) -> dict[str, float]:
 )
 def test_shares_add_up(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
     config = small(*mesh, FEW)
-    found = pool.run(Case(config, last=0, after=shares))
+    outcomes = pool.run(Case(config, last=0, after=shares))
     ends = 2 if mesh[0] == "gpt3" and mesh[2] > 1 else 1  # a tied embedding is on two stages
     for name, shape in parameter_shapes(config.recipe.model).items():
-        total = sum(outcome.after.get(name, 0.0) for outcome in found)
+        total = sum(outcome.after.get(name, 0.0) for outcome in outcomes)
         assert total == math.prod(shape) * (ends if name == "embed.weight" else 1), name
 
 
@@ -217,12 +217,12 @@ def test_uneven_shards_with_tensor_parallelism(pool: MeshPool, tmp_path: Path) -
     odd = ("model.vocab_size=497", "model.vocab_pad_multiple=2", "model.ffn_hidden_size=126")
     whole, uneven = small("neox", 1, 1, 1, *odd), small("neox", 2, 1, 2, *odd, FEW)
     expected = pool.run(Case(whole, last=6))
-    found = pool.run(Case(uneven, last=3, save=tmp_path, after=shares))
-    assert found[0].rows == [
+    outcomes = pool.run(Case(uneven, last=3, save=tmp_path, after=shares))
+    assert outcomes[0].rows == [
         pytest.approx(row, rel=tolerance(whole)) for row in expected[0].rows[:3]
     ]
     for name, shape in parameter_shapes(whole.recipe.model).items():
-        assert sum(outcome.after[name] for outcome in found) == math.prod(shape), name
+        assert sum(outcome.after[name] for outcome in outcomes) == math.prod(shape), name
     back = pool.run(Case(whole, first=3, last=6, load=tmp_path))
     assert max(deviation(back, expected)) < tolerance(whole)
 

@@ -76,11 +76,11 @@ def test_resumes_bit_for_bit_and_on_another_mesh(
     config = small("llama", 2, 2, 1, *FP32, FEW)
     whole = pool.run(case(installed, config, last=6))
     pool.run(case(installed, config, last=3, save=tmp_path))
-    found = pool.run(case(installed, config, first=3, last=6, load=tmp_path))
-    assert found[0].rows == whole[0].rows[3:]
+    outcomes = pool.run(case(installed, config, first=3, last=6, load=tmp_path))
+    assert outcomes[0].rows == whole[0].rows[3:]
     other = small("llama", 1, 1, 4, *FP32, "parallel.zero=3")
-    found = pool.run(case(installed, other, first=3, last=STEPS, load=tmp_path))
-    assert max(deviation(found, unsharded)) < ROUNDING
+    outcomes = pool.run(case(installed, other, first=3, last=STEPS, load=tmp_path))
+    assert max(deviation(outcomes, unsharded)) < ROUNDING
 
 
 def test_plain_tensors_have_the_bits_of_pytorch(
@@ -106,9 +106,14 @@ def test_plain_tensors_have_the_bits_of_pytorch(
 def test_a_run_trains_with_both_parts(installed: Path, tmp_path: Path) -> None:
     data = make_data(tmp_path)
     settings = (
-        "cluster.devices_per_node=2", "train.steps=8", "optim.decay_steps=8", *MUON,
-        "checkpoint.every_steps=4", "hooks.layer_norms.every=2", "optim.warmup_steps=2",
-    )  # fmt: skip
+        "cluster.devices_per_node=2",
+        "train.steps=8",
+        "optim.decay_steps=8",
+        *MUON,
+        "checkpoint.every_steps=4",
+        "hooks.layer_norms.every=2",
+        "optim.warmup_steps=2",
+    )
     path = {"PYTHONPATH": str(installed)}
     whole = Gang(make_run(tmp_path / "whole", data, *settings), 2, env=path).finish()
     run = make_run(tmp_path / "run", data, *settings, "train.steps=4")

@@ -15,9 +15,14 @@ from slurmllm.errors import ConfigError
 from slurmllm.plan.mesh import make_mesh
 
 TOO_MUCH = (
-    "model.family=llama", "model.num_kv_heads=2", "model.vocab_pad_multiple=8",
-    "parallel.tensor=4", "cluster.device=neuron", "cluster.devices_per_node=4", "backend=native",
-)  # fmt: skip
+    "model.family=llama",
+    "model.num_kv_heads=2",
+    "model.vocab_pad_multiple=8",
+    "parallel.tensor=4",
+    "cluster.device=neuron",
+    "cluster.devices_per_node=4",
+    "backend=native",
+)
 
 
 def test_every_reason_has_value_and_remedy() -> None:

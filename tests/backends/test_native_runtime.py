@@ -55,8 +55,10 @@ def test_one_step_is_a_plain_training_step(new_backend: NewBackend) -> None:
     others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=1e-2, betas=(0.9, 0.95), eps=1e-5,
-    )  # fmt: skip
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        eps=1e-5,
+    )
     tokens = torch.from_numpy(batch())
     plain = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     plain.backward()
@@ -174,10 +176,10 @@ def test_shards_bring_back_the_exact_state(new_backend: NewBackend, tmp_path: Pa
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
     random_numbers = torch.rand(3)
     expected = train(backend, 3, first=3)
-    again = new_backend()
-    again.load_shards(tmp_path)
+    resumed = new_backend()
+    resumed.load_shards(tmp_path)
     assert torch.equal(torch.rand(3), random_numbers)
-    assert train(again, 3, first=3) == expected
+    assert train(resumed, 3, first=3) == expected
 
 
 def test_missing_shards_are_the_storage_s_fault(new_backend: NewBackend, tmp_path: Path) -> None:

@@ -24,10 +24,15 @@ FILES = {
 @pytest.mark.parametrize(
     ("files", "state"),
     [
-        ("compiled", "compiled"), ("failed", "failed"), ("extracted", "missing"),
-        ("locked", "missing"), ("cut", "missing"), ("empty", "missing"), ("retried", "compiled"),
+        ("compiled", "compiled"),
+        ("failed", "failed"),
+        ("extracted", "missing"),
+        ("locked", "missing"),
+        ("cut", "missing"),
+        ("empty", "missing"),
+        ("retried", "compiled"),
     ],
-)  # fmt: skip
+)
 def test_the_state_of_a_graph(tmp_path: Path, files: str, state: str) -> None:
     folder = tmp_path / MODULE
     folder.mkdir(parents=True)
@@ -51,8 +56,14 @@ def test_the_tool_runs_around_the_workers_and_then_compiles_all(tmp_path: Path) 
     collect, compile_all = environment.precompile_commands(trn1, ["python", "-m", "x"], work)
     assert collect[0].endswith("neuron_parallel_compile")
     assert collect[1:] == [
-        "--command", "collect", "--parallel_compile_workdir", str(work), "python", "-m", "x",
-    ]  # fmt: skip
+        "--command",
+        "collect",
+        "--parallel_compile_workdir",
+        str(work),
+        "python",
+        "-m",
+        "x",
+    ]
     assert compile_all[1:] == ["--command", "compile", "--parallel_compile_workdir", str(work)]
 
 
@@ -74,9 +85,9 @@ def test_versions_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "version").write_text("2.24.7.0\n")
     (tmp_path / "libnrt.so.2.28.23.0").write_text("")
     (tmp_path / "libnrt.so.1").symlink_to("libnrt.so.2.28.23.0")
-    found = environment.node_versions()
-    assert (found["neuron-driver"], found["neuron-runtime"]) == ("2.24.7.0", "2.28.23.0")
-    assert found.items() >= environment.versions().items()
+    versions = environment.node_versions()
+    assert (versions["neuron-driver"], versions["neuron-runtime"]) == ("2.24.7.0", "2.28.23.0")
+    assert versions.items() >= environment.versions().items()
     dpkg_query = tmp_path / "dpkg-query"
     dpkg_query.write_text("#!/bin/sh\n[ $3 = aws-neuronx-collectives ] && printf 2.28.27.0\n")
     dpkg_query.chmod(0o755)

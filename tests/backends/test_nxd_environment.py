@@ -44,11 +44,15 @@ def flags(recipe: str, *overrides: str) -> set[str]:
 )
 def test_by_recipe(recipe: str, expected: tuple[str | None, ...]) -> None:
     names = (
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "NEURON_RT_EXEC_TIMEOUT",
-        "MALLOC_ARENA_MAX", ROUNDING, ALL_REDUCE, ZERO,
-    )  # fmt: skip
-    found = values(recipe)
-    assert tuple(found.get(name) for name in names) == expected
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
+        "NEURON_RT_EXEC_TIMEOUT",
+        "MALLOC_ARENA_MAX",
+        ROUNDING,
+        ALL_REDUCE,
+        ZERO,
+    )
+    by_name = values(recipe)
+    assert tuple(by_name.get(name) for name in names) == expected
 
 
 def test_by_precision() -> None:
@@ -60,8 +64,8 @@ def test_by_precision() -> None:
         ("bf16_mixed", "0", "65"),
         ("fp32", "0", "130"),
     ):
-        found = values("neox_20b", zero, f"train.precision={precision}")
-        assert (found[ROUNDING], found[ZERO]) == (rounding, bucket), precision
+        by_name = values("neox_20b", zero, f"train.precision={precision}")
+        assert (by_name[ROUNDING], by_name[ZERO]) == (rounding, bucket), precision
         asked = flags("neox_20b", f"train.precision={precision}")
         assert (accumulation in asked) == (precision != "fp32")
         assert "--auto-cast=none" in asked
@@ -71,21 +75,24 @@ def test_by_precision() -> None:
 @pytest.mark.parametrize("profile", ["trn1", "trn1n"])
 def test_every_recipe_has_sources_and_nothing_that_is_no_longer_read(profile: str) -> None:
     dead = {
-        "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "BUCKET_CAP_MB", "TF_NUM_INTEROP_THREADS",
+        "XLA_USE_BF16",
+        "XLA_DOWNCAST_BF16",
+        "BUCKET_CAP_MB",
+        "TF_NUM_INTEROP_THREADS",
         "XLA_IO_THREAD_POOL_SIZE",
-    }  # fmt: skip
+    }
     for recipe in available(recipes_dir()):
-        found = variables(resolve(recipe, profile, ["backend=nxd"]))
-        assert not dead & found.keys(), recipe
-        assert all(variable.source for variable in found.values()), recipe
-        assert (ALL_REDUCE in found) != (ZERO in found), recipe
+        values = variables(resolve(recipe, profile, ["backend=nxd"]))
+        assert not dead & values.keys(), recipe
+        assert all(variable.source for variable in values.values()), recipe
+        assert (ALL_REDUCE in values) != (ZERO in values), recipe
 
 
 def test_neurons_profiler() -> None:
     assert not any(name.startswith("NEURON_RT_INSPECT") for name in values("neox_20b"))
     config = resolve("neox_20b", "trn1", ["profile.steps=[10, 12]"])
-    found = variables(config, Path("/runs/r/profiles/neuron"))
-    inspect = {n: v.value for n, v in found.items() if n.startswith("NEURON_RT_INSPECT")}
+    by_name = variables(config, Path("/runs/r/profiles/neuron"))
+    inspect = {n: v.value for n, v in by_name.items() if n.startswith("NEURON_RT_INSPECT")}
     assert inspect == {
         "NEURON_RT_INSPECT_ENABLE": "1",
         "NEURON_RT_INSPECT_DEVICE_PROFILE": "1",
@@ -138,9 +145,12 @@ def test_torch_xla_gives_each_worker_its_core() -> None:
     worker = {"RANK": "37", "LOCAL_RANK": "5", "WORLD_SIZE": "128", "LOCAL_WORLD_SIZE": "32"}
     environment = {**os.environ, **values("neox_20b"), **worker, "MASTER_ADDR": "10.0.0.7"}
     done = subprocess.run(
-        [sys.executable, "-c", script], env={**environment, "PJRT_DEVICE": "CPU"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        env={**environment, "PJRT_DEVICE": "CPU"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["NEURON_PJRT_PROCESS_INDEX"] == "37"
     assert seen["NEURON_PJRT_WORLD_SIZE"] == "128"

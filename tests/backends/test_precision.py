@@ -44,9 +44,14 @@ def train(backend: NativeBackend, steps: int, first: int = 0) -> list[float]:
 def optimizer(*weights: Tensor, seed: int = 0, compiled: bool = False, **options: float):
     groups = [{"params": list(weights), "weight_decay": options.get("weight_decay", 0.0)}]
     return StochasticAdamW(
-        groups, {w: f"weight {i}" for i, w in enumerate(weights)}, lr=options.get("lr", 1e-3),
-        betas=(0.9, options.get("beta2", 0.95)), eps=1e-8, seed=seed, compiled=compiled,
-    )  # fmt: skip
+        groups,
+        {w: f"weight {i}" for i, w in enumerate(weights)},
+        lr=options.get("lr", 1e-3),
+        betas=(0.9, options.get("beta2", 0.95)),
+        eps=1e-8,
+        seed=seed,
+        compiled=compiled,
+    )
 
 
 def spacing(x: Tensor) -> Tensor:
@@ -223,9 +228,9 @@ def test_what_is_kept_in_which_format(new_backend: NewBackend, mode: str) -> Non
         if name != "step"
     ]
     bytes_ += sum(moment.nbytes for moment in moments)
-    kept = torch.bfloat16 if mode in PURE else torch.float32
-    assert {p.dtype for p in backend.model.parameters()} == {kept}
-    assert gradients == {m.dtype for m in moments} == {kept}
+    dtype = torch.bfloat16 if mode in PURE else torch.float32
+    assert {p.dtype for p in backend.model.parameters()} == {dtype}
+    assert gradients == {m.dtype for m in moments} == {dtype}
     count = sum(p.numel() for p in backend.model.parameters())
     assert bytes_ == count * (8 if mode in PURE else 16)
     assert {b.dtype for b in backend.model.buffers()} == {torch.float32}, "rotary table"
@@ -245,10 +250,10 @@ def test_stochastic_rounding_resumes_exactly(new_backend: NewBackend, tmp_path: 
     train(backend, 3)
     backend.save_shards(tmp_path)
     expected = train(backend, 3, first=3)
-    again = new(new_backend, "bf16_sr")
-    again.load_shards(tmp_path)
+    resumed = new(new_backend, "bf16_sr")
+    resumed.load_shards(tmp_path)
     torch.manual_seed(99)  # nor does it draw from torch's own generator
-    assert train(again, 3, first=3) == expected
+    assert train(resumed, 3, first=3) == expected
 
 
 @pytest.mark.parametrize(
@@ -263,15 +268,15 @@ def test_precision_may_change_at_a_resume(
     backend.save_shards(tmp_path)
     before = {n: local_part(p).float().clone() for n, p in backend.model.named_parameters()}
     expected = train(backend, 3, first=3)
-    again = new(new_backend, resumed)
-    again.load_shards(tmp_path)
-    kept = torch.bfloat16 if resumed in PURE else torch.float32
-    for name, parameter in again.model.named_parameters():
-        state = again.optimizer.state[parameter]
-        assert parameter.dtype == state["exp_avg"].dtype == state["exp_avg_sq"].dtype == kept
+    second = new(new_backend, resumed)
+    second.load_shards(tmp_path)
+    dtype = torch.bfloat16 if resumed in PURE else torch.float32
+    for name, parameter in second.model.named_parameters():
+        state = second.optimizer.state[parameter]
+        assert parameter.dtype == state["exp_avg"].dtype == state["exp_avg_sq"].dtype == dtype
         assert state["step"] == 3
-        assert torch.equal(local_part(parameter), before[name].to(kept)), name
-    assert train(again, 3, first=3) == pytest.approx(expected, rel=2e-2)
+        assert torch.equal(local_part(parameter), before[name].to(dtype)), name
+    assert train(second, 3, first=3) == pytest.approx(expected, rel=2e-2)
 
 
 # Several workers

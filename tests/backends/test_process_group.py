@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed import distributed_c10d
 from slurmllm.backends import process_group
 from slurmllm.backends.process_group import SignedStore
 from slurmllm.control.rendezvous import SECRET, new_secret
-from slurmllm.errors import CodeError, NodeError
+from slurmllm.errors import NodeError
 
 # Starts as training does, and gathers as neuronx-distributed's pipelines do.
 WORKER = """
@@ -76,17 +77,23 @@ def start(port: int) -> Iterator[Start]:
 
     def run(rank: int, env: Mapping[str, str], program: str = WORKER) -> Process:
         variables = {
-            "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
             "PYTHONPATH": os.pathsep.join(sys.path),
-        }  # fmt: skip
+        }
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(program)], text=True,
+                [sys.executable, "-c", textwrap.dedent(program)],
+                text=True,
                 env={**os.environ, **env, **variables},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-        )  # fmt: skip
+        )
         return started[-1]
 
     yield run
@@ -149,7 +156,7 @@ def test_pickles_that_no_worker_signed_are_not_read(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_pickler", "_unpickler"):
             patch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
-        process_group._sign_objects(b"secret")
+        assert process_group.sign_objects(b"secret") is None
         signed, length = distributed_c10d._object_to_tensor({"a": (1, None)}, "cpu", None)
         assert distributed_c10d._tensor_to_object(signed, length, None) == {"a": (1, None)}
         for data in (payload, b"x" * 32 + payload, bytes(signed.numpy())[:32] + payload, b""):
@@ -159,15 +166,23 @@ def test_pickles_that_no_worker_signed_are_not_read(tmp_path: Path) -> None:
     assert not (tmp_path / "planted").exists()
 
 
-def test_a_torch_that_ignores_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed_c10d, "_pickler", None)
-    monkeypatch.setattr(distributed_c10d, "_unpickler", None)
-    monkeypatch.setattr(distributed_c10d, "_tensor_to_object", lambda *_: None)
-    with pytest.raises(CodeError, match="cannot be authenticated"):
-        process_group._sign_objects(b"secret")
-    monkeypatch.delattr(distributed_c10d, "_tensor_to_object")
-    with pytest.raises(CodeError, match="cannot be authenticated"):
-        process_group._sign_objects(b"secret")
+@pytest.mark.parametrize("name", [None, "_pickler", "_unpickler", "_tensor_to_object"])
+def test_a_torch_that_cannot_sign_trains_with_a_warning(
+    name: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if name is None:  # the names exist, and torch does not use them
+        monkeypatch.setattr(distributed_c10d, "_tensor_to_object", lambda *_: None)
+    else:
+        monkeypatch.delattr(distributed_c10d, name)
+    before = [getattr(distributed_c10d, n, None) for n in ("_pickler", "_unpickler")]
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(process_group, "_connect", lambda *_: dist.HashStore())
+    monkeypatch.setattr(process_group, "own_secret", lambda: b"secret")
+    for rank, world_size in ((0, 1), (1, 2), (0, 2)):
+        process_group.init_process_group("gloo", rank, world_size, timedelta(minutes=1))
+    (message,) = caplog.messages
+    assert message.endswith("are not signed (docs/security.md)")
+    assert before == [getattr(distributed_c10d, n, None) for n in ("_pickler", "_unpickler")]
 
 
 def test_a_value_counts_for_its_key_and_secret_only() -> None:
@@ -181,9 +196,7 @@ def test_a_value_counts_for_its_key_and_secret_only() -> None:
     inner.set("group/b", inner.get("group/a"))
     inner.set("group/c", "1")
     with_other = SignedStore(inner, b"another")
-    for read in (
-        lambda: outer.get("b"), lambda: outer.get("c"), lambda: with_other.get("group/a"),
-    ):  # fmt: skip
+    for read in (lambda: outer.get("b"), lambda: outer.get("c"), lambda: with_other.get("group/a")):
         with pytest.raises(NodeError, match=REFUSED):
             read()
     assert outer.delete_key("a")

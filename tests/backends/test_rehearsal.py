@@ -47,19 +47,19 @@ def trained(
         backend.build_optimizer()
         if load is not None:
             backend.load_shards(load)
-        found = []
+        results = []
         for number, step in enumerate(tokens):
             rows = np.split(step, mesh.data)[mesh.data_rank(rank)]
             batches = [MicroBatch(row[None, :-1], row[None, 1:]) for row in rows]
             loss = backend.forward_backward(batches, LABELS)
-            found.append((loss, backend.optimizer_step(1e-3 * number), backend.param_norm()))
+            results.append((loss, backend.optimizer_step(1e-3 * number), backend.param_norm()))
         if save is not None:
             saving = backend.save_shards(save)
             backend.optimizer_step(1.0)  # goes on, and is not in the save
             assert saving.wait() == [backend.state.file_name]
             control.barrier()
         backend.stop()
-        return found
+        return results
 
     with control_planes(nodes) as planes, ThreadPoolExecutor(nodes) as pool:
         first, *others = pool.map(work, planes)
@@ -76,18 +76,18 @@ def test_figures_are_the_same_on_any_mesh_and_differ_after_any_other_history() -
     changed[1, 5, 7] += 1
     swapped, doubled = TOKENS[[0, 2, 1, 3, 4, 5]], TOKENS[[0, 0, 1, 2, 3, 4]]
     for wrong in (changed, swapped, doubled, TOKENS[[0, 2, 3, 4, 5]]):
-        found = trained(2, wrong)
-        assert found[0] == right[0]
-        assert not {step[0] for step in found[1:]} & {step[0] for step in right[1:]}
+        figures = trained(2, wrong)
+        assert figures[0] == right[0]
+        assert not {step[0] for step in figures[1:]} & {step[0] for step in right[1:]}
 
 
 def test_a_resume_on_another_mesh_is_exact(tmp_path: Path) -> None:
     right = trained(2, TOKENS)
     trained(4, TOKENS[:3], save=tmp_path)
     # lr is numbered within a call; the first step after the resume has that of step 0 there too.
-    again = trained(2, TOKENS[3:], load=tmp_path)
-    assert again[0][0] == right[3][0]
-    assert trained(8, TOKENS[3:], load=tmp_path) == again
+    resumed = trained(2, TOKENS[3:], load=tmp_path)
+    assert resumed[0][0] == right[3][0]
+    assert trained(8, TOKENS[3:], load=tmp_path) == resumed
     (tmp_path / "state_00001_of_00004.npy").unlink()
     with pytest.raises(StorageError, match="3 shards"):
         trained(1, TOKENS, load=tmp_path)

@@ -22,17 +22,26 @@ def small(family: str, **settings: Any) -> nn.Module:
     if family == "neox":
         config = transformers.GPTNeoXConfig(
             **{
-                "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "intermediate_size": 48, "max_position_embeddings": 24, **sizes, **settings,
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "intermediate_size": 48,
+                "max_position_embeddings": 24,
+                **sizes,
+                **settings,
             }
-        )  # fmt: skip
+        )
         model = transformers.GPTNeoXForCausalLM(config)
     elif family in ("llama", "qwen3"):
         values = {
-            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "intermediate_size": 40,
-            "max_position_embeddings": 24, **sizes,
-        }  # fmt: skip
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 40,
+            "max_position_embeddings": 24,
+            **sizes,
+        }
         if family == "llama":
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values | settings))
         else:  # heads wider than hidden_size / heads
@@ -41,10 +50,15 @@ def small(family: str, **settings: Any) -> nn.Module:
     else:
         config = transformers.GPT2Config(
             **{
-                "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 24,
-                **sizes, **settings,
+                "n_embd": 32,
+                "n_layer": 2,
+                "n_head": 4,
+                "n_inner": 48,
+                "n_positions": 24,
+                **sizes,
+                **settings,
             }
-        )  # fmt: skip
+        )
         model = transformers.GPT2LMHeadModel(config)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -68,41 +82,53 @@ def models(draw: st.DrawFn, family: str) -> nn.Module:
     if family == "gpt3":
         return small(
             family,
-            n_embd=heads * head_dim, n_head=heads, n_layer=layers, n_positions=length,
-            n_inner=draw(st.sampled_from([ffn, None])), layer_norm_epsilon=eps,
-            activation_function=draw(st.sampled_from(["gelu_new", "gelu"])), **settings,
-        )  # fmt: skip
+            n_embd=heads * head_dim,
+            n_head=heads,
+            n_layer=layers,
+            n_positions=length,
+            n_inner=draw(st.sampled_from([ffn, None])),
+            layer_norm_epsilon=eps,
+            activation_function=draw(st.sampled_from(["gelu_new", "gelu"])),
+            **settings,
+        )
     settings |= {
-        "hidden_size": heads * head_dim, "num_attention_heads": heads, "num_hidden_layers": layers,
-        "intermediate_size": ffn, "max_position_embeddings": length,
+        "hidden_size": heads * head_dim,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "intermediate_size": ffn,
+        "max_position_embeddings": length,
         "attention_bias": draw(st.booleans()),
-    }  # fmt: skip
+    }
     base = draw(st.sampled_from([100.0, 10000.0]))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     if family == "neox":
         rope["partial_rotary_factor"] = draw(st.integers(0, head_dim // 2)) * 2 / head_dim
         return small(
             family,
-            rope_parameters=rope, layer_norm_eps=eps,
+            rope_parameters=rope,
+            layer_norm_eps=eps,
             use_parallel_residual=draw(st.booleans()),
             hidden_act=draw(st.sampled_from(["gelu", "gelu_fast", "gelu_pytorch_tanh"])),
             **settings,
-        )  # fmt: skip
+        )
     if draw(st.booleans(), label="scaled"):
         rope |= {
-            "rope_type": "llama3", "factor": draw(st.sampled_from([2.0, 8.0])),
-            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "factor": draw(st.sampled_from([2.0, 8.0])),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": draw(st.sampled_from([8, 16])),
-        }  # fmt: skip
+        }
     if family == "llama":
         settings["mlp_bias"] = draw(st.booleans())
     settings["head_dim"] = draw(st.sampled_from([head_dim, 10]))
     return small(
         family,
-        rope_parameters=rope, rms_norm_eps=eps,
+        rope_parameters=rope,
+        rms_norm_eps=eps,
         num_key_value_heads=draw(st.sampled_from([h for h in (1, 2, 4) if heads % h == 0])),
         **settings,
-    )  # fmt: skip
+    )
 
 
 def save(model: nn.Module, folder: Path, *, shard: str = "5GB") -> Path:

@@ -37,9 +37,13 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def model_of(family: str) -> ModelConfig:
     values = {
-        "family": family, "num_layers": 4, "vocab_size": 45, "vocab_pad_multiple": 4,
-        "seq_len": 10, **MODELS[family],
-    }  # fmt: skip
+        "family": family,
+        "num_layers": 4,
+        "vocab_size": 45,
+        "vocab_pad_multiple": 4,
+        "seq_len": 10,
+        **MODELS[family],
+    }
     return ModelConfig.model_validate(values)
 
 
@@ -143,10 +147,15 @@ def write_nxd(folder: Path, whole: Whole, layout: Layout) -> None:
     for mark in ("checkpoint", "done"):
         (folder / "nxd" / mark).write_text("1")
     record = {
-        "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data,
-        "virtual_pipeline": 1, "zero": layout.zero, "dtype": layout.dtype,
-        "optimizer_dtype": layout.optimizer_dtype, "names": names,
-    }  # fmt: skip
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "data": layout.data,
+        "virtual_pipeline": 1,
+        "zero": layout.zero,
+        "dtype": layout.dtype,
+        "optimizer_dtype": layout.optimizer_dtype,
+        "names": names,
+    }
     (folder / "nxd_layout.json").write_text(json.dumps(record))
     write_state(folder, whole)
 
@@ -214,9 +223,16 @@ def _optimizer(
 def with_manifest(folder: Path) -> Path:
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     CheckpointManifest(
-        step=7, tokens=700, world_size=1, attempt=2, recipe="r", saved_at=0, save_s=0,
-        fingerprint="", files=tuple(describe(folder, name) for name in names),
-    ).save(folder / MANIFEST)  # fmt: skip
+        step=7,
+        tokens=700,
+        world_size=1,
+        attempt=2,
+        recipe="r",
+        saved_at=0,
+        save_s=0,
+        fingerprint="",
+        files=tuple(describe(folder, name) for name in names),
+    ).save(folder / MANIFEST)
     return folder
 
 

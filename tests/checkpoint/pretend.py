@@ -12,17 +12,27 @@ from typing import TypeVar
 from train.gang import small_config
 
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, Worker
-from slurmllm.checkpoint.shards import ShardWrite, WeightReader
+from slurmllm.checkpoint.save import Save
+from slurmllm.checkpoint.shards import ShardBackend, ShardWrite, WeightReader
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.control.plane import ControlPlane
 from slurmllm.control.relay import Position, Relay
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.run.host_memory import Memory
+from slurmllm.run.rundir import RunDir
 
 T = TypeVar("T")
 SECRET = b"known to the workers"
 CONFIG = small_config("checkpoint.keep=2")
 FINGERPRINT = fingerprint(CONFIG.recipe, "corpus-a", "tokenizer-a")
+
+
+def save(run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> float:
+    """Write a checkpoint, remove expired ones (collective); return the seconds."""
+    current = Save(run, backend, state, attempt)
+    seconds = current.finish()
+    current.join_retention()
+    return seconds
 
 
 def state(step: int) -> TrainState:

@@ -19,10 +19,9 @@ from torch.optim import AdamW
 from train.gang import make_data, make_run, small_config
 
 from checkpoint import hub
-from checkpoint.pretend import CONFIG, PretendBackend, PretendGang, state
-from slurmllm.checkpoint.formats import importing
+from checkpoint.pretend import CONFIG, PretendBackend, PretendGang, save, state
+from slurmllm.checkpoint.formats import safetensors_files
 from slurmllm.checkpoint.replicas import open_replica
-from slurmllm.checkpoint.save import save
 from slurmllm.checkpoint.shards import ShardWrite
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.cli.main import cli
@@ -46,9 +45,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def answer(result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert isinstance(found, dict)
-    return found
+    fields = json.loads(result.stdout)
+    assert isinstance(fields, dict)
+    return fields
 
 
 def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
@@ -84,19 +83,19 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
 def trained(tmp_path: Path) -> tuple[RunDir, dict[int, nn.Module]]:
     """A run with checkpoints at steps 10 and 20; 400 tokens, a vocabulary of 500 padded to 512."""
     data = make_data(tmp_path)
-    found = make_run(
+    run_dir = make_run(
         tmp_path / "runs" / "a", data, "model.vocab_size=500", "model.vocab_pad_multiple=64"
     )
     recipe = small_config("model.vocab_size=500", "model.vocab_pad_multiple=64").recipe
-    return found, {step: write_checkpoint(found, recipe, step) for step in (10, 20)}
+    return run_dir, {step: write_checkpoint(run_dir, recipe, step) for step in (10, 20)}
 
 
 def same_logits(folder: Path, model: nn.Module) -> None:
     loaded = hub.transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.randint(0, 500, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        found, expected = loaded(tokens).logits, model(tokens)[..., :500]
-    assert_rounded(found, expected, forward_terms(model.config))
+        logits, expected = loaded(tokens).logits, model(tokens)[..., :500]
+    assert_rounded(logits, expected, forward_terms(model.config))
 
 
 @pytest.mark.numerics
@@ -106,10 +105,13 @@ def test_a_run_s_checkpoint_in_transformers(
     directory, models = trained
     done = run("export", "10", "--run", "a", "--out", "hub")
     assert done.exit_code == 0, done.output
-    assert "hub: 131K parameters, 524 kB of weights in 1 file(s), from " in done.stdout
+    assert "hub: 131K parameters, 524 kB of weights in 1 file, from " in done.stdout
     assert sorted(p.name for p in Path("hub").iterdir()) == [
-        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    ]  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     same_logits(Path("hub"), models[10])
     config = json.loads(Path("hub/config.json").read_text())
     assert (config["vocab_size"], config["bos_token_id"], config["eos_token_id"]) == (500, 0, 0)
@@ -117,10 +119,21 @@ def test_a_run_s_checkpoint_in_transformers(
     assert tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.decode(tokenizer("the sing")["input_ids"]) == "the sing"
 
-    found = answer(run("export", directory.checkpoint(20), "--out", "b", "--dtype", "bf16",
-                       "--shard-size", "100KB", "--json"))  # fmt: skip
-    assert found["tokenizer"] == ["tokenizer.json"]
-    assert "model.safetensors.index.json" in found["files"]
+    fields = answer(
+        run(
+            "export",
+            directory.checkpoint(20),
+            "--out",
+            "b",
+            "--dtype",
+            "bf16",
+            "--shard-size",
+            "100KB",
+            "--json",
+        )
+    )
+    assert fields["tokenizer"] == ["tokenizer.json"]
+    assert "model.safetensors.index.json" in fields["files"]
     loaded = hub.transformers.AutoModelForCausalLM.from_pretrained("b", dtype="auto")
     assert loaded.dtype == torch.bfloat16
 
@@ -152,9 +165,9 @@ def test_into_our_format_and_back(run: Run) -> None:
     original = hub.transformers.AutoModelForCausalLM.from_pretrained("source")
     for name, tensor in original.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])
-    again = run("export", "new/ours", "--out", "back")
-    assert again.exit_code == 2
-    assert "back is not empty (config.json, model.safetensors)" in again.stderr
+    repeated = run("export", "new/ours", "--out", "back")
+    assert repeated.exit_code == 2
+    assert "back is not empty (config.json, model.safetensors)" in repeated.stderr
     flipped = next(Path("new/ours").glob("*.safetensors"))
     content = bytearray(flipped.read_bytes())
     content[-1] ^= 1
@@ -257,8 +270,13 @@ def test_list_and_verify(run: Run) -> None:
     assert "not checked" in run("list", "a").stdout
     verified = run("list", "a", "--verify").stdout
     assert verified.splitlines()[0].split() == [
-        "step", "saved", "size", "attempt", "workers", "state",
-    ]  # fmt: skip
+        "step",
+        "saved",
+        "size",
+        "attempt",
+        "workers",
+        "state",
+    ]
     assert verified.count("verified") == 2
     assert run("verify", "a").exit_code == 0
     (folder.checkpoint(20) / "shard_1").write_bytes(b"")
@@ -268,9 +286,9 @@ def test_list_and_verify(run: Run) -> None:
     assert done.exit_code == 4
     assert "step_00000010 has no manifest.json: its save did not finish" in done.stdout
     assert "  shard_1 has 0 bytes instead of 1000" in done.stdout
-    one = run("verify", folder.checkpoint(20), "--json")
-    assert one.exit_code == 4
-    (held,) = json.loads(one.stdout)["checkpoints"]
+    item = run("verify", folder.checkpoint(20), "--json")
+    assert item.exit_code == 4
+    (held,) = json.loads(item.stdout)["checkpoints"]
     assert held["verified"] is False
     assert held["faults"] == ["shard_1 has 0 bytes instead of 1000"]
     latest = run("export", "latest", "--run", "a", "--out", "x")
@@ -285,7 +303,7 @@ def test_a_full_disk_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(importing, "write_shard", full)
+    monkeypatch.setattr(safetensors_files, "write_shard", full)
     result = run("import", source, "--out", "ours")
     assert result.exit_code == 4
     assert "No space left on device; nothing is left of it: free space" in result.stderr

@@ -118,7 +118,7 @@ def test_nxd_s_files(family: str, mesh: NxdMesh, precision: str, tmp_path: Path)
     native = convert(nxd_checkpoint(tmp_path / "first", whole, Layout()), tmp_path / "native", None)
     out = convert(native, tmp_path / "out", mesh, precision)
     dtype = torch.float32 if precision == FP32 else torch.bfloat16
-    kept = torch.bfloat16 if precision in ("bf16", "bf16_sr") else torch.float32
+    weight_dtype = torch.bfloat16 if precision in ("bf16", "bf16_sr") else torch.float32
     layout = json.loads((out / "nxd_layout.json").read_text())
     files = files_of(out)
     assert sorted(sorted(names) for names in layout["names"]) == sorted(
@@ -142,7 +142,14 @@ def test_nxd_s_files(family: str, mesh: NxdMesh, precision: str, tmp_path: Path)
                 name = f"nxd/optim/dp_rank_{replica:02d}_{place}"
                 expected.add(name)
                 _check_optimizer(
-                    files[name], whole, names, mesh, rank, replica, kept, masters=kept != dtype
+                    files[name],
+                    whole,
+                    names,
+                    mesh,
+                    rank,
+                    replica,
+                    weight_dtype,
+                    masters=weight_dtype != dtype,
                 )
     assert set(files) == expected
     assert (out / "nxd/done").read_text() == (out / "nxd/checkpoint").read_text() == "1"
@@ -155,13 +162,13 @@ def _check_optimizer(
     mesh: NxdMesh,
     rank: int,
     replica: int,
-    kept: torch.dtype,
+    dtype: torch.dtype,
     *,
     masters: bool,
 ) -> None:
     def shard(tensor: Tensor, name: str) -> Tensor:
         part = tensor_part(whole.model, name, tensor, mesh.tensor, rank)
-        return (zero_shard(part, mesh.data, replica) if mesh.zero else part).to(kept)
+        return (zero_shard(part, mesh.data, replica) if mesh.zero else part).to(dtype)
 
     state = {
         number: {
@@ -173,8 +180,9 @@ def _check_optimizer(
     groups = held.pop("param_groups")
     matrices = [number for number, name in enumerate(names) if whole.weights[name].dim() > 1]
     assert [group["params"] for group in groups] == [
-        matrices, list(range(len(matrices), len(names)))
-    ]  # fmt: skip
+        matrices,
+        list(range(len(matrices), len(names))),
+    ]
     assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
     made = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"][0]
     assert all(group.keys() == made.keys() for group in groups)
@@ -224,9 +232,13 @@ def test_a_run_s_recipe(tmp_path: Path) -> None:
     first = nxd_checkpoint(tmp_path / "first", whole, Layout(2))
     model = (f"model.{key}={value}" for key, value in whole.model.model_dump().items() if value)
     run = make_run(
-        tmp_path / "run", make_data(tmp_path), *model, "optim.weight_decay=0.25",
-        "optim.betas=[0.5, 0.25]", "train.precision=bf16_mixed",
-    )  # fmt: skip
+        tmp_path / "run",
+        make_data(tmp_path),
+        *model,
+        "optim.weight_decay=0.25",
+        "optim.betas=[0.5, 0.25]",
+        "train.precision=bf16_mixed",
+    )
     native = convert(first, run.checkpoint(7), None)
     plan = plan_conversion(native, NxdMesh(2))
     assert plan.known_optim
@@ -249,9 +261,13 @@ def test_the_mesh_of_the_run_around(
     whole = random_whole("neox")
     model = (f"model.{key}={value}" for key, value in whole.model.model_dump().items() if value)
     around = make_run(
-        tmp_path / "around", make_data(tmp_path), *model, f"backend={backend}",
-        f"parallel.zero={zero}", "train.global_batch=12",
-    )  # fmt: skip
+        tmp_path / "around",
+        make_data(tmp_path),
+        *model,
+        f"backend={backend}",
+        f"parallel.zero={zero}",
+        "train.global_batch=12",
+    )
     path = around.checkpoint(7)
     run_conversion(
         plan_conversion(nxd_checkpoint(tmp_path / "first", whole, Layout(2)), None), path
@@ -265,14 +281,17 @@ def test_the_mesh_of_the_run_around(
 
     around.plan.unlink(missing_ok=True)
     assert {key: layout()[key] for key in ("tensor", "pipeline", "data")} == {
-        "tensor": 1, "pipeline": 1, "data": 1,
-    }  # fmt: skip
+        "tensor": 1,
+        "pipeline": 1,
+        "data": 1,
+    }
     save_mesh(PlanMesh(2, 6, 2, 2, 3, 12, 1), around.plan)
-    found = layout()
-    assert [found[key] for key in ("tensor", "pipeline", "data")] == [2, 2, 3]
-    assert found["zero"] is expected
-    found = layout("--tensor", 4, "--no-zero")
-    assert [found[key] for key in ("tensor", "pipeline", "data", "zero")] == [4, 2, 3, False]
+    layout_of_run = layout()
+    assert [layout_of_run[key] for key in ("tensor", "pipeline", "data")] == [2, 2, 3]
+    assert layout_of_run["zero"] is expected
+    layout_of_run = layout("--tensor", 4, "--no-zero")
+    degrees = [layout_of_run[key] for key in ("tensor", "pipeline", "data", "zero")]
+    assert degrees == [4, 2, 3, False]
 
 
 @pytest.mark.parametrize("zero", [True, False])
@@ -378,9 +397,9 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     whole = random_whole("llama")
     nxd_checkpoint(tmp_path / "c", whole, Layout(2))
     result = run(
-        "c", "--to", "nxd", "--out", "new/out", "--tensor", 8, "--pipeline", 2, "--data", 3,
+        *("c", "--to", "nxd", "--out", "new/out", "--tensor", 8, "--pipeline", 2, "--data", 3),
         "--json",
-    )  # fmt: skip
+    )
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert (document["format"], document["step"], document["optimizer_state"]) == ("nxd", 7, True)
@@ -391,6 +410,6 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     result = run("new/out", "--to", "native", "--out", "native")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("native: step 7, fp32, ")
-    again = run("new/out", "--to", "native", "--out", "native")
-    assert again.exit_code == 2
-    assert "native is not empty" in again.output
+    repeated = run("new/out", "--to", "native", "--out", "native")
+    assert repeated.exit_code == 2
+    assert "native is not empty" in repeated.output

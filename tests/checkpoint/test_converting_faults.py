@@ -108,9 +108,13 @@ print(before, peak())
 def test_memory(tmp_path: Path) -> None:
     """Of 42M parameters, 0.5 GB with the moments: a worker's share or a few pieces at a time."""
     sizes = {
-        "num_layers": 8, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 4,
-        "ffn_hidden_size": 1536, "vocab_size": 16000,
-    }  # fmt: skip
+        "num_layers": 8,
+        "hidden_size": 512,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "ffn_hidden_size": 1536,
+        "vocab_size": 16000,
+    }
     model = model_of("llama").model_copy(update=sizes)
     whole = _large(model)
     nxd_checkpoint(tmp_path / "first", whole, Layout(2, 1, 2))
@@ -125,8 +129,11 @@ def test_memory(tmp_path: Path) -> None:
     ):
         answer = subprocess.run(
             [sys.executable, "-c", _MEASURED, tmp_path / source, tmp_path / out, mesh],
-            capture_output=True, text=True, check=True, env=freed,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+            env=freed,
+        )
         before, peak = map(float, answer.stdout.split())
         print(f"{source} → {out}: {peak - before:.0f} MB above {before:.0f} MB")
         shutil.rmtree(tmp_path / source)
@@ -164,8 +171,11 @@ def test_a_full_disk(tmp_path: Path, backend: str) -> None:
     nxd_checkpoint(tmp_path / "c", random_whole("gpt3"), Layout())
     answer = subprocess.run(
         [sys.executable, "-c", _LIMITED, "c", "--to", backend, "--out", "out"],
-        capture_output=True, text=True, cwd=tmp_path, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
     assert answer.returncode == 4, answer.stderr
     assert "File too large" in answer.stderr
     assert "Traceback" not in answer.stderr

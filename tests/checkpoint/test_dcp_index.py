@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from slurmllm.checkpoint.formats.dcp_index import (
     Chunk,
-    ChunkTable,
     Place,
     SaveIndex,
     build_metadata,
     pack_part,
 )
+from slurmllm.checkpoint.formats.dcp_read import DcpFiles
+from slurmllm.checkpoint.formats.dcp_write import ChecksumFiles, write_chunk, write_dcp
+from slurmllm.checkpoint.formats.pickles import pickle_faults, read_metadata
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import CodeError, StorageError
+from slurmllm.model.private_names import CHECKPOINT_INDEX
 
 ROWS = 12
 
 
-def chunk(start: int, rows: int, key: str = "model.a") -> Chunk:
-    return Chunk(key, ("model", "a"), torch.float32, False, False, (ROWS, 3), (start, 0), (rows, 3))
+def chunk(start: int, rows: int) -> Chunk:
+    return Chunk(("model", "a"), torch.float32, (ROWS, 3), (start, 0), (rows, 3))
 
 
 def part(*chunks: Chunk, rank: int = 0) -> bytes:
@@ -35,13 +47,15 @@ def parts(*starts: int, rows: int = 4) -> list[bytes]:
 
 
 def test_chunks_of_all_workers() -> None:
-    found = build_metadata(parts(0, 4, 8))
-    assert found.planner_data == {"model.a": ("model", "a")}
-    entry = found.state_dict_metadata["model.a"]
-    assert [tuple(one.offsets) for one in entry.chunks] == [(0, 0), (4, 0), (8, 0)]  # type: ignore[union-attr]
-    assert [place.relative_path for place in found.storage_data.values()] == [
-        "__0_0.distcp", "__1_0.distcp", "__2_0.distcp",
-    ]  # fmt: skip
+    metadata = build_metadata(parts(0, 4, 8))
+    assert metadata.planner_data == {"model.a": ("model", "a")}
+    entry = metadata.state_dict_metadata["model.a"]
+    assert [tuple(chunk.offsets) for chunk in entry.chunks] == [(0, 0), (4, 0), (8, 0)]  # type: ignore[union-attr]
+    assert [place.relative_path for place in metadata.storage_data.values()] == [
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "__2_0.distcp",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,26 +87,78 @@ def test_a_fault_of_one_worker_is_raised() -> None:
         index.collect([], StorageError("No space left on device"))
 
 
-def test_a_worker_s_part_of_the_table() -> None:
-    table = ChunkTable.of(build_metadata(parts(0, 4, 8)))
-    table = pickle.loads(pickle.dumps(table))  # as it is sent
-    found = table.metadata({"model.a": torch.empty(ROWS, 3), "model.b": torch.empty(1)})
-    assert list(found.state_dict_metadata) == ["model.a"]
-    assert len(found.storage_data) == 3
+@pytest.fixture
+def values() -> torch.Tensor:
+    return torch.arange(ROWS * 3.0).view(ROWS, 3)
 
 
-def test_only_chunks_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slurmllm.checkpoint.formats import dcp_index
+@pytest.fixture
+def metadata(values: torch.Tensor, tmp_path: Path) -> Metadata:
+    """Of a folder with `values` in three files of four rows."""
+    parts = []
+    for rank, start in enumerate((0, 4, 8)):
+        name = f"__{rank}_0.distcp"
+        with ChecksumFiles().create(tmp_path / name) as stream:
+            place = write_chunk(stream, name, values[start : start + 4])
+        parts.append(pack_part([chunk(start, 4)], [place]))
+    metadata = build_metadata(parts)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return metadata
 
-    table = ChunkTable.of(build_metadata(parts(0, 4, 8)))
-    monkeypatch.setattr(dcp_index, "local_region", lambda _: (slice(4, 8), slice(0, 3)))
-    found = table.metadata({"model.a": torch.empty(ROWS, 3)})
-    assert [tuple(index.offset or ()) for index in found.storage_data] == [(4, 0)]
+
+def read(folder: Path, region: tuple[slice, ...] | None = None) -> torch.Tensor:
+    table = pickle.loads(pickle.dumps(read_metadata(folder)))  # as it is sent
+    return DcpFiles(folder, table).read("a", region)
 
 
-def test_a_gap_in_a_damaged_index() -> None:
-    metadata = build_metadata(parts(0, 4, 8))
+@pytest.mark.usefixtures("metadata")
+def test_regions_of_a_tensor(values: torch.Tensor, tmp_path: Path) -> None:
+    assert torch.equal(read(tmp_path), values)
+    region = (slice(2, 9), slice(1, 3))
+    assert torch.equal(read(tmp_path, region), values[region])
+    # Only chunks that overlap are read.
+    (tmp_path / "__0_0.distcp").unlink()
+    assert torch.equal(read(tmp_path, (slice(4, 8), slice(0, 3))), values[4:8])
+    with pytest.raises(StorageError, match="cannot read a from"):
+        read(tmp_path)
+
+
+def test_a_gap_in_a_damaged_index(metadata: Metadata, tmp_path: Path) -> None:
     metadata.storage_data.popitem()
-    table = ChunkTable.of(metadata)
-    with pytest.raises(StorageError, match=r"24 of 36 values of model.a are stored"):
-        table.metadata({"model.a": torch.empty(ROWS, 3)})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(StorageError, match="24 of 36 values of a"):
+        read(tmp_path)
+
+
+def test_a_chunk_of_other_dimensions(
+    metadata: Metadata, values: torch.Tensor, tmp_path: Path
+) -> None:
+    """Nine dimensions take as many numbers as three chunks of two."""
+    (place, *_) = metadata.storage_data.values()
+    offsets, sizes = torch.Size([0] * 9), torch.Size([1] * 9)
+    entry: Any = metadata.state_dict_metadata["model.a"]
+    entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+    metadata.storage_data[MetadataIndex("model.a", offsets)] = place
+    metadata.state_dict_metadata["object"] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex("object", torch.Size([0, 0, 0]))] = place
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert torch.equal(read(tmp_path), values)
+    assert pickle_faults(tmp_path, ["__0_0.distcp", ".metadata"]) == []
+
+
+def test_a_chunk_of_another_size(metadata: Metadata, tmp_path: Path) -> None:
+    with ChecksumFiles().create(tmp_path / "__1_0.distcp") as stream:
+        write_chunk(stream, "__1_0.distcp", torch.zeros(4, 3)[:, :2])
+    with pytest.raises(StorageError, match=r"a chunk is \[4, 2\] instead of \[4, 3\]"):
+        read(tmp_path)
+
+
+def test_a_torch_without_its_class_of_places(
+    values: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(filesystem, "_StorageInfo")
+    assert CHECKPOINT_INDEX.missing() is not None
+    write_dcp(
+        tmp_path, {("model", "a"): (ROWS, 3)}, torch.float32, lambda _, region: values[region]
+    )
+    assert torch.equal(read(tmp_path), values)

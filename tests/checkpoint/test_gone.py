@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from checkpoint.pretend import CONFIG, PretendGang, state
+from checkpoint.pretend import CONFIG, PretendGang, save, state
 from checkpoint.test_resume import find
 from slurmllm.checkpoint.catalogue import require_recorded
-from slurmllm.checkpoint.save import save
 from slurmllm.cli.main import cli
 from slurmllm.errors import CheckpointError
 from slurmllm.run.records import AttemptRecord, Event, JobsRecord, SkippedBatches, SkipsRecord
@@ -27,11 +26,20 @@ SAVED_AT = 1_800_000_000.0
 def record(run: RunDir, attempt: int, *steps: int, first_step: int | None = None) -> None:
     """An attempt's records and its checkpoints."""
     AttemptRecord(
-        attempt=attempt, stage="train", job_id=None, nodes=("n",), world_size=1, master_addr="n",
-        master_port=1, started_at=SAVED_AT, ended_at=SAVED_AT, ending="node_failure",
-        first_step=first_step, steps_gained=max(steps, default=0),
+        attempt=attempt,
+        stage="train",
+        job_id=None,
+        nodes=("n",),
+        world_size=1,
+        master_addr="n",
+        master_port=1,
+        started_at=SAVED_AT,
+        ended_at=SAVED_AT,
+        ending="node_failure",
+        first_step=first_step,
+        steps_gained=max(steps, default=0),
         checkpoint_after=max(steps, default=None),
-    ).save(run.attempt("train", attempt).record)  # fmt: skip
+    ).save(run.attempt("train", attempt).record)
     run.events(attempt).parent.mkdir(exist_ok=True)
     with run.events(attempt).open("w") as stream:
         for step in steps:
@@ -42,11 +50,11 @@ def record(run: RunDir, attempt: int, *steps: int, first_step: int | None = None
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    found = RunDir(tmp_path / "runs" / "a")
-    found.path.mkdir(parents=True)
-    found.config.write_text(CONFIG.to_yaml())
-    record(found, 0, 10, 20, first_step=1)
-    return found
+    run_dir = RunDir(tmp_path / "runs" / "a")
+    run_dir.path.mkdir(parents=True)
+    run_dir.config.write_text(CONFIG.to_yaml())
+    record(run_dir, 0, 10, 20, first_step=1)
+    return run_dir
 
 
 def test_all_gone(run: RunDir) -> None:
@@ -97,10 +105,13 @@ def remove_the_record_and_damage_the_events(run: RunDir) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        remove_records, remove_all_but_the_submission, damage_events, damage_both,
+        remove_records,
+        remove_all_but_the_submission,
+        damage_events,
+        damage_both,
         remove_the_record_and_damage_the_events,
     ],
-)  # fmt: skip
+)
 def test_the_records_are_gone_or_damaged_too(run: RunDir, damage: Callable[[RunDir], None]) -> None:
     shutil.rmtree(run.checkpoints)
     damage(run)
@@ -129,11 +140,11 @@ def test_the_verb_refuses_before_a_job_waits_in_the_queue(run: RunDir) -> None:
 
 def test_the_newest_gone(run: RunDir) -> None:
     shutil.rmtree(run.checkpoint(20))
-    found = find(run)
-    assert found.state == state(10)
-    (line,) = found.skipped
+    resumable = find(run)
+    assert resumable.state == state(10)
+    (line,) = resumable.skipped
     assert line.startswith("step 20: saved 2027-01-15 0")
-    assert line.endswith("and gone; its steps are computed again")
+    assert line.endswith("and gone; its steps are recomputed")
 
 
 def test_not_reported_once_its_steps_are_computed_again(run: RunDir) -> None:
@@ -155,9 +166,9 @@ def test_a_roll_back_explains_it(run: RunDir) -> None:
 def test_from_scratch_and_its_requeues(run: RunDir) -> None:
     sent = Sent(submitted_at=1.0, nodes=1, local=True, first_attempt=1, from_scratch=True)
     JobsRecord(submissions=(sent,)).save(run.jobs)
-    found = find(run)  # the old ones verify
-    assert found.state is None
-    assert found.invalidated[0] == "step 20: attempt 0 saved it, before `resume --from-scratch`"
+    resumable = find(run)  # the old ones verify
+    assert resumable.state is None
+    assert resumable.invalidated[0] == "step 20: attempt 0 saved it, before `resume --from-scratch`"
     shutil.rmtree(run.checkpoints)
     assert find(run).state is None
     record(run, 1, 10, first_step=1)

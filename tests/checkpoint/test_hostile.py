@@ -49,27 +49,27 @@ def sign(folder: Path) -> None:
 
 def hostile_metadata(folder: Path, proof: Path) -> None:
     with (folder / ".metadata").open("rb") as stream:
-        found = pickle.load(stream)
-    found.planner_data["nothing"] = Payload(proof)
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+        metadata = pickle.load(stream)
+    metadata.planner_data["nothing"] = Payload(proof)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def hostile_shard(folder: Path, proof: Path, key: str = "model.embed.weight") -> None:
     """A tensor declared as bytes, which DCP's planner gives to an unrestricted torch.load."""
     with (folder / ".metadata").open("rb") as stream:
-        found = pickle.load(stream)
-    place = next(p for i, p in found.storage_data.items() if i.fqn == key)
-    for index in [i for i in found.storage_data if i.fqn == key]:
-        del found.storage_data[index]
+        metadata = pickle.load(stream)
+    place = next(p for i, p in metadata.storage_data.items() if i.fqn == key)
+    for index in [i for i in metadata.storage_data if i.fqn == key]:
+        del metadata.storage_data[index]
     content = io.BytesIO()
     torch.save(Payload(proof), content)
     shard = folder / place.relative_path
     place.offset, place.length = shard.stat().st_size, len(content.getvalue())
     with shard.open("ab") as stream:
         stream.write(content.getvalue())
-    found.state_dict_metadata[key] = BytesStorageMetadata()
-    found.storage_data[MetadataIndex(key)] = place
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(key)] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def hostile_random_state(folder: Path, proof: Path) -> None:
@@ -126,9 +126,9 @@ def test_no_verb_runs_its_code(hostile: tuple[RunDir, Path, Path], tmp_path: Pat
     for verb in (["verify"], ["export", "--out"], ["convert", "--to", "native", "--out"]):
         name, *options = verb
         more = [*options, str(tmp_path / f"out-{name}")] if options else []
-        found = CliRunner().invoke(cli, ["checkpoint", name, str(folder), *more])
-        assert (found.exit_code, proof.exists()) == (4, False), found.output
-        assert "not safe to load: it names posix.system, which could run code" in found.output
+        done = CliRunner().invoke(cli, ["checkpoint", name, str(folder), *more])
+        assert (done.exit_code, proof.exists()) == (4, False), done.output
+        assert "not safe to load: it names posix.system, which could run code" in done.output
         assert not (tmp_path / f"out-{name}").exists()
 
 
@@ -187,10 +187,15 @@ def test_torch_s_own_metadata_is_read_as_torch_reads_it(
     write_checkpoint(run, small_config().recipe, 10)
     with (run.checkpoint(10) / ".metadata").open("rb") as stream:
         expected = pickle.load(stream)
-    found = pickles.read_metadata(run.checkpoint(10))
-    assert found.state_dict_metadata == expected.state_dict_metadata
-    assert found.storage_data == expected.storage_data
-    assert found.planner_data == expected.planner_data
+    files, stored = pickles.read_metadata(run.checkpoint(10))
+    assert stored.keys() == expected.state_dict_metadata.keys()
+    for key, entry in expected.state_dict_metadata.items():
+        (chunk,) = entry.chunks
+        place = expected.storage_data[MetadataIndex(key, chunk.offsets)]
+        (row,) = stored[key].rows.tolist()
+        assert stored[key][:2] == (entry.properties.dtype, tuple(entry.size))
+        assert row == [*chunk.offsets, *chunk.sizes, row[-3], place.offset, place.length]
+        assert files[row[-3]] == place.relative_path
     names = [p.name for p in run.checkpoint(10).iterdir()]
     assert pickles.pickle_faults(run.checkpoint(10), names) == []
 
@@ -221,8 +226,9 @@ ATTACKS: dict[str, bytes] = {
     "attribute of a class": attack(named(DCP, "Metadata.__init__.__globals__"), b")R"),
     "getattr": attack(named("builtins", "getattr"), named(DCP, "Metadata"), text("x"), b"\x86R"),
     "partial": attack(named("functools", "partial"), named("os", "system"), b"\x85R"),
-    "a class that is changed": attack(named(DCP, "Metadata"), b"N", b"}", text("__init__"),
-                                      b"Ns", b"\x86b"),
+    "a class that is changed": attack(
+        named(DCP, "Metadata"), b"N", b"}", text("__init__"), b"Ns", b"\x86b"
+    ),
     "an instance of another class": b"\x80\x02(i" + b"os\nsystem\n.",
     "an extension code": attack(b"\x82\x01"),
     "a huge memo": attack(b"Nr\xff\xff\xff\xff"),  # pickle.Unpickler allocates 64 GB
@@ -233,7 +239,7 @@ ATTACKS: dict[str, bytes] = {
     "a persistent id": attack(text("../../etc/passwd"), b"Q"),
     "nothing": b"",
     "a list": attack(b"]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -275,8 +281,8 @@ def test_hostile_places_of_shards(
     run = make_run(tmp_path / "runs" / "a", data)
     write_checkpoint(run, small_config().recipe, 10)
     path = run.checkpoint(10) / ".metadata"
-    found = pickle.loads(path.read_bytes())
-    change(next(iter(found.storage_data.values())))
-    path.write_bytes(pickle.dumps(found))
+    metadata = pickle.loads(path.read_bytes())
+    change(next(iter(metadata.storage_data.values())))
+    path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(StorageError, match=reason):
         pickles.read_metadata(run.checkpoint(10))

@@ -71,10 +71,15 @@ class Hub(BaseHTTPRequestHandler):
             self.reply(200, content, ETag=etag, X_Repo_Commit=commit, Accept_Ranges="bytes")
             return
         entries = [
-            {"type": "file", "path": path, "size": len(content), "rfilename": path,
-             "oid": hashlib.sha1(content).hexdigest()}
+            {
+                "type": "file",
+                "path": path,
+                "size": len(content),
+                "rfilename": path,
+                "oid": hashlib.sha1(content).hexdigest(),
+            }
             for path, content in files.items()
-        ]  # fmt: skip
+        ]
         model: dict[str, Any] = {"id": "/".join(parts[2:4]), "sha": commit, "siblings": entries}
         body = entries if kind == "tree" else model
         self.reply(200, json.dumps(body).encode(), Content_Type="application/json")
@@ -88,8 +93,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadingHTTPSe
         hub.small("neox").save_pretrained(folder)
         files[commit] = {path.name: path.read_bytes() for path in folder.iterdir()}
     files[COMMIT] |= {"pytorch_model.bin": b"a pickle", "onnx/model.safetensors": b"others"}
-    files["org/pickles"] = {name: content for name, content in files[COMMIT].items()
-                            if name in ("config.json", "pytorch_model.bin")}  # fmt: skip
+    files["org/pickles"] = {
+        name: content
+        for name, content in files[COMMIT].items()
+        if name in ("config.json", "pytorch_model.bin")
+    }
     handler = type("Handler", (Hub,), {"files": files, "requests": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -103,13 +111,20 @@ def import_model(
 ) -> subprocess.CompletedProcess[str]:
     # In a process of its own: the hub's package reads its variables when it is imported.
     variables = {name: text for name, text in os.environ.items() if not name.startswith("HF_")}
-    variables |= {"HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-                  "HF_HUB_DISABLE_XET": "1", "HF_HUB_ETAG_TIMEOUT": "60"}  # fmt: skip
+    variables |= {
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_ETAG_TIMEOUT": "60",
+    }
     command = [sys.executable, "-m", "slurmllm", "checkpoint", "import", source]
     return subprocess.run(
         [*command, "--out", str(out), "--json"],
-        env=variables | environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=variables | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_a_model_is_downloaded_once_and_used_offline(

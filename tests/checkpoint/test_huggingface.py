@@ -15,7 +15,7 @@ from torch import nn
 
 from checkpoint import hub
 from slurmllm.checkpoint.folder import file_faults, read_manifest
-from slurmllm.checkpoint.formats import exporting, importing
+from slurmllm.checkpoint.formats import safetensors_files
 from slurmllm.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
 from slurmllm.checkpoint.formats.safetensors_files import write_index, write_shard
@@ -66,15 +66,15 @@ def test_there_and_back(family: str, data: st.DataObject) -> None:
         size = MANY if sharded else 10**9
         config = bring_in(source, folder / "ours", size)
         assert config.family == family
-        found = ours(folder / "ours", config)(hub.tokens(original))
+        logits = ours(folder / "ours", config)(hub.tokens(original))
         expected = original(hub.tokens(original)).logits
-        assert_rounded(found[..., : config.vocab_size], expected, forward_terms(config))
+        assert_rounded(logits[..., : config.vocab_size], expected, forward_terms(config))
         run_export(plan_export(folder / "ours", TokenizerFiles({})), folder / "back", size)
         back = AutoModel.from_pretrained(folder / "back")
         assert type(back) is type(original)
         equal(original, back)
-        again = back.eval()(hub.tokens(original)).logits
-        assert_rounded(again, expected, forward_terms(config))
+        resumed = back.eval()(hub.tokens(original)).logits
+        assert_rounded(resumed, expected, forward_terms(config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,8 +107,7 @@ def test_no_more_than_a_file_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert held[-1] <= max(20_000, max(stored))
         write_shard(path, tensors)
 
-    monkeypatch.setattr(importing, "write_shard", watched)
-    monkeypatch.setattr(exporting, "write_shard", watched)
+    monkeypatch.setattr(safetensors_files, "write_shard", watched)
     source = hub.save(hub.small("llama"), tmp_path / "hub")
     bring_in(source, tmp_path / "ours", 20_000)
     run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 20_000)
@@ -146,14 +145,17 @@ def test_biases_that_only_theirs_has_become_0(
     config = read_origin(folder).model
     with pytest.raises(StorageError, match=r"layers\.1\.mlp\.up\.bias: is no tensor of this model"):
         plan_export(folder, TokenizerFiles({}))
-    weights, kept = open_weights(read_origin(folder)), dict(build_model(config).named_parameters())
+    weights, parameters = (
+        open_weights(read_origin(folder)),
+        dict(build_model(config).named_parameters()),
+    )
     (file,) = folder.glob("*.safetensors")
-    write_shard(file, {name: weights.read(name).clone() for name in kept})
-    write_index(folder / INDEX, dict.fromkeys(kept, file.name), 0)
+    write_shard(file, {name: weights.read(name).clone() for name in parameters})
+    write_index(folder / INDEX, dict.fromkeys(parameters, file.name), 0)
     run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 10**9)
     back = AutoModel.from_pretrained(tmp_path / "back").eval()
-    found = ours(tmp_path / "ours", config)(hub.tokens(back))
-    assert_rounded(found, back(hub.tokens(back)).logits, forward_terms(config))
+    logits = ours(tmp_path / "ours", config)(hub.tokens(back))
+    assert_rounded(logits, back(hub.tokens(back)).logits, forward_terms(config))
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
@@ -170,5 +172,6 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     # A second time: what lies beside tokenizer.json now goes along as it is.
     bring_in(tmp_path / "back", tmp_path / "again")
     assert sorted(p.name for p in (tmp_path / "again" / "tokenizer").iterdir()) == [
-        "tokenizer.json", "tokenizer_config.json",
-    ]  # fmt: skip
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint import hub
-from slurmllm.checkpoint.formats import importing
+from slurmllm.checkpoint.formats import safetensors_files
 from slurmllm.checkpoint.formats.importing import plan_import, run_import
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
@@ -27,9 +27,9 @@ SAVED = ("neox", "llama", "gpt3", "qwen3")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("hub")
-    found = {family: hub.save(hub.small(family), folder / family) for family in SAVED}
-    found["sharded"] = hub.save(hub.small("llama"), folder / "sharded", shard="20KB")
-    return found
+    folders = {family: hub.save(hub.small(family), folder / family) for family in SAVED}
+    folders["sharded"] = hub.save(hub.small("llama"), folder / "sharded", shard="20KB")
+    return folders
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
     message = refused(source)
     for part in ("'relu'", "'yarn'", "'<s>'", f"names {shard.name}, which is not there"):
         assert part in message
-    assert "4 fault(s)" in message
+    assert "4 errors" in message
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,19 @@ def test_missing_extra_and_misshaped_tensors(copy: Callable[[str], Path]) -> Non
 @pytest.mark.parametrize(
     ("family", "prefix", "buffers"),
     [
-        ("neox", "gpt_neox.", ("layers.0.attention.bias", "layers.1.attention.masked_bias",
-                               "layers.1.attention.rotary_emb.inv_freq")),
+        (
+            "neox",
+            "gpt_neox.",
+            (
+                "layers.0.attention.bias",
+                "layers.1.attention.masked_bias",
+                "layers.1.attention.rotary_emb.inv_freq",
+            ),
+        ),
         ("llama", "model.", ("layers.0.self_attn.rotary_emb.inv_freq",)),
         ("gpt3", "transformer.", ("h.0.attn.bias", "h.1.attn.masked_bias")),
     ],
-)  # fmt: skip
+)
 def test_what_older_files_hold_is_passed_over(
     copy: Callable[[str], Path], tmp_path: Path, family: str, prefix: str, buffers: tuple[str, ...]
 ) -> None:
@@ -321,7 +328,7 @@ def test_nothing_is_left_of_an_import_that_fails(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(importing, "write_shard", full)
+    monkeypatch.setattr(safetensors_files, "write_shard", full)
     with pytest.raises(StorageError, match=r"cannot write .*ours: No space left on device"):
         run_import(plan, out, 10**9)
     assert not (tmp_path / "new").exists()
@@ -331,7 +338,7 @@ def test_nothing_is_left_of_an_import_that_fails(
         full_path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importing, "write_shard", interrupted)
+    monkeypatch.setattr(safetensors_files, "write_shard", interrupted)
     out.parent.mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt):
         run_import(plan, out, 10**9)
@@ -379,10 +386,18 @@ def refused_tokenizer(source: Path) -> str:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"\xff\xfe", b'{"version": "1.0"}', b"[" * 100_000,
-     json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}).encode()],
+    [
+        b"",
+        b"{}",
+        b"\xff\xfe",
+        b'{"version": "1.0"}',
+        b"[" * 100_000,
+        json.dumps(
+            {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
+        ).encode(),
+    ],
     ids=["empty", "object", "binary", "version", "deep", "no tokens"],
-)  # fmt: skip
+)
 def test_a_tokenizer_that_is_none(copy: Callable[[str], Path], content: bytes) -> None:
     source = copy("llama")
     (source / "tokenizer.json").write_bytes(content)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.pretend import FINGERPRINT, PretendGang, state
+from checkpoint.pretend import FINGERPRINT, PretendGang, save, state
 from slurmllm.checkpoint.catalogue import invalidation_reason, newest_verified
 from slurmllm.checkpoint.resume import Resumable, find_resumable
-from slurmllm.checkpoint.save import save
 from slurmllm.errors import StorageError
 from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir

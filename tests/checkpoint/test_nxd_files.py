@@ -38,11 +38,11 @@ HALF = {"dtype": "bfloat16", "optimizer_dtype": "bfloat16"}
 
 
 def some_region(shape: tuple[int, ...], dice: random.Random) -> Region:
-    found = []
+    results = []
     for size in shape:
         start = dice.randrange(size)
-        found.append(slice(start, dice.randrange(start, size) + 1))
-    return tuple(found)
+        results.append(slice(start, dice.randrange(start, size) + 1))
+    return tuple(results)
 
 
 def assert_holds(files: TrainingFiles, whole: Whole) -> None:
@@ -54,12 +54,12 @@ def assert_holds(files: TrainingFiles, whole: Whole) -> None:
         assert files.tensors[name].shape == weight.shape
         readings = [(weight, files.read(name), lambda r, n=name: files.read(n, r))]
         for kind, moments in whole.moments.items():
-            found = files.read_moment(kind, name)
+            values = files.read_moment(kind, name)
             part = lambda r, n=name, k=kind: files.read_moment(k, n, r)  # noqa: E731
-            readings.append((moments[name], found, part))
-        for expected, found, read in readings:
-            assert found.dtype == expected.dtype
-            assert torch.equal(found, expected), name
+            readings.append((moments[name], values, part))
+        for expected, values, read in readings:
+            assert values.dtype == expected.dtype
+            assert torch.equal(values, expected), name
             for _ in range(3):
                 region = some_region(tuple(expected.shape), dice)
                 assert torch.equal(read(region), expected[region]), (name, region)
@@ -95,9 +95,9 @@ def test_a_model_filled_and_an_export(tmp_path: Path) -> None:
     rows = whole.model.vocab_size
     for name, parameter in model.named_parameters():
         # init_from takes what the vocabulary has, and no padding.
-        kept = parameter if name != "embed.weight" else parameter[:rows]
-        assert torch.equal(kept, whole.weights[name][: len(kept)]), name
-        assert not parameter[len(kept) :].any()
+        rows_kept = parameter if name != "embed.weight" else parameter[:rows]
+        assert torch.equal(rows_kept, whole.weights[name][: len(rows_kept)]), name
+        assert not parameter[len(rows_kept) :].any()
     names = run_export(plan_export(tmp_path / "c", TokenizerFiles({})), tmp_path / "hub", 10**9)
     assert "model.safetensors" in names
     assert read_origin(tmp_path / "c").model == whole.model
@@ -106,9 +106,9 @@ def test_a_model_filled_and_an_export(tmp_path: Path) -> None:
 def test_a_shorter_table_of_positions_and_more_padding(tmp_path: Path) -> None:
     whole = random_whole("gpt3")
     write_nxd(tmp_path, whole, Layout(2, 2, 1))
-    wanted = whole.model.model_copy(update={"seq_len": 8, "vocab_pad_multiple": 64})
-    files = open_training(tmp_path, wanted)
-    shapes = parameter_shapes(wanted)
+    model = whole.model.model_copy(update={"seq_len": 8, "vocab_pad_multiple": 64})
+    files = open_training(tmp_path, model)
+    shapes = parameter_shapes(model)
 
     def everything(name: str) -> Region:
         return tuple(slice(0, size) for size in shapes[name])
@@ -116,16 +116,16 @@ def test_a_shorter_table_of_positions_and_more_padding(tmp_path: Path) -> None:
     table = files.read("positions.weight", everything("positions.weight"))
     assert torch.equal(table, whole.weights["positions.weight"][:8])
     stored = len(whole.weights["embed.weight"])
-    for found, expected in (
+    for result, expected in (
         (files.read("embed.weight", everything("embed.weight")), whole.weights),
         (
             files.read_moment("exp_avg", "embed.weight", everything("embed.weight")),
             whole.moments["exp_avg"],
         ),
     ):
-        assert torch.equal(found[:stored], expected["embed.weight"])
-        assert len(found) > stored
-        assert not found[stored:].any()
+        assert torch.equal(result[:stored], expected["embed.weight"])
+        assert len(result) > stored
+        assert not result[stored:].any()
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -225,10 +225,15 @@ def test_native_workers_read_it(tmp_path: Path, precision: str) -> None:
     whole = random_whole("gpt3", seed=3)
     model = (f"model.{key}={value}" for key, value in whole.model.model_dump().items() if value)
     run = make_run(
-        tmp_path / "run", make_data(tmp_path), *model, f"train.precision={precision}",
-        "parallel.tensor=2", "parallel.pipeline=2", "train.micro_batch=4",
+        tmp_path / "run",
+        make_data(tmp_path),
+        *model,
+        f"train.precision={precision}",
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "train.micro_batch=4",
         "cluster.devices_per_node=4",
-    )  # fmt: skip
+    )
     recipe = load(run.config).recipe
     assert recipe.model == whole.model
     layout = Layout(4, 2, 3, dtype="bfloat16")
@@ -245,9 +250,9 @@ def test_native_workers_read_it(tmp_path: Path, precision: str) -> None:
     seen: set[str] = set()
     for rank in range(4):
         weights, state = torch.load(run.path / f"found_{rank}.pt")
-        for name, found in weights.items():
+        for name, result in weights.items():
             seen.add(name)
-            pairs: list[tuple[Tensor, Tensor]] = [(found, whole.weights[name])]
+            pairs: list[tuple[Tensor, Tensor]] = [(result, whole.weights[name])]
             pairs += [(state[name][kind], held[name]) for kind, held in whole.moments.items()]
             for got, expected in pairs:
                 assert got.dtype == dtype

@@ -31,10 +31,10 @@ COUNTS = {
 
 
 def published(name: str) -> ModelConfig:
-    found, faults = read_config(FOLDER / name)
+    config, faults = read_config(FOLDER / name)
     assert faults == []
-    assert found is not None
-    return found.model
+    assert config is not None
+    return config.model
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -57,10 +57,14 @@ def test_the_recipe_is_of_the_published_model(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "nodes"),
     [
-        ("llama3_8b", 1), ("llama3.1_8b", 32), ("llama3_70b", 16), ("llama3.2_1b", 1),
-        ("qwen3_0.6b", 1), ("qwen3_8b", 1),
+        ("llama3_8b", 1),
+        ("llama3.1_8b", 32),
+        ("llama3_70b", 16),
+        ("llama3.2_1b", 1),
+        ("qwen3_0.6b", 1),
+        ("qwen3_8b", 1),
     ],
-)  # fmt: skip
+)
 def test_the_recipe_s_layout_fits(name: str, nodes: int) -> None:
     config = resolve(name)
     assert load_environment(config.backend).unsupported(config) == []
@@ -71,34 +75,34 @@ def test_the_recipe_s_layout_fits(name: str, nodes: int) -> None:
 def test_written_back(name: str, tmp_path: Path) -> None:
     model = published(name)
     write_config(model, tmp_path / "config.json", dtype="bfloat16", bos_token_id=1, eos_token_id=2)
-    found, faults = read_config(tmp_path)
+    config, faults = read_config(tmp_path)
     assert faults == []
-    assert found is not None
-    assert found.model == model
+    assert config is not None
+    assert config.model == model
     before = transformers.AutoConfig.from_pretrained(FOLDER / name)
     after = transformers.AutoConfig.from_pretrained(tmp_path)
-    own = {"bos_token_id", "eos_token_id", "transformers_version", "_name_or_path"}
+    written_only = {"bos_token_id", "eos_token_id", "transformers_version", "_name_or_path"}
     values, changed = before.to_dict(), after.to_dict()
     changed["rope_parameters"].pop("partial_rotary_factor", None)
-    for key in values.keys() - own - {"pretraining_tp", "max_window_layers"}:
+    for key in values.keys() - written_only - {"pretraining_tp", "max_window_layers"}:
         assert changed[key] == values[key], key
 
 
 @pytest.mark.parametrize("file", ["", "config.json"], ids=["folder", "file"])
 def test_a_recipe_s_model_is_a_config_json(file: str, tmp_path: Path) -> None:
     path = FOLDER / "qwen3_0.6b" / file
-    given = resolve("tiny_llama", "p5", [f"model={path}", "model.seq_len=4096"])
+    by_option = resolve("tiny_llama", "p5", [f"model={path}", "model.seq_len=4096"])
     expected = published("qwen3_0.6b").model_copy(update={"seq_len": 4096})
-    assert given.recipe.model == expected
-    assert given.origins["model.qk_norm"] == f"--set model={path}"
+    assert by_option.recipe.model == expected
+    assert by_option.origins["model.qk_norm"] == f"--set model={path}"
     recipe = (recipes_dir() / "qwen3_8b.yaml").read_text()
     section = re.compile(r"^model:\n(?:  .*\n)+", re.M)
     (tmp_path / "own.yaml").write_text(section.sub("model: theirs\n", recipe))
     (tmp_path / "theirs").mkdir()
     shutil.copy(FOLDER / "qwen3_0.6b" / "config.json", tmp_path / "theirs")
-    own = resolve(str(tmp_path / "own.yaml"), None, ["model.seq_len=4096"])
-    assert own.recipe.model == expected
-    assert own.origins["model.family"] == str(tmp_path / "theirs")
+    by_recipe = resolve(str(tmp_path / "own.yaml"), None, ["model.seq_len=4096"])
+    assert by_recipe.recipe.model == expected
+    assert by_recipe.origins["model.family"] == str(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(

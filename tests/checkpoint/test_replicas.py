@@ -11,11 +11,10 @@ import pytest
 from train.gang import small_config
 
 from checkpoint import pretend
-from checkpoint.pretend import FINGERPRINT, PretendGang, state
+from checkpoint.pretend import FINGERPRINT, PretendGang, save, state
 from slurmllm.checkpoint.folder import file_faults, read_manifest
 from slurmllm.checkpoint.replicas import Replica, ReplicaCopier, open_replica
 from slurmllm.checkpoint.resume import Resumable, find_resumable
-from slurmllm.checkpoint.save import save
 from slurmllm.errors import CheckpointError, NodeError, StorageError
 from slurmllm.run.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
 from slurmllm.run.rundir import RunDir
@@ -46,11 +45,11 @@ def run(location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDi
 @pytest.fixture
 def replica(run: RunDir) -> Replica:
     """It has both."""
-    found = open_replica(pretend.CONFIG.recipe.checkpoint, run.name)
-    assert found is not None
+    opened = open_replica(pretend.CONFIG.recipe.checkpoint, run.name)
+    assert opened is not None
     for step in (10, 20):
-        assert found.put(run.checkpoint(step)) > 2000
-    return found
+        assert opened.put(run.checkpoint(step)) > 2000
+    return opened
 
 
 def save_at(run: RunDir, step: int, attempt: int = 0) -> None:
@@ -81,18 +80,18 @@ def test_a_lost_folder_comes_back(run: RunDir, replica: Replica) -> None:
 
 def test_a_damaged_one_is_replaced(run: RunDir, replica: Replica) -> None:
     (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
-    found = find(run)
-    assert found.state == state(20)
-    assert "shard_0 has 7 bytes" in found.skipped[0]
+    resumable = find(run)
+    assert resumable.state == state(20)
+    assert "shard_0 has 7 bytes" in resumable.skipped[0]
     assert_sound(run, 20)
 
 
 def test_one_damaged_in_both_places(run: RunDir, replica: Replica) -> None:
     (run.checkpoint(20) / "shard_0").write_bytes(b"damaged")
     replica.file_system.pipe_file(replica.path(20, "shard_0"), b"\1" * 1000)
-    found = find(run)
-    assert found.state == state(10)
-    assert "shard_0 does not match its checksum there" in found.skipped[1]
+    resumable = find(run)
+    assert resumable.state == state(10)
+    assert "shard_0 does not match its checksum there" in resumable.skipped[1]
     assert (run.checkpoint(20) / "shard_0").read_bytes() == b"damaged", "as it was"
 
 
@@ -190,5 +189,5 @@ def test_a_replica_that_names_files_outside(run: RunDir, replica: Replica, name:
 def test_replicas_that_another_user_planted_are_not_restored(run: RunDir, replica: Replica) -> None:
     shutil.rmtree(run.checkpoint(20))
     os.chown(replica.folder, 65534, 65534)
-    found = find(run).state
-    assert (found and found.step, run.checkpoint(20).exists()) == (10, False)
+    resumable = find(run).state
+    assert (resumable and resumable.step, run.checkpoint(20).exists()) == (10, False)

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from checkpoint.pretend import FINGERPRINT, PretendGang, state
+from checkpoint.pretend import FINGERPRINT, PretendGang, save, state
 from slurmllm.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.checkpoint.resume import Resumable, find_resumable
-from slurmllm.checkpoint.save import save
 from slurmllm.cli.main import cli
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.run.rundir import RunDir
@@ -72,10 +71,10 @@ def test_the_one_before(
     if (name, damage) == ("manifest.json", truncate):
         truncate(run.checkpoint(20) / name)  # the newline at the end is no loss
     damage(run.checkpoint(20) / name)
-    found = find(run)
-    assert found.state == state(10)
-    assert len(found.skipped) == 1
-    assert reason in found.skipped[0]
+    resumable = find(run)
+    assert resumable.state == state(10)
+    assert len(resumable.skipped) == 1
+    assert reason in resumable.skipped[0]
 
 
 def test_none_verifies(run: RunDir) -> None:
@@ -110,10 +109,16 @@ def test_moved_checkpoints_still_verify(run: RunDir, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("saved_at", "1e300"), ("saved_at", "NaN"), ("saved_at", "-1"), ("save_s", "Infinity"),
-        ("step", str(1 << 63)), ("step", "-1"), ("tokens", "1" + "0" * 5000), ("files", "[]"),
+        ("saved_at", "1e300"),
+        ("saved_at", "NaN"),
+        ("saved_at", "-1"),
+        ("save_s", "Infinity"),
+        ("step", str(1 << 63)),
+        ("step", "-1"),
+        ("tokens", "1" + "0" * 5000),
+        ("files", "[]"),
     ],
-)  # fmt: skip
+)
 def test_values_that_no_save_writes(run: RunDir, field: str, value: str) -> None:
     path = run.checkpoint(20) / "manifest.json"
     values = json.loads(path.read_text())

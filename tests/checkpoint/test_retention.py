@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.pretend import PretendGang, state
+from checkpoint.pretend import PretendGang, save, state
 from slurmllm.checkpoint.catalogue import RetainedCheckpoint, expired_steps, remove_expired
-from slurmllm.checkpoint.save import save
 from slurmllm.run.records import SkippedBatches, SkipsRecord
 from slurmllm.run.rundir import RunDir
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.pretend import FINGERPRINT, PretendGang, state
+from checkpoint.pretend import FINGERPRINT, PretendGang, save, state
 from slurmllm.checkpoint import save as saving
 from slurmllm.checkpoint.folder import describe, file_faults, read_manifest
-from slurmllm.checkpoint.save import remove_leftovers, save
+from slurmllm.checkpoint.save import remove_leftovers
 from slurmllm.checkpoint.state import TrainState, fingerprint_digest
 from slurmllm.errors import CheckpointError, NodeError, StorageError
 from slurmllm.run.rundir import RunDir
@@ -89,7 +89,7 @@ def test_a_refusal_at_one_worker_ends_the_save_on_all(
     gang = PretendGang()
     gang.refuse[rank] = error
     errors = save_all(gang, run, 20)
-    assert [type(one) for one in errors] == [CheckpointError, CheckpointError]
+    assert [type(raised) for raised in errors] == [CheckpointError, CheckpointError]
     assert "pace left" in str(errors[1])
     assert (f"(rank {rank} on n{rank})" in str(errors[0])) == isinstance(error, OSError)
     for part in ("step_00000020", "MB are free", "took 0.0 MB", "free space", "resume"):
@@ -101,7 +101,7 @@ def test_a_refusal_at_one_worker_ends_the_save_on_all(
 def test_an_unwritable_parent(run: RunDir) -> None:
     run.checkpoints.write_text("a file where the folder should be")
     errors = save_all(PretendGang(), run, 20)
-    assert [type(one) for one in errors] == [CheckpointError, CheckpointError]
+    assert [type(error) for error in errors] == [CheckpointError, CheckpointError]
 
 
 def test_leftovers_of_dead_attempts_go(run: RunDir) -> None:
@@ -124,7 +124,7 @@ def test_an_attempt_that_was_taken_over_publishes_nothing(run: RunDir) -> None:
     save_all(PretendGang(), run, 10)
     run.attempt("train", 4).path.mkdir(parents=True)
     errors = save_all(PretendGang(), run, 20)
-    assert [type(one) for one in errors] == [NodeError, NodeError]
+    assert [type(error) for error in errors] == [NodeError, NodeError]
     assert "attempt 3 was superseded by attempt 4" in str(errors[1])
     assert folders(run) == ["step_00000010"]
 

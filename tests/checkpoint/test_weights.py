@@ -26,9 +26,14 @@ from slurmllm.run.artifact_records import ImportedModel
 
 def config(family: str, **changes: object) -> ModelConfig:
     values = {
-        "family": family, "num_layers": 3, "hidden_size": 24, "num_heads": 4,
-        "ffn_hidden_size": 40, "vocab_size": 45, "seq_len": 10,
-    }  # fmt: skip
+        "family": family,
+        "num_layers": 3,
+        "hidden_size": 24,
+        "num_heads": 4,
+        "ffn_hidden_size": 40,
+        "vocab_size": 45,
+        "seq_len": 10,
+    }
     groups = {"num_kv_heads": 2} if family == "llama" else {}
     return ModelConfig.model_validate({**values, **groups, **changes})
 
@@ -119,11 +124,20 @@ def test_another_model(tmp_path: Path) -> None:
 def test_a_checkpoint_of_the_first_version(tmp_path: Path) -> None:
     # Its model section had none of the fields that a family settles now.
     fields = {
-        "num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_kv_heads": None,
-        "ffn_hidden_size": 40, "vocab_size": 45, "vocab_pad_multiple": 1, "seq_len": 10,
-        "rotary_pct": 0.25, "rotary_base": 10000.0, "norm_eps": 1e-05, "init_std": 0.02,
+        "num_layers": 2,
+        "hidden_size": 24,
+        "num_heads": 4,
+        "num_kv_heads": None,
+        "ffn_hidden_size": 40,
+        "vocab_size": 45,
+        "vocab_pad_multiple": 1,
+        "seq_len": 10,
+        "rotary_pct": 0.25,
+        "rotary_base": 10000.0,
+        "norm_eps": 1e-05,
+        "init_std": 0.02,
         "family": "neox",
-    }  # fmt: skip
+    }
     state = {"data.mask": "none", **{f"model.{name}": value for name, value in fields.items()}}
     TrainState(step=1, tokens=1, data={}, fingerprint=state).save(tmp_path / "train_state.json")
     assert read_origin(tmp_path).model == ModelConfig.model_validate(fields)
@@ -163,7 +177,7 @@ from torch.distributed.tensor import DTensor
 from slurmllm.backends.base import Worker, load_backend
 from slurmllm.backends.native.parallel import apply_tensor_parallel
 from slurmllm.checkpoint.state import read_origin
-from slurmllm.checkpoint.save import save
+from checkpoint.pretend import save
 from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.checkpoint.formats.weights import VOCABULARY
 from slurmllm.checkpoint.formats.weights import weight_reader
@@ -222,10 +236,14 @@ backend.stop()
 
 def test_checkpoints_and_meshes(tmp_path: Path) -> None:
     overrides = (
-        "parallel.tensor=2", "parallel.pipeline=2", "model.vocab_size=401", "train.micro_batch=4",
-        "model.vocab_pad_multiple=16", "cluster.devices_per_node=4",
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "model.vocab_size=401",
+        "train.micro_batch=4",
+        "model.vocab_pad_multiple=16",
+        "cluster.devices_per_node=4",
         "model.family=gpt3",  # first and last stage both hold the embedding
-    )  # fmt: skip
+    )
     run = make_run(tmp_path / "run", make_data(tmp_path), *overrides)
     for family in ("neox", "llama", "gpt3"):
         # Of 40, 44, 28, … rows in 3 layers the workers get unequal shares.
@@ -235,26 +253,26 @@ def test_checkpoints_and_meshes(tmp_path: Path) -> None:
     recipe = load(run.config).recipe
     whole = build_model(recipe.model)
     initialize(whole, recipe.model, recipe.train.seed)
-    again = build_model(recipe.model)
-    fill(again, weight_reader(run.checkpoint(3), recipe.model))
+    resumed = build_model(recipe.model)
+    fill(resumed, weight_reader(run.checkpoint(3), recipe.model))
     rows = recipe.model.vocab_size
     for name, parameter in whole.named_parameters():
-        found = again.get_parameter(name)
+        loaded = resumed.get_parameter(name)
         if parameter.shape[0] == recipe.model.padded_vocab_size:
-            assert not found[rows:].any()
-            parameter, found = parameter[:rows], found[:rows]
-        assert torch.equal(parameter, found), name
+            assert not loaded[rows:].any()
+            parameter, loaded = parameter[:rows], loaded[:rows]
+        assert torch.equal(parameter, loaded), name
     run_export(plan_export(run.checkpoint(3), TokenizerFiles({})), tmp_path / "hub", 10**5)
     run_import(plan_import(tmp_path / "hub"), tmp_path / "ours", 10**5)
     assert read_origin(tmp_path / "ours").model.vocab_size == rows
     fill(whole, weight_reader(tmp_path / "ours", recipe.model))
     for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name)), name
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
     assert file_faults(tmp_path / "ours", read_manifest(tmp_path / "ours").files) == []
     shard = next(run.checkpoint(3).glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:200])
     with pytest.raises(StorageError, match=r"cannot read .* from "):
-        fill(again, weight_reader(run.checkpoint(3), recipe.model))
+        fill(resumed, weight_reader(run.checkpoint(3), recipe.model))
     (run.checkpoint(3) / ".metadata").write_bytes(b"\x80")
     with pytest.raises(StorageError, match=r"\.metadata is damaged"):
-        fill(again, weight_reader(run.checkpoint(3), recipe.model))
+        fill(resumed, weight_reader(run.checkpoint(3), recipe.model))

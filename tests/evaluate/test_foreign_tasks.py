@@ -14,6 +14,7 @@ from slurmllm.cli.main import cli
 from slurmllm.evaluate.harness import task_fault
 from slurmllm.evaluate.request import TaskRequest
 from slurmllm.evaluate.suites import SuiteTask, find_suite
+from slurmllm.model.private_names import TASK_FUNCTIONS
 
 pytestmark = needs_harness
 
@@ -155,3 +156,13 @@ def test_templates_are_sandboxed_and_end(tmp_path: Path, mark: Path, template: s
     assert not mark.exists()
     assert done.exit_code == 1, done.output
     assert "own: " in done.output
+
+
+def test_a_harness_whose_tasks_cannot_be_checked(
+    tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = TASK_FUNCTIONS._replace(names=("_gone",))
+    monkeypatch.setattr("slurmllm.evaluate.harness.TASK_FUNCTIONS", names)
+    done = fetch(write_suite(tmp_path, mark, TEXT + TARGET))
+    assert done.exit_code == 2, done.output
+    assert "own.yaml cannot be checked for code: no _gone in lm_eval.tasks" in done.output

@@ -307,19 +307,6 @@ def test_a_broadcast_archive_of_another_user_is_not_unpacked(tmp_path: Path, dis
     assert sent.exists(), "not ours to remove"
 
 
-def test_a_cache_of_version_0_1_is_removed(tmp_path: Path, disk: Path) -> None:
-    run = RunDir(tmp_path / "r")
-    planned = Path(node_local_cache(config_on(disk), run))
-    old = Path(f"{planned.parent}-{planned.name}")
-    (old / "inductor").mkdir(parents=True)
-    for suffix in (".tar", ".lock"):
-        Path(f"{old}{suffix}").touch()
-    neighbour = disk / f"{planned.parent.name}-other-12345678"
-    neighbour.mkdir()
-    remove_leftovers(planned)
-    assert list(disk.iterdir()) == [neighbour]
-
-
 @only_root
 def test_a_planted_lock_empties_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, victim = RunDir(tmp_path / "r"), tmp_path / "precious"

@@ -91,11 +91,18 @@ def reference(c: ModelConfig) -> nn.Module:
     }
     if c.family == "gpt3":
         gpt2 = transformers.GPT2Config(
-            **common, n_positions=c.seq_len, n_embd=c.hidden_size, n_layer=c.num_layers,
-            n_head=c.num_heads, n_inner=c.ffn_hidden_size, layer_norm_epsilon=c.norm_eps,
+            **common,
+            n_positions=c.seq_len,
+            n_embd=c.hidden_size,
+            n_layer=c.num_layers,
+            n_head=c.num_heads,
+            n_inner=c.ffn_hidden_size,
+            layer_norm_epsilon=c.norm_eps,
             activation_function=ACTIVATIONS[c.activation],
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
         return cast(nn.Module, transformers.GPT2LMHeadModel(gpt2))
     common |= {
         "hidden_size": c.hidden_size,
@@ -111,42 +118,62 @@ def reference(c: ModelConfig) -> nn.Module:
         rope |= c.rope_scaling.model_dump(exclude={"kind"}) | {"rope_type": "llama3"}
     if c.family != "neox":
         common |= {
-            "num_key_value_heads": c.kv_heads, "head_dim": c.head_width,
-            "rms_norm_eps": c.norm_eps, "rope_parameters": rope,
-        }  # fmt: skip
+            "num_key_value_heads": c.kv_heads,
+            "head_dim": c.head_width,
+            "rms_norm_eps": c.norm_eps,
+            "rope_parameters": rope,
+        }
     if c.family == "llama":
         llama = transformers.LlamaConfig(**common, mlp_bias=c.mlp_bias)
         return cast(nn.Module, transformers.LlamaForCausalLM(llama))
     if c.family == "qwen3":
         return cast(nn.Module, transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common)))
     neox = transformers.GPTNeoXConfig(
-        **common, use_parallel_residual=c.parallel_residual, layer_norm_eps=c.norm_eps,
+        **common,
+        use_parallel_residual=c.parallel_residual,
+        layer_norm_eps=c.norm_eps,
         rope_parameters=rope | {"partial_rotary_factor": c.rotary_pct},
-    )  # fmt: skip
+    )
     return cast(nn.Module, transformers.GPTNeoXForCausalLM(neox))
 
 
 NAMES = {
     "neox": {
-        "embed": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm",
-        "head": "lm_head", "layers": "gpt_neox.layers",
-        "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-        "attention.qkv": "attention.query_key_value", "attention.out": "attention.dense",
-        "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
+        "embed": "gpt_neox.embed_in",
+        "final_norm": "gpt_neox.final_layer_norm",
+        "head": "lm_head",
+        "layers": "gpt_neox.layers",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.qkv": "attention.query_key_value",
+        "attention.out": "attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
     },
     "llama": {
-        "embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
-        "layers": "model.layers", "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm", "attention.out": "self_attn.o_proj",
+        "embed": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+        "layers": "model.layers",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.out": "self_attn.o_proj",
         "mlp.down": "mlp.down_proj",
     },
     "gpt3": {
-        "embed": "transformer.wte", "positions": "transformer.wpe",
-        "final_norm": "transformer.ln_f", "head": "lm_head", "layers": "transformer.h",
-        "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.qkv": "attn.c_attn",
-        "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+        "embed": "transformer.wte",
+        "positions": "transformer.wpe",
+        "final_norm": "transformer.ln_f",
+        "head": "lm_head",
+        "layers": "transformer.h",
+        "attention_norm": "ln_1",
+        "mlp_norm": "ln_2",
+        "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
     },
-}  # fmt: skip
+}
 
 
 NAMES["qwen3"] = NAMES["llama"] | {
@@ -174,8 +201,8 @@ def theirs(name: str, values: Tensor, c: ModelConfig) -> Iterator[tuple[str, Ten
         elif c.family == "gpt3":
             values = torch.cat([q, k, v]).flatten(0, 1)
         else:
-            for one, part in (("q", q), ("k", k), ("v", v)):
-                yield f"{prefix}self_attn.{one}_proj.{leaf}", part.flatten(0, 1)
+            for letter, part in (("q", q), ("k", k), ("v", v)):
+                yield f"{prefix}self_attn.{letter}_proj.{leaf}", part.flatten(0, 1)
             return
     if module == "mlp.gate_up":
         blocks = values.unflatten(0, (-1, 2, c.gate_block))

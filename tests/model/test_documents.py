@@ -20,10 +20,16 @@ pytestmark = pytest.mark.numerics
 def model_config(family: str) -> ModelConfig:
     return ModelConfig.model_validate(
         {
-            "family": family, "num_layers": 2, "hidden_size": 32, "num_heads": 4,
-            "ffn_hidden_size": 64, "vocab_size": 61, "seq_len": 108, "init_std": 0.3,
+            "family": family,
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "ffn_hidden_size": 64,
+            "vocab_size": 61,
+            "seq_len": 108,
+            "init_std": 0.3,
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

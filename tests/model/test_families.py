@@ -33,11 +33,18 @@ def test_the_sharding_plan_names_every_module_with_parameters(
 ) -> None:
     config = ModelConfig.model_validate(
         {
-            "family": family, "num_layers": 2, "hidden_size": 32, "num_heads": 4,
-            "ffn_hidden_size": 64, "vocab_size": 61, "seq_len": 16,
-            "attention_bias": bias, "mlp_bias": bias, "tied_embeddings": tied,
+            "family": family,
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "ffn_hidden_size": 64,
+            "vocab_size": 61,
+            "seq_len": 16,
+            "attention_bias": bias,
+            "mlp_bias": bias,
+            "tied_embeddings": tied,
         }
-    )  # fmt: skip
+    )
     assert {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()} == (
         parameter_shapes(config)
     )

@@ -81,10 +81,16 @@ def test_output_matrices_may_begin_smaller(
 ) -> None:
     config = ModelConfig.model_validate(
         {
-            "family": family, "num_layers": 2, "hidden_size": 128, "num_heads": 4,
-            "ffn_hidden_size": 512, "vocab_size": 512, "seq_len": 128, **how,
+            "family": family,
+            "num_layers": 2,
+            "hidden_size": 128,
+            "num_heads": 4,
+            "ffn_hidden_size": 512,
+            "vocab_size": 512,
+            "seq_len": 128,
+            **how,
         }
-    )  # fmt: skip
+    )
     for name, measured in relative_std(config).items():
         scaled = name.endswith(("attention.out.weight", "mlp.down.weight"))
         assert measured == pytest.approx(factor if scaled else 1.0, rel=0.03), name
@@ -138,10 +144,14 @@ def test_initial_parameter_norm_of_hlat() -> None:
 
     small = config.model_copy(
         update={
-            "num_layers": 3, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 4,
-            "ffn_hidden_size": 688, "vocab_size": 2000,
+            "num_layers": 3,
+            "hidden_size": 256,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "ffn_hidden_size": 688,
+            "vocab_size": 2000,
         }
-    )  # fmt: skip
+    )
     model = build_model(small)
     initialize(model, small, seed=1234)
     norm = math.sqrt(sum(float(p.detach().double().pow(2).sum()) for p in model.parameters()))
@@ -159,9 +169,14 @@ def test_vocabulary_is_padded() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_padding_of_the_vocabulary_changes_nothing(family: str) -> None:
     shape = {
-        "family": family, "num_layers": 1, "hidden_size": 32, "num_heads": 4,
-        "ffn_hidden_size": 64, "vocab_size": 61, "seq_len": 16,
-    }  # fmt: skip
+        "family": family,
+        "num_layers": 1,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "ffn_hidden_size": 64,
+        "vocab_size": 61,
+        "seq_len": 16,
+    }
     plain = ModelConfig.model_validate(shape)
     padded = ModelConfig.model_validate({**shape, "vocab_pad_multiple": 64})
     ours, wider = build_model(plain), build_model(padded)

@@ -64,9 +64,9 @@ def test_z_loss_gradients_are_autograds(at_a_time: int) -> None:
     with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
         loss = module(x, weight, labels)
     assert_rounded(loss, plain, LOSS_TERMS)  # the cross entropy alone
-    found = torch.autograd.grad(loss * labels.numel(), (x, weight))
+    gradients = torch.autograd.grad(loss * labels.numel(), (x, weight))
     expected = torch.autograd.grad(plain_z_loss(x, weight[:50], labels), (x, weight))
     without = torch.autograd.grad(plain * labels.numel(), (x, weight))
-    for gradient, exact, other in zip(found, expected, without, strict=True):
+    for gradient, exact, other in zip(gradients, expected, without, strict=True):
         assert_rounded(gradient, exact, TERMS)
         assert (other - exact).abs().max() > 1e-2 * exact.abs().max()

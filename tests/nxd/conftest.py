@@ -77,12 +77,12 @@ def pool() -> Iterator[MeshPool]:
 @pytest.fixture(scope="package")
 def native(pool: MeshPool) -> Reference:
     """(family, overrides…) → 20 steps of the native backend in one process."""
-    found: dict[tuple[str, ...], list[Outcome]] = {}
+    outcomes: dict[tuple[str, ...], list[Outcome]] = {}
 
     def run(family: str, *overrides: str) -> list[Outcome]:
         key = (family, *overrides)
-        if key not in found:
-            found[key] = pool.run(Case(small_run(family, 1, 1, 1, "backend=native", *overrides)))
-        return found[key]
+        if key not in outcomes:
+            outcomes[key] = pool.run(Case(small_run(family, 1, 1, 1, "backend=native", *overrides)))
+        return outcomes[key]
 
     return run

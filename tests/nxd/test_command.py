@@ -17,9 +17,13 @@ from slurmllm.corpus.builtin import ensure_stdlib
 pytestmark = pytest.mark.nxd
 
 COMMON = (
-    "--local", "--nodes=2", "--set=train.compile=false", "--set=optim.decay_steps=40",
-    "--set=checkpoint.every_steps=10", "--set=checkpoint.asynchronous=true",
-)  # fmt: skip
+    "--local",
+    "--nodes=2",
+    "--set=train.compile=false",
+    "--set=optim.decay_steps=40",
+    "--set=checkpoint.every_steps=10",
+    "--set=checkpoint.asynchronous=true",
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +40,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         yield bench
 
 
-def compared(bench: Bench, one: str, other: str) -> dict[str, object]:
+def compared(bench: Bench, run: str, other: str) -> dict[str, object]:
     tolerances = ("--tolerance=1e-5", "--grad-norm-tolerance=1e-5")
-    return dict(json.loads(bench.call("compare", one, other, "--json", *tolerances)))
+    return dict(json.loads(bench.call("compare", run, other, "--json", *tolerances)))
 
 
 def test_native_and_nxd_match_and_take_over_from_each_other(
@@ -46,21 +50,28 @@ def test_native_and_nxd_match_and_take_over_from_each_other(
 ) -> None:
     def submit(name: str, backend: str, steps: int, *more: str) -> None:
         bench.call(
-            "submit", "tiny_neox", f"--name={name}", *SMALL, *COMMON, *inputs,
-            f"--set=backend={backend}", f"--set=train.steps={steps}", *more,
-        )  # fmt: skip
+            "submit",
+            "tiny_neox",
+            f"--name={name}",
+            *SMALL,
+            *COMMON,
+            *inputs,
+            f"--set=backend={backend}",
+            f"--set=train.steps={steps}",
+            *more,
+        )
 
     submit("native", "native", 40)
     submit("nxd", "nxd", 40)
-    found = compared(bench, "native", "nxd")
-    assert found["verdict"] == "match"
-    assert found["steps_compared"] == 40
+    differences = compared(bench, "native", "nxd")
+    assert differences["verdict"] == "match"
+    assert differences["steps_compared"] == 40
     submit("moved", "native", 15)
     bench.call("resume", "moved", "--set=backend=nxd", "--set=train.steps=25")
     bench.call("resume", "moved", "--set=backend=native", "--set=train.steps=40")
-    found = compared(bench, "native", "moved")
-    assert found["verdict"] == "match"
-    assert found["steps_compared"] == 40
+    differences = compared(bench, "native", "moved")
+    assert differences["verdict"] == "match"
+    assert differences["steps_compared"] == 40
 
     # The same by files that were converted offline and lie in the checkpoint's place.
     submit("converted", "native", 10)
@@ -68,9 +79,9 @@ def test_native_and_nxd_match_and_take_over_from_each_other(
     bench.call("resume", "converted", "--set=backend=nxd", "--set=train.steps=20")
     replace(bench, "converted", 20, "--to=native")
     bench.call("resume", "converted", "--set=backend=native", "--set=train.steps=40")
-    found = compared(bench, "native", "converted")
-    assert found["verdict"] == "match"
-    assert found["steps_compared"] == 40
+    differences = compared(bench, "native", "converted")
+    assert differences["verdict"] == "match"
+    assert differences["steps_compared"] == 40
 
 
 def replace(bench: Bench, run: str, step: int, *how: str) -> None:

@@ -56,8 +56,8 @@ def test_weights_are_loaded_before_the_optimizer(pool: MeshPool, tmp_path: Path)
     config = small_run("neox", 2, 1, 2, "backend=nxd")
     unbroken = pool.run(Case(config, last=6))
     pool.run(Case(config, last=3, save=tmp_path / "c"))
-    again = Case(config, first=3, last=6, load=tmp_path / "c")
-    assert pool.run(again)[0].rows == unbroken[0].rows[3:]
+    resumed = Case(config, first=3, last=6, load=tmp_path / "c")
+    assert pool.run(resumed)[0].rows == unbroken[0].rows[3:]
     broken = Case(config, first=3, last=6, load=tmp_path / "c", prepare=load_in_one_call)
     assert pool.run(broken)[0].rows != unbroken[0].rows[3:]
 

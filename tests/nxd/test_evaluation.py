@@ -26,29 +26,37 @@ MESHES = [
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(str(part) for part in mesh))
 def test_same_loss_and_same_training(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
-    own = [part for part in mesh if part == DOCUMENTS]
-    (expected,) = pool.run(Case(small_run(mesh[0], 1, 1, 1, *own), last=3, between=evaluated))
+    documents = [part for part in mesh if part == DOCUMENTS]
+    (expected,) = pool.run(Case(small_run(mesh[0], 1, 1, 1, *documents), last=3, between=evaluated))
     plain = pool.run(Case(small_run(*mesh, "backend=nxd"), last=3))
-    found = pool.run(Case(small_run(*mesh, "backend=nxd"), last=3, between=evaluated))
-    assert [one.rows for one in found] == [one.rows for one in plain], "bit-identical"
-    for one in found:
-        assert one.between == pytest.approx(expected.between, rel=1e-5)
+    outcomes = pool.run(Case(small_run(*mesh, "backend=nxd"), last=3, between=evaluated))
+    assert [outcome.rows for outcome in outcomes] == [outcome.rows for outcome in plain], (
+        "bit-identical"
+    )
+    for outcome in outcomes:
+        assert outcome.between == pytest.approx(expected.between, rel=1e-5)
 
 
 def test_a_run_has_the_numbers_of_evaluate(tmp_path: Path) -> None:
     data = make_data(tmp_path)
-    own = (
-        "backend=nxd", "cluster.devices_per_node=2", "parallel.pipeline=2", "train.steps=8",
-        "checkpoint.every_steps=4", "data.validation=0.1",
-    )  # fmt: skip
-    plain = Gang(make_run(tmp_path / "plain", data, *own), world=2, env=nxd_environment()).finish()
+    overrides = (
+        "backend=nxd",
+        "cluster.devices_per_node=2",
+        "parallel.pipeline=2",
+        "train.steps=8",
+        "checkpoint.every_steps=4",
+        "data.validation=0.1",
+    )
+    plain = Gang(
+        make_run(tmp_path / "plain", data, *overrides), world=2, env=nxd_environment()
+    ).finish()
     evaluates = ("eval.every_steps=4", "eval.sequences=13")
-    run = make_run(tmp_path / "run", data, *own, *evaluates)
+    run = make_run(tmp_path / "run", data, *overrides, *evaluates)
     Gang(run, world=2, env=nxd_environment()).finish()
     assert curve(run) == curve(plain), "bit-identical"
-    found = read_evaluations(run, run.metrics_files())
-    assert sorted(found) == [4, 8]
-    for step, event in found.items():
+    evaluations = read_evaluations(run, run.metrics_files())
+    assert sorted(evaluations) == [4, 8]
+    for step, event in evaluations.items():
         directory = run.checkpoint(step)
         with stream_spec(validation_text(run, None), directory, None) as spec:
             expected = held_out_loss(directory, spec, 13, None, "cpu")

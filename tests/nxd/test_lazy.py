@@ -92,16 +92,26 @@ def lazily(family: str, steps: int, *overrides: str) -> dict[str, Any]:
     tools = Path(__file__).resolve().parents[2] / "tools" / "benchmarks"
     folders = [str(CPU), str(tools), os.environ.get("NXD_SRC", "")]
     with_port = {
-        "PYTHONPATH": os.pathsep.join(folders), "PJRT_DEVICE": "CPU", "RANK": "0",
-        "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "HOST_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "NXD_LOG_LEVEL": "error",
+        "PYTHONPATH": os.pathsep.join(folders),
+        "PJRT_DEVICE": "CPU",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "HOST_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29611",
+        "NXD_LOG_LEVEL": "error",
         "XLA_DISABLE_FUNCTIONALIZATION": "0",
-    }  # fmt: skip
+    }
     environment = {k: v for k, v in os.environ.items() if k != "NXD_CPU_MODE"} | with_port
     done = subprocess.run(
         [sys.executable, "-c", _WORKER, family, str(steps), *overrides],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -110,15 +120,31 @@ def lazily(family: str, steps: int, *overrides: str) -> dict[str, Any]:
     ("family", "overrides"),
     [
         # The learning rates and warm-ups at which numbers in the graph would round to 1.
-        ("neox", ("train.precision=bf16_sr", "parallel.zero=0", "optim.lr=9.7e-5",
-                  "optim.warmup_steps=100", "optim.weight_decay=0.01", *LONG)),
-        ("llama", ("train.precision=bf16_mixed", "optim.lr=1.5e-4", "optim.warmup_steps=2000",
-                   "optim.weight_decay=0.1", "data.mask=document", *LONG)),
-        ("gpt3", ("train.precision=fp32", "train.activation_checkpointing=selective",
-                  "data.mask=document")),
+        (
+            "neox",
+            (
+                *("train.precision=bf16_sr", "parallel.zero=0", "optim.lr=9.7e-5"),
+                *("optim.warmup_steps=100", "optim.weight_decay=0.01", *LONG),
+            ),
+        ),
+        (
+            "llama",
+            (
+                *("train.precision=bf16_mixed", "optim.lr=1.5e-4", "optim.warmup_steps=2000"),
+                *("optim.weight_decay=0.1", "data.mask=document", *LONG),
+            ),
+        ),
+        (
+            "gpt3",
+            (
+                "train.precision=fp32",
+                "train.activation_checkpointing=selective",
+                "data.mask=document",
+            ),
+        ),
     ],
     ids=["neox", "llama", "gpt3"],
-)  # fmt: skip
+)
 def test_the_graphs_of_three_steps_are_all(family: str, overrides: tuple[str, ...]) -> None:
     seen = lazily(family, 120, *overrides)
     assert seen["device"] == "xla"
@@ -132,8 +158,8 @@ def test_the_graphs_of_three_steps_are_all(family: str, overrides: tuple[str, ..
 
 
 def test_an_evaluation_has_graphs_of_its_own() -> None:
-    own = ("train.precision=bf16_mixed", "eval.every_steps=1", "data.validation=0.1")
-    seen = lazily("llama", 12, *own, "train.activation_checkpointing=full", *LONG)
+    overrides = ("train.precision=bf16_mixed", "eval.every_steps=1", "data.validation=0.1")
+    seen = lazily("llama", 12, *overrides, "train.activation_checkpointing=full", *LONG)
     first, *others = seen["evaluated"].values()
     assert 1 <= first <= 2
     assert others == [0] * len(others), "another number of sequences has other graphs"

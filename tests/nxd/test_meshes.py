@@ -74,9 +74,9 @@ MESHES = [
 def test_same_training(pool: MeshPool, native: Reference, mesh: tuple[str, int, int, int]) -> None:
     family, tensor, pipeline, data, *overrides = mesh
     expected = native(family, *(o for o in overrides if o.startswith(("model.", "data."))))
-    found = pool.run(Case(small_run(family, tensor, pipeline, data, "backend=nxd", *overrides)))
-    assert max(deviation(found, expected)) < TOLERANCE
-    assert all(outcome.rows == found[0].rows for outcome in found), "all workers see the same"
+    outcomes = pool.run(Case(small_run(family, tensor, pipeline, data, "backend=nxd", *overrides)))
+    assert max(deviation(outcomes, expected)) < TOLERANCE
+    assert all(outcome.rows == outcomes[0].rows for outcome in outcomes), "all workers see the same"
 
 
 def z_loss_and_autograd(backend: Any) -> tuple[float, float]:
@@ -122,8 +122,8 @@ def test_z_loss(pool: MeshPool, native: Reference, mesh: tuple[int, int, int, st
     more = ("train.z_loss=0.01", *(part for part in mesh if part == DOCUMENTS))
     expected, plain = native("llama", *more), native("llama", *more[1:])
     assert abs(expected[0].rows[0][1] / plain[0].rows[0][1] - 1) > 1e-3
-    found = pool.run(Case(small_run("llama", *mesh, "backend=nxd", "train.z_loss=0.01")))
-    assert max(deviation(found, expected)) < TOLERANCE
+    outcomes = pool.run(Case(small_run("llama", *mesh, "backend=nxd", "train.z_loss=0.01")))
+    assert max(deviation(outcomes, expected)) < TOLERANCE
 
 
 def whole_gradients(backend: Any) -> dict[str, np.ndarray]:
@@ -145,19 +145,19 @@ def own_gradients(backend: Any) -> dict[str, tuple[Any, np.ndarray]]:
 @pytest.mark.parametrize("kv", [KV4, KV1], ids=["kv4", "kv1"])
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_every_gradient(pool: MeshPool, family: str, kv: str) -> None:
-    one = small_run(family, 1, 1, 1, "backend=native", kv)
-    (whole,) = pool.run(Case(one, last=0, after=whole_gradients))
-    terms = gradient_terms(one.recipe.model, counted(one, 1))
-    several = small_run(family, 4, 1, 1, "backend=nxd", kv, WHOLE)
-    for outcome in pool.run(Case(several, last=0, after=own_gradients)):
+    reference = small_run(family, 1, 1, 1, "backend=native", kv)
+    (whole,) = pool.run(Case(reference, last=0, after=whole_gradients))
+    terms = gradient_terms(reference.recipe.model, counted(reference, 1))
+    sharded = small_run(family, 4, 1, 1, "backend=nxd", kv, WHOLE)
+    for outcome in pool.run(Case(sharded, last=0, after=own_gradients)):
         assert outcome.after.keys() == whole.after.keys()
-        for name, (share, found) in outcome.after.items():
+        for name, (share, result) in outcome.after.items():
             expected = whole.after[name]
             if share.dim is not None:
                 pieces = [expected.take(range(p.start, p.stop), share.dim) for p in share.pieces]
                 expected = np.concatenate(pieces, share.dim)
             scale = np.abs(whole.after[name]).max()
-            assert_rounded(found, expected, terms, scale=scale, name=name)
+            assert_rounded(result, expected, terms, scale=scale, name=name)
 
 
 @pytest.mark.parametrize(
@@ -167,15 +167,19 @@ def test_every_gradient(pool: MeshPool, family: str, kv: str) -> None:
 )
 def test_recomputation_computes_the_same(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
     """A wrapped norm changes the order in which the gradient norm is summed up."""
-    found = [
+    result = [
         pool.run(Case(small_run(*mesh[:4], "backend=nxd", *mesh[4:], setting), last=3))
         for setting in (
-            "train.activation_checkpointing=none", SELECTIVE, PARTS, FULL,
-            "train.activation_checkpointing=[mlp]", "train.activation_checkpointing=[norm]",
+            "train.activation_checkpointing=none",
+            SELECTIVE,
+            PARTS,
+            FULL,
+            "train.activation_checkpointing=[mlp]",
+            "train.activation_checkpointing=[norm]",
         )
-    ]  # fmt: skip
+    ]
     tolerance = training_rounding(small_run(*mesh), 3)
-    assert all(max(deviation(each, found[0])) < tolerance for each in found)
+    assert all(max(deviation(each, result[0])) < tolerance for each in result)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.05, 1e6])

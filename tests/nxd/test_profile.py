@@ -13,9 +13,12 @@ from slurmllm.profile.trace import RankProfile
 pytestmark = pytest.mark.nxd
 
 OPTIONS = (
-    "backend=nxd", "cluster.devices_per_node=2", "train.steps=5", "checkpoint.every_steps=100",
+    "backend=nxd",
+    "cluster.devices_per_node=2",
+    "train.steps=5",
+    "checkpoint.every_steps=100",
     "parallel.pipeline=2",
-)  # fmt: skip
+)
 
 
 def test_a_profile_changes_no_number(tmp_path: Path) -> None:
@@ -25,7 +28,7 @@ def test_a_profile_changes_no_number(tmp_path: Path) -> None:
     run = Gang(make_run(tmp_path / "run", data, *OPTIONS, *profile), world=2, env=env).finish()
     assert curve(run) == curve(plain)
     for files in run.profiled()[0]:
-        found = RankProfile.load(files.summary)
-        assert (found.first_step, found.last_step) == (3, 4)
+        summary = RankProfile.load(files.summary)
+        assert (summary.first_step, summary.last_step) == (3, 4)
         for part in ("forward", "backward", "communication", "optimizer"):
-            assert found.parts[part] > 0, part
+            assert summary.parts[part] > 0, part

@@ -37,8 +37,8 @@ def test_the_same_mesh_goes_on_bit_for_bit(
     config = small_run(family, tensor, pipeline, data, "backend=nxd", *overrides)
     unbroken = pool.run(Case(config, last=6))
     pool.run(Case(config, last=3, save=tmp_path / "c"))
-    again = pool.run(Case(config, first=3, last=6, load=tmp_path / "c"))
-    assert [outcome.rows for outcome in again] == [outcome.rows[3:] for outcome in unbroken]
+    resumed = pool.run(Case(config, first=3, last=6, load=tmp_path / "c"))
+    assert [outcome.rows for outcome in resumed] == [outcome.rows[3:] for outcome in unbroken]
 
 
 def test_the_time_of_files_means_nothing(pool: MeshPool, tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_the_time_of_files_means_nothing(pool: MeshPool, tmp_path: Path) -> None
     pool.run(Case(config, last=2, save=tmp_path / "early"))
     pool.run(Case(config, last=3, save=tmp_path / "late"))
     (tmp_path / "early" / "nxd" / "done").touch()
-    again = pool.run(Case(config, first=3, last=4, load=tmp_path / "late"))
-    assert again[0].rows == unbroken[0].rows[3:]
+    resumed = pool.run(Case(config, first=3, last=4, load=tmp_path / "late"))
+    assert resumed[0].rows == unbroken[0].rows[3:]
 
 
 MOVES = {
@@ -69,19 +69,17 @@ def test_goes_on_elsewhere(
 ) -> None:
     """20 steps, the backend or the mesh changed after the tenth; the curve is the unbroken one."""
     kv = (KV1,) if family == "llama" and "native tp" not in move else ()
-    (first, *one), (second, *other) = MOVES[move]
-    before = small_run(family, *one[:3], f"backend={first}", *kv, *one[3:])
+    (first, *first_overrides), (second, *other) = MOVES[move]
+    before = small_run(family, *first_overrides[:3], f"backend={first}", *kv, *first_overrides[3:])
     after = small_run(family, *other[:3], f"backend={second}", *kv, *other[3:])
     pool.run(Case(before, last=10, save=tmp_path / "c"))
     assert (read_layout(tmp_path / "c") is not None) == (first == "nxd")
-    found = pool.run(Case(after, first=10, last=20, load=tmp_path / "c"))
-    assert max(deviation(found, native(family, *kv))) < TOLERANCE
+    outcomes = pool.run(Case(after, first=10, last=20, load=tmp_path / "c"))
+    assert max(deviation(outcomes, native(family, *kv))) < TOLERANCE
 
 
 def test_there_and_back(pool: MeshPool, native: Reference, tmp_path: Path) -> None:
-    steps = [
-        ("native", 1, 1, 2, 0, 6), ("nxd", 2, 1, 2, 6, 12), ("native", 2, 1, 1, 12, 20),
-    ]  # fmt: skip
+    steps = [("native", 1, 1, 2, 0, 6), ("nxd", 2, 1, 2, 6, 12), ("native", 2, 1, 1, 12, 20)]
     rows = []
     for backend, tensor, pipeline, data, first, last in steps:
         config = small_run("neox", tensor, pipeline, data, f"backend={backend}")
@@ -99,11 +97,11 @@ def test_master_weights_come_across(pool: MeshPool, tmp_path: Path) -> None:
     """bf16 weights with fp32 masters: the masters go on, and not their rounded copies."""
     mixed = small_run("neox", 2, 1, 2, "backend=nxd", MIXED)
     pool.run(Case(mixed, last=4, save=tmp_path / "c"))
-    one = pool.run(Case(mixed, first=4, last=5, load=tmp_path / "c"))
+    on_mesh = pool.run(Case(mixed, first=4, last=5, load=tmp_path / "c"))
     other = small_run("neox", 1, 1, 4, "backend=nxd", MIXED)
-    found = pool.run(Case(other, first=4, last=5, load=tmp_path / "c"))
+    outcomes = pool.run(Case(other, first=4, last=5, load=tmp_path / "c"))
     # The parameter norm is of the fp32 masters after an equal start and one step.
-    assert found[0].rows[0][2] == pytest.approx(one[0].rows[0][2], rel=1e-6)
+    assert outcomes[0].rows[0][2] == pytest.approx(on_mesh[0].rows[0][2], rel=1e-6)
 
 
 def weight_decays(backend: Any) -> list[float]:

@@ -37,9 +37,14 @@ def test_a_failed_graph_then_a_whole_run(bench: Bench, tmp_path: Path) -> None:
     control.write_text(json.dumps({"fail": ["optimizer_step"], "exit_code": 0}))
     corpus, tokenizer = ensure_stdlib(tmp_path / "stdlib")
     run = (
-        "--nodes=4", *SMALL, f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}",
-        "--set=backend=nxd", "--set=train.micro_batch=1", "--set=checkpoint.asynchronous=true",
-    )  # fmt: skip
+        "--nodes=4",
+        *SMALL,
+        f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}",
+        "--set=backend=nxd",
+        "--set=train.micro_batch=1",
+        "--set=checkpoint.asynchronous=true",
+    )
     bench.call("submit", "tiny_neox", "--name=r", *run)
     stopped = lambda: bench.status("r")["state"] in ("stopped", "done")  # noqa: E731
     bench.until(stopped, "precompile went on", 240, every_s=1.5)

@@ -16,9 +16,13 @@ from slurmllm.run.rundir import RunDir
 pytestmark = pytest.mark.nxd
 
 NXD = (
-    "backend=nxd", "cluster.devices_per_node=2", "train.steps=12", "checkpoint.every_steps=4",
-    "checkpoint.asynchronous=true", "parallel.tensor=1",
-)  # fmt: skip
+    "backend=nxd",
+    "cluster.devices_per_node=2",
+    "train.steps=12",
+    "checkpoint.every_steps=4",
+    "checkpoint.asynchronous=true",
+    "parallel.tensor=1",
+)
 
 # Kills rank 0 in a phase of the save of step 8.
 _KILLED = """
@@ -122,9 +126,9 @@ def test_killed_in_a_phase_of_the_save(
     killed = Gang(run, 2, env=env, entry=_KILLED)
     assert killed.wait()[0] == -signal.SIGKILL, killed.output()
     assert run.checkpoint_steps() == ([4] if resumed == 4 else [4, 8])
-    again = Gang(run, 2, attempt=1, env=nxd_environment())
-    again.finish()
-    assert f"resumed from step {resumed}" in again.output(0)
+    second = Gang(run, 2, attempt=1, env=nxd_environment())
+    second.finish()
+    assert f"resumed from step {resumed}" in second.output(0)
     assert curve(run, 0, 1) == curve(unbroken)
     assert not list(run.checkpoints.glob(".*"))
 

@@ -13,13 +13,24 @@ from typing import Any
 
 # What a worker imports, at whatever moment. None of it starts a thread.
 _PRELOAD = [
-    "torch", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint",
-    "slurmllm.backends.native.runtime", "slurmllm.backends.native.dcp", "slurmllm.model.decoder",
-    "slurmllm.train.worker", "slurmllm.train.loop", "slurmllm.train.hooks.checkpoint",
-    "slurmllm.train.hooks.evaluation", "slurmllm.train.hooks.monitoring",
-    "slurmllm.train.hooks.tensorboard", "slurmllm.data.stream", "slurmllm.checkpoint.save",
-    "tokenizers", "pyarrow.ipc",
-]  # fmt: skip
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "slurmllm.backends.native.runtime",
+    "slurmllm.backends.native.dcp",
+    "slurmllm.model.decoder",
+    "slurmllm.train.worker",
+    "slurmllm.train.loop",
+    "slurmllm.train.hooks.checkpoint",
+    "slurmllm.train.hooks.evaluation",
+    "slurmllm.train.hooks.monitoring",
+    "slurmllm.train.hooks.tensorboard",
+    "slurmllm.data.stream",
+    "slurmllm.checkpoint.save",
+    "tokenizers",
+    "pyarrow.ipc",
+]
 
 
 class Forked:

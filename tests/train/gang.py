@@ -38,11 +38,12 @@ sys.exit(run_worker(RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])))
 """
 # Adam's epsilon is above the rounding of gradients (see mesh_pool.py).
 _SMALL = (
-    "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.ffn_hidden_size=128",
-    "model.vocab_size=512", "model.seq_len=32", "train.global_batch=8", "train.micro_batch=2",
-    "train.compile=false", "data.num_workers=0", "optim.warmup_steps=4", "checkpoint.keep=3",
+    *("model.num_layers=2", "model.hidden_size=64", "model.num_heads=4"),
+    *("model.ffn_hidden_size=128", "model.vocab_size=512", "model.seq_len=32"),
+    *("train.global_batch=8", "train.micro_batch=2", "train.compile=false"),
+    *("data.num_workers=0", "optim.warmup_steps=4", "checkpoint.keep=3"),
     "optim.eps=1e-5",
-)  # fmt: skip
+)
 
 
 def make_data(folder: Path) -> tuple[str, str]:
@@ -100,14 +101,21 @@ def control_planes(workers: int) -> Iterator[list[ControlPlane]]:
 def _start(
     entry: str, argv: tuple[str, ...], env: dict[str, str], log: Path
 ) -> Forked | subprocess.Popen[bytes]:
-    folders = [Path(one) for one in env.get("PYTHONPATH", "").split(os.pathsep) if one]
+    folders = [
+        Path(folder_path)
+        for folder_path in env.get("PYTHONPATH", "").split(os.pathsep)
+        if folder_path
+    ]
     if not any((folder / "sitecustomize.py").is_file() for folder in folders):
         return Forked(entry, argv, env, folders, log)
     with log.open("wb") as output:  # for NxD: variables and modules that precede torch
         return subprocess.Popen(
             [sys.executable, "-c", entry, *argv],
-            env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
 
 
 class Gang:
@@ -135,11 +143,15 @@ class Gang:
         self._relay = open_relay(world, secret)
         for rank, log in enumerate(self.logs):
             variables = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                SOCKET: str(self._relay.path), "SLURMLLM_NODE": "node-0",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                SOCKET: str(self._relay.path),
+                "SLURMLLM_NODE": "node-0",
                 "PYTHONUNBUFFERED": "1",
-            }  # fmt: skip
+            }
             argv = (str(run.path), stage, str(attempt))
             process = _start(entry, argv, {**os.environ, **secret, **variables, **(env or {})}, log)
             self.processes.append(process)
@@ -166,7 +178,7 @@ class Gang:
     def signal_at(self, step: int, number: signal.Signals, ranks: list[int]) -> None:
         """Send a signal to some workers as soon as the metrics show a step."""
         deadline = time.monotonic() + 300
-        while not (found := rows(self.run, self.attempt)) or found[-1]["step"] < step:
+        while not (written := rows(self.run, self.attempt)) or written[-1]["step"] < step:
             assert time.monotonic() < deadline, self.output()
             assert self.processes[0].poll() is None, self.output()
             time.sleep(0.002)

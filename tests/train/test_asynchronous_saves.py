@@ -18,18 +18,21 @@ def test_killed_worker_and_a_lost_folder(
 ) -> None:
     second = tmp_path / "second"
     run = new_run(
-        "cluster.devices_per_node=2", *LONG, "checkpoint.asynchronous=true",
-        "checkpoint.keep=2", f"checkpoint.replica={second}",
-    )  # fmt: skip
+        "cluster.devices_per_node=2",
+        *LONG,
+        "checkpoint.asynchronous=true",
+        "checkpoint.keep=2",
+        f"checkpoint.replica={second}",
+    )
     gang = Gang(run, world=2)
     gang.signal_at(35, signal.SIGKILL, ranks=[1])
     gang.wait()
     for step in run.checkpoint_steps():
         assert file_faults(run.checkpoint(step), read_manifest(run.checkpoint(step)).files) == []
     shutil.rmtree(run.checkpoints)
-    again = Gang(run, world=2, attempt=1)
-    again.finish()
-    output = again.output(0)
+    resumed = Gang(run, world=2, attempt=1)
+    resumed.finish()
+    output = resumed.output(0)
     (restored,) = [line for line in output.splitlines() if ": restored step " in line]
     step = int(restored.partition(": restored step ")[2].split()[0])
     assert step in (10, 20, 30)

@@ -37,15 +37,25 @@ class Steps:
         backend = PretendBackend(PretendGang(1), 0)
         backend.config = config
         self.job: Any = SimpleNamespace(
-            run=run, attempt=attempt, step=0, first_step=0, last_step=10**6, config=config,
-            worker=backend.worker, backend=backend, control=backend.control, save=None,
-            mesh=backend.mesh, started=time.time(),
-            stop=StopRequest(), phases=PhaseWriter(None),
+            run=run,
+            attempt=attempt,
+            step=0,
+            first_step=0,
+            last_step=10**6,
+            config=config,
+            worker=backend.worker,
+            backend=backend,
+            control=backend.control,
+            save=None,
+            mesh=backend.mesh,
+            started=time.time(),
+            stop=StopRequest(),
+            phases=PhaseWriter(None),
             saves=SaveSchedule(config.recipe.checkpoint),
             events=EventLog(run.events(attempt), attempt),
             guard=SimpleNamespace(protected_steps=lambda: ()),
             train_state=lambda: state(self.job.step),
-        )  # fmt: skip
+        )
         self.hook = CheckpointHook(self.job)
 
     def make(self, steps: int, step_s: float = 2.0, *, leaving: bool = False) -> list[int]:
@@ -57,9 +67,18 @@ class Steps:
             if saving:
                 due.append(self.job.step)
             row = MetricsRow(
-                step=self.job.step, attempt=0, loss=5.0, grad_norm=1.5, param_norm=9.0, lr=1e-3,
-                tokens=256, seq_per_s=16.0, tokens_per_s=512.0, step_time_s=step_s, time=1e9,
-            )  # fmt: skip
+                step=self.job.step,
+                attempt=0,
+                loss=5.0,
+                grad_norm=1.5,
+                param_norm=9.0,
+                lr=1e-3,
+                tokens=256,
+                seq_per_s=16.0,
+                tokens_per_s=512.0,
+                step_time_s=step_s,
+                time=1e9,
+            )
             writing = self.job.save is not None and not self.job.save.written()
             self.job.flags = Flags(writing=writing)
             self.hook.after_step(StepEnd(row, last=False, saving=saving, leaving=leaving))
@@ -106,8 +125,8 @@ def test_auto_saves_soon_and_then_by_the_cost_of_a_save(
     cost = chosen["cost_s"]
     assert chosen["interval_s"] == pytest.approx((2 * cost * chosen["mtbf_s"]) ** 0.5, rel=0.01)
     assert f"in {chosen['steps']:.0f} steps" in caplog.messages[-1]
-    wanted = int(chosen["steps"])
-    assert made.make(wanted + 5) == [33 + wanted]
+    num_steps = int(chosen["steps"])
+    assert made.make(num_steps + 5) == [33 + num_steps]
 
 
 def test_auto_remembers_earlier_attempts(steps: Callable[..., Steps]) -> None:
@@ -116,9 +135,9 @@ def test_auto_remembers_earlier_attempts(steps: Callable[..., Steps]) -> None:
     (save,) = made.events("save")
     for number, ending in enumerate(["node_failure", "hang", "advance_signal"]):
         record(made.job.run, number, ending)
-    again = steps(AUTO, attempt=3)
-    again.make(5)
-    (first,) = again.events("interval")
+    resumed = steps(AUTO, attempt=3)
+    resumed.make(5)
+    (first,) = resumed.events("interval")
     assert first["step"] == 3
     assert first["values"]["cost_s"] == save["values"]["cost_s"]
     assert first["values"]["failures"] == 2
@@ -128,9 +147,17 @@ def test_auto_remembers_earlier_attempts(steps: Callable[..., Steps]) -> None:
 
 def record(run: RunDir, number: int, ending: EndingClass) -> None:
     attempt = AttemptRecord(
-        attempt=number, stage="train", job_id=None, nodes=("n0",), world_size=1, master_addr="n0",
-        master_port=1, started_at=0.0, ended_at=7200.0, ending=ending,
-    )  # fmt: skip
+        attempt=number,
+        stage="train",
+        job_id=None,
+        nodes=("n0",),
+        world_size=1,
+        master_addr="n0",
+        master_port=1,
+        started_at=0.0,
+        ended_at=7200.0,
+        ending=ending,
+    )
     attempt.save(run.attempt("train", number).record)
 
 

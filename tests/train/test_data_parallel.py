@@ -25,9 +25,12 @@ def test_world_size_changes_only_rounding(
 ) -> None:
     # 12 steps of the schedule of 60, so that the learning rates are those of the long run.
     run = make_run(
-        tmp_path / "run", data, f"cluster.devices_per_node={world}",
-        "train.steps=12", f"optim.decay_steps={STEPS}",
-    )  # fmt: skip
+        tmp_path / "run",
+        data,
+        f"cluster.devices_per_node={world}",
+        "train.steps=12",
+        f"optim.decay_steps={STEPS}",
+    )
     Gang(run, world).finish()
     reference = curve(unbroken)
     tolerance = training_rounding(load(run.config), 12)
@@ -36,13 +39,13 @@ def test_world_size_changes_only_rounding(
 
 
 def test_metrics_have_every_step_once(unbroken: RunDir) -> None:
-    found = [MetricsRow.model_validate(row) for row in rows(unbroken, 0)]
-    assert [row.step for row in found] == list(range(1, STEPS + 1))
-    assert [row.tokens for row in found] == [step * 8 * 32 for step in range(1, STEPS + 1)]
-    for row in found:
+    result = [MetricsRow.model_validate(row) for row in rows(unbroken, 0)]
+    assert [row.step for row in result] == list(range(1, STEPS + 1))
+    assert [row.tokens for row in result] == [step * 8 * 32 for step in range(1, STEPS + 1)]
+    for row in result:
         assert row.tokens_per_s == pytest.approx(row.seq_per_s * 32)
         assert row.seq_per_s == pytest.approx(8 / row.step_time_s)
-    assert found[-1].loss < found[0].loss - 1
+    assert result[-1].loss < result[0].loss - 1
 
 
 def test_log_tells_start_progress_and_end(unbroken: RunDir) -> None:

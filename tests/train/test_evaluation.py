@@ -27,9 +27,12 @@ from train.gang import Gang, curve, make_data, make_run
 
 NewRun = Callable[..., RunDir]
 SETTINGS = (
-    "cluster.devices_per_node=2", "train.steps=60", "checkpoint.every_steps=10",
-    "data.validation=0.1", "checkpoint.keep=9",
-)  # fmt: skip
+    "cluster.devices_per_node=2",
+    "train.steps=60",
+    "checkpoint.every_steps=10",
+    "data.validation=0.1",
+    "checkpoint.keep=9",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +42,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def evaluations(run: RunDir, *attempts: int) -> dict[int, Event]:
-    found = [event for attempt in attempts for event in read_events(run, attempt)]
-    return {event.step: event for event in found if event.kind == "evaluation"}
+    events_of_run = [event for attempt in attempts for event in read_events(run, attempt)]
+    return {event.step: event for event in events_of_run if event.kind == "evaluation"}
 
 
 @pytest.mark.numerics
@@ -48,13 +51,13 @@ def test_the_numbers_of_evaluate_and_the_same_training(
     tmp_path: Path, data: tuple[str, str], other: str
 ) -> None:
     plain = Gang(make_run(tmp_path / "plain", data, *SETTINGS), world=2).finish()
-    own = (
+    overrides = (
         *SETTINGS,
         "eval.every_steps=20",
         "eval.sequences=41",
         f"eval.corpora={{other: {other}}}",
     )
-    run = make_run(tmp_path / "run", data, *own)
+    run = make_run(tmp_path / "run", data, *overrides)
     gang = Gang(run, world=2)
     gang.signal_at(45, signal.SIGKILL, ranks=[1])
     gang.wait()
@@ -102,7 +105,7 @@ def test_every_sequence_once_on_any_mesh(
     spec = evaluation_texts(training, {})[HELD_OUT]
     mesh = Mesh(1, data_parallel * pipeline, 1, pipeline, data_parallel, 16, 2)
     expected = [batch.inputs[0] for batch in single_sequences(spec, 21)]
-    found, targets = [], 0
+    results, targets = [], 0
     by_rank = [[*make_passes(spec, 21, mesh, rank)] for rank in range(data_parallel)]
     for parts in zip(*by_rank, strict=True):
         assert len({(len(part.micro_batches), part.num_targets) for part in parts}) == 1
@@ -113,6 +116,6 @@ def test_every_sequence_once_on_any_mesh(
             assert batch.positions is not None
             assert batch.positions.shape == (2, 32)
             used = (batch.labels != IGNORED).any(axis=1)
-            found += [*batch.tokens[used]]
+            results += [*batch.tokens[used]]
     assert targets == 21 * 32
-    assert np.array_equal(found, expected)
+    assert np.array_equal(results, expected)

@@ -35,10 +35,10 @@ def test_killed_worker(new_run: NewRun, unbroken: RunDir) -> None:
     assert (failure.blame, failure.exit_code, failure.node) == ("infrastructure", 3, "node-0")
     broken_off_at = rows(run, 0)[-1]["step"]
     assert 25 <= broken_off_at < 60
-    again = Gang(run, world=2, attempt=1)
-    again.finish()
+    resumed = Gang(run, world=2, attempt=1)
+    resumed.finish()
     last_saved = broken_off_at // 10 * 10
-    assert f"resumed from step {last_saved}" in again.output(0)
+    assert f"resumed from step {last_saved}" in resumed.output(0)
     assert rows(run, 1)[0]["step"] == last_saved + 1
     assert WorkerRecord.load(run.attempt("train", 1).worker(0)).resumed_from == last_saved
     assert curve(run, 0, 1) == curve(unbroken), "bit-identical"

@@ -26,20 +26,24 @@ WORKER = Worker(3, 4, 1, "node-2")
         (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError", "code", 70),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-            "OutOfMemoryError", "code", 70,
+            "OutOfMemoryError",
+            "code",
+            70,
         ),
         (
             RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]"),
-            "RuntimeError", "infrastructure", 3,
+            "RuntimeError",
+            "infrastructure",
+            3,
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "OSError", "infrastructure", 4),
         (FileNotFoundError(errno.ENOENT, "gone"), "FileNotFoundError", "code", 70),
     ],
-)  # fmt: skip
+)
 def test_classes(error: BaseException, name: str, blame: str, exit_code: int) -> None:
-    found = classify_error(error)
-    assert (found.error, found.blame, found.exit_code) == (name, blame, exit_code)
-    assert found.message
+    meaning = classify_error(error)
+    assert (meaning.error, meaning.blame, meaning.exit_code) == (name, blame, exit_code)
+    assert meaning.message
 
 
 def test_out_of_memory_has_a_fix() -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.pretend import PretendGang, state
+from checkpoint.pretend import PretendGang, save, state
 
 from slurmllm.backends.base import Backend
-from slurmllm.checkpoint.save import save
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.errors import DivergenceError, StaleGraphsError
@@ -87,8 +86,8 @@ def trained_on(gang: Gang, batch_numbers: dict[str, int]) -> list[int]:
 
 def events(run: RunDir, attempt: int) -> list[Event]:
     lines = run.events(attempt).read_text().splitlines()
-    found = map(Event.model_validate_json, lines)
-    return [event for event in found if not event.kind.startswith(("save", "memory"))]
+    all_events = map(Event.model_validate_json, lines)
+    return [event for event in all_events if not event.kind.startswith(("save", "memory"))]
 
 
 def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(
@@ -120,9 +119,9 @@ def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(
     killed = start(run, batch_numbers, range(13, 14), "nan", attempt=1)
     killed.signal_at(18, signal.SIGKILL, ranks=[0])
     killed.wait()
-    again = start(run, batch_numbers, range(13, 14), "nan", attempt=2)
+    resumed = start(run, batch_numbers, range(13, 14), "nan", attempt=2)
     gang.finish()
-    again.finish()
+    resumed.finish()
     assert "resumed from step 10" in gang.output()
     assert trained_on(gang, batch_numbers) == list(range(14, 44))
     assert [row["tokens"] for row in rows(unbroken, 1)] == [s * 8 * 32 for s in range(11, 41)]
@@ -130,7 +129,7 @@ def test_not_a_number_rolls_back_and_a_kill_after_that_changes_nothing(
     resumed_from = WorkerRecord.load(run.attempt("train", 2).worker(0)).resumed_from
     assert resumed_from is not None
     assert 15 <= resumed_from < 40
-    assert trained_on(again, batch_numbers)[0] == resumed_from + 4
+    assert trained_on(resumed, batch_numbers)[0] == resumed_from + 4
     assert curve(run, 1, 2) == curve(unbroken, 1), "bit-identical"
 
 
@@ -149,12 +148,12 @@ def test_a_spike_that_stays_rolls_back_behind_its_onset(
     assert (spike.kind, spike.step) == ("spike", 14)
     assert spike.values["grad_norm"] > 3 * spike.values["lowest"]
 
-    again = start(run, batch_numbers, range(14, 18), "spike", attempt=1, late=True)
-    again.finish()
+    resumed = start(run, batch_numbers, range(14, 18), "spike", attempt=1, late=True)
+    resumed.finish()
     aside = "step 15: attempt 0 saved it after the divergence from step 14 on"
-    assert f"skipped an invalidated checkpoint: {aside}" in again.output()
-    assert "batches 14 to 17 are skipped: the gradient norm has not" in again.output()
-    assert trained_on(again, batch_numbers) == [11, 12, 13, *range(18, 45)]
+    assert f"skipped an invalidated checkpoint: {aside}" in resumed.output()
+    assert "batches 14 to 17 are skipped: the gradient norm has not" in resumed.output()
+    assert trained_on(resumed, batch_numbers) == [11, 12, 13, *range(18, 45)]
     assert run.checkpoint_steps() == [40]
 
 

@@ -19,10 +19,20 @@ from .gang import small_config
 
 def moment(step: int, *, last: bool = False, saving: bool = False) -> StepEnd:
     row = MetricsRow(
-        step=step, attempt=0, loss=5.0, grad_norm=1.5, param_norm=9.0, lr=1e-3, tokens=step * 256,
-        seq_per_s=16.0, tokens_per_s=512.0, step_time_s=0.5, forward_backward_s=0.4,
-        optimizer_s=0.1, time=1e9 + step,
-    )  # fmt: skip
+        step=step,
+        attempt=0,
+        loss=5.0,
+        grad_norm=1.5,
+        param_norm=9.0,
+        lr=1e-3,
+        tokens=step * 256,
+        seq_per_s=16.0,
+        tokens_per_s=512.0,
+        step_time_s=0.5,
+        forward_backward_s=0.4,
+        optimizer_s=0.1,
+        time=1e9 + step,
+    )
     return StepEnd(row, last=last, saving=saving, leaving=last)
 
 

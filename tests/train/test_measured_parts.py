@@ -18,11 +18,19 @@ from train.gang import rows
 
 # Of no machine: what is compared here is what was measured.
 HARDWARE = {
-    "source": "made up", "bf16_tflops": 0.05, "fp32_tflops": 0.05, "memory_gib": 2,
-    "memory_gb_s": 10, "node_link_gb_s": 2, "network_gb_s": 2, "matrix_efficiency": 0.8,
-    "attention_efficiency": 0.5, "memory_efficiency": 0.8, "node_link_efficiency": 0.8,
+    "source": "made up",
+    "bf16_tflops": 0.05,
+    "fp32_tflops": 0.05,
+    "memory_gib": 2,
+    "memory_gb_s": 10,
+    "node_link_gb_s": 2,
+    "network_gb_s": 2,
+    "matrix_efficiency": 0.8,
+    "attention_efficiency": 0.5,
+    "memory_efficiency": 0.8,
+    "node_link_efficiency": 0.8,
     "network_efficiency": 0.8,
-}  # fmt: skip
+}
 
 
 def test_parts_add_up_to_the_step(unbroken: RunDir) -> None:
@@ -50,9 +58,9 @@ def test_a_prediction_is_held_against_the_run(unbroken: RunDir, tmp_path: Path) 
     profile = tmp_path / "profile.yaml"
     cluster = config.cluster.model_dump(mode="json") | {"hardware": HARDWARE}
     profile.write_text(json.dumps(cluster))
-    found = check_run_prediction(run, str(profile))
-    figures = {row.name: row for row in found.rows}
-    assert (found.steps, found.attempts) == (54, (0,))
+    check = check_run_prediction(run, str(profile))
+    figures = {row.name: row for row in check.rows}
+    assert (check.steps, check.attempts) == (54, (0,))
     parts = ("data wait", "forward and backward", "optimizer and norms", "rest")
     predicted = [figures[part].predicted or 0.0 for part in parts]
     assert sum(predicted) == pytest.approx(figures["step"].predicted)

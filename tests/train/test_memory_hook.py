@@ -47,17 +47,19 @@ def memory_events(
         job.control, other = controls
         hook = MemoryHook(job)
         peer: Any = SimpleNamespace(
-            first_step=first_step, control=other, events=EventLog(None, 0),
+            first_step=first_step,
+            control=other,
+            events=EventLog(None, 0),
             backend=SimpleNamespace(memory=lambda: Memory((at[0] + 1) * GB, 19 * GB)),
-        )  # fmt: skip
+        )
         if fails:
             peer.backend.memory = unreadable
         peer_hook = MemoryHook(peer)
-        for one in steps:
-            at[0] = one.row.step
+        for step in steps:
+            at[0] = step.row.step
             with ThreadPoolExecutor(1) as pool:
-                done = pool.submit(peer_hook.after_step, one)
-                hook.after_step(one)
+                done = pool.submit(peer_hook.after_step, step)
+                hook.after_step(step)
                 done.result()
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines], read_after

@@ -79,11 +79,11 @@ def test_what_is_tried_doubles() -> None:
 
 
 def test_memory_is_predicted_before_it_is_used() -> None:
-    one, two = candidates(1.0), candidates(1.0, 0.5)  # peaks 1100, and 1200
+    first, two = candidates(1.0), candidates(1.0, 0.5)  # peaks 1100, and 1200
     # The first tells nothing of what it needed whatever its size: all above the resting bytes
     # is taken to grow.
-    assert too_large(one, 2, limit=1400, resting=1000) is None
-    assert too_large(one, 2, limit=1400, resting=0) is not None
+    assert too_large(first, 2, limit=1400, resting=1000) is None
+    assert too_large(first, 2, limit=1400, resting=0) is not None
     assert too_large(two, 4, limit=1600, resting=0) is None  # 1400 by the line through both
     reason = too_large(two, 4, limit=1500, resting=0)
     assert reason is not None
@@ -155,8 +155,8 @@ def test_measured_choice_is_recorded(bench: Callable[..., Any]) -> None:
     assert (mesh.micro_batch, mesh.accumulation, mesh.unmeasured) == (4, 16, False)
     # The next attempt of either stage goes on with it.
     for stage in ("precompile", "train"):
-        again = make_job(job.run, stage, 1, job.worker, StopRequest(), 0.0).mesh
-        assert (again.micro_batch, again.unmeasured) == (4, False)
+        resumed = make_job(job.run, stage, 1, job.worker, StopRequest(), 0.0).mesh
+        assert (resumed.micro_batch, resumed.unmeasured) == (4, False)
 
 
 def test_too_little_memory_ends_it(bench: Callable[..., Any]) -> None:
@@ -190,8 +190,8 @@ def test_training_without_the_record_names_the_remedy(new_run: NewRun) -> None:
 def plan(run: RunDir, nodes: int) -> None:
     """What `submit` and `resume` write."""
     measured = run.micro_batch.is_file()
-    found = MicroBatchRecord.load(run.micro_batch).micro_batch if measured else None
-    save_mesh(make_mesh(load(run.config), nodes, found), run.plan)
+    micro_batch = MicroBatchRecord.load(run.micro_batch).micro_batch if measured else None
+    save_mesh(make_mesh(load(run.config), nodes, micro_batch), run.plan)
 
 
 def tried(record: MicroBatchRecord) -> Sequence[int]:
@@ -201,21 +201,23 @@ def tried(record: MicroBatchRecord) -> Sequence[int]:
 @pytest.mark.numerics
 def test_found_once_and_kept_at_other_node_counts(new_run: NewRun, unbroken: RunDir) -> None:
     run = new_run(
-        "train.micro_batch=auto", "train.steps=6", "optim.decay_steps=60",
+        "train.micro_batch=auto",
+        "train.steps=6",
+        "optim.decay_steps=60",
         "checkpoint.every_steps=3",
-    )  # fmt: skip
+    )
     plan(run, nodes=2)
     gang = Gang(run, stage="precompile")
     gang.finish()
-    found = MicroBatchRecord.load(run.micro_batch)
-    assert tried(found) == [1, 2, 4][: len(tried(found))]
-    for candidate in found.candidates:
+    record = MicroBatchRecord.load(run.micro_batch)
+    assert tried(record) == [1, 2, 4][: len(tried(record))]
+    for candidate in record.candidates:
         assert f"micro batch {candidate.micro_batch}: " in gang.output(0)
         assert 0 < candidate.seconds_per_sequence < 10
-        assert 2**20 < candidate.peak_bytes < found.limit_bytes
-    assert f"micro batch {found.micro_batch} chosen" in gang.output(0)
+        assert 2**20 < candidate.peak_bytes < record.limit_bytes
+    assert f"micro batch {record.micro_batch} chosen" in gang.output(0)
     first = WorkerRecord.load(run.attempt("precompile", 0).worker(0)).first_step_s
-    assert first in [candidate.first_step_s for candidate in found.candidates]
+    assert first in [candidate.first_step_s for candidate in record.candidates]
     planned = json.loads(run.plan.read_text())
     assert planned["micro_batch"] * planned["accumulation"] == 4
 
@@ -233,9 +235,11 @@ def test_found_once_and_kept_at_other_node_counts(new_run: NewRun, unbroken: Run
 
 def test_measured_on_an_interleaved_pipeline(new_run: NewRun) -> None:
     run = new_run(
-        "train.micro_batch=auto", "parallel.pipeline=2", "parallel.virtual_pipeline=2",
+        "train.micro_batch=auto",
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
         "model.num_layers=4",
-    )  # fmt: skip
+    )
     plan(run, nodes=2)
     Gang(run, world=2, stage="precompile").finish()
     assert set(tried(MicroBatchRecord.load(run.micro_batch))) <= {1, 2, 4}, "rounds of two stages"

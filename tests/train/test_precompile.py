@@ -23,13 +23,15 @@ def test_precompile_on_one_worker_train_on_two(
     tmp_path: Path, data: tuple[str, str], unbroken: RunDir
 ) -> None:
     cold = tmp_path / "cold"
-    one = make_run(tmp_path / "one", data, *COMPILED)
-    Gang(one, stage="precompile", env={"TORCHINDUCTOR_CACHE_DIR": str(cold / "inductor")}).finish()
-    first = WorkerRecord.load(one.attempt("precompile", 0).worker(0))
+    one_worker = make_run(tmp_path / "one", data, *COMPILED)
+    Gang(
+        one_worker, stage="precompile", env={"TORCHINDUCTOR_CACHE_DIR": str(cold / "inductor")}
+    ).finish()
+    first = WorkerRecord.load(one_worker.attempt("precompile", 0).worker(0))
     assert (first.cache_hits, first.cache_misses) == (0, 4), "blocks both ways, two of the loss"
     assert len(graphs(cold)) == 4
-    assert rows(one, 0) == []
-    assert not one.checkpoints.exists()
+    assert rows(one_worker, 0) == []
+    assert not one_worker.checkpoints.exists()
 
     # Another folder: the archive is unpacked wherever a node has its local disk.
     warm = Path(shutil.move(cold, tmp_path / "warm"))
@@ -62,8 +64,8 @@ def test_one_tensor_parallel_replica_serves_others(
 ) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache" / "inductor")}
     tensor = (*COMPILED, "train.steps=5", "parallel.tensor=2")
-    one = make_run(tmp_path / "one", data, *tensor, "cluster.devices_per_node=2")
-    Gang(one, world=2, stage="precompile", env=env).finish()
+    one_replica = make_run(tmp_path / "one", data, *tensor, "cluster.devices_per_node=2")
+    Gang(one_replica, world=2, stage="precompile", env=env).finish()
     kernels = sorted(path.name for path in (tmp_path / "cache").rglob("*.so"))
     two = make_run(tmp_path / "two", data, *tensor, "cluster.devices_per_node=4")
     Gang(two, world=4, env=env).finish()

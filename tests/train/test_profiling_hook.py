@@ -27,11 +27,16 @@ def job(tmp_path: Path) -> Any:
     """A job, as far as the hook needs it."""
     barriers: list[int] = []
     made = SimpleNamespace(
-        run=RunDir(tmp_path), attempt=2, step=0, worker=Worker(1, 2, 1, "n1"), backend=Parts(),
+        run=RunDir(tmp_path),
+        attempt=2,
+        step=0,
+        worker=Worker(1, 2, 1, "n1"),
+        backend=Parts(),
         config=small_config("train.steps=40", "profile.steps=[10, 12]", "profile.ranks=[1]"),
-        control=SimpleNamespace(barrier=lambda: barriers.append(made.step)), barriers=barriers,
+        control=SimpleNamespace(barrier=lambda: barriers.append(made.step)),
+        barriers=barriers,
         phases=SimpleNamespace(begin=lambda phase, step: None),
-    )  # fmt: skip
+    )
     return made
 
 
@@ -53,10 +58,10 @@ def train(job: Any) -> Callable[[int, int], ProfilingHook]:
 
 def profiled(job: Any) -> tuple[int, int]:
     ((files,),) = job.run.profiled().values()
-    found = RankProfile.load(files.summary)
-    assert (found.rank, found.node) == (1, "n1")
-    assert found.parts["forward"] > 0
-    return found.first_step, found.last_step
+    summary = RankProfile.load(files.summary)
+    assert (summary.rank, summary.node) == (1, "n1")
+    assert summary.parts["forward"] > 0
+    return summary.first_step, summary.last_step
 
 
 def test_from_the_first_to_the_last(job: Any, train: Callable[[int, int], ProfilingHook]) -> None:

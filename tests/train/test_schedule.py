@@ -96,9 +96,10 @@ def test_warm_up_stable_decay(decay: str, left: float) -> None:
 def test_a_decay_that_is_set_later_has_the_same_rates() -> None:
     planned = optim(decay="1-sqrt", decay_start=70)
     open_phases = (
-        (optim(decay="constant"), 1000), (optim(decay="1-sqrt", decay_start=90), 90),
+        (optim(decay="constant"), 1000),
+        (optim(decay="1-sqrt", decay_start=90), 90),
         (optim(decay="linear", decay_start=75, decay_steps=80), 100),
-    )  # fmt: skip
+    )
     for open_phase, total in open_phases:
         for step in range(1, 71):
             assert learning_rate(open_phase, total, step) == learning_rate(planned, 110, step)
@@ -134,14 +135,14 @@ def test_the_end_of_a_decay_that_has_begun(
     before: tuple[str, ...], after: tuple[str, ...], trained: int, message: str | None
 ) -> None:
     old, new = (small_config(STEPS, *overrides).recipe for overrides in (before, after))
-    found = moved_decay_end(old, new, trained)
+    warning = moved_decay_end(old, new, trained)
     same = [
         learning_rate(old.optim, old.train.steps, step)
         == learning_rate(new.optim, new.train.steps, step)
         for step in range(1, trained + 1)
     ]
-    assert all(same) is (found is None), "without a warning, as if it had been planned"
-    assert found is None if message is None else re.search(message, found or "")
+    assert all(same) is (warning is None), "without a warning, as if it had been planned"
+    assert warning is None if message is None else re.search(message, warning or "")
 
 
 CONSTANT, STEPS = "optim.decay=constant", "train.steps=100"

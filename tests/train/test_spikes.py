@@ -22,12 +22,12 @@ def changes(
 ) -> list[tuple[str, int]]:
     """Return the changes, each with its step."""
     watch = SpikeDetector(config, warmup_steps)
-    found = []
+    results = []
     for step, norm in enumerate(norms, start=1):
         if change := watch.update(step, step + 1000, norm):
             assert change.spike.batch == change.spike.onset + 1000
-            found.append((change.kind, step))
-    return found
+            results.append((change.kind, step))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_nothing_is_judged_while_the_learning_rate_warms_up() -> None:
 
 
 def test_a_run_that_settles_on_a_higher_level_goes_on() -> None:
-    found = changes([1.0] * 10 + [5.0] * 200)
-    assert found[0] == ("began", 11)
-    assert found[-1][0] == "over"
-    assert found[-1][1] < 110
+    spikes = changes([1.0] * 10 + [5.0] * 200)
+    assert spikes[0] == ("began", 11)
+    assert spikes[-1][0] == "over"
+    assert spikes[-1][1] < 110
 
 
 def noisy(seed: int, sigma: float, lone_spikes: float = 0.0) -> Iterator[float]:

@@ -36,10 +36,21 @@ MakeJob = Callable[..., Any]
 
 def moment(step: int, attempt: int = 0, *, loss: float = 5.0, last: bool = False) -> StepEnd:
     row = MetricsRow(
-        step=step, attempt=attempt, loss=loss, grad_norm=1.5, param_norm=9.0, lr=1e-3,
-        tokens=step * 256, seq_per_s=16.0, tokens_per_s=512.0, step_time_s=0.5, data_wait_s=0.0,
-        forward_backward_s=0.4, optimizer_s=0.1, time=1e9 + step,
-    )  # fmt: skip
+        step=step,
+        attempt=attempt,
+        loss=loss,
+        grad_norm=1.5,
+        param_norm=9.0,
+        lr=1e-3,
+        tokens=step * 256,
+        seq_per_s=16.0,
+        tokens_per_s=512.0,
+        step_time_s=0.5,
+        data_wait_s=0.0,
+        forward_backward_s=0.4,
+        optimizer_s=0.1,
+        time=1e9 + step,
+    )
     return StepEnd(row, last=last, saving=last, leaving=last)
 
 
@@ -50,9 +61,13 @@ def make_job(tmp_path: Path) -> MakeJob:
     def make(step: int = 0, attempt: int = 0, name: str = "r", *overrides: str) -> Any:
         config = small_config("train.steps=40", *overrides)
         return SimpleNamespace(
-            run=RunDir(tmp_path / "runs" / name), attempt=attempt, step=step, config=config,
-            mesh=make_mesh(config, 1), resumed_from=step or None,
-        )  # fmt: skip
+            run=RunDir(tmp_path / "runs" / name),
+            attempt=attempt,
+            step=step,
+            config=config,
+            mesh=make_mesh(config, 1),
+            resumed_from=step or None,
+        )
 
     return make
 
@@ -121,10 +136,19 @@ def test_recipe_and_restarts_as_text(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(0)
     write(job, 1, 7)
     record = AttemptRecord(
-        attempt=0, stage="train", job_id="7", nodes=("n1", "n2"), world_size=2, master_addr="n1",
-        master_port=1, started_at=0.0, ending="node_failure", evidence=("n2 is | down",),
-        first_step=1, last_step=7,
-    )  # fmt: skip
+        attempt=0,
+        stage="train",
+        job_id="7",
+        nodes=("n1", "n2"),
+        world_size=2,
+        master_addr="n1",
+        master_port=1,
+        started_at=0.0,
+        ending="node_failure",
+        evidence=("n2 is | down",),
+        first_step=1,
+        last_step=7,
+    )
     record.save(job.run.attempt("train", 0).record)
     write(make_job(4, 1), 5, 6)
     write(make_job(4, 2), 5, 8)  # nothing of attempt 1 was saved

@@ -33,9 +33,13 @@ def test_divergence(new_run: NewRun) -> None:
 
 def test_user_s_fault_is_one_message(new_run: NewRun) -> None:
     run = new_run(
-        "model.family=llama", "model.num_kv_heads=1", "parallel.tensor=2",
-        "cluster.devices_per_node=2", "cluster.device=neuron", "backend=native",
-    )  # fmt: skip
+        "model.family=llama",
+        "model.num_kv_heads=1",
+        "parallel.tensor=2",
+        "cluster.devices_per_node=2",
+        "cluster.device=neuron",
+        "backend=native",
+    )
     gang = Gang(run, world=2)
     assert gang.wait() == [2, 2], gang.output()
     assert gang.output(0).count("\n  ") == 2, "both faults"

@@ -35,27 +35,22 @@ else:
 Forward = Callable[..., Tensor]
 
 
-def missing_compiler() -> list[str]:
-    """Return an error line for a ConfigError if torch.compile finds no C++ compiler.
-
-    It needs one with a full cache too: Inductor asks the compiler for its version first.
-    """
+def missing_compiler() -> str | None:
+    """Return a fault if torch.compile finds no C++ compiler, which a full cache needs too."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is not None:
-        return []
-    return [
+        return None
+    return (
         f"train.compile: true, but there is no C++ compiler {compiler!r} on this node; install "
         "one, name one in $CXX, or --set train.compile=false"
-    ]
+    )
 
 
 def slow_bf16(cpuinfo: Path = CPUINFO) -> bool:
     """Return whether this processor multiplies bf16 matrices more slowly than fp32 ones.
 
-    Intel's without matrix units (AMX) do: 2048³ on two cores of such a Xeon reach 210 GFLOP/s in
-    fp32 and 110 in bf16; so do processors that emulate bf16. AMX and AMD's avx512_bf16 are assumed
-    to be faster, not measured. Decided by the processor's flags, not by a measurement, because all
-    attempts of a run must decide alike.
+    Intel's without matrix units (AMX) take twice as long. AMX and AMD's avx512_bf16 are assumed to
+    be faster. Decided by flags, because all attempts of a run must decide alike.
     """
     fields = cpu_fields(cpuinfo)
     if platform.machine() != "x86_64" or not fields:
@@ -142,9 +137,7 @@ class _PortableMesh(DeviceMesh):
 def make_portable(mesh: DeviceMesh, name: str) -> None:
     """Make graphs that are compiled with a mesh equal on all workers, at any world size.
 
-    Args:
-        mesh: One-dimensional, a slice of its own; changed in place. Its group stays the same.
-        name: The group's name in graphs: on each worker, of the group that this worker is in.
+    `mesh` is one-dimensional and changed in place; `name` names this worker's group in graphs.
     """
     if not hasattr(mesh, "_get_root_mesh"):
         return  # torch 2.9 keeps groups elsewhere: there each worker compiles such graphs itself

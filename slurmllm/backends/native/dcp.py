@@ -1,14 +1,11 @@
-"""Checkpoints of the native backend with torch.distributed.checkpoint (DCP).
+"""Checkpoints of the native backend in the format of torch.distributed.checkpoint (DCP).
 
-Every worker writes its own shards into one file; `.metadata` maps parameter names to pieces, so
-that another number of workers can read them.
+Every worker writes its own shards; `.metadata` maps parameter names to chunks, so that another
+number of workers, and torch itself, can read them. DCP's own planning gathers all plans on one
+worker, its `async_save` makes collectives from a background thread and blocks training while it
+copies, and its reader gives every worker the whole `.metadata`. Here a save is:
 
-Why not DCP's own `async_save`: its planning and its end are collectives from a background thread,
-on a group that nothing else may use then; its copy blocks training from start to end; and it does
-not report the files that it wrote. `DcpSaver` uses its parts one by one:
-
-1. `begin`: the plan, made once, because names and shapes never change. Each worker makes its own,
-   without a message (`save_plan`); DCP's own planning gathers all plans on one worker.
+1. `begin`: the plan, made once and without a message (`save_plan`): names and shapes never change.
 2. In a thread: the copy into host memory. It continues during the next forward and backward passes,
    which only read weights; `wait_for_copy` blocks the optimizer until it is complete. On CUDA, a
    stream of its own copies into pinned memory.
@@ -26,32 +23,24 @@ import mmap
 import os
 import threading
 import time
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.storage import WriteResult
 
-from slurmllm.backends.native.save_plan import RANDOM, MeshPlace, own_items
-from slurmllm.checkpoint.formats.dcp_index import Chunk, ChunkTable, Place, SaveIndex
-from slurmllm.checkpoint.formats.dcp_write import DcpWriter, dcp_error
+from slurmllm.backends.native.save_plan import RANDOM, MeshPlace, own_tensors, share_out
+from slurmllm.checkpoint.formats.dcp_index import Chunk, Place, SaveIndex
+from slurmllm.checkpoint.formats.dcp_read import DcpFiles
+from slurmllm.checkpoint.formats.dcp_write import ChecksumFiles, Keys, file_name, write_chunk
 from slurmllm.checkpoint.formats.nxd_files import read_layout
-from slurmllm.checkpoint.formats.pickles import METADATA, DcpReader, read_metadata
+from slurmllm.checkpoint.formats.pickles import METADATA, ChunkTable, read_metadata
 from slurmllm.checkpoint.formats.weights import TrainingFiles, open_training
 from slurmllm.checkpoint.shards import ShardWrite
-from slurmllm.checkpoint.state import MOMENTS, read_origin
+from slurmllm.checkpoint.state import read_origin
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import SlurmllmError, StorageError
@@ -61,6 +50,7 @@ log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes, of a copy in host memory
 _BACKGROUND_NICENESS = 5  # of the writing threads: training has the cores first
+_SPLIT_BYTES = 64 * 2**20  # size of a worker's state from which on it takes two files
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
@@ -74,77 +64,89 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> d
     }
 
 
+def _tensors(state: Mapping[str, Any], keys: Keys = ()) -> Iterator[tuple[Keys, Tensor]]:
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _tensors(value, (*keys, key))
+        else:
+            assert isinstance(value, Tensor), "a state holds tensors only"
+            yield (*keys, key), value
+
+
 class DcpSaver:
-    """Writes one worker's part of every checkpoint; keeps plan and host memory between saves."""
+    """Writer of a worker's part of every checkpoint, with one plan and host memory for all."""
 
     def __init__(
         self, control: ControlPlane, device: torch.device, mesh_place: MeshPlace | None = None
     ) -> None:
         assert mesh_place is not None or control.world_size == 1
         self._control, self._device, self._mesh_place = control, device, mesh_place
-        self._plan: SavePlan | None = None
+        self._files: list[list[str]] = []  # keys of this worker's tensors, by file
         self._index: SaveIndex | None = None
-        self._copies: dict[MetadataIndex, Tensor] = {}
-        self._save: DcpSave | None = None
         self._names: frozenset[str] = frozenset()
+        self._copies: dict[str, Tensor] = {}
+        self._save: DcpSave | None = None
 
     def begin(self, state: Mapping[str, Any], directory: Path, *, asynchronous: bool) -> DcpSave:
         """Begin to write a state (tensors, DTensors, dicts of them) into a folder.
 
-        Unless `asynchronous`, all is written on return (collective).
-
-        Raises:
-            StorageError: On all workers if the file system refused one of them.
+        Unless `asynchronous`, all is written on return (collective). Raises a StorageError on all
+        workers if the file system refused one of them.
         """
-        # Two files at once keep two cores busy with checksums; from a GPU one stream is faster.
-        threads = 2 if asynchronous or self._device.type == "cpu" else 1
-        writer, planner = DcpWriter(directory, threads), _SavePlanner()
-        planner.set_up_planner(dict(state))
-        if self._plan is None or self._index is None:
-            self._plan, self._index = self._make_plan(planner)
-            self._names = frozenset(planner.state_dict)
-        assert self._names == planner.state_dict.keys(), "the names of a state never change"
-        plan = planner.finish_plan(self._plan)
+        by_keys = dict(_tensors(state))
+        tensors = {".".join(keys): tensor for keys, tensor in by_keys.items()}
+        if self._index is None:
+            self._names, self._files = frozenset(tensors), self._plan(tensors)
+            chunks = {".".join(keys): Chunk.of(keys, tensor) for keys, tensor in by_keys.items()}
+            self._index = SaveIndex(
+                self._control, [chunks[key] for file in self._files for key in file]
+            )
+        assert self._names == tensors.keys(), "the names of a state never change"
+        parts = [{key: local_part(tensors[key]).detach() for key in file} for file in self._files]
+        if asynchronous and not self._copies:
+            self._allocate_copies(parts)
+        save = DcpSave(directory, parts, self._control, self._index)
+        self._save = save
         if asynchronous:
-            if not self._copies:
-                self._allocate_copies(planner, plan)
-            planner.copies = self._copies
-        self._save = save = DcpSave(planner, plan, writer, self._control, self._index, self._device)
-        save.start(asynchronous)
+            save.start(self._copies, self._device)
+        else:
+            save.write_all()
         return save
 
-    def _make_plan(self, planner: _SavePlanner) -> tuple[SavePlan, SaveIndex]:
-        items = planner.create_local_plan().items
+    def _plan(self, tensors: Mapping[str, Tensor]) -> list[list[str]]:
+        """Choose the files of this worker: two keep two cores busy with checksums."""
+        keys = list(tensors)
         if self._mesh_place is not None:
-            items = own_items(items, planner.state_dict, self._mesh_place)
-        prefix = _StoragePrefix(f"__{self._control.rank}_")
-        chunks = [Chunk.of(item, planner.mappings[item.index.fqn]) for item in items]
-        return SavePlan(items, storage_data=prefix), SaveIndex(self._control, chunks)
+            keys = own_tensors(tensors, self._mesh_place)
+        sizes = {key: local_part(tensors[key]).nbytes for key in keys}
+        if sum(sizes.values()) < _SPLIT_BYTES:
+            return [keys]
+        return share_out(sizes, 2)
 
     def wait_for_copy(self) -> None:
         """Wait until the state may be changed; before every optimizer step."""
         if self._save is not None:
             self._save.wait_for_copy()
 
-    def _allocate_copies(self, planner: _SavePlanner, plan: SavePlan) -> None:
+    def _allocate_copies(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
         """Allocate host memory for the tensors that this worker writes, the same at every save."""
-        tensors = {i.index: planner.tensor(i) for i in plan.items}
+        tensors = {key: tensor for part in parts for key, tensor in part.items()}
         sizes = {
-            index: math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
-            for index, tensor in tensors.items()
+            key: math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
+            for key, tensor in tensors.items()
         }
         memory = mmap.mmap(-1, sum(sizes.values()) or _ALIGNMENT)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a hundredth of the page faults
             memory.madvise(mmap.MADV_HUGEPAGE)
         offset = 0
-        for index, tensor in tensors.items():
+        for key, tensor in tensors.items():
             # Each copy has a storage of its own, because torch.save writes the whole storage.
             if count := tensor.numel():
                 flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
-                self._copies[index] = flat.view(tensor.shape)
+                self._copies[key] = flat.view(tensor.shape)
             else:  # `frombuffer` refuses a count of 0
-                self._copies[index] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            offset += sizes[index]
+                self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            offset += sizes[key]
         if self._device.type == "cuda":
             # Pinned, so that copies run during computation; it stays registered until the end.
             start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -157,30 +159,34 @@ class DcpSave(ShardWrite):
     """One save of a worker's shards; made by `DcpSaver.begin`."""
 
     def __init__(
-        self, planner: _SavePlanner, plan: SavePlan, writer: DcpWriter, control: ControlPlane,
-        index: SaveIndex, device: torch.device,
-    ) -> None:  # fmt: skip
-        self._planner, self._plan, self._writer = planner, plan, writer
+        self,
+        directory: Path,
+        parts: Sequence[dict[str, Tensor]],
+        control: ControlPlane,
+        index: SaveIndex,
+    ) -> None:
+        self._directory, self._parts = directory, parts
         self._control, self._index = control, index
-        self._device = device
+        self._written = ChecksumFiles()
         self._copied = threading.Event()
-        self._results: Future[list[WriteResult]] = Future()
+        self._places: Future[list[Place]] = Future()
         self._names: list[str] | None = None
         self.waited_s = 0.0
 
-    def start(self, asynchronous: bool) -> None:
-        if not asynchronous:
-            self._copied.set()
-            self._write()
-            written = sorted(self._writer.fs.written)
-            self._names = [*written, *self._write_metadata()]
-            return
+    def write_all(self) -> None:
+        """Write the shards and `.metadata` (collective)."""
+        self._copied.set()
+        self._write()
+        self._names = [*sorted(self._written.written), *self._write_metadata()]
+
+    def start(self, copies: Mapping[str, Tensor], device: torch.device) -> None:
+        """Begin to copy and write in a thread."""
         ready = None
-        if self._device.type == "cuda":
+        if device.type == "cuda":
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         executor = ThreadPoolExecutor(1, thread_name_prefix="shards")
-        executor.submit(self._copy_and_write, ready)
+        executor.submit(self._copy_and_write, copies, device, ready)
         executor.shutdown(wait=False)
 
     def wait_for_copy(self) -> None:
@@ -189,11 +195,13 @@ class DcpSave(ShardWrite):
             self._copied.wait()
             self.waited_s += time.monotonic() - began
 
-    def _copy_and_write(self, ready: torch.cuda.Event | None) -> None:
+    def _copy_and_write(
+        self, copies: Mapping[str, Tensor], device: torch.device, ready: torch.cuda.Event | None
+    ) -> None:
         try:
-            self._planner.copy(ready, self._device)
+            self._copy(copies, device, ready)
         except BaseException as error:
-            self._results.set_exception(error)
+            self._places.set_exception(error)
             return
         finally:
             self._copied.set()
@@ -201,20 +209,41 @@ class DcpSave(ShardWrite):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
         self._write()
 
+    def _copy(
+        self, copies: Mapping[str, Tensor], device: torch.device, ready: torch.cuda.Event | None
+    ) -> None:
+        """Copy all tensors; on CUDA after the work that was enqueued before `ready`."""
+        stream = torch.cuda.Stream(device) if ready else None  # type: ignore[no-untyped-call]
+        if stream is not None and ready is not None:
+            stream.wait_event(ready)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for part in self._parts:
+                for key, tensor in part.items():
+                    part[key] = copies[key].copy_(tensor, non_blocking=True)
+        if stream is not None:
+            stream.synchronize()
+
     def _write(self) -> None:
         try:
-            self._results.set_result(self._writer.write_data(self._plan, self._planner).wait())
+            with ThreadPoolExecutor(len(self._parts)) as pool:
+                places = list(pool.map(self._write_file, range(len(self._parts)), self._parts))
+            self._places.set_result([place for part in places for place in part])
         except BaseException as error:  # raised by `wait` and `finish`, on all workers
-            self._results.set_exception(error)
+            self._places.set_exception(error)
+
+    def _write_file(self, number: int, tensors: Mapping[str, Tensor]) -> list[Place]:
+        name = file_name(self._control.rank, number)
+        with self._written.create(self._directory / name) as stream:
+            return [write_chunk(stream, name, tensor) for tensor in tensors.values()]
 
     def wait(self) -> list[str]:
         if self._names is not None:
             return self._names
         try:
-            self._results.result()
+            self._places.result()
         except OSError as error:
             raise self._storage_error(error) from error
-        return sorted(self._writer.fs.written)
+        return sorted(self._written.written)
 
     def finish(self) -> list[str]:
         return self._write_metadata() if self._names is None else []
@@ -224,18 +253,18 @@ class DcpSave(ShardWrite):
         fault: SlurmllmError | None = None
         places: list[Place] = []
         try:
-            stored = {result.index: result.storage_data for result in self._results.result()}
-            places = [Place.of(stored[item.index]) for item in self._plan.items]
+            places = self._places.result()
         except (OSError, SlurmllmError) as error:
             fault = self._storage_error(error)
         self._index.collect(places, fault)
         if self._control.rank == 0:
             try:
-                self._writer.write_metadata(self._index.content())
+                with self._written.create(self._directory / METADATA) as stream:
+                    stream.write(self._index.content())
             except (OSError, SlurmllmError) as error:
                 fault = self._storage_error(error)
-        if found := self._control.first(fault):
-            raise found
+        if first := self._control.first(fault):
+            raise first
         return [METADATA] if self._control.rank == 0 else []
 
     def _storage_error(self, error: OSError | SlurmllmError) -> SlurmllmError:
@@ -245,48 +274,21 @@ class DcpSave(ShardWrite):
         return StorageError(f"cannot write shards: {reason} (rank {self._control.rank})")
 
     def sha256(self, name: str) -> str | None:
-        return self._writer.fs.written.get(name)
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Passes the copies, if there are any, to the writer in place of the tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: Mapping[MetadataIndex, Tensor] = {}
-
-    def tensor(self, item: WriteItem) -> Tensor:
-        found = super().resolve_data(item)
-        assert isinstance(found, Tensor)
-        return found.detach()
-
-    def copy(self, ready: torch.cuda.Event | None, device: torch.device) -> None:
-        """Copy all tensors; on CUDA after the work that was enqueued before `ready`."""
-        stream = torch.cuda.Stream(device) if ready else None  # type: ignore[no-untyped-call]
-        if stream is not None and ready is not None:
-            stream.wait_event(ready)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            for item in self.plan.items:
-                self.copies[item.index].copy_(self.tensor(item), non_blocking=True)
-        if stream is not None:
-            stream.synchronize()
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        copy = self.copies.get(write_item.index)
-        return self.tensor(write_item) if copy is None else copy
+        return self._written.written.get(name)
 
 
 def load(
-    model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, control: ControlPlane,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    directory: Path,
+    control: ControlPlane,
     config: ModelConfig | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Load a checkpoint of any number of workers, by DCP or by NxD (collective).
 
-    The random state is restored if the number of workers is the same; else it stays as seeded at
-    the start. Without `config`, the model's is read from `train_state.json`.
-
-    Raises:
-        StorageError: On all workers if one of them cannot read its shards.
+    The random state is restored if the number of workers is the same. Without `config`, the model's
+    is read from `train_state.json`. Raises a StorageError on all workers if one cannot read its
+    shards.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
@@ -294,16 +296,22 @@ def load(
     fault: SlurmllmError | None = None
     try:
         if table is not None:
-            _load_dcp(state, directory, table, control)
+            if _num_workers(table) == control.world_size:
+                prefix = f"{RANDOM}.{_random_key(control.rank)}"
+                now = _random_state().items()
+                stored = {kind: v for kind, v in now if f"{prefix}.{kind}" in table.stored}
+                state[RANDOM] = {_random_key(control.rank): stored}
+            _read_shards(state, DcpFiles(directory, table))
         else:
-            _read_shards(state, open_training(directory, config or read_origin(directory).model))
+            files = open_training(directory, config or read_origin(directory).model)
+            _read_nxd_shards(state, files)
     except StorageError as error:
         fault = StorageError(f"{error} (rank {control.rank})")
     except SlurmllmError as error:
         fault = error
     # Exchanged, so that no worker waits in a later collective for one that failed here.
-    if found := control.first(fault):
-        raise found
+    if first := control.first(fault):
+        raise first
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     random_state = state.get(RANDOM, {}).get(_random_key(control.rank), {})
     if "cpu" in random_state:
@@ -314,55 +322,42 @@ def load(
 
 def _read_table(directory: Path, control: ControlPlane) -> ChunkTable | None:
     """Read `.metadata` on rank 0 for all workers (collective); None for a checkpoint of NxD."""
-    found: ChunkTable | StorageError | None = None
+    table: ChunkTable | StorageError | None = None
     if control.rank == 0:
         try:
             if read_layout(directory) is None:
-                found = ChunkTable.of(read_metadata(directory))
+                table = read_metadata(directory)
         except StorageError as error:
-            found = StorageError(f"{error} (rank 0)")
-    (found,) = control.broadcast((found,))
-    if isinstance(found, StorageError):
-        raise found
-    return found
+            table = StorageError(f"{error} (rank 0)")
+    (table,) = control.broadcast((table,))
+    if isinstance(table, StorageError):
+        raise table
+    return table
 
 
-def _load_dcp(
-    state: dict[str, Any], directory: Path, table: ChunkTable, control: ControlPlane
-) -> None:
-    ranks = {key.split(".")[1] for key in table.stored if key.startswith(f"{RANDOM}.")}
-    if len(ranks) == control.world_size:
-        own = _random_key(control.rank)
-        now = _random_state().items()
-        random_state = {kind: v for kind, v in now if f"{RANDOM}.{own}.{kind}" in table.stored}
-        if random_state:
-            state[RANDOM] = {own: random_state}
-    reader = DcpReader(directory, table.metadata(flatten_state_dict(state)[0]))
-    try:
-        with warnings.catch_warnings():
-            # Without a process group, on purpose: DCP's plans for reading need no other worker's.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load_state(state, storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        raise dcp_error(error, f"cannot read shards from {directory}") from error
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Loads tensors only: DCP's own unpickles everything else without restriction."""
-
-    def load_bytes(self, read_item: ReadItem, value: object) -> None:
-        raise StorageError(f"{read_item.dest_index.fqn} is no tensor; restore the checkpoint")
+def _num_workers(table: ChunkTable) -> int:
+    """Return the number of workers that wrote a checkpoint, each of which has a random state."""
+    return len({key.split(".")[1] for key in table.stored if key.startswith(f"{RANDOM}.")})
 
 
 @torch.no_grad()
-def _read_shards(state: dict[str, Any], files: TrainingFiles) -> None:
-    for name, parameter in state["model"].items():
-        local_part(parameter).copy_(files.read(name, local_region(parameter)))
-    for name, moments in state["optimizer"].items():
-        moments["step"].fill_(files.step(name))
-        for kind in MOMENTS:
-            region = local_region(moments[kind])
-            local_part(moments[kind]).copy_(files.read_moment(kind, name, region))
+def _read_shards(state: Mapping[str, Any], files: DcpFiles) -> None:
+    for keys, tensor in _tensors(state):
+        key = ".".join(keys)
+        files.require_shape(key, tuple(tensor.shape))
+        local_part(tensor).copy_(files.read_key(key, local_region(tensor)))
+
+
+@torch.no_grad()
+def _read_nxd_shards(state: Mapping[str, Any], files: TrainingFiles) -> None:
+    for (kind, name, *moment), tensor in _tensors(state):
+        region = local_region(tensor)
+        if kind == "model":
+            local_part(tensor).copy_(files.read(name, region))
+        elif moment == ["step"]:
+            tensor.fill_(files.step(name))
+        else:
+            local_part(tensor).copy_(files.read_moment(moment[0], name, region))
 
 
 def _random_key(rank: int) -> str:

@@ -19,23 +19,25 @@ _FX_GRAPHS = "inductor/fxgraph"  # two levels: first letters of the key, then th
 
 
 def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
-    found = {"MALLOC_ARENA_MAX": Variable("64", "glibc: fewer arenas, less memory held by threads")}
+    values = {
+        "MALLOC_ARENA_MAX": Variable("64", "glibc: fewer arenas, less memory held by threads")
+    }
     if config.cluster.device == "cpu":
         # A step frees and allocates the same large tensors. From the system, each one is new pages
         # that the kernel clears: about a tenth of the time of a 70-million-parameter step.
-        found |= {
+        values |= {
             "GLIBC_TUNABLES": Variable("glibc.malloc.hugetlb=1", "glibc: huge pages"),
             "MALLOC_MMAP_MAX_": Variable("0", "glibc: large tensors from the heap, reused"),
             "MALLOC_TRIM_THRESHOLD_": Variable(str(2**40), "glibc: the heap is kept"),
         }
     if config.cluster.device == "cuda":
-        found["PYTORCH_CUDA_ALLOC_CONF"] = Variable(
+        values["PYTORCH_CUDA_ALLOC_CONF"] = Variable(
             "expandable_segments:True", "PyTorch: less fragmentation"
         )
-        found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = Variable(
+        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = Variable(
             "1", "PyTorch: a lost peer ends the collective with an error"
         )
-    return found
+    return values
 
 
 def cache_variables(cache: str) -> dict[str, Variable]:

@@ -71,27 +71,26 @@ def _styles(
     module: nn.Module, plan: Mapping[str, Sharding], stream: Placement
 ) -> dict[str, ParallelStyle]:
     present = dict(module.named_modules())
-    found: dict[str, ParallelStyle] = {}
+    styles: dict[str, ParallelStyle] = {}
     for name, how in plan.items():
         if name not in present:
             continue
         if how == "column":
-            found[name] = ColwiseParallel(input_layouts=stream)
+            styles[name] = ColwiseParallel(input_layouts=stream)
         elif how == "row":
-            found[name] = RowwiseParallel(output_layouts=stream)
+            styles[name] = RowwiseParallel(output_layouts=stream)
         elif how == "sequence" and stream.is_shard():
-            found[name] = SequenceParallel(sequence_dim=_SEQUENCE_DIM, use_local_output=True)
+            styles[name] = SequenceParallel(sequence_dim=_SEQUENCE_DIM, use_local_output=True)
         elif how == "head":  # the same, with heads in place of the sequence
-            found[name] = SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
-    return found
+            styles[name] = SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
+    return styles
 
 
 class ParallelEmbedding(nn.Embedding):
     """An embedding of which each worker has a shard of the entries.
 
-    Not RowwiseParallel, whose backward pass computes the gradient of the whole vocabulary on every
-    worker and sums these (torch 2.13). The result must not be asynchronous either: a compiled
-    function, the first block, returns no gradient to such an input.
+    CAUTION: RowwiseParallel's backward pass computes the gradient of the whole vocabulary on every
+    worker (torch 2.13). An asynchronous result gets no gradient from a compiled function.
     """
 
     def __init__(self, entries: int, width: int, mesh: DeviceMesh, stream: Placement) -> None:
@@ -102,10 +101,11 @@ class ParallelEmbedding(nn.Embedding):
         """[batch, seq] → [batch, seq or a shard of it, hidden]; entries equal on all workers."""
         assert isinstance(self.weight, DTensor)
         local = self.weight.to_local()
-        own = entries - self.mesh.get_local_rank() * local.shape[0]
-        others = (own < 0) | (own >= local.shape[0])
-        rows = F.embedding(own.masked_fill(others, 0), local).masked_fill(others.unsqueeze(-1), 0)
-        partial = DTensor.from_local(rows, self.mesh, [Partial()], run_check=False)
+        rows = entries - self.mesh.get_local_rank() * local.shape[0]
+        others = (rows < 0) | (rows >= local.shape[0])
+        vectors = F.embedding(rows.masked_fill(others, 0), local)
+        vectors = vectors.masked_fill(others.unsqueeze(-1), 0)
+        partial = DTensor.from_local(vectors, self.mesh, [Partial()], run_check=False)
         return partial.redistribute(self.mesh, [self.stream]).to_local()
 
 
@@ -186,11 +186,14 @@ class Pipeline:
         stages: list[Any] = []
         for number, chunk in zip(numbers, chunks, strict=True):
             stage: Any = PipelineStage(
-                chunk, number, mesh.chunks, device,
+                chunk,
+                number,
+                mesh.chunks,
+                device,
                 input_args=tokens if chunk.first else hidden,
                 output_args=loss if chunk.last else hidden,
                 group=group.get_group(),
-            )  # fmt: skip
+            )
             stage.forward_one_chunk = annotated("forward", stage.forward_one_chunk)
             stage.backward_one_chunk = annotated("backward", stage.backward_one_chunk)
             stages.append(stage)
@@ -264,8 +267,8 @@ def num_copies(tensor: Tensor, workers: int) -> int:
 def total_norm(tensors: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
     """Return the 2-norm over all elements of all tensors, fp64 (collective over all workers).
 
-    One message: torch's clip_grad_norm_ sends one for each DTensor, and does not cover pipeline
-    stages. `copies` has `num_copies` of each tensor. The host waits for nothing.
+    One message for all, pipeline stages included, and the host waits for nothing. `copies` has
+    `num_copies` of each tensor.
     """
     squares = torch.stack([_sum_of_squares(local_part(tensor).detach()) for tensor in tensors])
     total = (squares / _on_device(tuple(copies), squares.device)).sum()

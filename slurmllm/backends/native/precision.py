@@ -72,22 +72,21 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the recipe's optimizer over this worker's shards, under their names in the whole model.
 
-    Raises:
-        ConfigError: It is another package's, and it, its settings or what it makes are wrong.
+    Raises a ConfigError if another package's optimizer, its settings or what it makes are wrong.
     """
     optim = recipe.optim
     if optim.name == ADAMW:
         return make_adamw(named_parameters, optim, recipe.train)
-    given, path = list(named_parameters), "optim.name"
+    parameters, path = list(named_parameters), "optim.name"
     made = build(
-        "optimizers", optim.name, path, torch.optim.Optimizer, optim.settings, given, recipe
+        "optimizers", optim.name, path, torch.optim.Optimizer, optim.settings, parameters, recipe
     )
     held = [id(tensor) for group in made.param_groups for tensor in group["params"]]
     # One that is left out would silently stay as it was initialized.
-    if faults := [name for name, tensor in given if held.count(id(tensor)) != 1]:
+    if faults := [name for name, tensor in parameters if held.count(id(tensor)) != 1]:
         raise ConfigError(
-            f"{path}: {optim.name!r} has {len(faults)} of {len(given)} parameters not exactly once "
-            f"in its groups, such as {faults[0]}; correct the plugin"
+            f"{path}: {optim.name!r} has {len(faults)} of {len(parameters)} parameters not exactly "
+            f"once in its groups, such as {faults[0]}; correct the plugin"
         )
     return made
 
@@ -122,13 +121,8 @@ def make_adamw(
 class StochasticAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW, computed in fp32 from bf16 and rounded back stochastically.
 
-    The state has the names and shapes of AdamW's, so a run of any precision can load it.
-
-    Args:
-        groups: Parameter groups, each with its weight_decay; plain tensors or DTensors.
-        names: Of the parameters. Copies of a parameter must have the same name.
-        compiled: Whether to compile the update, one graph for all shapes of matrices and one for
-            vectors; on CPUs the results have the same bits.
+    The state has the names and shapes of AdamW's, so a run of any precision can load it. Copies of
+    a parameter must have the same name. Compiled or not, results on CPUs have the same bits.
     """
 
     def __init__(
@@ -194,12 +188,10 @@ def update_(
     columns: Tensor,
     coefficients: Tensor,
 ) -> None:
-    """One step of AdamW in place (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
+    """Make a step of AdamW in place (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
 
-    Args:
-        weight: bf16 [rows, columns], as gradient, exp_avg and exp_avg_sq.
-        keys: int32 [rows, 1], hashed with the column to the random bits.
-        columns: int32 [columns], the columns' numbers in the whole parameter.
+    Tensors are bf16 [rows, columns]; `keys`, int32 [rows, 1], and `columns`, int32 [columns], are
+    the numbers in the whole parameter that the random bits are hashed from.
     """
     keep, one_minus_beta1, beta2, one_minus_beta2, size, root, eps = coefficients.unbind()
     bits = scramble(keys ^ columns)
@@ -248,8 +240,8 @@ def scramble(x: Tensor) -> Tensor:
 class _RandomKeys:
     """The keys that the random bits of each element are hashed from.
 
-    A shard of a parameter is rows and columns of the whole; a vector is one row. All rows of a
-    worker are in one tensor, so that a step takes a few small operations, not a few a parameter.
+    A shard is rows and columns of the whole parameter; a vector is one row. One tensor has all
+    rows.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], seed: int) -> None:

@@ -57,10 +57,7 @@ def cpu_capability(flags: set[str], requested: str | None) -> str:
 
 
 def cpu_fields(cpuinfo: Path = CPUINFO) -> dict[str, list[str]]:
-    """Read /proc/cpuinfo: field → its value, split at spaces, of the last processor.
-
-    Empty if there is no such file.
-    """
+    """Return the fields of /proc/cpuinfo's last processor, split at spaces; none without it."""
     if not cpuinfo.is_file():
         return {}
     lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())

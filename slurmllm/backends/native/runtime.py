@@ -80,7 +80,8 @@ class NativeBackend(Backend):
         faults = unsupported(self.config)
         worker, mesh, kind = self.worker, self.mesh, self.config.cluster.device
         if self.config.recipe.train.compile and kind == "cpu":
-            faults += compiling.missing_compiler()
+            if fault := compiling.missing_compiler():
+                faults.append(fault)
             compiling.tag_cache_keys()
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
@@ -89,10 +90,8 @@ class NativeBackend(Backend):
             self.device = torch.device(kind, worker.local_rank)
             torch.cuda.set_device(self.device)
             self.deferred_metrics = True
-        init_process_group(
-            "nccl" if kind == "cuda" else "gloo", worker.rank, worker.world_size,
-            COLLECTIVE_TIMEOUT, self.device if kind == "cuda" else None,
-        )  # fmt: skip
+        name, bound_to = ("nccl", self.device) if kind == "cuda" else ("gloo", None)
+        init_process_group(name, worker.rank, worker.world_size, COLLECTIVE_TIMEOUT, bound_to)
         degrees, names = (mesh.pipeline, mesh.data, mesh.tensor), ("pipeline", "data", "tensor")
         self.device_mesh = init_device_mesh(kind, degrees, mesh_dim_names=names)
         if self.config.recipe.model.tied_embeddings and mesh.pipeline > 1:
@@ -145,11 +144,10 @@ class NativeBackend(Backend):
         recipe, mesh = self.config.recipe, self.mesh
         length = recipe.model.seq_len
         share = length // mesh.tensor if recipe.parallel.sequence else length
-        hidden = torch.empty(
-            mesh.micro_batch, share, recipe.model.hidden_size,
-            dtype=precision.compute_dtype(recipe.train.precision), device="meta",
-            requires_grad=True,  # otherwise no gradient is sent back
-        )  # fmt: skip
+        shape = (mesh.micro_batch, share, recipe.model.hidden_size)
+        dtype = precision.compute_dtype(recipe.train.precision)
+        # Without `requires_grad` no gradient is sent back.
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         group = self.device_mesh["pipeline"]
         return Pipeline(self.chunks, mesh, group, self.device, hidden, length, self.annotated)
 
@@ -179,7 +177,7 @@ class NativeBackend(Backend):
         return self._global_mean(mean)
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """Where FSDP does not gather them itself."""
+        """Return a context with whole weights, where FSDP does not gather them itself."""
         return nullcontext() if self.weights is None else self.weights.whole()
 
     def _global_mean(self, mean: Tensor | None) -> DeviceNumber:

@@ -8,15 +8,13 @@ same way and takes its own share.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from slurmllm.checkpoint.formats.dcp_write import chunk_bytes
+from slurmllm.model.init import local_part
 from slurmllm.plan.mesh import Mesh
 
 RANDOM = "random"  # prefix of the state that every worker has of its own
@@ -27,7 +25,7 @@ _TIED = ("model.embed.weight", "optimizer.embed.weight.")
 
 @dataclass(frozen=True)
 class Holders:
-    """The workers that hold the same chunk: this one's place among them."""
+    """This worker's place among the workers that hold the same chunk."""
 
     axes: tuple[str, ...]  # of the mesh, over which the chunk is replicated
     place: int
@@ -37,8 +35,7 @@ class Holders:
 class MeshPlace:
     """A worker's place on the mesh, which tells which other workers hold the same chunks.
 
-    Args:
-        tied: Whether the first and the last pipeline stage share the embedding.
+    `tied`: the first and the last pipeline stage share the embedding.
     """
 
     def __init__(self, mesh: Mesh, rank: int, *, tied: bool = False) -> None:
@@ -68,28 +65,23 @@ class MeshPlace:
         return Holders(tuple(axes), place, count)
 
 
-def own_items(
-    items: Sequence[WriteItem], state: Mapping[str, Any], mesh_place: MeshPlace
-) -> list[WriteItem]:
-    """Return those of the chunks that a worker holds that it writes, in their order.
+def own_tensors(state: Mapping[str, Tensor], mesh_place: MeshPlace) -> list[str]:
+    """Return the keys of the tensors whose local chunks this worker writes, in their order."""
+    groups: dict[Holders, dict[str, int]] = {}
+    for key, tensor in state.items():
+        if num_bytes := local_part(tensor).nbytes:  # FSDP leaves some workers without a part
+            groups.setdefault(mesh_place.holders(key, tensor), {})[key] = num_bytes
+    shares = (share_out(sizes, holders.count)[holders.place] for holders, sizes in groups.items())
+    written = {key for share in shares for key in share}
+    return [key for key in state if key in written]
 
-    Args:
-        items: One per chunk that the worker holds.
-        state: Key → tensor.
-    """
-    groups: dict[Holders, list[WriteItem]] = {}
-    for item in items:
-        if chunk_bytes(item):  # FSDP leaves some workers without a part of a small parameter
-            groups.setdefault(mesh_place.holders(item.index.fqn, state[item.index.fqn]), []).append(
-                item
-            )
-    kept: set[str] = set()
-    for holders, held in groups.items():
-        # The largest first, each to the holder that has the least so far.
-        loads = [(0, place) for place in range(holders.count)]
-        for item in sorted(held, key=lambda item: (-chunk_bytes(item), item.index.fqn)):
-            load, place = loads[0]
-            heapq.heapreplace(loads, (load + chunk_bytes(item) + _ITEM_BYTES, place))
-            if place == holders.place:
-                kept.add(item.index.fqn)
-    return [item for item in items if item.index.fqn in kept]
+
+def share_out(sizes_bytes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Distribute tensors: the largest first, each to the share with the least bytes so far."""
+    shares: list[list[str]] = [[] for _ in range(count)]
+    loads = [(0, place) for place in range(count)]
+    for key in sorted(sizes_bytes, key=lambda key: (-sizes_bytes[key], key)):
+        load, place = loads[0]
+        heapq.heapreplace(loads, (load + sizes_bytes[key] + _ITEM_BYTES, place))
+        shares[place].append(key)
+    return shares

@@ -1,9 +1,7 @@
 """FSDP's states of a model, sharded and whole, for one data-parallel worker, without its copies.
 
-With one worker FSDP still copies: weights into the buffers of a gather and out of them, gradients
-into those of a reduction and out of them, about a twentieth of a small model's step on CPUs. Here a
-weight is used where it is; in mixed precision it is converted once a step, and each gradient once.
-All results have the same bits.
+FSDP would copy weights and gradients into buffers and back, a twentieth of a small model's step on
+CPUs. Here only mixed precision converts, once a step. All results have the same bits.
 """
 
 from __future__ import annotations
@@ -39,12 +37,9 @@ class _Weight:
 
 
 class UnshardedWeights:
-    """Makes a model's parameters DTensors, as FSDP does, which are whole tensors in `whole()`.
+    """A model's parameters as DTensors, as FSDP has them, which are whole tensors in `whole()`.
 
-    Args:
-        model: Plain parameters on their device.
-        mesh: The data-parallel mesh, of one worker.
-        dtype: Of forward and backward.
+    The data-parallel mesh has one worker; forward and backward use `dtype`.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:

@@ -46,44 +46,15 @@ def model_inputs(config: RunConfig) -> tuple[str, ...]:
 def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """Return the arguments of each NxD function, by the function's name."""
     recipe = config.recipe
-    optim, parallel, train = recipe.optim, recipe.parallel, recipe.train
+    parallel, train = recipe.parallel, recipe.train
     recomputed = [name for part in train.recomputed for name in _RECOMPUTED_CLASSES[part]]
     zero, master = parallel.zero > 0, train.precision == "bf16_mixed"
-    optimizer: dict[str, Any] = {
-        "optimizer_class": "torch.optim.AdamW",
-        "lr": optim.lr,
-        "betas": list(optim.betas),
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-        # Step and learning rate become inputs of the compiled graph, not constants.
-        "capturable": config.cluster.device == "neuron",
-    }
-    if zero:
-        optimizer["optimizer_dtype"] = optimizer_dtype(train.precision)
-    pipeline: dict[str, Any] | None = None
-    if mesh.pipeline > 1:
-        chunk_layers = recipe.model.num_layers // mesh.chunks
-        pipeline = {
-            "transformer_layer_cls": BLOCK,
-            "num_microbatches": mesh.accumulation,
-            "virtual_pipeline_size": mesh.virtual_pipeline,
-            "pipeline_cuts": [
-                f"layers.{chunk_layers * chunk - 1}" for chunk in range(1, mesh.chunks)
-            ],
-            "input_names": list(model_inputs(config)),
-            "output_loss_value_spec": True,
-            "leaf_module_cls": list(LEAVES),
-            "use_optimizer_wrapper": True,
-            "use_zero1_optimizer": zero,
-            # Copying the loss to the host would block every step until the device has finished.
-            "return_loss_on_cpu": False,
-        }
     return {
         "neuronx_distributed_config": {
             "tensor_parallel_size": mesh.tensor,
             "pipeline_parallel_size": mesh.pipeline,
             "sequence_parallel": parallel.sequence,
-            "pipeline_config": pipeline,
+            "pipeline_config": _pipeline(config, mesh) if mesh.pipeline > 1 else None,
             # `shards.py` computes the gradient norm and clips: NxD does both wrong if key and value
             # heads are replicated, and its ZeRO-1 always clips at 1.
             "optimizer_config": {"zero_one_enabled": zero, "grad_clipping": False},
@@ -96,7 +67,7 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
                 "use_master_weights_in_ckpt": master,
             },
         },
-        "initialize_parallel_optimizer": optimizer,
+        "initialize_parallel_optimizer": _optimizer(config),
         "parallel_layers": {
             "dtype": dtype(train.precision),
             # With NxD's default, fp32, the reduced gradient of a bf16 layer is lost.
@@ -111,4 +82,36 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
             "async_save": True,
             "num_kept_ckpts": None,
         },
+    }
+
+
+def _optimizer(config: RunConfig) -> dict[str, Any]:
+    optim, train = config.recipe.optim, config.recipe.train
+    zero_only = {"optimizer_dtype": optimizer_dtype(train.precision)}
+    return {
+        "optimizer_class": "torch.optim.AdamW",
+        "lr": optim.lr,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        # Step and learning rate become inputs of the compiled graph, not constants.
+        "capturable": config.cluster.device == "neuron",
+        **(zero_only if config.recipe.parallel.zero > 0 else {}),
+    }
+
+
+def _pipeline(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    layers = config.recipe.model.num_layers // mesh.chunks
+    return {
+        "transformer_layer_cls": BLOCK,
+        "num_microbatches": mesh.accumulation,
+        "virtual_pipeline_size": mesh.virtual_pipeline,
+        "pipeline_cuts": [f"layers.{layers * chunk - 1}" for chunk in range(1, mesh.chunks)],
+        "input_names": list(model_inputs(config)),
+        "output_loss_value_spec": True,
+        "leaf_module_cls": list(LEAVES),
+        "use_optimizer_wrapper": True,
+        "use_zero1_optimizer": config.recipe.parallel.zero > 0,
+        # Copying the loss to the host would block every step until the device has finished.
+        "return_loss_on_cpu": False,
     }

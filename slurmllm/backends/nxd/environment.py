@@ -112,19 +112,18 @@ INSPECT = "NEURON_RT_INSPECT_ENABLE"
 def _profiling(config: RunConfig, profiles: Path | None) -> dict[str, Variable]:
     """Return the variables of Neuron's profiler, which the runtime reads when a worker starts.
 
-    It knows no training steps: the system profile is of the whole attempt, the device profile of
-    each graph's first execution.
+    It profiles the whole attempt, and of the device each graph's first execution.
     """
     if config.recipe.profile.steps is None or config.cluster.device != "neuron":
         return {}
-    found = {
+    values = {
         INSPECT: Variable("1", f"profile.steps ({_PROFILER})"),
         "NEURON_RT_INSPECT_DEVICE_PROFILE": Variable("1", f"{_PROFILER}: a graph's first run"),
     }
     if profiles is not None:
         folder = Variable(str(profiles), f"{_PROFILER}: a folder a worker, named by its process")
-        found["NEURON_RT_INSPECT_OUTPUT_DIR"] = folder
-    return found
+        values["NEURON_RT_INSPECT_OUTPUT_DIR"] = folder
+    return values
 
 
 def compiler_flags(config: RunConfig) -> dict[str, str]:
@@ -181,14 +180,14 @@ _TOOL = "neuron_parallel_compile"
 
 # Variables of the network, the host and the device's runtime; any other may change a graph.
 _NOT_IN_GRAPHS = (
-    "FI_", "OFI_", "CCOM_", "GLOO_", "NCCL_", "MALLOC_", "GLIBC_", "TF_NUM_", "HF_", "OMP_",
-    "NEURON_RT_", "NEURON_COMPILE_CACHE_URL", "XLA_THREAD_POOL_SIZE", "XLA_IO_THREAD_POOL_SIZE",
-    "TORCHELASTIC_RUN_ID", "LD_LIBRARY_PATH", "PYTHON",
-)  # fmt: skip
+    *("FI_", "OFI_", "CCOM_", "GLOO_", "NCCL_", "MALLOC_", "GLIBC_", "TF_NUM_", "HF_", "OMP_"),
+    *("NEURON_RT_", "NEURON_COMPILE_CACHE_URL", "XLA_THREAD_POOL_SIZE"),
+    *("XLA_IO_THREAD_POOL_SIZE", "TORCHELASTIC_RUN_ID", "LD_LIBRARY_PATH", "PYTHON"),
+)
 
 
 def graphs(cache: Path) -> list[Graph]:
-    found = []
+    entries = []
     for entry in sorted((cache / FOLDER).glob("neuronxcc-*/MODULE_*")):
         if not entry.is_dir():
             continue
@@ -198,8 +197,8 @@ def graphs(cache: Path) -> list[Graph]:
             graph = graph._replace(state="compiled")
         elif log.is_file():
             graph = graph._replace(state="failed", log=log)
-        found.append(graph)
-    return found
+        entries.append(graph)
+    return entries
 
 
 def expects_graphs(config: RunConfig) -> bool:
@@ -209,17 +208,16 @@ def expects_graphs(config: RunConfig) -> bool:
 def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -> list[list[str]]:
     """Collect the graphs of the workers' steps, then compile the graphs in the cache.
 
-    Two commands: with one, the tool compiles only the graphs named on the workers' standard output,
-    which is rank 0's alone. The tool empties its working folder, whose default is shared by all
-    runs of a user on a node, so it gets `work`.
+    With one command the tool would compile only the graphs of rank 0's output. It empties its
+    working folder, which by default all runs of a user share, so it gets `work`.
     """
     tool = shutil.which(_TOOL, path=str(Path(sys.executable).parent)) or shutil.which(_TOOL)
     if tool is None and not expects_graphs(config):
         return [list(workers)]
-    own = ["--parallel_compile_workdir", str(work)]
+    options = ["--parallel_compile_workdir", str(work)]
     return [
-        [tool or _TOOL, "--command", "collect", *own, *workers],
-        [tool or _TOOL, "--command", "compile", *own],
+        [tool or _TOOL, "--command", "collect", *options, *workers],
+        [tool or _TOOL, "--command", "compile", *options],
     ]
 
 
@@ -230,8 +228,7 @@ _SCHEDULE |= {"decay", "decay_start", "decay_steps"}
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
     """Return the settings that the graphs of a run depend on; CPU threads are none of them.
 
-    The optimizer's constants are part of its graph, the mesh's degrees part of the replica groups
-    of every collective.
+    The optimizer's constants and the mesh's replica groups are parts of graphs.
     """
     recipe = config.recipe
     flags = {name: variable.value for name, variable in variables(config).items()}
@@ -349,20 +346,20 @@ def instance_faults(cluster: Cluster) -> list[str]:
 
 NOT_INSTALLED = "not installed"
 _PACKAGES = (
-    "neuronx-distributed", "torch-neuronx", "libneuronxla", "neuronx-cc", "torch-xla", "torch",
-)  # fmt: skip
+    *("neuronx-distributed", "torch-neuronx", "libneuronxla", "neuronx-cc", "torch-xla", "torch"),
+)
 _DRIVER = Path("/sys/module/neuron/version")
 _LIBRARIES = Path("/opt/aws/neuron/lib")
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    by_package = {}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            by_package[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = NOT_INSTALLED
-    return found
+            by_package[package] = NOT_INSTALLED
+    return by_package
 
 
 def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
@@ -386,8 +383,8 @@ def node_versions() -> dict[str, str]:
 def _library_version(name: str, package: str) -> str:
     """Return the version from the file that the library links to, else from its package."""
     file = _LIBRARIES / name
-    if file.exists() and (found := re.search(r"\.so\.(\d+\.\d[\w.+-]*)$", file.resolve().name)):
-        return found.group(1)
+    if file.exists() and (match := re.search(r"\.so\.(\d+\.\d[\w.+-]*)$", file.resolve().name)):
+        return match.group(1)
     return (
         output_of("dpkg-query", "--show", "--showformat=${Version}", package)
         or output_of("rpm", "--query", "--queryformat", "%{VERSION}", package)

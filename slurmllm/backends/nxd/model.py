@@ -1,8 +1,7 @@
-"""The decoder in neuronx-distributed's layers.
+"""The decoder in neuronx-distributed's layers, by the family's sharding plan.
 
-`slurmllm.model.decoder` defines the computation; the family's sharding plan maps its modules to
-NxD's layers. Parameters keep their names. On all meshes, the model meets the requirements of NxD's
-tracer for pipeline stages: a straight-line forward, and no tensor used by several stages.
+NxD's tracer for pipeline stages needs a straight-line forward, and no tensor that several stages
+use.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from slurmllm.plan.parameters import kv_copies
 
 
 class Layers:
-    """Makes NxD's layers for one worker, with weights and activations of type `dtype`.
+    """NxD's layers of one worker, with weights and activations of type `dtype`.
 
     `tensor` is the degree; with `sequence`, activations between matrices are sharded by sequence.
     """
@@ -51,17 +50,17 @@ class Layers:
 
     def column(self, linear: nn.Linear, rows: int | None = None) -> nn.Module:
         """Make a layer sharded by output features; `rows` of all workers with replicated heads."""
+        outputs, options = rows or linear.out_features, {"gather_output": False, **self._options}
         made: nn.Module = ColumnParallelLinear(
-            linear.in_features, rows or linear.out_features, bias=linear.bias is not None,
-            gather_output=False, **self._options,
-        )  # fmt: skip
+            linear.in_features, outputs, bias=linear.bias is not None, **options
+        )
         return made
 
     def row(self, linear: nn.Linear) -> nn.Module:
+        sizes, options = (linear.in_features, linear.out_features), self._options
         made: nn.Module = RowParallelLinear(
-            linear.in_features, linear.out_features, bias=linear.bias is not None,
-            input_is_parallel=True, **self._options,
-        )  # fmt: skip
+            *sizes, bias=linear.bias is not None, input_is_parallel=True, **options
+        )
         return made
 
     def vocabulary(self, embedding: nn.Embedding, kind: type[VocabularyEmbedding]) -> nn.Module:
@@ -130,12 +129,10 @@ class CoreAttention(CausalCore):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, positions: Tensor | None = None
     ) -> Tensor:
-        """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim].
+        """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim], k and v with fewer heads.
 
-        k and v may have fewer heads. The softmax is computed in fp32. `rotary`, [2, at least seq,
-        head_dim / 2], rotates by positions in the sequence: attention depends only on differences
-        of positions, and no rows are gathered. With `positions`, [batch, seq], as the decoder's,
-        attention stays within documents.
+        The softmax is computed in fp32. Without gathered rows, `rotary` rotates by positions in the
+        sequence: attention depends only on their differences. `positions` are the decoder's.
         """
         if self.use_rotary:
             rotary = rotary[:, : q.shape[1]]
@@ -220,9 +217,9 @@ class ParallelLoss(nn.Module):
         if self.z_loss:
             if self._entries is None or self._entries.device != logits.device:
                 self._entries = _own_entries(logits).to(logits.device)
-            own = labels.unsqueeze(-1) == self._entries
+            is_label = labels.unsqueeze(-1) == self._entries
             hits = mappings.reduce_from_tensor_model_parallel_region(
-                torch.where(own, logits, 0).sum(-1)
+                torch.where(is_label, logits, 0).sum(-1)
             )
         losses = parallel_cross_entropy(logits, torch.where(labels == IGNORED, 0, labels))
         if self.z_loss:
@@ -234,7 +231,7 @@ class ParallelLoss(nn.Module):
 
 
 def _own_entries(logits: Tensor) -> Tensor:
-    """The entries of the vocabulary of this worker's logits.
+    """Return the entries of the vocabulary of this worker's logits.
 
     Data, not a branch of the graph, so that all workers have one graph.
     """
@@ -243,7 +240,7 @@ def _own_entries(logits: Tensor) -> Tensor:
 
 
 class ParallelDecoder(nn.Module):
-    """Tokens and labels to the loss, in NxD's layers; takes over the modules of a decoder."""
+    """A decoder in NxD's layers, from tokens and labels to the loss; it takes its modules."""
 
     def __init__(self, decoder: Decoder, layers: Layers) -> None:
         super().__init__()

@@ -110,22 +110,22 @@ class NxdBackend(Backend):
 
     def _resolve_names(self) -> dict[str, Any]:
         """Return NxD's configuration with classes and functions in place of their names."""
-        found = dict(self._arguments["neuronx_distributed_config"])
-        recomputed = found["activation_checkpoint_config"]
+        options = dict(self._arguments["neuronx_distributed_config"])
+        recomputed = options["activation_checkpoint_config"]
         if recomputed:
-            found["activation_checkpoint_config"] = [
+            options["activation_checkpoint_config"] = [
                 next(vars(m)[name] for m in (parallel_model, decoder, nn) if name in vars(m))
                 for name in recomputed
             ]
-        if found["pipeline_config"]:
-            layer = found["pipeline_config"]["transformer_layer_cls"]
-            found["pipeline_config"] |= {"transformer_layer_cls": getattr(parallel_model, layer)}
-        found["model_init_config"] = {
+        if options["pipeline_config"]:
+            layer = options["pipeline_config"]["transformer_layer_cls"]
+            options["pipeline_config"] |= {"transformer_layer_cls": getattr(parallel_model, layer)}
+        options["model_init_config"] = {
             "meta_device_init": True,
             # A late reference: NxD needs it before the ranks exist that weights depend on.
             "param_init_fn": lambda module, device: self._initialize(module, device),
         }
-        return found
+        return options
 
     def build(self, model_factory: ModelFactory) -> None:
         recipe, mesh = self.config.recipe, self.mesh
@@ -344,21 +344,25 @@ class NxdBackend(Backend):
         """Return the layout of the checkpoints (collective when first called)."""
         mesh, precision = self.mesh, self.config.recipe.train.precision
         if self._stage_names is None:
-            own = tuple(self.parameters) if self._ranks[1:] == (0, 0) else None  # one of a stage
-            everyone = self.control.gather(own)
+            first = self._ranks[1:] == (0, 0)  # one worker of a stage
+            everyone = self.control.gather(tuple(self.parameters) if first else None)
             names = None if everyone is None else tuple(n for n in everyone if n is not None)
             self._stage_names = self.control.broadcast(names)
         return NxdLayout(
-            tensor=mesh.tensor, pipeline=mesh.pipeline, data=mesh.data,
-            virtual_pipeline=mesh.virtual_pipeline, zero=self._sharded,
-            optimizer_dtype=optimizer_dtype(precision), dtype=dtype(precision),
+            tensor=mesh.tensor,
+            pipeline=mesh.pipeline,
+            data=mesh.data,
+            virtual_pipeline=mesh.virtual_pipeline,
+            zero=self._sharded,
+            optimizer_dtype=optimizer_dtype(precision),
+            dtype=dtype(precision),
             names=self._stage_names,
-        )  # fmt: skip
+        )
 
     def load_shards(self, directory: Path) -> None:
         """Load a checkpoint of this or another mesh or backend (collective)."""
         if read_layout(directory) == self._layout():
-            wanted = [
+            hyperparameters = [
                 {name: value for name, value in group.items() if name != "params"}
                 for group in self.optimizer.param_groups
             ]
@@ -366,7 +370,7 @@ class NxdBackend(Backend):
             self._use_loaded_state()
             # NxD loads the hyperparameters too; the recipe's apply, which may have changed.
             for groups in (self.optimizer.param_groups, self._inner_optimizer.param_groups):
-                for group, values in zip(groups, wanted, strict=True):
+                for group, values in zip(groups, hyperparameters, strict=True):
                     group.update(values)
             return
         self._load_any_mesh(open_training(directory, self.config.recipe.model))

@@ -41,16 +41,18 @@ class NxdSaving(ShardWrite):
     """
 
     def __init__(
-        self, directory: Path, layout: NxdLayout, rank: tuple[int, int, int], model: Any,
+        self,
+        directory: Path,
+        layout: NxdLayout,
+        rank: tuple[int, int, int],
+        model: Any,
         optimizer: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._directory, self._layout, self._rank = directory, layout, rank
         self._first = dist.get_rank() == 0
         # In a thread even if training waits, so that a failed write can be reported.
-        nxd.save_checkpoint(
-            str(directory), TAG, model=model, optimizer=optimizer, async_save=True,
-            num_kept_ckpts=None,
-        )  # fmt: skip
+        options = {"async_save": True, "num_kept_ckpts": None}
+        nxd.save_checkpoint(str(directory), TAG, model=model, optimizer=optimizer, **options)
         self._task: concurrent.futures.Future[None] | None = nxd_checkpoint.g_iostate._save_task
 
     def wait(self) -> list[str]:
@@ -95,8 +97,8 @@ def forget() -> None:
 def load(directory: Path, model: Any, optimizer: Any) -> None:
     """Load a checkpoint written on the same mesh (collective).
 
-    Two calls: in one, NxD reads the optimizer first, and ZeRO-1 takes its shards from weights that
-    are not loaded yet. With the tag: without one, NxD chooses by the files' times.
+    In two calls: in one, ZeRO-1 takes its shards from weights that are not loaded yet. With the
+    tag: without one, NxD chooses by the files' times.
     """
     nxd.load_checkpoint(str(directory), tag=TAG, model=model)
     nxd.load_checkpoint(str(directory), tag=TAG, optimizer=optimizer)

@@ -1,9 +1,7 @@
 """A worker's shards of the model's parameters, and norms and clipping of their gradients.
 
-The norm replaces NxD's `clip_grad_norm`, which counts replicated keys and values once for each
-copy, and the clipping of its ZeRO-1, which clips at 1 whatever the setting. Both run inside NxD's
-step, in a hook of the inner optimizer, after the gradients have been reduced (and, with ZeRO-1,
-sharded). Nothing here waits for the device.
+NxD's `clip_grad_norm` counts replicated keys and values once for each copy, and its ZeRO-1 always
+clips at 1. These run in a hook of the inner optimizer, after gradients have been reduced.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from slurmllm.checkpoint.shards import WeightReader
+from slurmllm.checkpoint.shards import Region, WeightReader
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.model.init import normal, standard_deviation
+from slurmllm.model.init import initial_values
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import Shape, Share, kv_copies, parameter_shapes, sharding, share_of
 
@@ -36,7 +34,7 @@ class CopyCounts(NamedTuple):
 
 
 class ParameterShards:
-    """Maps a worker's parameters to the whole model's; `tensor` is the tensor-parallel degree."""
+    """A worker's parameters in the whole model's; `tensor` is the tensor-parallel degree."""
 
     def __init__(self, config: ModelConfig, tensor: int) -> None:
         self.config, self.tensor = config, tensor
@@ -50,12 +48,12 @@ class ParameterShards:
 
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return this worker's parameters by name; tied parameters appear once."""
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for module in model.modules():
             for leaf, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:  # NxD freezes those of other stages
-                    found.setdefault(self.name(module, leaf), parameter)
-        return found
+                    parameters.setdefault(self.name(module, leaf), parameter)
+        return parameters
 
     def name(self, module: nn.Module, leaf: str) -> str:
         """Return a parameter's name in the whole model."""
@@ -79,29 +77,21 @@ class ParameterShards:
     def initializer(self, seed: int) -> Callable[[nn.Module, torch.device], None]:
         """Return NxD's `param_init_fn`: it sets one module's parameters, without its children."""
 
+        def initial(name: str, region: Region) -> Tensor:
+            return initial_values(self.config, name, self.shapes[name], region, seed)
+
         def initialize(module: nn.Module, device: torch.device) -> None:
             with torch.no_grad():
                 for leaf, parameter in module.named_parameters(recurse=False):
-                    name = self.name(module, leaf)
-                    parameter.copy_(self.read(name, lambda n, r: self._initial(n, r, seed)))
+                    parameter.copy_(self.read(self.name(module, leaf), initial))
 
         return initialize
-
-    def _initial(self, name: str, region: tuple[slice, ...], seed: int) -> Tensor:
-        size = [part.stop - part.start for part in region]
-        if name.endswith(".bias"):
-            return torch.zeros(size)
-        if len(size) == 1:  # norm weight
-            return torch.ones(size)
-        offset = [part.start for part in region]
-        std = standard_deviation(self.config, name)
-        return normal(self.shapes[name], std, seed, name, offset, size)
 
     def set_attributes(self, parameters: dict[str, nn.Parameter], *, sequence: bool) -> None:
         """Set NxD's attributes of parameters; some are lost when NxD partitions the model.
 
-        With sequence parallelism, gradients of unsharded parameters are partial sums, which NxD's
-        optimizer reduces; but for those that work on heads, which `sum_` reduces on every mesh.
+        With sequence parallelism NxD reduces gradients of unsharded parameters, except those on
+        heads, which `sum_` reduces on every mesh.
         """
         for name, parameter in parameters.items():
             dim = self.share(name).dim
@@ -134,12 +124,8 @@ class ParameterShards:
 class Norm:
     """The 2-norm over a model's parameters, or over their gradients.
 
-    The graph is identical on all workers; per-worker values are passed as tensors.
-
-    Args:
-        counts: Copies of each parameter, in the optimizer's order.
-        rows: Number of rows of each parameter on this worker.
-        sharded: Whether the optimizer holds a shard of each parameter (ZeRO-1).
+    The graph is the same on all workers; per-worker values are tensors. Args: the copies of each
+    parameter in the optimizer's order, its rows on this worker, and whether ZeRO-1 shards it.
     """
 
     def __init__(
@@ -169,8 +155,7 @@ class Norm:
     def of(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the norm, fp32 [] on the device (collective over all workers).
 
-        Args:
-            tensors: One for each parameter, with ZeRO-1 this worker's shard of it; None counts 0.
+        `tensors` has one for each parameter, with ZeRO-1 this worker's shard; None counts 0.
         """
         parts = [
             _squares(tensor.detach(), weight)
@@ -205,9 +190,8 @@ def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
 def sum_(parts: Sequence[Tensor], group: Callable[[], dist.ProcessGroup]) -> None:
     """Sum gradients, or views of them, over the workers of a group, in place, in one all-reduce.
 
-    For copies of one parameter of which each worker has the gradient of its own heads only:
-    afterwards all have the sum, and the copies stay equal. `group` returns the group, which may
-    exist only if there are parts.
+    For copies of a parameter of which each worker has the gradient of its own heads. `group`
+    returns the group, which may exist only if there are parts.
     """
     if not parts:
         return

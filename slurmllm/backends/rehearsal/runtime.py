@@ -1,8 +1,7 @@
 """The rehearsal backend's worker: losses and norms that depend on the batches read and the state.
 
-The state is a vector of 64-bit numbers, sharded as by ZeRO-3, a `.npy` file for each shard. A step
-mixes a digest of the global batch and the learning rate into every number, so that their sum, the
-state's digest, differs after any other history. All sums are modulo 2^64: independent of the order.
+The state is a vector of 64-bit numbers, a `.npy` file for each shard. A step mixes a digest of the
+global batch and the learning rate into every number. Sums are modulo 2^64, in any order.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class RehearsalBackend(Backend):
         # All workers of a replica read the same: only the first of them counts.
         rank, mesh = self.worker.rank, self.mesh
         first = rank % mesh.tensor == 0 and mesh.pipeline_rank(rank) == 0
-        own = batch_digest(micro_batches) if first else 0
-        sums = self.control.all_reduce((own, self.state.digest()), "sum")
+        worker_digest = batch_digest(micro_batches) if first else 0
+        sums = self.control.all_reduce((worker_digest, self.state.digest()), "sum")
         batch, state = (total % _MODULUS for total in sums)
         return mix(batch, state, num_targets)
 
@@ -136,15 +135,15 @@ class State:
             if first >= last:
                 continue
             try:
-                found: npt.NDArray[np.uint64] = np.load(path, mmap_mode="r")
+                numbers: npt.NDArray[np.uint64] = np.load(path, mmap_mode="r")
             except (OSError, ValueError) as error:
                 raise StorageError(f"{path} cannot be read: {error}") from error
-            if found.shape != (end - begin,):
+            if numbers.shape != (end - begin,):
                 raise StorageError(
-                    f"{path} has {found.size} numbers instead of {end - begin}: "
+                    f"{path} has {numbers.size} numbers instead of {end - begin}: "
                     "SLURMLLM_REHEARSAL_BYTES had another value; restore it"
                 )
-            parts.append(found[first - begin : last - begin])
+            parts.append(numbers[first - begin : last - begin])
         self.numbers = np.concatenate(parts)
 
 
@@ -182,15 +181,15 @@ def fraction(*values: int) -> float:
 
 def batch_digest(micro_batches: Sequence[MicroBatch]) -> int:
     """Return a digest of a worker's batch: of each sequence's content and its order."""
-    found = 0
+    digest = 0
     for batch in micro_batches:
         factors = np.arange(1, batch.tokens.shape[1] + 1, dtype=np.uint64) * _STRIDE | np.uint64(1)
         for part in (batch.tokens, batch.labels, batch.positions):
             if part is not None:
                 rows = (part.astype(np.uint64) * factors).sum(axis=1)
-                found = (found + int((rows * rows * _FACTOR + rows).sum())) % _MODULUS
+                digest = (digest + int((rows * rows * _FACTOR + rows).sum())) % _MODULUS
                 factors = factors * _FACTOR
-    return found
+    return digest
 
 
 def _read_setting(name: str, default: float) -> float:

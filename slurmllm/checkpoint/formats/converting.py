@@ -1,4 +1,4 @@
-"""Converts a checkpoint to another backend's format on one machine, without the backend.
+"""Conversion of a checkpoint to another backend's format on one machine, without the backend.
 
 Converted are weights, AdamW's state and `train_state.json`; of an imported checkpoint the weights.
 Memory: NxD's format takes one worker's file at a time, the native format a few `PIECE_BYTES`.
@@ -10,15 +10,15 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe, read_manifest
-from slurmllm.checkpoint.formats.dcp_write import write_dcp
+from slurmllm.checkpoint.folder import atomic_folder, read_manifest, write_manifest
+from slurmllm.checkpoint.formats.dcp_write import Keys, write_dcp
 from slurmllm.checkpoint.formats.nxd_files import NxdFiles, NxdLayout, names_of_stages, read_layout
-from slurmllm.checkpoint.formats.nxd_write import NxdContent, NxdWriter
+from slurmllm.checkpoint.formats.nxd_write import NxdWriter
 from slurmllm.checkpoint.formats.safetensors_files import TensorFiles
 from slurmllm.checkpoint.formats.tokenizer_files import TOKENIZER_FOLDER, copy_files, tokenizer_in
 from slurmllm.checkpoint.formats.weights import (
@@ -87,11 +87,11 @@ class ConversionPlan:
         return torch.bfloat16 if self.precision in ("bf16", "bf16_sr") else torch.float32
 
     @property
-    def nxd(self) -> NxdContent | None:
+    def nxd(self) -> NxdWriter | None:
         if self.layout is None:
             return None
         model, dtype = self.origin.model, self.kept_dtype
-        return NxdContent(self.layout, model, self.weights, self.training, self.optim, dtype)
+        return NxdWriter(self.layout, model, self.weights, self.training, self.optim, dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -110,11 +110,10 @@ class ConversionPlan:
 def plan_conversion(
     directory: Path, mesh: NxdMesh | None = None, precision: Precision | None = None
 ) -> ConversionPlan:
-    """Checks a checkpoint that is to be converted: a run's of any backend, or an imported one.
+    """Check a checkpoint that is to be converted: a run's of any backend, or an imported one.
 
     Without `mesh`, to the native format; without `precision`, that of the run that wrote it. Raises
-    RunError if the folder is not a checkpoint, StorageError if it is damaged, ConfigError if the
-    mesh does not fit the model, or a worker's file exceeds free memory.
+    a RunError, StorageError or ConfigError if folder, files or mesh do not allow it.
     """
     origin = read_origin(directory)
     weights = open_weights(origin)
@@ -162,7 +161,7 @@ def plan_conversion(
 
 
 def mesh_of_run(directory: Path) -> NxdMesh:
-    """Returns the mesh of the run that a checkpoint is in; one worker if it is in none."""
+    """Return the mesh of the run that a checkpoint is in; one worker if it is in none."""
     run = _run_of(directory)
     if run is None or not run.plan.is_file():
         return NxdMesh()
@@ -177,32 +176,32 @@ def _run_of(directory: Path) -> RunDir | None:
 
 
 def _stored_optim(weights: TensorFiles) -> OptimConfig | None:
-    """Returns the hyperparameters in NxD's files; the native format stores none."""
+    """Return the hyperparameters in NxD's files; the native format stores none."""
     groups = weights.param_groups() if isinstance(weights, NxdFiles) else []
     if not groups:
         return None
-    known = {key: groups[0][key] for key in ("betas", "eps", "weight_decay") if key in groups[0]}
+    values = {key: groups[0][key] for key in ("betas", "eps", "weight_decay") if key in groups[0]}
     # The first group has the matrices, the last one norms and biases.
     all_decay = groups[-1].get("weight_decay") == groups[0].get("weight_decay")
     return OptimConfig(
-        lr=groups[0].get("lr") or _DEFAULT_LR, decay_norms_and_biases=all_decay, **known
+        lr=groups[0].get("lr") or _DEFAULT_LR, decay_norms_and_biases=all_decay, **values
     )
 
 
 def _shape_faults(
     origin: Origin, weights: TensorFiles, training: TrainingFiles | None
 ) -> list[str]:
-    """Compares every parameter and moment with the model; returns one line per fault."""
+    """Compare every parameter and moment with the model; return one line per fault."""
     faults = []
     for name, shape in parameter_shapes(origin.model).items():
         tensors = {name: weights.tensors.get(name)}
         if training is not None:
             tensors |= {f"{kind} of {name}": training.moments.get((kind, name)) for kind in MOMENTS}
-        for what, stored in tensors.items():
+        for title, stored in tensors.items():
             if stored is None:
-                faults.append(f"{what}: is missing; {list(shape)} was expected")
+                faults.append(f"{title}: is missing; {list(shape)} was expected")
             elif stored.shape != shape:
-                faults.append(f"{what}: is {list(stored.shape)}; {list(shape)} was expected")
+                faults.append(f"{title}: is {list(stored.shape)}; {list(shape)} was expected")
     return faults
 
 
@@ -235,39 +234,32 @@ def _plan_layout(plan: ConversionPlan, mesh: NxdMesh) -> NxdLayout:
 def run_conversion(
     plan: ConversionPlan, out: Path, on_progress: OnProgress = lambda _: None
 ) -> CheckpointManifest:
-    """Writes the checkpoint folder, complete or not at all.
-
-    Raises a RunError if `out` exists, a StorageError if a file cannot be read or written.
-    """
+    """Write the checkpoint folder, complete or not at all; RunError if `out` exists."""
     started_at = time.time()
     # Step, tokens and attempt stay those of the source.
     source = read_manifest(plan.origin.directory)
     with atomic_folder(out) as folder:
         workers = 1
         if nxd := plan.nxd:
-            NxdWriter(nxd, folder, on_progress).write()
+            replace(nxd, on_progress=on_progress).write(folder)
             workers = nxd.layout.tensor * nxd.layout.pipeline * nxd.layout.data
         else:
             _write_native(plan, folder, on_progress)
         fingerprint = _copy_state(plan.origin, folder)
-        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-        manifest = CheckpointManifest(
+        return write_manifest(
+            folder,
+            started_at,
             step=source.step,
             tokens=source.tokens,
             world_size=workers,
             attempt=source.attempt,
             recipe=source.recipe,
-            saved_at=time.time(),
-            save_s=time.time() - started_at,
             fingerprint=fingerprint,
-            files=tuple(describe(folder, name) for name in names),
         )
-        manifest.save(folder / MANIFEST)
-    return manifest
 
 
 def _copy_state(origin: Origin, folder: Path) -> str:
-    """Copies the training state, or model and tokenizer of an import; returns the fingerprint."""
+    """Copy the training state, or model and tokenizer of an import; return the fingerprint."""
     if origin.imported is None:
         state = TrainState.load(origin.directory / TRAIN_STATE)
         state.save(folder / TRAIN_STATE)
@@ -282,14 +274,14 @@ def _copy_state(origin: Origin, folder: Path) -> str:
 
 def _write_native(plan: ConversionPlan, folder: Path, on_progress: OnProgress) -> None:
     dtype, training = plan.kept_dtype, plan.training
-    shapes = parameter_shapes(plan.origin.model)
-    tensors: dict[str, dict[str, Any]] = {"model": dict(shapes)}
-    if training is not None:
-        tensors["optimizer"] = {
-            name: {**dict.fromkeys(MOMENTS, shape), "step": ()} for name, shape in shapes.items()
-        }
+    shapes: dict[Keys, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(plan.origin.model).items():
+        shapes["model", name] = shape
+        if training is not None:
+            shapes |= {("optimizer", name, kind): shape for kind in MOMENTS}
+            shapes["optimizer", name, "step"] = ()
 
-    def read(keys: tuple[str, ...], region: Region) -> Tensor:
+    def read(keys: Keys, region: Region) -> Tensor:
         if keys[0] == "model":
             return plan.weights.read(keys[1], region).to(dtype)
         assert training is not None
@@ -298,4 +290,4 @@ def _write_native(plan: ConversionPlan, folder: Path, on_progress: OnProgress) -
             return torch.tensor(training.step(name))
         return training.read_moment(kind, name, region).to(dtype)
 
-    write_dcp(folder, tensors, dtype, read, on_progress)
+    write_dcp(folder, shapes, dtype, read, on_progress)

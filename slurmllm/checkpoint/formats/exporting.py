@@ -1,4 +1,4 @@
-"""Exports a checkpoint folder, a run's of any mesh or an imported one, to a Hugging Face folder.
+"""Export of a checkpoint folder, a run's or an imported one, to a Hugging Face folder.
 
 Memory holds one output file at a time; the optimizer's state is never read.
 """
@@ -23,10 +23,9 @@ from slurmllm.checkpoint.formats.huggingface import (
 )
 from slurmllm.checkpoint.formats.safetensors_files import (
     TensorFiles,
-    own_storage,
     plan_shards,
     write_index,
-    write_shard,
+    write_shards,
 )
 from slurmllm.checkpoint.formats.tokenizer_files import (
     TOKENIZER,
@@ -40,6 +39,7 @@ from slurmllm.checkpoint.state import Origin, read_origin
 from slurmllm.config.huggingface import CONFIG, config_faults, write_config
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
+from slurmllm.format import format_plural
 
 if TYPE_CHECKING:
     from slurmllm.display.progress import OnProgress
@@ -70,28 +70,33 @@ class ExportPlan:
     def sizes_bytes(self) -> list[int]:
         return [torch.Size(m.shape).numel() * self.dtype_of(m).itemsize for m in self.mappings]
 
-    def read(self, mapping: TensorMapping) -> Tensor:
-        """Reads one of our tensors without padding rows; zeros for a bias that only theirs has."""
-        stored = self.weights.tensors.get(mapping.ours)
+    def convert(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors of a mapping, without padding rows; zeros for their biases."""
+        mapping = self.mappings[number]
+        stored, dtype = self.weights.tensors.get(mapping.ours), self.dtype_of(mapping)
         if stored is None:
-            return torch.zeros(mapping.shape, dtype=self.dtype_of(mapping))
-        whole = stored.shape == mapping.shape
-        region = None if whole else tuple(slice(0, size) for size in mapping.shape)
-        return self.weights.read(mapping.ours, region).to(self.dtype_of(mapping))
+            ours = torch.zeros(mapping.shape, dtype=dtype)
+        else:
+            whole = stored.shape == mapping.shape
+            region = None if whole else tuple(slice(0, size) for size in mapping.shape)
+            ours = self.weights.read(mapping.ours, region).to(dtype)
+        return dict(zip(mapping.theirs, mapping.layout.split(self.model, ours), strict=True))
 
 
 def plan_export(
     directory: Path, tokenizer: TokenizerFiles, dtype: torch.dtype | None = None
 ) -> ExportPlan:
-    """Checks a checkpoint that is to be exported.
+    """Check a checkpoint that is to be exported.
 
-    Raises a RunError if it is not a checkpoint, a StorageError if it is damaged, a ConfigError
-    if transformers has no such model, a DataError if the tokenizer has more entries than the model.
+    Raises a RunError if it is none, a StorageError if it is damaged, a ConfigError if transformers
+    has no such model, a DataError if the tokenizer has more entries than the model.
     """
     origin = read_origin(directory)
     faults = config_faults(origin.model)
     if faults:
-        raise ConfigError(f"{directory} cannot be exported: {len(faults)} fault(s)", faults)
+        raise ConfigError(
+            f"{directory} cannot be exported: {format_plural(len(faults), 'error')}", faults
+        )
     if tokenizer.num_ids > origin.model.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.num_ids} entries and the model {origin.model.vocab_size}"
@@ -124,11 +129,10 @@ def plan_export(
 def run_export(
     plan: ExportPlan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
 ) -> list[str]:
-    """Writes the Hugging Face folder, complete or not at all; returns the names of its files.
+    """Write the Hugging Face folder, complete or not at all; return the names of its files.
 
-    `shard_bytes` is the largest output file, and about the memory needed; `on_progress` receives
-    the bytes converted. Raises a RunError if `out` exists, a StorageError if a file cannot be read
-    or written.
+    `shard_bytes` is the largest output file, and about the memory needed. Raises a RunError if
+    `out` exists, a StorageError if a file cannot be read or written.
     """
     imported, end = plan.origin.imported, plan.tokenizer.end_of_document
     bos: int | None = end  # documents are packed back to back: the end token also begins the next
@@ -136,23 +140,10 @@ def run_export(
     if imported is not None and end is None:
         bos, eos = imported.bos_token_id, imported.eos_token_id
     with atomic_folder(out) as folder:
-        sizes = plan.sizes_bytes
-        shards = plan_shards(sizes, shard_bytes, "model", WHOLE)
-        weight_map: dict[str, str] = {}
-        done_bytes = 0
-        for file, indices in shards.items():
-            tensors: dict[str, Tensor] = {}
-            for index in indices:
-                mapping = plan.mappings[index]
-                parts = mapping.layout.split(plan.model, plan.read(mapping))
-                for name, part in zip(mapping.theirs, parts, strict=True):
-                    tensors[name] = own_storage(part)
-                done_bytes += sizes[index]
-                on_progress(done_bytes)
-            write_shard(folder / file, tensors)
-            weight_map.update(dict.fromkeys(tensors, file))
+        shards = plan_shards(plan.sizes_bytes, shard_bytes, "model", WHOLE)
+        weight_map = write_shards(folder, shards, plan.sizes_bytes, plan.convert, on_progress)
         if len(shards) > 1:
-            write_index(folder / SHARDS, weight_map, sum(sizes))
+            write_index(folder / SHARDS, weight_map, sum(plan.sizes_bytes))
         write_config(
             plan.model,
             folder / CONFIG,

@@ -16,12 +16,8 @@ _PATTERNS = ["config.json", *_WEIGHTS, *FILES]
 def model_folder(source: str) -> Path:
     """Return the folder of a model: `source` itself, or that of `hf://ORG/NAME[@REVISION]`.
 
-    The environment decides where from and where to, as for other users of the hub: HF_HOME,
-    HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
-
-    Raises:
-        UserError: the model cannot be named, seen or used like this.
-        InfrastructureError: the hub does not answer, or the cache cannot be written.
+    As for other users of the hub, HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE apply. Raises a
+    UserError for the name or its rights, an InfrastructureError for the hub or the cache.
     """
     if not source.startswith(_PREFIX):
         return Path(source)

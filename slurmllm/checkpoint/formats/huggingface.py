@@ -39,7 +39,7 @@ def _unflatten_rows(tensor: Tensor, *sizes: int) -> Tensor:
 
 
 def _reorder_heads(config: ModelConfig, qkv: Tensor, *, inverse: bool) -> Tensor:
-    """Permutes the query and key dimensions of every head to our rotary order, or back."""
+    """Permute the query and key dimensions of every head to our rotary order, or back."""
     order = torch.tensor(slice_order(config.head_width, config.rotary_pct), device=qkv.device)
     if inverse:
         order = order.argsort()
@@ -49,7 +49,7 @@ def _reorder_heads(config: ModelConfig, qkv: Tensor, *, inverse: bool) -> Tensor
 
 
 def _group_qkv(config: ModelConfig, qkv: Sequence[Tensor]) -> Tensor:
-    """Queries, keys and values → rows grouped by key-value head."""
+    """Return the rows of queries, keys and values, grouped by key-value head."""
     parts = [_unflatten_rows(part, config.kv_heads, -1) for part in qkv]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
@@ -62,7 +62,7 @@ def _ungroup_qkv(config: ModelConfig, ours: Tensor) -> Sequence[Tensor]:
 
 
 def _interleave(config: ModelConfig, gate_up: Sequence[Tensor]) -> Tensor:
-    """Gate and up → alternating blocks of `gate_block` rows."""
+    """Return gate and up as alternating blocks of `gate_block` rows."""
     blocks = [_unflatten_rows(part, -1, config.gate_block) for part in gate_up]
     return torch.stack(blocks, dim=1).flatten(0, 2)
 
@@ -110,7 +110,7 @@ def tensor_mappings(config: ModelConfig) -> list[TensorMapping]:
     modules = {module.ours: module for module in FAMILIES[config.family].hugging_face.modules}
     with torch.device("meta"):
         model = build_model(unpadded(config))  # no file holds padding rows
-    found = []
+    mappings = []
     for name, parameter in model.named_parameters():
         leaf = name.rpartition(".")[2]
         layer = _LAYER.match(name)
@@ -120,8 +120,8 @@ def tensor_mappings(config: ModelConfig) -> list[TensorMapping]:
         layout = LAYOUTS[module.layout]
         shapes = [tuple(part.shape) for part in layout.split(config, parameter.detach())]
         theirs = dict(zip(names, shapes, strict=True))
-        found.append(TensorMapping(name, tuple(parameter.shape), theirs, layout))
-    return found
+        mappings.append(TensorMapping(name, tuple(parameter.shape), theirs, layout))
+    return mappings
 
 
 def unpadded(config: ModelConfig) -> ModelConfig:
@@ -129,6 +129,6 @@ def unpadded(config: ModelConfig) -> ModelConfig:
 
 
 def with_their_biases(config: ModelConfig) -> ModelConfig:
-    """Returns the model with the biases that transformers' model of the family always has."""
+    """Return the model with the biases that transformers' model of the family always has."""
     biased = dict.fromkeys(FAMILIES[config.family].hugging_face.always_biased, True)
     return config.model_copy(update=biased)

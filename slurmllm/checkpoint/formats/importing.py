@@ -1,4 +1,4 @@
-"""Imports a Hugging Face model folder as a checkpoint folder.
+"""Import of a Hugging Face model folder as a checkpoint folder.
 
     weights-00001-of-0000N.safetensors   our names, our layout
     weights.safetensors.index.json       tensor → file
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import MANIFEST, atomic_folder, describe
+from slurmllm.checkpoint.folder import atomic_folder, write_manifest
 from slurmllm.checkpoint.formats.huggingface import (
     SHARDS,
     WHOLE,
@@ -35,10 +35,9 @@ from slurmllm.checkpoint.formats.safetensors_files import (
     SafetensorsFiles,
     StoredTensor,
     open_safetensors,
-    own_storage,
     plan_shards,
     write_index,
-    write_shard,
+    write_shards,
 )
 from slurmllm.checkpoint.formats.tokenizer_files import (
     TOKENIZER,
@@ -52,7 +51,8 @@ from slurmllm.config.families import FAMILIES
 from slurmllm.config.huggingface import SourceConfig, read_config
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
-from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest, ImportedModel
+from slurmllm.format import format_plural
+from slurmllm.run.artifact_records import CheckpointManifest, ImportedModel
 from slurmllm.run.safe_files import read_limited
 
 if TYPE_CHECKING:
@@ -81,8 +81,14 @@ class ImportPlan:
         return sum(torch.Size(mapping.shape).numel() for mapping in self.mappings)
 
     @property
-    def read_bytes(self) -> int:
-        return sum(stored.num_bytes for one in self.mappings for stored in self.stored(one))
+    def sizes_bytes(self) -> list[int]:
+        return [torch.Size(m.shape).numel() * self.dtype_of(m).itemsize for m in self.mappings]
+
+    def convert(self, number: int) -> dict[str, Tensor]:
+        mapping = self.mappings[number]
+        theirs = [self.files.read(self.names[name]) for name in mapping.theirs]
+        ours = mapping.layout.join(self.config.model, theirs)
+        return {mapping.ours: ours.to(self.dtype_of(mapping))}
 
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
         # Tensors that become one may differ in type: the smallest that holds all their values.
@@ -91,12 +97,10 @@ class ImportPlan:
 
 
 def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
-    """Checks a Hugging Face model folder.
+    """Check a Hugging Face model folder.
 
-    Raises:
-        ConfigError: The model is not supported, or the tensors are not the model's.
-        DataError: The tokenizer is none, or another model's.
-        StorageError: Files are missing, cut short or damaged, and there is no other fault.
+    Raises a ConfigError if model or tensors are not supported, a DataError for its tokenizer, a
+    StorageError if files are missing, cut short or damaged, and there is no other fault.
     """
     config, config_faults = read_config(source)
     files, file_faults = _open_weights(source)
@@ -108,7 +112,7 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
     faults = [*config_faults, *file_faults]
     title = f"{source} cannot be imported"
     if config_faults:
-        raise ConfigError(f"{title}: {len(faults)} fault(s)", faults)
+        raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
     if file_faults:
         raise StorageError("\n".join([f"{title}:", *(f"  {fault}" for fault in faults)]))
     assert config is not None
@@ -155,9 +159,9 @@ def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
 def _match_names(
     model: ModelConfig, files: SafetensorsFiles, mappings: list[TensorMapping]
 ) -> tuple[dict[str, str], list[str]]:
-    """Returns name in the mappings → name in the files, and one line per fault of a tensor."""
+    """Return name in the mappings → name in the files, and one line per fault of a tensor."""
     family = FAMILIES[model.family].hugging_face
-    expected = {name: shape for one in mappings for name, shape in one.theirs.items()}
+    expected = {name: shape for mapping in mappings for name, shape in mapping.theirs.items()}
     theirs = {module.ours: f"{module.theirs[0]}.weight" for module in family.modules}
     head, embedding = theirs["head"], theirs["embed"]
     names: dict[str, str] = {}
@@ -200,16 +204,18 @@ def _match_names(
 def run_import(
     plan: ImportPlan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
 ) -> CheckpointManifest:
-    """Writes the checkpoint folder, complete or not at all.
+    """Write the checkpoint folder, complete or not at all.
 
-    `shard_bytes` is the largest output file, and about the memory needed; `on_progress` receives
-    the bytes read. Raises a RunError if `out` exists, a StorageError if a file cannot be read or
-    written.
+    `shard_bytes` is the largest output file, and about the memory needed. Raises a RunError if
+    `out` exists, a StorageError if a file cannot be read or written.
     """
     started_at = time.time()
     with atomic_folder(out) as folder:
-        described = _write_weights(plan, folder, shard_bytes, on_progress)
-        types = {str(plan.dtype_of(one)).removeprefix("torch.") for one in plan.mappings}
+        sizes = plan.sizes_bytes
+        shards = plan_shards(sizes, shard_bytes, "weights", "weights-00001-of-00001.safetensors")
+        weight_map = write_shards(folder, shards, sizes, plan.convert, on_progress)
+        write_index(folder / INDEX, weight_map, sum(sizes))
+        types = {str(plan.dtype_of(mapping)).removeprefix("torch.") for mapping in plan.mappings}
         eos = plan.config.eos_token_id
         ImportedModel(
             source=str(plan.source),
@@ -223,45 +229,13 @@ def run_import(
         if plan.tokenizer.files:
             (folder / TOKENIZER_FOLDER).mkdir()
             copy_files(plan.tokenizer.files, folder / TOKENIZER_FOLDER)
-        # The weights are described already; files of tens of GB are not read again.
-        weights = {file.path for file in described}
-        others = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        described += [describe(folder, name) for name in others if name not in weights]
-        manifest = CheckpointManifest(
+        return write_manifest(
+            folder,
+            started_at,
             step=0,
             tokens=0,
             world_size=1,
             attempt=0,
             recipe=plan.config.architecture,
-            saved_at=time.time(),
-            save_s=time.time() - started_at,
             fingerprint=fingerprint_digest(plan.config.model.model_dump(mode="json")),
-            files=tuple(sorted(described, key=lambda file: file.path)),
         )
-        manifest.save(folder / MANIFEST)
-    return manifest
-
-
-def _write_weights(
-    plan: ImportPlan, folder: Path, shard_bytes: int, on_progress: OnProgress
-) -> list[CheckpointFile]:
-    sizes = [torch.Size(m.shape).numel() * plan.dtype_of(m).itemsize for m in plan.mappings]
-    weight_map: dict[str, str] = {}
-    described = []
-    done_bytes = 0
-    shards = plan_shards(sizes, shard_bytes, "weights", "weights-00001-of-00001.safetensors")
-    for file, parts in shards.items():
-        tensors: dict[str, Tensor] = {}
-        for mapping in (plan.mappings[index] for index in parts):
-            theirs = [plan.files.read(plan.names[name]) for name in mapping.theirs]
-            ours = mapping.layout.join(plan.config.model, theirs)
-            tensors[mapping.ours] = own_storage(ours.to(plan.dtype_of(mapping)))
-            done_bytes += sum(stored.num_bytes for stored in plan.stored(mapping))
-            on_progress(done_bytes)
-        # One file is in memory at a time: `tensors` is replaced in the next round.
-        write_shard(folder / file, tensors)
-        # Hashed at once, while the file is in the page cache.
-        described.append(describe(folder, file))
-        weight_map.update(dict.fromkeys(tensors, file))
-    write_index(folder / INDEX, weight_map, sum(sizes))
-    return described

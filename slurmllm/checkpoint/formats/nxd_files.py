@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slurmllm.checkpoint.formats.pickles import check_torch_file
 from slurmllm.checkpoint.formats.safetensors_files import StoredTensor
-from slurmllm.checkpoint.shards import Region
+from slurmllm.checkpoint.shards import Region, intersection, shifted
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import StorageError
@@ -56,12 +56,12 @@ class NxdLayout(Record):
 
 
 def model_file(tensor_rank: int, pipeline_rank: int) -> str:
-    """Path of a worker's weights in the checkpoint folder; data-parallel replicas share it."""
+    """Return the path of a worker's weights in the folder; data-parallel replicas share it."""
     return f"{TAG}/model/{_file_name(0, tensor_rank, pipeline_rank)}"
 
 
 def optimizer_file(data_rank: int, tensor_rank: int, pipeline_rank: int) -> str:
-    """Path of a worker's shard of the optimizer's state; `data_rank` is 0 without zero."""
+    """Return the path of a worker's optimizer state; `data_rank` is 0 without zero."""
     return f"{TAG}/optim/{_file_name(data_rank, tensor_rank, pipeline_rank)}"
 
 
@@ -70,7 +70,7 @@ def _file_name(data: int, tensor: int, pipeline: int) -> str:
 
 
 def read_layout(directory: Path) -> NxdLayout | None:
-    """Returns the layout of a checkpoint folder, None if it is not in NxD's format."""
+    """Return the layout of a checkpoint folder, None if it is not in NxD's format."""
     path = directory / LAYOUT
     return NxdLayout.load(path) if path.is_file() else None
 
@@ -92,7 +92,7 @@ class StoredPart(NamedTuple):
 def part_of_worker(
     name: str, shape: Shape, model: ModelConfig, tensor: int, tensor_rank: int
 ) -> StoredPart:
-    """Returns the part of a parameter that a tensor-parallel worker holds."""
+    """Return the part of a parameter that a tensor-parallel worker holds."""
     share = share_of(name, shape, model, tensor, tensor_rank)
     whole = tuple(slice(0, size) for size in shape)
     if share.dim is None:
@@ -107,7 +107,7 @@ def part_of_worker(
 
 
 def shard_of_replica(part: StoredPart, data: int, data_rank: int) -> StoredPart:
-    """Returns the rows of a tensor that a data-parallel worker's optimizer holds under ZeRO-1."""
+    """Return the rows of a tensor that a data-parallel worker's optimizer holds under ZeRO-1."""
     each = -(-part.shape[0] // data)  # NxD pads the last shards to equal size
     rows = slice(each * data_rank, each * (data_rank + 1))
     parts = []
@@ -127,7 +127,7 @@ def shard_of_replica(part: StoredPart, data: int, data_rank: int) -> StoredPart:
 def names_of_stages(
     model: ModelConfig, pipeline: int, virtual_pipeline: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns each pipeline stage's parameters: matrices first (they decay), then NxD's order."""
+    """Return each pipeline stage's parameters: matrices first (they decay), then NxD's order."""
     shapes = parameter_shapes(model)
     chunks = pipeline * virtual_pipeline
     each = model.num_layers // chunks
@@ -211,7 +211,7 @@ class NxdFiles:
         return float(file.read((*self._state_key(name), "step")))
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's hyperparameters from the first worker's file."""
+        """Return the optimizer's hyperparameters from the first worker's file."""
         if not self._layout.trained:
             return []
         file = self._open(optimizer_file(0, 0, 0))
@@ -239,33 +239,30 @@ class NxdFiles:
         return part_of_worker(name, self._shapes[name], self._model, self._layout.tensor, rank)
 
     def _assemble(
-        self, stored: StoredTensor, sources: Iterator[_Source], region: Region | None, what: str
+        self, stored: StoredTensor, sources: Iterator[_Source], region: Region | None, title: str
     ) -> Tensor:
-        """Copies the region from the files that overlap it."""
-        wanted = region or tuple(slice(0, size) for size in stored.shape)
-        out = torch.empty([part.stop - part.start for part in wanted], dtype=stored.dtype)
+        """Copy the region from the files that overlap it."""
+        region = region or tuple(slice(0, size) for size in stored.shape)
+        out = torch.empty([part.stop - part.start for part in region], dtype=stored.dtype)
         seen: set[tuple[tuple[int, int], ...]] = set()
         missing = out.numel()
         for source in sources:
             for part in source.part.parts:
                 key = tuple((piece.start, piece.stop) for piece in part.whole)
-                common = tuple(
-                    slice(max(x.start, y.start), min(x.stop, y.stop))
-                    for x, y in zip(part.whole, wanted, strict=True)
-                )
+                common = intersection(part.whole, region)
                 # Several workers hold the same values.
                 if key in seen or any(piece.start >= piece.stop for piece in common):
                     continue
                 seen.add(key)
                 local = tuple(
                     slice(x.start + at.start, x.stop + at.start)
-                    for x, at in zip(_shifted(common, part.whole), part.local, strict=True)
+                    for x, at in zip(shifted(common, part.whole), part.local, strict=True)
                 )
                 values = self._read(source, local)
-                out[_shifted(common, wanted)] = values
+                out[shifted(common, region)] = values
                 missing -= values.numel()
         if missing:  # else `out` would have uninitialized values
-            raise StorageError(f"{self.directory} lacks {missing} of the values of {what}")
+            raise StorageError(f"{self.directory} lacks {missing} of the values of {title}")
         return out
 
     def _read(self, source: _Source, region: Region) -> Tensor:
@@ -279,12 +276,6 @@ class NxdFiles:
         return file.read(source.key, region)
 
 
-def _shifted(region: Region, origin: Region) -> Region:
-    return tuple(
-        slice(x.start - o.start, x.stop - o.start) for x, o in zip(region, origin, strict=True)
-    )
-
-
 class _TensorRecord(NamedTuple):
     """Place of a tensor in a file; `offset` in bytes."""
 
@@ -295,13 +286,9 @@ class _TensorRecord(NamedTuple):
 
 
 class TorchFile:
-    """One file of torch.save, read tensor by tensor.
+    """One file of torch.save, read tensor by tensor; its `content` has tensors without values.
 
-    Attributes:
-        content: Everything in the file; its tensors have no values.
-
-    Raises:
-        StorageError: The file is missing or damaged.
+    Raises a StorageError if the file is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:

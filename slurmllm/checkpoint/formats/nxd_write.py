@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slurmllm.checkpoint.folder import fsync_file
-from slurmllm.checkpoint.formats.dcp_write import ChecksumFileSystem
+from slurmllm.checkpoint.formats.dcp_write import ChecksumFiles
 from slurmllm.checkpoint.formats.nxd_files import (
     LAYOUT,
     MASTERS,
@@ -30,7 +30,7 @@ from slurmllm.checkpoint.formats.weights import TrainingFiles
 from slurmllm.checkpoint.shards import Region
 from slurmllm.checkpoint.state import MOMENTS
 from slurmllm.config.recipe import ModelConfig, OptimConfig
-from slurmllm.plan.parameters import parameter_shapes
+from slurmllm.plan.parameters import Shape, parameter_shapes
 
 if TYPE_CHECKING:
     from slurmllm.display.progress import OnProgress
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 _RegionReader = Callable[[Region], Tensor]
 
 
-@dataclass(frozen=True)
-class NxdContent:
-    """What NxD's files are to hold."""
+@dataclass
+class NxdWriter:
+    """Writer of NxD's files, which calls `on_progress` with the bytes read so far."""
 
     layout: NxdLayout
     model: ModelConfig
@@ -48,6 +48,12 @@ class NxdContent:
     training: TrainingFiles | None  # weights and optimizer state; None writes the weights only
     optim: OptimConfig  # hyperparameters for the optimizer's parameter groups
     kept_dtype: torch.dtype  # type of the weights that the optimizer updates, and of its state
+    on_progress: OnProgress = lambda _: None
+    _done_bytes: int = 0
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        return parameter_shapes(self.model)
 
     @property
     def replicas(self) -> int:
@@ -65,74 +71,50 @@ class NxdContent:
         return self.layout.zero and self.written_dtype != self.kept_dtype
 
     def file_sizes(self) -> Iterator[tuple[int, int]]:
-        """Yields the bytes of each worker's weights, and of its optimizer state in one replica."""
-        shapes = parameter_shapes(self.model)
+        """Yield the bytes of each worker's weights, and of its optimizer state in one replica."""
         layout = self.layout
         state_bytes = self.kept_dtype.itemsize * (len(MOMENTS) + self.masters) * layout.trained
         for names in layout.names:
             for rank in range(layout.tensor):
-                parts = [
-                    part_of_worker(name, shapes[name], self.model, layout.tensor, rank)
-                    for name in names
-                ]
+                parts = [self._part(name, rank) for name in names]
                 shards = (shard_of_replica(part, self.replicas, 0) for part in parts)
                 yield (
                     sum(math.prod(part.shape) for part in parts) * self.written_dtype.itemsize,
                     sum(math.prod(shard.shape) for shard in shards) * state_bytes,
                 )
 
-
-class NxdWriter:
-    """Writes NxD's files into an existing folder; `on_progress` receives the bytes read so far."""
-
-    def __init__(self, content: NxdContent, folder: Path, on_progress: OnProgress) -> None:
-        self._content, self._layout, self._folder = content, content.layout, folder
-        self._shapes = parameter_shapes(content.model)
-        self._on_progress, self._done_bytes = on_progress, 0
-
-    def write(self) -> None:
-        layout, folder = self._layout, self._folder
+    def write(self, folder: Path) -> None:
+        """Write all files into an existing folder."""
+        layout = self.layout
         for sub in ("model", "optim") if layout.trained else ("model",):
             (folder / TAG / sub).mkdir(parents=True)
         for stage in range(layout.pipeline):
             for rank in range(layout.tensor):
-                self._save(model_file(rank, stage), self._weights(stage, rank))
-                for replica in range(self._content.replicas if layout.trained else 0):
+                _save(folder / model_file(rank, stage), self._weights(stage, rank))
+                for replica in range(self.replicas if layout.trained else 0):
                     state = self._optimizer_state(stage, rank, replica)
-                    self._save(optimizer_file(replica, rank, stage), state)
+                    _save(folder / optimizer_file(replica, rank, stage), state)
         for mark in ("checkpoint", "done"):
             (folder / TAG / mark).write_text("1", encoding="utf-8")
             fsync_file(folder / TAG / mark)
         layout.save(folder / LAYOUT)
 
-    def _save(self, name: str, content: Mapping[Any, Any]) -> None:
-        files = ChecksumFileSystem()
-        try:
-            with files.create_stream(self._folder / name, "wb") as stream:
-                torch.save(content, cast(IO[bytes], stream))
-                stream.flush()
-                os.fsync(stream.fileno())
-        except Exception as error:
-            if files.errors:  # the file system's own error, which torch.save hides
-                raise files.errors[0] from error
-            raise
-
     def _weights(self, stage: int, rank: int) -> dict[str, Tensor]:
-        layout, dtype = self._layout, self._content.written_dtype
+        layout, dtype = self.layout, self.written_dtype
         of_stage = set(layout.names[stage])
         weights = {
             name: self._fill(self._part(name, rank), dtype, self._weight(name))
-            for name in self._shapes  # in the model's order, not the optimizer's
+            for name in self.shapes  # in the model's order, not the optimizer's
             if name in of_stage
         }
-        if self._content.model.tied_embeddings and stage == layout.pipeline - 1:
+        if self.model.tied_embeddings and stage == layout.pipeline - 1:
             weights["head.weight"] = weights["embed.weight"]
             if layout.pipeline > 1:
                 del weights["embed.weight"]
         return weights
 
     def _optimizer_state(self, stage: int, rank: int, replica: int) -> dict[str, Any]:
-        training, layout, dtype = self._content.training, self._layout, self._content.kept_dtype
+        training, layout, dtype = self.training, self.layout, self.kept_dtype
         assert training is not None
         names = layout.names[stage]
         parts = [self._part(name, rank) for name in names]
@@ -154,23 +136,23 @@ class NxdWriter:
         if not layout.zero:
             return {"state": state, "param_groups": groups}
         # The keys of NxD's ZeRO-1 optimizer; `state` is empty there.
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             "state": {},
             "param_groups": groups,
             "base_state": state,
             "shape_info": {i: torch.Size(part.shape) for i, part in enumerate(parts)},
         }
-        if self._content.masters:
-            found[MASTERS] = {
+        if self.masters:
+            content[MASTERS] = {
                 number: self._fill(shard, dtype, self._weight(name))
                 for number, (name, shard) in enumerate(zip(names, shards, strict=True))
             }
-        return found
+        return content
 
     def _param_groups(self, names: tuple[str, ...]) -> list[dict[str, Any]]:
-        """Returns the groups as torch's own AdamW writes them: matrices, then all others."""
-        optim = self._content.optim
-        matrices = [len(self._shapes[name]) > 1 for name in names]
+        """Return the groups as torch's own AdamW writes them: matrices, then all others."""
+        optim = self.optim
+        matrices = [len(self.shapes[name]) > 1 for name in names]
         of_others = optim.weight_decay if optim.decay_norms_and_biases else 0.0
         groups = [
             {
@@ -185,16 +167,21 @@ class NxdWriter:
         return written
 
     def _part(self, name: str, rank: int) -> StoredPart:
-        model = self._content.model
-        return part_of_worker(name, self._shapes[name], model, self._layout.tensor, rank)
+        model = self.model
+        return part_of_worker(name, self.shapes[name], model, self.layout.tensor, rank)
 
     def _weight(self, name: str) -> _RegionReader:
-        return lambda region: self._content.weights.read(name, region)
+        return lambda region: self.weights.read(name, region)
 
     def _fill(self, stored: StoredPart, dtype: torch.dtype, read: _RegionReader) -> Tensor:
         out = torch.zeros(stored.shape, dtype=dtype)  # padding rows of ZeRO-1 stay 0
         for part in stored.parts:
             out[part.local] = read(part.whole)
         self._done_bytes += out.nbytes
-        self._on_progress(self._done_bytes)
+        self.on_progress(self._done_bytes)
         return out
+
+
+def _save(path: Path, content: Mapping[Any, Any]) -> None:
+    with ChecksumFiles().create(path) as stream:
+        torch.save(content, stream)

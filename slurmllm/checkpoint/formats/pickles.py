@@ -1,14 +1,12 @@
 """Pickles in checkpoints, read without running what they name: the only place that reads them.
 
-A pickle is a program that may call any function of Python. Those in checkpoints (DCP's `.metadata`,
-and `data.pkl` in every file of torch.save) need a few classes of torch and plain containers.
-`read_pickle` has only the instructions for these, makes stand-ins instead of torch's objects, and
-lists instead of tuples. Neither existing unpickler would do:
+A pickle may call any function of Python. Those in checkpoints (DCP's `.metadata`, and `data.pkl` in
+every file of torch.save) need a few classes of torch and plain containers. `read_pickle` has only
+the instructions for these, and makes stand-ins for torch's objects and lists for tuples.
 
-- pickle.Unpickler, written in C, allocates 64 GB for one pickle of ten bytes, and takes hours to
-  hash nested tuples as a key of a dict, whatever its `find_class` allows.
-- torch.load(weights_only=True) reads protocol 2, while DCP writes `.metadata` in Python's default
-  one (4 or 5); and it also hashes such keys. It reads the tensors, after `check_torch_file`.
+CAUTION: pickle.Unpickler, written in C, allocates 64 GB for one pickle of ten bytes, and takes
+hours to hash nested tuples as keys, whatever its `find_class` allows. torch.load(weights_only=True)
+hashes them too and reads protocol 2, not DCP's. It reads tensors, after `check_torch_file`.
 """
 
 from __future__ import annotations
@@ -18,20 +16,22 @@ import pickle
 import zipfile
 from collections.abc import Collection, Sequence
 from functools import cache
-from io import BytesIO
+from io import BytesIO, RawIOBase
 from pathlib import Path
 from pickle import UnpicklingError
 from struct import error as struct_error
 from struct import unpack_from
-from typing import Any, BinaryIO, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple, NoReturn, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.utils import _ReaderView
 
 from slurmllm.errors import StorageError
 from slurmllm.run.safe_files import open_regular, read_limited
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer as Buffer
 
 METADATA = ".metadata"
 Places = dict[str, list[tuple[int, int]]]  # file → offset and length of its shards, bytes
@@ -50,17 +50,17 @@ class _StandIn:
 
 @cache
 def _globals() -> dict[str, Any]:
-    """What the pickles of torch's Metadata (torch 2.9 to 2.13) and of tensors in dicts name."""
+    """Return what pickles of torch's Metadata (torch 2.9 to 2.13) and of tensors may name."""
     metadata = (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
-        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )  # fmt: skip
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
+        *("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    )
     rebuild = ("tensor", "tensor_v2", "parameter", "device_tensor_from_cpu_tensor")
     stand_ins = [
         *(f"{dcp.__name__}.{name}" for name in metadata),
         *(f"torch._utils._rebuild_{name}" for name in rebuild),
         *(f"{kind.__module__}.{kind.__name__}" for kind in torch._storage_classes),
-        f"{_StorageInfo.__module__}._StorageInfo",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.device",
         "torch.serialization._get_layout",
         "pathlib.PosixPath",
@@ -121,17 +121,19 @@ class _Unpickler(_PurePython):  # type: ignore[misc]
             for op in (getattr(pickle, name)[0] for name in _INSTRUCTIONS.split())
         },
         pickle.NEWOBJ[0]: _PurePython.load_reduce,  # a call of what `_globals` has
-        pickle.EMPTY_TUPLE[0]: _PurePython.load_empty_list, pickle.TUPLE[0]: _PurePython.load_list,
-        pickle.TUPLE1[0]: load_tuple1, pickle.TUPLE2[0]: load_tuple2,
-        pickle.TUPLE3[0]: load_tuple3, pickle.BUILD[0]: load_build,
-    }  # fmt: skip
+        pickle.EMPTY_TUPLE[0]: _PurePython.load_empty_list,
+        pickle.TUPLE[0]: _PurePython.load_list,
+        pickle.TUPLE1[0]: load_tuple1,
+        pickle.TUPLE2[0]: load_tuple2,
+        pickle.TUPLE3[0]: load_tuple3,
+        pickle.BUILD[0]: load_build,
+    }
 
 
 def read_pickle(data: bytes) -> Any:
     """Return the object of a pickle, with stand-ins for torch's objects and lists for tuples.
 
-    Raises:
-        UnpicklingError: It names something else, has other instructions, or is damaged.
+    Raises an UnpicklingError if it names something else, has other instructions, or is damaged.
     """
     try:
         return _Unpickler(BytesIO(data)).load()
@@ -153,11 +155,30 @@ def _refuse(reason: str) -> NoReturn:
     raise _UnsafeError(f"not safe to load: {reason}")
 
 
-def read_metadata(directory: Path) -> dcp.Metadata:
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class StoredChunks(NamedTuple):
+    """The chunks of a tensor, or the place of an object that is no tensor."""
+
+    dtype: torch.dtype | None  # None: no tensor
+    shape: tuple[int, ...]
+    # [chunks, 2 * dims + 3], int64: offsets, sizes, number of the file, offset, length
+    rows: Rows
+
+
+class ChunkTable(NamedTuple):
+    """What DCP's `.metadata` says of all tensors; plain numbers, which can be sent to workers."""
+
+    files: list[str]
+    stored: dict[str, StoredChunks]
+
+
+def read_metadata(directory: Path) -> ChunkTable:
     """Read DCP's `.metadata`: where which chunk is; StorageError if it is unsafe or damaged."""
     path = directory / METADATA
     try:
-        return _metadata(read_pickle(read_limited(path, _LARGEST_METADATA)))
+        return _chunk_table(read_pickle(read_limited(path, _LARGEST_METADATA)))
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnpicklingError as error:
@@ -167,55 +188,54 @@ def read_metadata(directory: Path) -> dcp.Metadata:
         ) from error
 
 
-def _metadata(found: Any) -> dcp.Metadata:
-    """Make torch's objects of stand-ins, with every field of its type."""
+def _chunk_table(metadata: Any) -> ChunkTable:
+    """Check every field of the stand-ins."""
     try:
-        entries, planned, places = (
-            found.state[name] for name in ("state_dict_metadata", "planner_data", "storage_data")
-        )
-        return dcp.Metadata(
-            {_text(key): _entry(entry.state) for key, entry in entries.items()},
-            {_text(key): tuple(map(_key, keys)) for key, keys in (planned or {}).items()},
-            {_index(index.state): _place(place.state) for index, place in places.items()},
-            dcp.StorageMeta(),
-        )
+        entries = {_text(key): e.state for key, e in metadata.state["state_dict_metadata"].items()}
+        sizes = {
+            (key, _size(chunk.state["offsets"])): _size(chunk.state["sizes"])
+            for key, entry in entries.items()
+            for chunk in (entry["chunks"] if entry else ())
+        }
+        files: dict[str, int] = {}
+        rows: dict[str, dict[torch.Size, list[int]]] = {key: {} for key in entries}
+        for index, place in metadata.state["storage_data"].items():
+            key, offset = _text(index.state["fqn"]), index.state.get("offset")
+            at = torch.Size() if offset is None else _size(offset)
+            number = files.setdefault(_file_name(place.state), len(files))
+            # A place without a chunk is of no use, nor is one of an unknown key.
+            if key in rows and (entries[key] is None or (key, at) in sizes):
+                chunk = [] if entries[key] is None else [*at, *sizes[key, at]]
+                bounds = [_number(place.state[name]) for name in ("offset", "length")]
+                rows[key][at] = [*chunk, number, *bounds]
+        stored = {key: _stored(entry, [*rows[key].values()]) for key, entry in entries.items()}
+        return ChunkTable(list(files), stored)
     except UnpicklingError:
         raise
     except Exception as error:
         raise UnpicklingError(f"damaged: it is not DCP's metadata: {error!r}") from error
 
 
-def _entry(entry: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
-    if entry is None:
-        return dcp.BytesStorageMetadata()
-    properties = entry["properties"].state
-    dtype = properties[0] if type(properties) is list else properties["dtype"]
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError("a tensor without a type")
-    return dcp.TensorStorageMetadata(
-        dcp.TensorProperties(dtype),
-        _size(entry["size"]),
-        [
-            dcp.ChunkStorageMetadata(_size(chunk.state["offsets"]), _size(chunk.state["sizes"]))
-            for chunk in entry["chunks"]
-        ],
-    )
+def _stored(entry: Any, rows: list[list[int]]) -> StoredChunks:
+    dtype, shape = None, torch.Size()
+    if entry is not None:
+        properties, shape = entry["properties"].state, _size(entry["size"])
+        dtype = properties[0] if type(properties) is list else properties["dtype"]
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError("a tensor without a type")
+    width = 2 * len(shape) + 3
+    # A chunk of other dimensions is of no use.
+    numbers = np.array([row for row in rows if len(row) == width], dtype=np.int64)
+    return StoredChunks(dtype, tuple(shape), numbers.reshape(-1, width))
 
 
-def _index(index: dict[str, Any]) -> dcp.MetadataIndex:
-    offset, hint = index.get("offset"), index.get("index")
-    if type(hint) not in (int, type(None)):
-        raise TypeError("no number of a chunk")
-    return dcp.MetadataIndex(_text(index["fqn"]), None if offset is None else _size(offset), hint)
-
-
-def _place(place: dict[str, Any]) -> _StorageInfo:
+def _file_name(place: dict[str, Any]) -> str:
     path = _text(place["relative_path"])
     if "/" in path or path in ("", ".", ".."):
         _refuse(f"it names the file {path!r:.80}, outside the folder")
     if place.get("transform_descriptors"):
         raise TypeError("transformed shards are not read")
-    return _StorageInfo(path, _key(place["offset"]), _key(place["length"]))
+    return path
 
 
 def _size(value: Any) -> torch.Size:
@@ -230,49 +250,38 @@ def _text(value: Any) -> str:
     return value
 
 
-def _key(value: Any) -> Any:
-    if type(value) is not str and not (type(value) is int and 0 <= value < 1 << 63):
-        raise TypeError("neither a text nor a position")
+def _number(value: Any) -> int:
+    if not (type(value) is int and 0 <= value < 1 << 63):
+        raise TypeError("no position in a file")
     return value
 
 
-class DcpReader(FileSystemReader):
-    """DCP's reader of a folder, with `read_metadata`, and regular files only.
-
-    Args:
-        metadata: What `read_metadata` has read before, or the part of it that is needed.
-    """
-
-    def __init__(self, directory: Path, metadata: dcp.Metadata | None = None) -> None:
-        super().__init__(directory)
-        self.fs = _RegularFiles()
-        self.metadata = metadata or read_metadata(directory)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        return self.metadata
-
-
-class _RegularFiles(FileSystem):
-    def create_stream(self, path: Any, mode: str) -> Any:
-        return open_regular(Path(path))
-
-
-class _Part(_ReaderView):
+class FilePart(RawIOBase):
     """A part of a file, as one of its own."""
 
+    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        # torch's goes beyond the end for an offset from the end.
-        if whence == os.SEEK_END:
-            offset, whence = self.len + offset, os.SEEK_SET
-        return super().seek(offset, whence)
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        self._stream.seek(self._offset + self._at)
+        count: int = self._stream.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return count
 
 
 def check_torch_file(stream: BinaryIO) -> Any:
-    """Read the pickle of a file of torch.save with stand-ins; its tensors have no values.
-
-    Raises:
-        UnpicklingError: torch.load should not be given this file.
-    """
+    """Raise an UnpicklingError if torch.load should not be given this file of torch.save."""
     try:
         with zipfile.ZipFile(stream) as archive:
             members = archive.infolist()
@@ -292,22 +301,20 @@ def check_torch_file(stream: BinaryIO) -> Any:
 
 
 def shard_places(directory: Path, names: Collection[str]) -> Places:
-    """Where the shards are that `.metadata` places in these files; StorageError if it is damaged.
-
-    None are in the files of another format than DCP's.
-    """
+    """Return the shards that `.metadata` places in these files; none in another format's."""
     places: Places = {}
     if METADATA in names or any(name.endswith(".distcp") for name in names):
-        for place in read_metadata(directory).storage_data.values():
-            places.setdefault(place.relative_path, []).append((place.offset, place.length))
+        table = read_metadata(directory)
+        for stored in table.stored.values():
+            for *_, file, offset, length in stored.rows.tolist():
+                places.setdefault(table.files[file], []).append((offset, length))
     return places
 
 
 def pickle_faults(directory: Path, names: Sequence[str], places: Places | None = None) -> list[str]:
-    """One line for each of these files of a checkpoint with a pickle that is not safe to load.
+    """Return one line for each of these files with a pickle that is not safe to load.
 
-    Args:
-        places: Of the shards in them, if `shard_places` has read them before.
+    `places` are of the shards in them, if `shard_places` has read them before.
     """
     faults = []
     if places is None:
@@ -323,7 +330,7 @@ def pickle_faults(directory: Path, names: Sequence[str], places: Places | None =
         try:
             with open_regular(directory / name) as stream:
                 for offset, length in ours:
-                    check_torch_file(cast(BinaryIO, _Part(stream, offset, length)))
+                    check_torch_file(cast(BinaryIO, FilePart(stream, offset, length)))
                 if not ours:
                     check_torch_file(stream)
         except OSError as error:

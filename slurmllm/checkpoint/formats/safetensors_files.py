@@ -10,10 +10,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,9 @@ from slurmllm.checkpoint.folder import fsync_file
 from slurmllm.checkpoint.shards import Region
 from slurmllm.errors import StorageError
 from slurmllm.run.safe_files import open_regular
+
+if TYPE_CHECKING:
+    from slurmllm.display.progress import OnProgress
 
 # Type codes of the header (huggingface/safetensors, README, "Format").
 DTYPES = {
@@ -57,7 +60,7 @@ class StoredTensor:
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-        return cls(tuple(shape), dtype, _CODES[dtype])
+        return cls(tuple(shape), dtype, _CODES.get(dtype, str(dtype)))
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +75,7 @@ class TensorFiles(Protocol):
     def tensors(self) -> Mapping[str, StoredTensor]: ...
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Returns a tensor or a region of it in its stored type; the caller must not modify it.
+        """Return a tensor or a region of it in its stored type; the caller must not modify it.
 
         Raises a StorageError if a file is missing or damaged.
         """
@@ -100,7 +103,7 @@ class SafetensorsFiles:
 def open_safetensors(
     directory: Path, names: Sequence[str], weight_map: Mapping[str, str] | None = None
 ) -> tuple[SafetensorsFiles, list[str]]:
-    """Reads the headers of files; returns their tensors, and one line per fault.
+    """Read the headers of files; return their tensors, and one line per fault.
 
     The headers must confirm `weight_map`, an index's tensor → file name.
     """
@@ -125,7 +128,7 @@ def open_safetensors(
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns types and shapes of a file's tensors; StorageError if the file is not complete."""
+    """Return types and shapes of a file's tensors; StorageError if the file is not complete."""
     # Git LFS pointers and interrupted copies are the usual faults, hence their own messages.
     try:
         with open_regular(path) as stream:
@@ -176,7 +179,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 def plan_shards(
     sizes_bytes: Sequence[int], limit_bytes: int, stem: str, whole: str
 ) -> dict[str, list[int]]:
-    """Distributes parts over files in order; returns file name → indices of its parts.
+    """Distribute parts over files in order; return file name → indices of its parts.
 
     A file exceeds the limit only for a single large part. Files are named
     `<stem>-00001-of-00003.safetensors`, or `whole` if one is enough.
@@ -197,15 +200,39 @@ def plan_shards(
     }
 
 
+def write_shards(
+    folder: Path,
+    shards: Mapping[str, Sequence[int]],
+    sizes_bytes: Sequence[int],
+    convert: Callable[[int], Mapping[str, Tensor]],
+    on_progress: OnProgress,
+) -> dict[str, str]:
+    """Write the files of `plan_shards`, one in memory at a time; return tensor name → file.
+
+    `convert` returns the tensors of a part, and `on_progress` receives the bytes converted.
+    """
+    weight_map: dict[str, str] = {}
+    done_bytes = 0
+    for file, parts in shards.items():
+        tensors: dict[str, Tensor] = {}
+        for part in parts:
+            tensors |= {name: own_storage(t) for name, t in convert(part).items()}
+            done_bytes += sizes_bytes[part]
+            on_progress(done_bytes)
+        write_shard(folder / file, tensors)
+        weight_map |= dict.fromkeys(tensors, file)
+    return weight_map
+
+
 def own_storage(tensor: Tensor) -> Tensor:
-    """Returns the tensor contiguous and without shared storage, which would be written whole."""
+    """Return the tensor contiguous and without shared storage, which would be written whole."""
     tensor = tensor.contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return tensor if whole else tensor.clone()
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one file durably (fsync); each tensor must be as `own_storage` returns it."""
+    """Write one file durably (fsync); each tensor must be as `own_storage` returns it."""
     try:
         # transformers refuses a file without this metadata.
         save_file(dict(tensors), path, metadata={"format": "pt"})
@@ -221,7 +248,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Writes tensor → file, in transformers' form."""
+    """Write tensor → file, in transformers' form."""
     index = {
         "metadata": {"total_size": total_bytes},
         "weight_map": dict(sorted(weight_map.items())),

@@ -43,12 +43,11 @@ class TokenizerFiles(NamedTuple):
 
 
 def tokenizer_in(folder: Path) -> TokenizerFiles:
-    """Finds and checks the tokenizer files of a model folder, which may be somebody else's.
+    """Return the checked tokenizer files of a model folder, which may be somebody else's.
 
-    Links must stay inside the folder, or lead to the blobs of a Hugging Face cache that it is a
-    snapshot of: else a file of the user's would be copied into what he publishes.
-
-    Raises a DataError if tokenizer.json is no tokenizer, another file no JSON, or a link leads out.
+    Links must stay in it or in its Hugging Face cache: else a file of the user's would be copied
+    into what he publishes. Raises a DataError for any other link and for files that are no
+    tokenizer's.
     """
     files = {name: folder / name for name in FILES if (folder / name).is_file()}
     allowed = [Path(os.path.realpath(folder))]
@@ -81,7 +80,7 @@ def _check_json(path: Path) -> None:
 
 
 def tokenizer_from_file(path: Path) -> TokenizerFiles:
-    """Loads a tokenizer.json; its folder's other tokenizer files belong to it.
+    """Load a tokenizer.json; its folder's other tokenizer files belong to it.
 
     Raises a DataError if it is not a tokenizer, or has no token that ends a document.
     """
@@ -94,7 +93,7 @@ def tokenizer_from_file(path: Path) -> TokenizerFiles:
 
 
 def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
-    """Finds a checkpoint's tokenizer.json: `named`, else the imported one, else its run's, if any.
+    """Find a checkpoint's tokenizer.json: `named`, else the imported one, else its run's, if any.
 
     Raises a DataError if it is missing or no tokenizer, a ConfigError if the run's is unreadable.
     """
@@ -115,7 +114,7 @@ def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copies files into a folder durably (fsync); StorageError if one cannot be read."""
+    """Copy files into a folder durably (fsync); StorageError if one cannot be read."""
     for name, path in files.items():
         try:
             source = open_regular(path)
@@ -129,7 +128,7 @@ def copy_files(files: Mapping[str, Path], folder: Path) -> None:
 
 
 def write_tokenizer_config(folder: Path, *, seq_len: int, end_token: str | None) -> None:
-    """Writes the tokenizer_config.json that AutoTokenizer needs to load a bare tokenizer.json."""
+    """Write the tokenizer_config.json that AutoTokenizer needs to load a bare tokenizer.json."""
     values: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_len,

@@ -37,16 +37,16 @@ class TrainingFiles(TensorFiles, Protocol):
         ...
 
     def read_moment(self, kind: str, name: str, region: Region | None = None) -> Tensor:
-        """Returns a moment of a parameter or a region of it; the caller must not modify it."""
+        """Return a moment of a parameter or a region of it; the caller must not modify it."""
         ...
 
     def step(self, name: str) -> float:
-        """Returns the number of updates of a parameter."""
+        """Return the number of updates of a parameter."""
         ...
 
 
 def open_weights(origin: Origin) -> TensorFiles:
-    """Opens a checkpoint's weights, under our names and in our layout; StorageError if damaged."""
+    """Open a checkpoint's weights, under our names and in our layout; StorageError if damaged."""
     directory = origin.directory
     if origin.imported is None or is_backend_format(directory):
         return backend_files(origin)
@@ -75,11 +75,10 @@ def backend_files(origin: Origin) -> TrainingFiles:
 
 
 def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
-    """Returns a reader of regions of the parameters of an imported or a run's checkpoint.
+    """Return a reader of regions of the parameters of an imported or a run's checkpoint.
 
-    Every worker reads on its own, without communication. Padding rows of the vocabulary are 0.
-    Raises a RunError if the folder is not a checkpoint or its model differs, and, as the reader, a
-    StorageError if it is damaged.
+    Padding rows of the vocabulary are 0. Raises a RunError if the folder is not a checkpoint or its
+    model differs, and, as the reader, a StorageError if it is damaged.
     """
     weights = open_weights(require_model(directory, config))
 
@@ -92,11 +91,10 @@ def weight_reader(directory: Path, config: ModelConfig) -> WeightReader:
 
 
 def open_training(directory: Path, config: ModelConfig) -> TrainingFiles:
-    """Opens weights and optimizer state for a run to resume from, padded as the run needs.
+    """Open weights and optimizer state for a run to resume from, padded as the run needs.
 
-    Raises:
-        RunError: The folder is not a checkpoint, or its model differs.
-        StorageError: The folder is damaged or has no optimizer state; every read raises it too.
+    Raises a RunError if the folder is no checkpoint of the model, and, as every read, a
+    StorageError if it is damaged or has no optimizer state.
     """
     # A folder with nothing but shards is assumed to be of the run's model.
     named = any((directory / name).is_file() for name in (TRAIN_STATE, MODEL))
@@ -130,12 +128,12 @@ class _PaddedFiles:
         self,
         name: str,
         region: Region | None,
-        what: str,
+        title: str,
         stored: StoredTensor | None,
         read: Callable[[str, Region | None], Tensor],
     ) -> Tensor:
         if stored is None:
-            raise StorageError(f"the checkpoint holds no {what}; restore it")
+            raise StorageError(f"the checkpoint holds no {title}; restore it")
         region = region or tuple(slice(0, size) for size in stored.shape)
         return read_padded(name, region, stored, read, stored.shape[0])
 
@@ -147,16 +145,11 @@ def read_padded(
     read: Callable[[str, Region | None], Tensor],
     vocabulary_rows: int,
 ) -> Tensor:
-    """Reads a region of a parameter, or of one of its moments; padding rows are 0.
+    """Read a region of a parameter, or of one of its moments; padding rows are 0.
 
-    Args:
-        region: Of the parameter with the reader's padding, which may differ from the file's.
-        stored: Shape and type in the file.
-        read: Reads a parameter's region from the file; None means all of it.
-        vocabulary_rows: Number of rows to read of a parameter in VOCABULARY.
-
-    Raises:
-        StorageError: The region exceeds what is stored.
+    The region is of the parameter with the reader's padding; of one in VOCABULARY,
+    `vocabulary_rows` are read from the file. Raises a StorageError if the region exceeds what is
+    stored.
     """
     size = [part.stop - part.start for part in region]
     rows = size[0]

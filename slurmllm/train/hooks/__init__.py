@@ -26,9 +26,9 @@ class StepEnd(NamedTuple):
     """The end of one step."""
 
     row: MetricsRow
-    last: bool  # the stage is complete with this step
-    saving: bool  # a checkpoint is saved after this step
-    leaving: bool  # training ends with this step, complete or stopped
+    last: bool = False  # the stage is complete with this step
+    saving: bool = False  # a checkpoint is saved after this step
+    leaving: bool = False  # training ends with this step, complete or stopped
     evaluating: bool = False  # the texts of `eval` are evaluated after this step
     batch: int = 0  # number of the step's global batch in the stream, from 1
 
@@ -42,11 +42,7 @@ class Evaluation(NamedTuple):
 
 
 class Hook:
-    """Base class of the hooks.
-
-    Attributes:
-        backends: Names of the backends that the hook works with; all by default.
-    """
+    """Base class of the hooks; `backends` names those that it works with, all by default."""
 
     backends: ClassVar[tuple[str, ...]] = ()
 
@@ -63,7 +59,7 @@ class Hook:
     def before_training(self) -> None:
         """Called once before the first step, on every worker that has the hook."""
 
-    def after_evaluation(self, found: Evaluation) -> None:
+    def after_evaluation(self, evaluation: Evaluation) -> None:
         """Called after each evaluation, on every worker that has the hook."""
 
     def before_step(self, step: int) -> None:
@@ -86,14 +82,11 @@ class HookContext:
         attempt: Number of the attempt, from 0.
         step: Steps trained before this attempt.
         last_step: The step at which training is complete.
-        control: Exchanges small values between the workers. All workers must make the same calls in
-            the same order.
-        model: Returns this worker's part of the model, with the names of the whole model. The
-            parameters are DTensors, which a hook may read and must not change. Raises a ConfigError
-            on other backends than native.
+        control: Exchanges small values; all workers make the same calls in the same order.
+        model: Returns this worker's part of the model, DTensors with their names in the whole model
+            to read and not to change; ConfigError on other backends than native.
         file: JSON lines of `write`: `hooks/<name>/attempt_NNN.jsonl` in the run directory.
-        add_scalars: Adds (step, tag → value) to the run's TensorBoard curves; on rank 0, elsewhere
-            it does nothing.
+        add_scalars: Adds (step, tag → value) to the run's TensorBoard curves; only on rank 0.
     """
 
     name: str

@@ -20,7 +20,7 @@ _STOP_COPY_S = 10.0  # wait for a replica at a stop whose time limit is unknown
 
 
 class CheckpointHook(Hook):
-    """Saves checkpoints; on every worker, because all of them write.
+    """Saving of checkpoints; on every worker, because all of them write.
 
     With `checkpoint.asynchronous`, training continues while the files are written. A save is
     finished after the step at which all workers have written theirs, before the next one begins,
@@ -92,22 +92,20 @@ class CheckpointHook(Hook):
         )
         if self._interval is not None:
             cost_s = self._interval.add_save(self._save_s, between_s, save.waited_s)
-            job.events.add(
-                "save", save.step, seconds=self._save_s, waited_s=waited_s, bytes=save.num_bytes,
-                values={"cost_s": cost_s},
-            )  # fmt: skip
+            sizes = {"bytes": save.num_bytes, "values": {"cost_s": cost_s}}
+            job.events.add("save", save.step, seconds=self._save_s, waited_s=waited_s, **sizes)
         if self._copier is not None:
             self._copier.copy(save.step)
 
     def _enough_time(self) -> bool:
         """Return whether a save at a stop can finish before the time limit (collective)."""
         job = self._job
-        left = job.stop.left_s(job.config.recipe.slurm.signal_lead_s)
+        stop_left_s = job.stop.left_s(job.config.recipe.slurm.signal_lead_s)
         control = job.control
-        own = math.inf if left is None else left
+        left_s = math.inf if stop_left_s is None else stop_left_s
         # Rank 0's last save counts; infinite: unknown.
         needed = self._save_s if control.rank == 0 and self._save_s is not None else math.inf
-        least_s, needed_s = control.all_reduce([own, needed], "min")
+        least_s, needed_s = control.all_reduce([left_s, needed], "min")
         if math.isinf(needed_s) or needed_s * _MARGIN <= least_s:
             return True
         message = (

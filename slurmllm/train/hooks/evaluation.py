@@ -24,7 +24,7 @@ from slurmllm.train.job import Job
 log = logging.getLogger(__name__)
 
 
-class Pass(NamedTuple):
+class EvaluationStep(NamedTuple):
     """One worker's part of the sequences of one call of `Backend.evaluate`."""
 
     micro_batches: list[MicroBatch]
@@ -32,17 +32,14 @@ class Pass(NamedTuple):
 
 
 class EvaluationHook(Hook):
-    """Evaluates the texts; on every worker, because all of them compute.
+    """Evaluation of the texts, on every worker; the hooks in `readers` get the losses.
 
     In the precompile stage only one pass of each, whose graphs are those of all.
-
-    Args:
-        readers: Hooks that get the losses.
     """
 
     def __init__(self, job: Job, readers: Sequence[Hook] = ()) -> None:
         self._job, self._readers = job, readers
-        self._texts: dict[str, list[Pass]] | None = None
+        self._texts: dict[str, list[EvaluationStep]] | None = None
 
     def before_training(self) -> None:
         """Evaluate the step that training resumes from, if its attempt could not (collective)."""
@@ -85,8 +82,8 @@ class EvaluationHook(Hook):
         for reader in self._readers:
             reader.after_evaluation(Evaluation(job.step, time.time(), losses))
 
-    def _loss(self, passes: Sequence[Pass]) -> float:
-        """The mean loss over all targets of a text, equal on all workers (collective)."""
+    def _loss(self, passes: Sequence[EvaluationStep]) -> float:
+        """Return the mean loss over all targets of a text, equal on all workers (collective)."""
         total = 0.0
         for part in passes:
             self._job.phases.begin("evaluating", self._job.step)
@@ -95,21 +92,21 @@ class EvaluationHook(Hook):
         return total / sum(part.num_targets for part in passes)
 
 
-def _read_texts(job: Job) -> dict[str, list[Pass]]:
+def _read_texts(job: Job) -> dict[str, list[EvaluationStep]]:
     recipe, rank = job.config.recipe, job.mesh.data_rank(job.worker.rank)
-    settings, found = recipe.eval, dict[str, list[Pass]]()
+    settings, texts = recipe.eval, dict[str, list[EvaluationStep]]()
     for name, spec in evaluation_texts(StreamSpec.of(recipe), settings.corpora).items():
         passes = make_passes(spec, settings.sequences, job.mesh, rank)
-        found[name] = list(itertools.islice(passes, 1) if job.stage == "precompile" else passes)
-        if not any(part.num_targets for part in found[name]):
+        texts[name] = list(itertools.islice(passes, 1) if job.stage == "precompile" else passes)
+        if not any(part.num_targets for part in texts[name]):
             raise DataError(
                 f"eval: the first {settings.sequences} sequences of {name} have no target tokens; "
                 "raise eval.sequences, or choose another corpus"
             )
-    return found
+    return texts
 
 
-def make_passes(spec: StreamSpec, limit: int, mesh: Mesh, rank: int) -> Iterator[Pass]:
+def make_passes(spec: StreamSpec, limit: int, mesh: Mesh, rank: int) -> Iterator[EvaluationStep]:
     """Yield the passes over a text for one data-parallel rank.
 
     A pass has at most the micro batches of a step; in a pipeline, whose schedule is fixed, exactly
@@ -124,11 +121,10 @@ def make_passes(spec: StreamSpec, limit: int, mesh: Mesh, rank: int) -> Iterator
         rows = np.arange(rank * count * mesh.micro_batch, (rank + 1) * count * mesh.micro_batch)
         inputs = np.concatenate([batch.inputs for batch in group])[rows % len(group)]
         labels = np.where((rows < len(group))[:, None], labels[rows % len(group)], IGNORED)
-        found = [batch.positions for batch in group]
-        micro_batches = []
-        for part in np.split(np.arange(len(rows)), count):
-            positions = None
-            if found[0] is not None:
-                positions = np.concatenate([found[row] for row in rows[part] % len(group)])
-            micro_batches.append(MicroBatch(inputs[part], labels[part], positions))
-        yield Pass(micro_batches, targets)
+        positions = [batch.positions for batch in group if batch.positions is not None]
+        whole = np.concatenate(positions)[rows % len(group)] if positions else None
+        micro_batches = [
+            MicroBatch(inputs[part], labels[part], None if whole is None else whole[part])
+            for part in np.split(np.arange(len(rows)), count)
+        ]
+        yield EvaluationStep(micro_batches, targets)

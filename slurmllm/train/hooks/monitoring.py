@@ -25,7 +25,7 @@ _MEMORY_STEPS = 3
 
 
 class GuardHook(Hook):
-    """Passes the gradient norm to `job.guard`; on every worker."""
+    """The check of the gradient norm by `job.guard`; on every worker."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -38,7 +38,7 @@ class GuardHook(Hook):
 
 
 class MetricsHook(Hook):
-    """Appends to `metrics/attempt_NNN.jsonl`."""
+    """The lines of `metrics/attempt_NNN.jsonl`."""
 
     def __init__(self, job: Job) -> None:
         metrics = open_append(job.run.metrics(job.attempt))
@@ -56,7 +56,7 @@ class MetricsHook(Hook):
 
 
 class ProgressHook(Hook):
-    """Logs the progress every `train.log_every` steps, at the first steps and at the last."""
+    """Progress in the log every `train.log_every` steps, at the first steps and at the last."""
 
     def __init__(self, job: Job) -> None:
         self._every = job.config.recipe.train.log_every
@@ -84,7 +84,7 @@ class ProgressHook(Hook):
 
 
 class StartUpHook(Hook):
-    """Writes `records.WorkerRecord` after the first step; on the first worker of each node."""
+    """A `records.WorkerRecord` after the first step; on the first worker of each node."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -98,17 +98,21 @@ class StartUpHook(Hook):
         hits, misses = job.backend.graph_cache_counts()
         first_step_s = job.first_step_s or row.step_time_s
         record = WorkerRecord(
-            rank=job.worker.rank, node=job.worker.node,
-            start_up_s=row.time - row.step_time_s - job.started, first_step_s=first_step_s,
-            cache_hits=hits, cache_misses=misses,
-            resumed_from=job.resumed_from, skipped_checkpoints=job.skipped,
-        )  # fmt: skip
+            rank=job.worker.rank,
+            node=job.worker.node,
+            start_up_s=row.time - row.step_time_s - job.started,
+            first_step_s=first_step_s,
+            cache_hits=hits,
+            cache_misses=misses,
+            resumed_from=job.resumed_from,
+            skipped_checkpoints=job.skipped,
+        )
         record.save(job.run.attempt(job.stage, job.attempt).worker(job.worker.rank))
         log.info("graph cache: %d hits, %d misses; first step %.1f s", hits, misses, first_step_s)
 
 
 class MemoryHook(Hook):
-    """Writes `memory` events; on every worker, because any of them may use the most.
+    """The `memory` events; on every worker, because any of them may use the most.
 
     The first event is for steps without a save, the second one, at the end, for saves as well.
     """
@@ -131,11 +135,11 @@ class MemoryHook(Hook):
         if not end.leaving and (self._recorded or not enough):
             return
         saves, self._recorded = ", saves included" if self._recorded else "", True
-        own, control = self._read() or Memory(-1, 0), self._job.control
-        (peak,) = control.all_reduce([own.peak_bytes], "max")
-        has_most = own.peak_bytes == peak
+        memory, control = self._read() or Memory(-1, 0), self._job.control
+        (peak,) = control.all_reduce([memory.peak_bytes], "max")
+        has_most = memory.peak_bytes == peak
         rank, limit = control.all_reduce(
-            [control.rank if has_most else math.inf, own.limit_bytes or math.inf], "min"
+            [control.rank if has_most else math.inf, memory.limit_bytes or math.inf], "min"
         )
         if peak < 0:  # no worker's system reports it
             return

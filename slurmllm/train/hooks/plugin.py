@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class PluginHook(Hook):
-    """Calls a hook of another package; what that raises is raised again as a PluginError.
+    """A hook of another package; what that raises is raised as a PluginError.
 
     Errors of the infrastructure (a lost peer, a full disk) and of slurmllm pass unchanged.
     """
@@ -34,9 +34,9 @@ class PluginHook(Hook):
         with self._named("before_training", self._job.step):
             self._hook.before_training()
 
-    def after_evaluation(self, found: Evaluation) -> None:
-        with self._named("after_evaluation", found.step):
-            self._hook.after_evaluation(found)
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        with self._named("after_evaluation", evaluation.step):
+            self._hook.after_evaluation(evaluation)
 
     def before_step(self, step: int) -> None:
         with self._named("before_step", step):

@@ -21,7 +21,7 @@ _MEMORY_EVENTS = 200_000  # allocations and frees of a CUDA snapshot, the newest
 
 
 class ProfilingHook(Hook):
-    """Starts the profiler before the first profiled step, and writes its files after the last.
+    """A profiler from the first profiled step to the last, after which its files are written.
 
     On every worker, because all of them begin the first profiled step together: otherwise those
     that do not start a profiler would seem to wait for those that do.
@@ -99,8 +99,8 @@ class ProfilingHook(Hook):
             summarize(files.trace, rank, job.worker.node).save(files.summary)
         except (OSError, RuntimeError, StorageError) as error:
             log.error(
-                "the profile of rank %d cannot be written: %s; training continues without it",
-                rank, error,
-            )  # fmt: skip
+                f"the profile of rank {rank} cannot be written: {error}; training continues "
+                "without it"
+            )
             return
         log.info("profile written in %.1f s: %s", time.monotonic() - began, files.trace)

@@ -28,7 +28,7 @@ from slurmllm.train.job import Job
 
 
 class TensorBoardHook(Hook):
-    """Writes the metrics of every step, and once per attempt the recipe; on rank 0."""
+    """The metrics of every step, and once per attempt the recipe; on rank 0."""
 
     def __init__(self, job: Job) -> None:
         self._writer = EventFileWriter(str(job.run.tensorboard))
@@ -51,10 +51,10 @@ class TensorBoardHook(Hook):
         if end.saving:
             self._writer.flush()
 
-    def after_evaluation(self, found: Evaluation) -> None:
-        values = evaluation_values(found.losses)
+    def after_evaluation(self, evaluation: Evaluation) -> None:
+        values = evaluation_values(evaluation.losses)
         summaries = [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]
-        self._add(found.time, found.step, summaries)
+        self._add(evaluation.time, evaluation.step, summaries)
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add points to curves: tag → value."""
@@ -120,7 +120,7 @@ def hyperparameters(job: Job) -> dict[str, Setting]:
     """Return the hyperparameters by dotted path; the mesh as resolved, not as in the recipe."""
     config, mesh = job.config, job.mesh
     values = flatten(config.values())
-    found: dict[str, Setting] = {
+    settings: dict[str, Setting] = {
         "recipe": config.recipe.name,
         "cluster": config.cluster.name,
         "backend": config.backend,
@@ -134,15 +134,15 @@ def hyperparameters(job: Job) -> dict[str, Setting]:
         if value is None:
             continue
         listed = isinstance(value, list | tuple)
-        found[path] = ", ".join(str(part) for part in value) if listed else value
-    found |= {
+        settings[path] = ", ".join(str(part) for part in value) if listed else value
+    settings |= {
         "train.micro_batch": mesh.micro_batch,
         "parallel.tensor": mesh.tensor,
         "parallel.pipeline": mesh.pipeline,
         "parallel.virtual_pipeline": mesh.virtual_pipeline,
         "parallel.data": mesh.data,
     }
-    return found
+    return settings
 
 
 def restarts(job: Job) -> str:
@@ -152,15 +152,15 @@ def restarts(job: Job) -> str:
         "|---|---|---|---|---|---|",
     ]
     for number in range(max(0, job.attempt - _MAX_RESTARTS), job.attempt + 1):
-        own = number == job.attempt
+        is_current = number == job.attempt
         record = None
         with suppress(StorageError):
             record = AttemptRecord.load(job.run.attempt("train", number).record)
-        count = f"{job.mesh.nodes} node{'' if job.mesh.nodes == 1 else 's'}" if own else "?"
+        count = f"{job.mesh.nodes} node{'' if job.mesh.nodes == 1 else 's'}" if is_current else "?"
         nodes = " ".join(record.nodes) if record else count
-        before = job.resumed_from if own else record.checkpoint_before if record else None
-        steps, ending, why = "", "running" if own else "?", ""
-        if record is not None and not own:
+        before = job.resumed_from if is_current else record.checkpoint_before if record else None
+        steps, ending, why = "", "running" if is_current else "?", ""
+        if record is not None and not is_current:
             if record.first_step is not None:
                 steps = f"{record.first_step}–{record.last_step}"
             ending = record.ending or "?"

@@ -41,9 +41,9 @@ class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = (lambda: "trn1") if name == "get_platform_target" else MagicMock(name=name)
-        setattr(self, name, found)
-        return found
+        result = (lambda: "trn1") if name == "get_platform_target" else MagicMock(name=name)
+        setattr(self, name, result)
+        return result
 
 
 class _Closed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -152,18 +152,18 @@ def collectives() -> None:
     def all_reduce(
         kind: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True
     ) -> Any:
-        one = isinstance(inputs, torch.Tensor)
-        tensors = [inputs.clone()] if one else inputs  # lists are reduced in place
+        is_single = isinstance(inputs, torch.Tensor)
+        tensors = [inputs.clone()] if is_single else inputs  # lists are reduced in place
         for tensor in tensors:
             dist.all_reduce(tensor, kinds[kind], group=_group(groups))
             tensor.mul_(scale)
-        return tensors[0] if one else tensors
+        return tensors[0] if is_single else tensors
 
     def each(function: Callable[[Any], Any], value: Any, output: Any) -> Any:
-        found = [function(v) for v in value] if isinstance(value, list) else function(value)
+        result = [function(v) for v in value] if isinstance(value, list) else function(value)
         if output is None:
-            return found
-        pairs = zip(output, found, strict=True) if isinstance(output, list) else [(output, found)]
+            return result
+        pairs = zip(output, result, strict=True) if isinstance(output, list) else [(output, result)]
         for target, values in pairs:
             target.copy_(values)
         return output
@@ -181,9 +181,15 @@ def collectives() -> None:
         return each(gather, value, output)
 
     def reduce_scatter(
-        kind: str, input: Any, scale: float, scatter_dim: int, shard_count: int,
-        groups: Any = None, output: Any = None, **_: Any,
-    ) -> Any:  # fmt: skip
+        kind: str,
+        input: Any,
+        scale: float,
+        scatter_dim: int,
+        shard_count: int,
+        groups: Any = None,
+        output: Any = None,
+        **_: Any,
+    ) -> Any:
         group = _group(groups)
 
         def scatter(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,11 +205,10 @@ def collectives() -> None:
         input_list, dim, groups, output
     )
     xm.reduce_scatter_bucketized = (
-        lambda kind, input_list, scale=1.0, scatter_dim=0, shard_count=1, groups=None,
-        output=None, **_: reduce_scatter(
-            kind, input_list, scale, scatter_dim, shard_count, groups, output
+        lambda kind, input_list, scale=1.0, scatter_dim=0, shard_count=1, groups=None, output=None, **_: (  # noqa: E501
+            reduce_scatter(kind, input_list, scale, scatter_dim, shard_count, groups, output)
         )
-    )  # fmt: skip
+    )
 
 
 def zero1() -> None:

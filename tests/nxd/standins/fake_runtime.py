@@ -65,8 +65,8 @@ def load_graph(name: str) -> str:
         print(f"Extracting graphs ({pb}) for ahead-of-time parallel compilation.", flush=True)
         counts["extracted"] += 1
         return "extracted"
-    again = "--retry_failed_compilation" in os.environ.get("NEURON_CC_FLAGS", "")
-    if (module / "model.log").exists() and not again:
+    retries = "--retry_failed_compilation" in os.environ.get("NEURON_CC_FLAGS", "")
+    if (module / "model.log").exists() and not retries:
         raise RuntimeError(
             f"Got a cached failed neff at {module / 'model.neff'}. Will skip compilation, please "
             "set --retry_failed_compilation for recompilation."

@@ -34,15 +34,24 @@ def run_worker(run, stage, attempt):  # type: ignore[no-untyped-def]
             fake_runtime.load_graph(name)
     except RuntimeError as error:
         FailureRecord(
-            rank=rank, node=node, error="RuntimeError", message=str(error), blame="code",
-            exit_code=70, time=time.time(),
-        ).save(files.failure(rank))  # fmt: skip
+            rank=rank,
+            node=node,
+            error="RuntimeError",
+            message=str(error),
+            blame="code",
+            exit_code=70,
+            time=time.time(),
+        ).save(files.failure(rank))
         return 70
     if os.environ["LOCAL_RANK"] == "0":
         WorkerRecord(
-            rank=rank, node=node, start_up_s=0.1, first_step_s=0.2,
-            cache_hits=fake_runtime.counts["hits"], cache_misses=fake_runtime.counts["compiled"],
-        ).save(files.worker(rank))  # fmt: skip
+            rank=rank,
+            node=node,
+            start_up_s=0.1,
+            first_step_s=0.2,
+            cache_hits=fake_runtime.counts["hits"],
+            cache_misses=fake_runtime.counts["compiled"],
+        ).save(files.worker(rank))
     if stage == "train" and str(attempt) in wishes.get("die", {}):
         # By the first rank: its peers wait, as in a collective.
         if rank == 0:
