@@ -24,7 +24,7 @@ from slurmllm.config.resolve import resolve
 from slurmllm.model.attention import rotary_table, rotate
 from slurmllm.model.decoder import ACTIVATIONS, make_norm
 from slurmllm.model.output import softmax_, statistics
-from slurmllm.plan.flops import attention_flops, block_elements
+from slurmllm.plan.parameters import attention_flops, block_elements
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MIB = 1 << 20

@@ -58,7 +58,7 @@ def calibrate(
     first, *others = allocation.nodes if allocation.job_id else (socket.gethostname(),)
     more = f" and {len(others)} more" if others else ""
     today = datetime.now(UTC).date().isoformat()
-    source = f"measured on {first}{more} by slurmllm plan --calibrate, {today}"
+    source = f"measured on {first}{more} by slurmllm calibrate, {today}"
     found = hardware_of(samples, task, config.cluster.hardware, source)
     busy = [
         f"{sample.of}: in use by others, {sample.value:.1f} tasks a CPU; the figures are marked as "
@@ -109,7 +109,7 @@ def require_measurable(config: RunConfig) -> None:
         raise ConfigError(
             f"cluster profile {cluster.name} cannot be calibrated",
             [
-                "cluster.device: neuron is not measured by --calibrate; the figures of the shipped "
+                "cluster.device: neuron is not measured by `calibrate`; the figures of the shipped "
                 "profiles trn1 and trn1n come from published runs, and `slurmllm plan --against "
                 "RUN` compares them with a run"
             ],

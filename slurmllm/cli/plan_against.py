@@ -70,7 +70,7 @@ def _measure(unit: str, value: float | None) -> str:
 def _expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
     """The expected overheads of a run outside its steps."""
     from slurmllm.errors import ConfigError
-    from slurmllm.plan.lost_time_assumptions import assumed, lost_time
+    from slurmllm.plan.lost_time import assumed, lost_time
     from slurmllm.plan.parameters import parameters
     from slurmllm.report.prediction import ExpectedOverheads
 

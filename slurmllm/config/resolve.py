@@ -16,7 +16,7 @@ from slurmllm.config.directives import may_be_in_file
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
-from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
+from slurmllm.config.recipe import ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
 from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml, write_yaml
@@ -111,24 +111,17 @@ class RunConfig:
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
         return [path for path in degrees if self.recipe.parallel.auto and not self.is_set(path)]
 
-    def with_data(
-        self, corpus: str | tuple[CorpusShare, ...], tokenizer: str | None,
-        origins: Mapping[str, str] | None = None,
-    ) -> RunConfig:  # fmt: skip
-        """Returns a copy with the resolved corpus and tokenizer; other origins are kept."""
-        data = self.recipe.data.model_copy(update={"corpus": corpus, "tokenizer": tokenizer})
-        recipe = self.recipe.model_copy(update={"data": data})
+    def with_settings(
+        self, section: str, origins: Mapping[str, str] | None = None, /, **values: Any
+    ) -> RunConfig:
+        """Return a copy with other values of a section of the recipe, which are not validated.
+
+        Args:
+            origins: Their sources; those of other values are kept.
+        """
+        changed = getattr(self.recipe, section).model_copy(update=values)
+        recipe = self.recipe.model_copy(update={section: changed})
         return replace(self, recipe=recipe, origins={**self.origins, **(origins or {})})
-
-    def with_evaluated(self, corpora: Mapping[str, str]) -> RunConfig:
-        """Returns a copy with the resolved corpora of `eval`; origins are kept."""
-        section = self.recipe.eval.model_copy(update={"corpora": dict(corpora)})
-        return replace(self, recipe=self.recipe.model_copy(update={"eval": section}))
-
-    def with_init_from(self, folder: str) -> RunConfig:
-        """Returns a copy with the resolved folder of initial weights; the origin is kept."""
-        train = self.recipe.train.model_copy(update={"init_from": folder})
-        return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
 
     def to_yaml(self) -> str:
         origin = {path: source for path, _, source in self.rows()}

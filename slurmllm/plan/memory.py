@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.flops import up_width
 from slurmllm.plan.mesh import Mesh, without_fsdp
-from slurmllm.plan.parameters import parameter_counts
+from slurmllm.plan.parameters import parameter_counts, up_width
 from slurmllm.plan.step import formats
 
 _FP32, _FP64, _BF16, _INT64 = 4, 8, 2, 8

@@ -1,10 +1,9 @@
-"""The pictures of a plan: throughput, dollars, memory; and of a calibration: matrix products."""
+"""The pictures of a plan: throughput, time, dollars, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slurmllm.config.cluster import GIB
 from slurmllm.display.pictures import (
@@ -24,11 +23,11 @@ from slurmllm.plan.recipe_plan import RecipePlan
 
 # Okabe and Ito 2008 ("Color universal design"): distinguishable with colour blindness.
 # Neighbours differ in lightness, for print.
-_COLORS = (
+COLORS = (
     "#0072b2", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#56b4e9", "#cc79a7", "#000000",
 )  # fmt: skip
 _HATCHES = ("", "///", "...")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
+MARKERS = ("o", "s", "^", "D", "v", "P")
 _BARS = 6  # layouts of which the memory is drawn, at most
 _WHOLE = StrMethodFormatter("{x:,.0f}")
 
@@ -86,7 +85,7 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
     label, power = _PANELS[field]
     for number, curve in enumerate(curves):
         values = getattr(curve, field)
-        color, marker = _COLORS[number % len(_COLORS)], _MARKERS[number % len(_MARKERS)]
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         axes.plot(curve.nodes, values, label=curve.label, color=color, marker=marker, lw=1.8)
         if power:
             ideal = [values[0] * (nodes / curve.nodes[0]) ** power for nodes in curve.nodes]
@@ -120,8 +119,8 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
             continue
         axes.barh(
             range(len(uses)), widths, left=left, label=part.replace("_", " "), height=0.7,
-            color=_COLORS[number % len(_COLORS)], edgecolor="white", linewidth=0.5,
-            hatch=_HATCHES[number // len(_COLORS) % len(_HATCHES)],
+            color=COLORS[number % len(COLORS)], edgecolor="white", linewidth=0.5,
+            hatch=_HATCHES[number // len(COLORS) % len(_HATCHES)],
         )  # fmt: skip
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     limits = [use.limit / GIB for use in uses]
@@ -137,49 +136,6 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     axes.set_xlabel("GiB of the device that needs the most")
     figure.legend(loc="outside upper center", ncols=8, frameon=False, fontsize=8)
     axes.grid(visible=False, axis="y")
-
-
-@rc_context(fname=PICTURE_STYLE)
-def draw_matrix_utilization(products: Sequence[Mapping[str, Any]], profile: str) -> Figure:
-    """Share of the peak by matrix size, as `plan --matrix-figure --json` has it.
-
-    Left: k and n grow together, as in feed-forward matrices; right, if measured: k for some n.
-    """
-    together, alone = dict[str, list[Mapping[str, Any]]](), dict[str, list[Mapping[str, Any]]]()
-    for row in products:
-        if row["n"] == 4 * row["k"]:
-            name = f"{row['precision']}, peak {row['peak_tflops']:.4g} TFLOP/s"
-            together.setdefault(name, []).append(row)
-        if row["precision"] == products[0]["precision"]:
-            alone.setdefault(f"n = {row['n']:,}", []).append(row)
-    most = max(map(len, alone.values()))
-    panels = {"4k": together}
-    if most > 1:
-        panels["n"] = {name: rows for name, rows in alone.items() if len(rows) == most}
-    figure = Figure(figsize=(1 + 6 * len(panels), 4.2), dpi=100, layout="constrained")
-    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (n, lines) in zip(drawn, panels.items(), strict=True):
-        _draw_shares(axes, lines)
-        axes.set_xlabel(f"k of products {products[0]['m']:,} × k × {n}")
-    figure.axes[0].set(ylabel="share of the peak, %", title=f"profile {profile}")
-    return figure
-
-
-def _draw_shares(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    for number, (name, rows) in enumerate(lines.items()):
-        widths, color = [one["k"] for one in rows], _COLORS[number]
-        for kind, marker, style in (("measured", _MARKERS[number], "-"), ("planner", "", ":")):
-            shares = [one[f"{kind}_utilization"] for one in rows]
-            if None not in shares:
-                percent = [100 * share for share in shares]
-                label = f"{name}, {kind}"
-                axes.plot(widths, percent, color=color, label=label, marker=marker, ls=style)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(widths, [f"{width:,}" for width in widths])
-    axes.xaxis.set_minor_locator(NullLocator())
-    # Above 100 % if the profile's peak is too low.
-    axes.set_ylim(0, max(100.0, axes.get_ylim()[1]))
-    axes.legend(frameon=False)
 
 
 # Marks of a logarithmic axis of time: hours → label.
@@ -205,13 +161,13 @@ def draw_purchase(purchase: PurchasePlan) -> Figure:
         [one.hours for one in front], [purchase.price(one) for one in front], color="#bbbbbb",
         linewidth=8, alpha=0.6, solid_capstyle="round", zorder=1, label="Pareto front",
     )  # fmt: skip
-    colors = [color for color in _COLORS if color != "#f0e442"]  # yellow lines are hard to see
+    colors = [color for color in COLORS if color != "#f0e442"]  # yellow lines are hard to see
     for number, name in enumerate(dict.fromkeys(one.point.cluster for one in purchase.plans)):
         own = [one for one in purchase.plans if one.point.cluster == name]
         axes.plot(
             [one.hours for one in own], [purchase.price(one) for one in own], label=name,
             linewidth=1.6, color=colors[number % len(colors)],
-            marker=_MARKERS[number % len(_MARKERS)],
+            marker=MARKERS[number % len(MARKERS)],
         )  # fmt: skip
         for one in own:
             axes.annotate(

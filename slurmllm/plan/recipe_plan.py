@@ -10,15 +10,13 @@ from typing import Literal
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_plural
-from slurmllm.plan.cost import Cost, cost
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
-from slurmllm.plan.lost_time import LostTime
-from slurmllm.plan.lost_time_assumptions import lost_time
+from slurmllm.plan.lost_time import LostTime, lost_time
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import FittingChange, fitting_changes, no_batch_reason, what_it_takes
-from slurmllm.plan.prices import NodePrice
+from slurmllm.plan.nearest import FittingChange, fitting_changes, memory_shortfall, no_batch_reason
+from slurmllm.plan.prices import Cost, NodePrice, cost
 from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
 
 Rank = Literal["speed", "lower"]
@@ -158,6 +156,9 @@ class RecipePlan:
     unsupported: Unsupported  # returns why the backend cannot train a configuration
     forecaster: Forecaster
     node_plans: tuple[NodePlan, ...]  # one for each node count, ascending
+    # How the command line names recipe and profile; None: the default profile.
+    recipe: str = ""
+    cluster: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -170,8 +171,7 @@ class RecipePlan:
         if hardware is not None and hardware.rough:
             found.append(
                 f"the hardware figures of profile {name} are a guess: measure them with `slurmllm "
-                f"plan --calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster "
-                "FILE.yaml"
+                f"calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml"
             )
         price = self.forecaster.price
         old = None if price is None else price.warning(name)
@@ -229,7 +229,7 @@ class RecipePlan:
             for one in plan.near_lines
         ]
         if not near:
-            near = what_it_takes(config, counts[-1], self.unsupported, fixed)
+            near = memory_shortfall(config, counts[-1], self.unsupported, fixed)
             fixes = [f"leave {path} to the planner" for path in fixed]
             near.append("; or ".join([*fixes, "choose another --cluster"]))
         return ConfigError(title, [*faults, *near])

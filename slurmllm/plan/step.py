@@ -1,6 +1,6 @@
 """Estimate of the duration of an optimizer step, by parts; torch-free.
 
-A worker's work in a micro batch is counted exactly (`flops.py`) and divided by the rate
+A worker's work in a micro batch is counted exactly (`parameters.py`) and divided by the rate
 of its device: matrix products at `matrix_efficiency` of the peak plus the time in which their
 operands and results pass through the memory, which is what makes products with a small dimension
 slow; attention at `attention_efficiency`; elementwise work at `memory_efficiency` of the memory's
@@ -26,16 +26,17 @@ from functools import lru_cache
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.flops import (
+from slurmllm.plan.mesh import Mesh, without_fsdp
+from slurmllm.plan.parameters import (
     Product,
     attention_flops,
     block_elements,
+    block_parameters,
     block_products,
     head_product,
+    rest_parameters,
     up_width,
 )
-from slurmllm.plan.mesh import Mesh, without_fsdp
-from slurmllm.plan.parameters import block_parameters, rest_parameters
 
 _BF16, _FP32 = 2, 4
 # Numbers a parameter that AdamW reads and writes: weight, gradient, both moments, and all but the

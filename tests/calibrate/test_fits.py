@@ -14,7 +14,7 @@ from slurmllm.calibrate.fits import fit_link, fit_products, hardware_of
 from slurmllm.calibrate.node import Sample, Task
 from slurmllm.config.cluster import Hardware
 from slurmllm.errors import NodeError
-from slurmllm.plan.flops import Product
+from slurmllm.plan.parameters import Product
 from slurmllm.plan.step import gather_s, group, product_s
 
 TRUTH = Hardware(

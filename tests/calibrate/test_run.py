@@ -39,7 +39,7 @@ def test_this_machine() -> None:
     config = resolve("tiny_neox", "local", overrides)
     found = calibrate(config, LocalAllocation(), messages.append, quick=True)
     hardware = found.hardware
-    assert "by slurmllm plan --calibrate, 20" in hardware.source
+    assert "by slurmllm calibrate, 20" in hardware.source
     network, *busy = found.notes
     assert network.startswith("network_…")
     assert all(note.startswith("local0: in use by others") for note in busy)
@@ -102,7 +102,7 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
     script = (
         "from slurmllm.supervise.allocation import allocate_nodes\n"
         "from slurmllm.config.resolve import resolve\n"
-        "allocate_nodes(resolve('tiny_neox', 'p4d'), ['plan', '--calibrate'], 'x', nodes=2,"
+        "allocate_nodes(resolve('tiny_neox', 'p4d'), ['calibrate'], 'x', nodes=2,"
         " options={'account': 'a', 'time': None})"
     )
     path = f"{tmp_path}:{os.defpath}"
@@ -113,7 +113,7 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
     assert "--nodes=2" in output
     assert "--time=15" in output
     assert "--exclusive" in output
-    assert output.rstrip().endswith("slurmllm plan --calibrate")
+    assert output.rstrip().endswith("slurmllm calibrate")
 
 
 def test_no_torch_on_the_login_node() -> None:

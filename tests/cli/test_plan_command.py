@@ -240,19 +240,11 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --cluster local --budget 5 --nodes 1", "no price of local: plans cannot be"),
         ("neox_20b --nodes 4 --top 0", "--top"),
         ("neox_20b --nodes 4 --cluster nowhere", "unknown cluster profile 'nowhere'"),
-        ("neox_20b --nodes 4 --local", "only --calibrate measures"),
-        ("neox_20b --nodes 4 --partition p", "--partition: only --calibrate"),
         ("neox_20b --nodes 4 --against run", "are the run's"),
         ("--against run", "no run 'run'"),
         ("--against run --explain", "--against run with --explain: recipe, nodes and settings"),
         ("--against run --price 3y --nodes 4", "leave out --nodes, --price"),
-        ("--calibrate --local --nodelist n1", "leave out --nodelist"),
-        ("neox_20b --calibrate", "--calibrate with RECIPE: it measures nodes"),
-        ("--calibrate --tokens 5 --csv x", "leave out --tokens, --csv"),
-        ("--calibrate --nodes 2,4", "one number of nodes"),
-        ("--calibrate --local --plot x.pdf", "use x.png"),
         ("--against r --plot x.png", "leave out --plot"),
-        ("--calibrate --local --out x.txt", "ends in .yaml"),
         ("neox_20b --nodes 4 --set cluster.hardware.matrix_efficiency=1.3", "matrix_efficiency"),
         ("neox_20b --nodes 4 --set cluster.hardware.reserved_gib=16", "reserved_gib"),
     ],
@@ -266,7 +258,7 @@ def test_what_cannot_serve_is_refused(arguments: str, message: str) -> None:
 
 def test_a_profile_without_figures_names_the_measurement(tmp_path: Path) -> None:
     for name, message in (
-        ("p4d", "slurmllm plan --calibrate"),
+        ("p4d", "slurmllm calibrate"),
         ("trn1", "a shipped profile, trn1"),
     ):
         path = profile(tmp_path, name, hardware=None)
@@ -303,7 +295,7 @@ def test_a_run_that_never_gets_on_has_no_end(tmp_path: Path) -> None:
 def test_rough_figures_are_warned_of(tmp_path: Path) -> None:
     path = profile(tmp_path, "trn1", hardware={"rough": True})
     warning = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"][0]
-    assert "slurmllm plan --calibrate" in warning
+    assert "slurmllm calibrate" in warning
     assert f"warning: {warning}" in call("neox_20b", "--nodes", "4", "--cluster", path).stdout
 
 

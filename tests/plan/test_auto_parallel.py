@@ -134,4 +134,4 @@ def test_no_nodes(nodes: int) -> None:
 
 
 def test_without_figures_calibration_is_named() -> None:
-    assert "slurmllm plan --calibrate" in str(refused("gpt3_125m", 4, "cluster.hardware=null"))
+    assert "slurmllm calibrate" in str(refused("gpt3_125m", 4, "cluster.hardware=null"))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.plan.cost import Cost, cost, parse_tokens, scaling
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.prices import Cost, cost, parse_tokens, scaling
 from slurmllm.plan.step import StepTime
 
 RESERVED = 7.59  # trn1.32xlarge, dollars an hour: AWS's post of 2023-12-12

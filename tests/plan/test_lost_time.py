@@ -22,10 +22,14 @@ from slurmllm.plan.lost_time import (
     Durations,
     LostTime,
     SaveCost,
+    assumed,
     best_interval_s,
     expected_losses,
+    lost_time,
+    noticing,
+    published_failures,
+    restarts,
 )
-from slurmllm.plan.lost_time_assumptions import PUBLISHED, assumed, lost_time, noticing, restarts
 from slurmllm.plan.parameters import parameters
 from slurmllm.status.utilization import account_node_hours
 
@@ -91,7 +95,7 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
             f"slurm.spare_nodes={spares}", f"cluster.node_mtbf_hours={16 * mtbf_hours}", *NO_STOPS,
         ],
     )  # fmt: skip
-    mix, save = PUBLISHED["llama3"], SaveCost(2.0, 60.0)
+    mix, save = published_failures()["llama3"], SaveCost(2.0, 60.0)
     faster = mix.node_mtbf_hours / (16 * mtbf_hours)
     scenario = Scenario(
         config.recipe, 16, STEP_S, 300 * mtbf_hours * HOUR_S, USUAL, save,
@@ -201,9 +205,10 @@ def test_the_month_as_it_was_simulated() -> None:
     leaves_s = 2 * DAY_S - 300
     for rates, rows in (("llama3", (98.92, 96.82, 98.50)), ("opt", (97.69, 93.93, 95.58))):
         saves = ((preset.asynchronous, None), (preset.blocking, None), (preset.asynchronous, 200))
+        mtbf_hours = published_failures()[rates].node_mtbf_hours
         for (save, every), row in zip(saves, rows, strict=True):
             found = expected_losses(
-                128, 14.3, save, preset.durations, PUBLISHED[rates].node_mtbf_hours, every,
+                128, 14.3, save, preset.durations, mtbf_hours, every,
                 leaves_s, noticing=noticing(config, 14.3), restarts=restarts(config, 128, leaves_s),
             )  # fmt: skip
             assert found.effective == pytest.approx(row / 100, abs=0.001)

@@ -10,7 +10,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.fit_check import mesh_fixes
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import FittingChange, fitting_changes, what_it_takes
+from slurmllm.plan.nearest import FittingChange, fitting_changes, memory_shortfall
 from slurmllm.plan.output import plan_json
 from slurmllm.plan.recipe_plan import plan_recipe
 from slurmllm.plan.search import search, some_fits
@@ -93,7 +93,7 @@ def test_sequences_too_long_for_a_core() -> None:
     longer = ["model.seq_len=32768"]
     config = resolve("llama2_7b", overrides=longer)
     assert not near(config, 4)
-    least, scores, shorter = what_it_takes(config, 4, load_environment("nxd").unsupported)
+    least, scores, shorter = memory_shortfall(config, 4, load_environment("nxd").unsupported)
     assert re.search(r"TP 16 × PP 32 .*; a device with [\d.]+ GiB more would do$", least)
     assert scores.startswith("attention scores are 24.00 GiB of it: the nxd backend")
     options = re.findall(r"(?:--set|--nodes) (\S+)", shorter.removesuffix(":"))

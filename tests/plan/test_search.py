@@ -133,7 +133,7 @@ def test_faults() -> None:
     with pytest.raises(ConfigError, match="--nodes: 0 is less than 1"):
         plan(resolve("llama2_7b"), 0)
     bare = resolve("tiny_neox", overrides=["cluster.hardware=null"])
-    with pytest.raises(ConfigError, match="plan --calibrate"):
+    with pytest.raises(ConfigError, match="slurmllm calibrate"):
         plan(bare, 1)
 
 

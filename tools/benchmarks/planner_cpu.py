@@ -2,7 +2,7 @@
 
     python tools/benchmarks/planner_cpu.py [--mesh NAME …] [--rounds 3] [--json FILE]
 
-For each number of workers this machine is calibrated as `slurmllm plan --calibrate --local` does
+For each number of workers this machine is calibrated as `slurmllm calibrate --local` does
 it. Each mesh then trains as runs do (compiled, with the workers' environment), one CPU thread a
 worker; four workers share two cores, in calibration as in training. A step is the median of
 several, of the slowest worker. Others may use the machine meanwhile: between steps a matrix product
@@ -38,7 +38,7 @@ from slurmllm.calibrate.run import calibrate
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
 from slurmllm.plan.estimate import LayoutEstimate, predict
-from slurmllm.plan.flops import Product
+from slurmllm.plan.parameters import Product
 from slurmllm.plan.step import peak_flops, product_s
 from slurmllm.supervise.allocation import LocalAllocation
 

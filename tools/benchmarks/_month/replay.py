@@ -14,7 +14,7 @@ from _month.scenario import DAY_S, Scenario
 from _month.simulation import simulate
 from slurmllm.config.recipe import Recipe
 from slurmllm.errors import RunError
-from slurmllm.plan.lost_time_assumptions import FailureKind
+from slurmllm.plan.lost_time import FailureKind
 from slurmllm.run.records import AttemptRecord, EndingClass
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import Utilization, account_node_hours
