@@ -59,7 +59,7 @@ def calibrate(
     more = f" and {len(others)} more" if others else ""
     today = datetime.now(UTC).date().isoformat()
     source = f"measured on {first}{more} by slurmllm calibrate, {today}"
-    found = hardware_of(samples, task, config.cluster.hardware, source)
+    fitted = hardware_of(samples, task, config.cluster.hardware, source)
     busy = [
         f"{sample.of}: in use by others, {sample.value:.1f} tasks a CPU; the figures are marked as "
         "rough, measure idle nodes"
@@ -67,9 +67,9 @@ def calibrate(
         if sample.kind == "busy" and sample.value > _BUSY
     ]
     # Rough: figures measured on a busy node must not refuse a run.
-    hardware = found.hardware.model_copy(update={"rough": bool(busy)})
+    hardware = fitted.hardware.model_copy(update={"rough": bool(busy)})
     products = tuple(sample for sample in samples if sample.kind == "product")
-    return Calibration(hardware, tuple(allocation.nodes), (*found.notes, *busy), seconds, products)
+    return Calibration(hardware, tuple(allocation.nodes), (*fitted.notes, *busy), seconds, products)
 
 
 def run_task(
@@ -123,7 +123,7 @@ def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
     fp32 = train.precision == "fp32" and (cluster.device == "cpu" or chosen)
     nodes, workers = len(allocation.nodes), cluster.devices_per_node
     variables = load_environment("native").variables(config)
-    given = {name: variable.value for name, variable in variables.items()}
+    backend_variables = {name: variable.value for name, variable in variables.items()}
     return Task(
         nodes=nodes,
         workers=workers,
@@ -139,7 +139,7 @@ def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
         # Without secrets: everybody can see the command line that this becomes a part of.
         variables={
             name: value
-            for name, value in {**given, **cluster.env, **config.recipe.env}.items()
+            for name, value in {**backend_variables, **cluster.env, **config.recipe.env}.items()
             if not is_secret(name, value)
         },
         quick=quick,

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 @options.set_value
 @options.as_json
 def recipes(
-    name: str | None, explain: bool, clusters: bool, cluster: str | None,
-    overrides: tuple[str, ...], as_json: bool,
-) -> None:  # fmt: skip
+    name: str | None,
+    explain: bool,
+    clusters: bool,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """List the recipes or the cluster profiles, or show the resolved configuration of NAME.
 
     NAME is a shipped recipe or a .yaml file. --explain adds each value's source: file and line,
@@ -49,11 +53,11 @@ def _list(as_json: bool) -> None:
 
     recipes = (resolve(name).recipe for name in available(recipes_dir()))
     counted = ((recipe, parameters(recipe.model)) for recipe in recipes)
-    found = sorted(counted, key=lambda row: (row[0].name.partition("_")[0], row[1], row[0].name))
+    ordered = sorted(counted, key=lambda row: (row[0].name.partition("_")[0], row[1], row[0].name))
     if as_json:
         fields = {"name", "description", "default_cluster"}
         rows = [
-            {**recipe.model_dump(include=fields), "parameters": count} for recipe, count in found
+            {**recipe.model_dump(include=fields), "parameters": count} for recipe, count in ordered
         ]
         options.echo_json({"recipes": rows})
         return
@@ -61,7 +65,7 @@ def _list(as_json: bool) -> None:
 
     table = (
         (recipe.name, _rounded(count), recipe.description, recipe.default_cluster)
-        for recipe, count in found
+        for recipe, count in ordered
     )
     headings = ("recipe", "parameters", "description", "default cluster")
     print_table(headings, table, fold="description")
@@ -79,23 +83,20 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
         return
     from slurmllm.display.tables import print_table
 
-    shown = (
-        "devices_per_node", "memory_gib", "bf16_tflops", "node_link_gb_s", "network_gb_s",
-        "usd_per_hour",
-    )  # fmt: skip
-    table = (
-        (
-            row["name"], row["device"],
-            *("-" if row[key] is None else f"{round(row[key], 2):g}" for key in shown),
-            row["backend"], _notes(row),
-        )
-        for row in rows
-    )  # fmt: skip
-    headings = (
-        "profile", "device", "a node", "GiB", "TFLOP/s", "node GB/s", "network GB/s", "$/h",
-        "backend", "notes",
-    )  # fmt: skip
-    print_table(headings, table)
+    shown = {
+        "a node": "devices_per_node",
+        "GiB": "memory_gib",
+        "TFLOP/s": "bf16_tflops",
+        "node GB/s": "node_link_gb_s",
+        "network GB/s": "network_gb_s",
+        "$/h": "usd_per_hour",
+    }
+    table = []
+    for row in rows:
+        values = [row[key] for key in shown.values()]
+        figures = ["-" if value is None else f"{round(value, 2):g}" for value in values]
+        table.append((row["name"], row["device"], *figures, row["backend"], _notes(row)))
+    print_table(("profile", "device", *shown, "backend", "notes"), table)
 
 
 def _notes(row: Mapping[str, Any]) -> str:

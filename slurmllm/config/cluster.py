@@ -185,9 +185,9 @@ class Hardware(Section):
     @field_validator("assumed")
     @classmethod
     def _assumes_its_own(cls, assumed: tuple[str, ...]) -> tuple[str, ...]:
-        known = [name for name in cls.model_fields if name not in ("source", "rough", "assumed")]
-        if not set(assumed) <= set(known):
-            raise ValueError(f"names unknown fields; known here: {', '.join(known)}")
+        names = [name for name in cls.model_fields if name not in ("source", "rough", "assumed")]
+        if not set(assumed) <= set(names):
+            raise ValueError(f"names unknown fields; known here: {', '.join(names)}")
         return assumed
 
     @field_validator("reserved_gib")

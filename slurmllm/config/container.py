@@ -68,8 +68,8 @@ def container_arguments(
     full = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
     gpu = device == "cuda"
     if container.runtime == "pyxis":
-        own = [f"--container-image={container.image}", f"--container-mounts={','.join(full)}"]
-        return [*own, *container.options]
+        options = [f"--container-image={container.image}", f"--container-mounts={','.join(full)}"]
+        return [*options, *container.options]
     if container.runtime in ("apptainer", "singularity"):
         binds = [part for mount in full for part in ("--bind", mount)]
         nvidia = ["--nv"] if gpu else []
@@ -94,8 +94,8 @@ def container_arguments(
 
 def _outermost(folders: Iterable[Path | str]) -> list[str]:
     """Folders without those that are in another one."""
-    found: list[str] = []
+    outermost: list[str] = []
     for folder in sorted({Path(os.path.normpath(folder)) for folder in folders}):
-        if not any(folder.is_relative_to(other) for other in found):
-            found.append(str(folder))
-    return found
+        if not any(folder.is_relative_to(other) for other in outermost):
+            outermost.append(str(folder))
+    return outermost

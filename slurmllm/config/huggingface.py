@@ -64,23 +64,23 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
         return None, faults
     dialect = FAMILIES[family].hugging_face
     faults += _unsupported(values, dialect)
-    fields, found = _model_fields(values, family)
-    faults += found
+    fields, field_faults = _model_fields(values, family)
+    faults += field_faults
     model: ModelConfig | None = None
-    if not found:
+    if not field_faults:
         try:
             model = ModelConfig.model_validate(fields)
             faults += config_faults(model)
         except ValidationError as error:
-            for one in error.errors():
-                name = str(one["loc"][0]) if one["loc"] else "family"
+            for fault in error.errors():
+                name = str(fault["loc"][0]) if fault["loc"] else "family"
                 key = dialect.keys.get(name, (name, None))[0]
-                faults.append(f"{key}: {one['input']!r}: {one['msg']}")
+                faults.append(f"{key}: {fault['input']!r}: {fault['msg']}")
     bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
     for key, value in (("bos_token_id", bos), ("eos_token_id", eos)):
-        several = value if isinstance(value, list) and key == "eos_token_id" else [value]
+        tokens = value if isinstance(value, list) and key == "eos_token_id" else [value]
         # type() and not isinstance(): True is an int.
-        if value is not None and any(type(one) is not int for one in several):
+        if value is not None and any(type(token) is not int for token in tokens):
             faults.append(f"{key}: must be the number of a token, not {value!r}")
     if faults or model is None:
         return None, faults
@@ -92,9 +92,9 @@ def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     """Returns the family that architectures and model_type agree on, and one line per fault."""
     model_type, architectures = values.get("model_type"), values.get("architectures") or []
     dialects = {name: family.hugging_face for name, family in FAMILIES.items()}
-    known = ", ".join(dialect.causal for dialect in dialects.values())
+    classes = ", ".join(dialect.causal for dialect in dialects.values())
     if not isinstance(architectures, list) or not (architectures or model_type):
-        return None, [f"architectures: must name the model's class; known are {known}"]
+        return None, [f"architectures: must name the model's class; known are {classes}"]
     by_type = [name for name, d in dialects.items() if d.model_type == model_type]
     by_class = [
         name for name, d in dialects.items() if {d.causal, d.base} & {*map(str, architectures)}
@@ -105,7 +105,7 @@ def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
         faults.append(f"model_type: {model_type!r} is not known; known are {types}")
     if architectures and not by_class:
         faults.append(
-            f"architectures: {', '.join(map(str, architectures))} is not known; known are {known}"
+            f"architectures: {', '.join(map(str, architectures))} is not known; known are {classes}"
         )
     if by_type and by_class and by_type != by_class:
         faults.append(
@@ -154,9 +154,9 @@ def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any
     if type(head_dim) is int and isinstance(heads, int) and head_dim * heads == hidden:
         fields["head_dim"] = None
     if FAMILIES[family].positions == "rotary":
-        rotary, found = _rotary_fields(values, family)
+        rotary, rotary_faults = _rotary_fields(values, family)
         fields.update(rotary)
-        faults += found
+        faults += rotary_faults
     return fields, faults
 
 
@@ -178,8 +178,8 @@ def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, An
         rope = inner or rope
 
     def first(keys: tuple[str, ...], default: Any) -> Any:
-        found = (source.get(key) for source in (rope, values) for key in keys)
-        return next((value for value in found if value is not None), default)
+        values_of_keys = (source.get(key) for source in (rope, values) for key in keys)
+        return next((value for value in values_of_keys if value is not None), default)
 
     default_pct = FAMILIES[family].defaults["rotary_pct"]
     fields = {

@@ -6,7 +6,7 @@ Also what all sections are made of.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -168,9 +168,7 @@ class NotifyConfig(Section):
     command: Annotated[tuple[str, ...], Field(strict=False)] = ()
     # Which: the start of an attempt; its end, as a failure that stops the run, a requeue, a
     # divergence, or the end of the run.
-    on: Annotated[tuple[NotifyEvent, ...], Field(strict=False)] = (
-        "start", "failure", "requeue", "divergence", "end",
-    )  # fmt: skip
+    on: Annotated[tuple[NotifyEvent, ...], Field(strict=False)] = get_args(NotifyEvent)
 
 
 StageOptions = Annotated[dict[str, str | bool], BeforeValidator(check_options)]
@@ -186,7 +184,8 @@ class Directives(Section):
 
 
 # type:job ids, such as afterok:12:13; several, separated by commas (all) or ? (any).
-_DEPENDENCY = r"(singleton|after[a-z]*(:\d+([_+]\d+)*)+)"
+_JOBS = r"(singleton|after[a-z]*(:\d+([_+]\d+)*)+)"
+Dependency = Annotated[str, Field(pattern=rf"^{_JOBS}([,?]{_JOBS})*$")]
 
 
 class SlurmConfig(Section):
@@ -212,9 +211,7 @@ class SlurmConfig(Section):
     # Nodes that the train job holds in addition, to replace others without leaving the allocation.
     spare_nodes: Annotated[int, Field(ge=0)] = 0
     # What the first job of a submission waits for, as sbatch's --dependency: afterok:12.
-    dependency: Annotated[
-        str, Field(pattern=rf"^{_DEPENDENCY}([,?]{_DEPENDENCY})*$")
-    ] | None = None  # fmt: skip
+    dependency: Dependency | None = None
     directives: Directives = Directives()
     # Restarts after node failures within slurm.budget_hours before the run stops.
     failure_budget: Annotated[int, Field(ge=0)] = 20

@@ -140,8 +140,8 @@ class ModelConfig(Section):
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a model section, those left out filled in with the family's values."""
     family = values.get("family")
-    found = FAMILIES.get(family) if isinstance(family, str) else None
-    return {**(found.defaults if found else {}), **values}
+    built_in = FAMILIES.get(family) if isinstance(family, str) else None
+    return {**(built_in.defaults if built_in else {}), **values}
 
 
 class CorpusShare(Section):
@@ -424,13 +424,13 @@ class Recipe(Section):
     @property
     def plugin_refs(self) -> list[PluginRef]:
         """The parts of other packages that the recipe names."""
-        found = [PluginRef("hooks", name, f"hooks.{name}") for name in self.hooks]
+        refs = [PluginRef("hooks", name, f"hooks.{name}") for name in self.hooks]
         if self.optim.name != ADAMW:
-            found.append(PluginRef("optimizers", self.optim.name, "optim.name"))
+            refs.append(PluginRef("optimizers", self.optim.name, "optim.name"))
         if self.model.family not in BUILT_IN:
-            found.append(PluginRef("models", self.model.family, "model.family"))
+            refs.append(PluginRef("models", self.model.family, "model.family"))
         texts = [("data.corpus", share.path) for share in self.data.corpora]
         texts += [(f"eval.corpora.{name}", path) for name, path in self.eval.corpora.items()]
         prefixes = ((path, split_prefix(text)[0]) for path, text in texts)
-        found += [PluginRef("data_sources", name, path) for path, name in prefixes if name]
-        return found
+        refs += [PluginRef("data_sources", name, path) for path, name in prefixes if name]
+        return refs

@@ -21,6 +21,7 @@ from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
 from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
+from slurmllm.format import format_plural
 from slurmllm.plugins import is_known
 
 M = TypeVar("M", bound=BaseModel)
@@ -71,9 +72,9 @@ class RunConfig:
 
     def secrets(self) -> dict[str, str]:
         """Dotted path → value of the variables that hold secrets."""
-        sections = {"cluster.env": self.cluster.env, "env": self.recipe.env}
-        found = {f"{s}.{name}": v for s, values in sections.items() for name, v in values.items()}
-        return {path: value for path, value in found.items() if is_secret_at(path, value)}
+        sections = {"cluster": {"env": self.cluster.env}, "env": self.recipe.env}
+        variables = flatten(sections)
+        return {path: value for path, value in variables.items() if is_secret_at(path, value)}
 
     def worker_secrets(self) -> dict[str, str]:
         """Name → value of these variables for a worker; the recipe's override the profile's.
@@ -81,16 +82,17 @@ class RunConfig:
         Raises:
             ConfigError: the value of one is missing.
         """
-        found = self.secrets()
+        secrets = self.secrets()
         missing = [
             f"{path}: a secret, and its value is not in secrets.json of the run's directory; give "
             f"it again with `slurmllm resume RUN --set {path}=…`"
-            for path, value in found.items()
+            for path, value in secrets.items()
             if value == MASK
         ]
         if missing:
-            raise ConfigError(f"{self.recipe.name}: {len(missing)} secret(s) missing", missing)
-        return {path.rpartition(".")[2]: value for path, value in found.items()}
+            count = format_plural(len(missing), "secret")
+            raise ConfigError(f"{self.recipe.name}: {count} missing", missing)
+        return {path.rpartition(".")[2]: value for path, value in secrets.items()}
 
     def variable(self, name: str) -> str | None:
         """A variable as the recipe or the profile sets it, else of this process's environment."""
@@ -255,7 +257,7 @@ def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any
 def _override(
     tree: dict[str, Any], overrides: Iterable[str], origins: dict[str, str], faults: list[str]
 ) -> None:
-    given: list[tuple[str, Any, str]] = []
+    settings: list[tuple[str, Any, str]] = []
     for item in overrides:
         dotted, equals, text = item.partition("=")
         section, _, name = dotted.strip().rpartition(".")
@@ -274,9 +276,10 @@ def _override(
         if dotted == "model" and isinstance(value, str):
             value = _model_of(Path(value))
         secret = any(is_secret_at(path, leaf) for path, leaf in flatten({dotted: value}).items())
-        given.append((dotted, value, f"--set {dotted}={MASK if secret else text}"))
+        settings.append((dotted, value, f"--set {dotted}={MASK if secret else text}"))
     # `parallel=auto` clears the section, so it comes before any degree that is set with it.
-    for dotted, value, source in sorted(given, key=lambda one: one[:2] != ("parallel", "auto")):
+    settings.sort(key=lambda setting: setting[:2] != ("parallel", "auto"))
+    for dotted, value, source in settings:
         whole = (dotted, value) == ("parallel", "auto")
         _assign(tree, dotted, dict(_AUTO) if whole else value, source, origins, faults)
 
@@ -289,16 +292,19 @@ def _model_of(path: Path) -> dict[str, Any]:
             f"model: {str(path)!r} does not exist; give the path of a Hugging Face config.json, or "
             "of its folder"
         )
-    found, faults = read_config(folder, name)
-    if found is None:
-        raise ConfigError(f"model: {path} cannot be used: {len(faults)} fault(s)", faults)
-    return found.model.model_dump(mode="json")
+    source, faults = read_config(folder, name)
+    if source is None:
+        count = format_plural(len(faults), "error")
+        raise ConfigError(f"model: {path} cannot be used: {count}", faults)
+    return source.model.model_dump(mode="json")
 
 
 def _assign_options(
-    tree: dict[str, Any], options: Mapping[str, tuple[str, Any]], origins: dict[str, str],
+    tree: dict[str, Any],
+    options: Mapping[str, tuple[str, Any]],
+    origins: dict[str, str],
     faults: list[str],
-) -> None:  # fmt: skip
+) -> None:
     for dotted, (option, value) in options.items():
         if value is not None:
             _assign(tree, dotted, value, option, origins, faults)
@@ -329,8 +335,8 @@ def _assign(
         del tree[leaf]
         origins.pop(dotted, None)
     else:
-        known = ", ".join(sorted(tree)) or "it is empty"
-        faults.append(f"{source}: there is no {leaf} in {'.'.join(sections)} ({known})")
+        names = ", ".join(sorted(tree)) or "it is empty"
+        faults.append(f"{source}: there is no {leaf} in {'.'.join(sections)} ({names})")
 
 
 def validate(
@@ -364,10 +370,10 @@ def validate(
         left_out = tuple(f"model.{name}: missing" for name in CHOSEN)
         faults = [fault for fault in faults if not fault.startswith(left_out)]
     cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
-    given = flatten(recipe_tree)
-    filled = {path.rpartition(".")[0] for path in given}  # mappings that are not empty
+    leaves = flatten(recipe_tree)
+    filled = {path.rpartition(".")[0] for path in leaves}  # mappings that are not empty
     defaults = {path: value for path, value in _defaults(Recipe).items() if path not in filled}
-    values = {**defaults, **given}
+    values = {**defaults, **leaves}
     if values.get("parallel.auto") is True and not _is_set("parallel.pipeline", origins):
         # The planner will choose it: the rules on layers must not judge the default.
         values.pop("parallel.pipeline", None)
@@ -379,13 +385,13 @@ def validate(
     }
     faults += broken_rules(valid)
     if recipe is None or cluster is None or faults:
-        raise ConfigError(f"{title}: {len(faults)} fault(s)", faults)
+        raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
     return RunConfig(recipe, cluster, origins)
 
 
 def _import_family(family: Any, modules: Any) -> list[str]:
     """Import a family of another package; returns the fault if that fails."""
-    named = isinstance(modules, list | tuple) and all(isinstance(one, str) for one in modules)
+    named = isinstance(modules, list | tuple) and all(isinstance(module, str) for module in modules)
     try:
         if isinstance(family, str):
             find_family(family, modules if named else ())
@@ -410,13 +416,13 @@ def _open_auto_degrees(recipe_tree: dict[str, Any], origins: dict[str, str]) -> 
 
 def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Dotted path → default of every field that has one."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found.update(_defaults(info.annotation, f"{prefix}{name}."))
+            defaults.update(_defaults(info.annotation, f"{prefix}{name}."))
         elif not info.is_required():
-            found[f"{prefix}{name}"] = info.get_default(call_default_factory=True)
-    return found
+            defaults[f"{prefix}{name}"] = info.get_default(call_default_factory=True)
+    return defaults
 
 
 def _build(
@@ -447,9 +453,9 @@ def _describe(
         for section in sections:
             info = model.model_fields.get(section)
             model = (info and _section_type(info.annotation)) or model
-        known = list(model.model_fields)
-        guess = did_you_mean(name, known)
-        return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(known)}"
+        names = list(model.model_fields)
+        guess = did_you_mean(name, names)
+        return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(names)}"
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         return f"{dotted}: {list(item['input'])}{where}: an element is missing"
     if item["type"] == "missing":
@@ -469,4 +475,4 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
     """The section in a type annotation, in `X | None` and in containers too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for a in get_args(annotation) if (found := _section_type(a))), None)
+    return next(filter(None, map(_section_type, get_args(annotation))), None)

@@ -326,14 +326,18 @@ def warmup_before_decay_ends(
     )
 
 
-@_rule(
-    "optim.decay_start", "optim.decay", "optim.decay_steps", "optim.warmup_steps",
-    "optim.warmup_ratio", "train.steps",
-)  # fmt: skip
+_WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
+
+
+@_rule("optim.decay_start", "optim.decay", "optim.decay_steps", "train.steps", *_WARMUP)
 def decay_starts_in_between(
-    start: int | None, decay: str, decay_steps: int | None, warmup: int, ratio: float | None,
+    start: int | None,
+    decay: str,
+    decay_steps: int | None,
     steps: int,
-) -> str | None:  # fmt: skip
+    warmup: int,
+    ratio: float | None,
+) -> str | None:
     if start is None:
         return None
     warmup = num_warmup_steps(warmup, ratio, steps)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from slurmllm.errors import ConfigError
+from slurmllm.format import format_plural
 from slurmllm.run.safe_files import read_limited, reason
 
 # PyYAML's implicit types that are replaced below; a timestamp stays a string.
@@ -119,7 +120,7 @@ def read_yaml(
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no mapping of sections; {form}")
     if faults:
-        raise ConfigError(f"{path}: {len(faults)} fault(s)", faults)
+        raise ConfigError(f"{path}: {format_plural(len(faults), 'error')}", faults)
     return values, {dotted: f"{path.name}:{line}" for dotted, line in lines.items()}
 
 
@@ -170,30 +171,30 @@ def _document(
         raise yaml.YAMLError(str(error)) from error
 
 
-def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Levels and nodes of a document with every alias written out; `known` are those of nodes.
+def _measure(node: yaml.Node, measured_nodes: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return levels and nodes of a document with every alias written out.
 
     Raises:
         YAMLError: there are too many nodes, or no end to them.
         RecursionError: there are too many levels.
     """
-    found = known.get(id(node))
-    if found is not None:
-        if not found[0]:
+    size = measured_nodes.get(id(node))
+    if size is not None:
+        if not size[0]:
             raise yaml.YAMLError("it holds an alias of itself; write the value out")
-        return found
-    known[id(node)] = 0, 0  # until its parts are known
+        return size
+    measured_nodes[id(node)] = 0, 0  # until its parts are known
     parts = node.value if isinstance(node, yaml.CollectionNode) else ()
     if isinstance(node, yaml.MappingNode):
         parts = [part for pair in parts for part in pair]
-    measured = [_measure(part, known) for part in parts]
+    measured = [_measure(part, measured_nodes) for part in parts]
     levels = 1 + max((levels for levels, _ in measured), default=0)
     nodes = 1 + sum(nodes for _, nodes in measured)
     if levels > _DEEPEST:
         raise RecursionError
     if nodes > _MOST_NODES:
         raise yaml.YAMLError(f"its aliases stand for more than {_MOST_NODES:,} values")
-    known[id(node)] = levels, nodes
+    measured_nodes[id(node)] = levels, nodes
     return levels, nodes
 
 

@@ -76,25 +76,25 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     zero, width = config.recipe.parallel.zero, formats(config)
     place = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
     held = parameter_counts(*place, 1)
-    own = parameter_counts(*place, mesh.data, mesh.data_rank(rank))
+    share = parameter_counts(*place, mesh.data, mesh.data_rank(rank))
     stored = parameter_counts(*place, mesh.data).total
     whole = stored * mesh.data  # FSDP pads every share to the first one's size
     largest_block, rest = held.block, held.rest
-    several = mesh.accumulation > 1
-    until_last = several and (zero <= 1 or mesh.pipeline > 1)
+    accumulates = mesh.accumulation > 1
+    until_last = accumulates and (zero <= 1 or mesh.pipeline > 1)
     dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered
-    carried = whole * width.reduced if until_last else stored * width.kept if several else 0
+    carried = whole * width.reduced if until_last else stored * width.stored if accumulates else 0
     steps = _StepMemory(config, mesh, rank)
     transient = 0 if until_last else rest + 2 * largest_block
     gathered = rest + 2 * largest_block if dropped else whole
     if without_fsdp(config, mesh):
-        converted = width.computed != width.kept
-        gathered, transient, rest = (whole, own.largest, 0) if converted else (0, 0, 0)
-        carried = stored * width.kept if several else 0
+        converted = width.computed != width.stored
+        gathered, transient, rest = (whole, share.largest, 0) if converted else (0, 0, 0)
+        carried = stored * width.stored if accumulates else 0
     return WorkerMemory(
-        weights=stored * width.kept,
-        optimizer=2 * own.total * width.kept,
-        gradients=stored * width.kept,
+        weights=stored * width.stored,
+        optimizer=2 * share.total * width.stored,
+        gradients=stored * width.stored,
         whole_weights=gathered * width.computed,
         whole_gradients=carried,
         activations=steps.activations(),
@@ -105,7 +105,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
         pipeline=steps.receive_buffers(),
         ending=2 * rest * width.reduced,
         # On CPUs the norm's fp64 sum copies one tensor at a time.
-        passing=own.largest * _FP64 if config.cluster.device == "cpu" else 0,
+        passing=share.largest * _FP64 if config.cluster.device == "cpu" else 0,
     )
 
 
@@ -132,8 +132,8 @@ class _StepMemory:
     def activations(self) -> int:
         """Kept by all blocks of this worker, and by the final norm."""
         chunk = self.model.num_layers // self.mesh.chunks
-        kept = self._stream() if "block" in self.train.recomputed else self._block()
-        total = self.in_flight() * chunk * kept
+        block_bytes = self._stream() if "block" in self.train.recomputed else self._block()
+        total = self.in_flight() * chunk * block_bytes
         return total + (self._norm() if self.stage == self.mesh.pipeline - 1 else 0)
 
     def masks(self) -> int:
@@ -182,12 +182,12 @@ class _StepMemory:
         width = up_width(self.model) // self.mesh.tensor
         passing = 2 * self.tokens * (self.hidden + width) * self.bytes
         matrix = self.hidden * width * self.bytes
-        again = 0
+        recomputed = 0
         if "block" in self.train.recomputed:
-            again = self._block()
+            recomputed = self._block()
         elif "mlp" in self.train.recomputed:  # and its gathered input
-            again = self._feed_forward() + self.tokens * self.hidden * self.bytes
-        return passing + matrix + again
+            recomputed = self._feed_forward() + self.tokens * self.hidden * self.bytes
+        return passing + matrix + recomputed
 
     def receive_buffers(self) -> int:
         """torch.distributed.pipelining keeps one for each micro batch of a step."""
@@ -210,8 +210,10 @@ class _StepMemory:
         model, tensor, recomputed = self.model, self.mesh.tensor, self.train.recomputed
         queries = model.num_heads * model.head_width
         keys = model.kv_heads * model.head_width
-        again = "norm" in recomputed
-        norms = (1 if model.parallel_residual else 2) * (self._stream() if again else self._norm())
+        recomputes_norm = "norm" in recomputed
+        norms = (1 if model.parallel_residual else 2) * (
+            self._stream() if recomputes_norm else self._norm()
+        )
         # Both norms' results are inputs of matrices, which gather them; a recomputed feed-forward
         # layer keeps its own input.
         gathered = self.tokens * self.hidden * self.bytes
@@ -224,10 +226,10 @@ class _StepMemory:
         if self.masked and self.cuda and keys < queries and not {"core", "block"} & {*recomputed}:
             shared += 2 * (queries - keys)  # copies of keys and values (`model/decoder.py`)
         log_sums = self.tokens * model.num_heads // tensor * _FP32
-        if model.qk_norm and not self.train.compile and not again:  # as `_norm`
+        if model.qk_norm and not self.train.compile and "norm" not in recomputed:  # as `_norm`
             norms += 2 * self.tokens * (queries + keys) // tensor * _FP32
-        kept = norms + self.tokens * shared // tensor * self.bytes + log_sums
-        return kept + (0 if "mlp" in recomputed else self._feed_forward())
+        total = norms + self.tokens * shared // tensor * self.bytes + log_sums
+        return total + (0 if "mlp" in recomputed else self._feed_forward())
 
     def _feed_forward(self) -> int:
         """Input of the activation and of the last matrix.

@@ -75,10 +75,10 @@ class Mesh:
 
     def to_json(self) -> dict[str, Any]:
         """The content of a run's plan.json; null for a micro batch that is not measured yet."""
-        found = {**asdict(self), "world_size": self.world_size, "accumulation": self.accumulation}
+        values = {**asdict(self), "world_size": self.world_size, "accumulation": self.accumulation}
         unknown = ("micro_batch", "accumulation") if self.unmeasured else ()
-        del found["unmeasured"]
-        return {**found, **dict.fromkeys(unknown)}
+        del values["unmeasured"]
+        return {**values, **dict.fromkeys(unknown)}
 
 
 def pipelines(mesh: Mesh) -> list[list[int]]:
@@ -107,22 +107,22 @@ def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[
     Returns:
         Sizes, smallest first; empty if no size gives whole rounds.
     """
-    found = divisors(sequences)
+    sizes = divisors(sequences)
     if pipeline == 1:
-        return found
+        return sizes
     if virtual_pipeline > 1:
-        return [size for size in found if sequences // size % pipeline == 0]
-    return [size for size in found if sequences // size >= pipeline] or found
+        return [size for size in sizes if sequences // size % pipeline == 0]
+    return [size for size in sizes if sequences // size >= pipeline] or sizes
 
 
 def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
     """The node counts from `least` to `most` that parallel degrees and global batch allow."""
-    found = []
+    possible = []
     for nodes in range(least, most + 1):
         with suppress(ConfigError):
             make_mesh(config, nodes)
-            found.append(nodes)
-    return found
+            possible.append(nodes)
+    return possible
 
 
 def without_fsdp(config: RunConfig, mesh: Mesh) -> bool:
@@ -161,18 +161,19 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
     _require_shares(config, nodes, data)
     sequences = recipe.train.global_batch // data
     fitting = micro_batches(sequences, pipeline, virtual)
-    wanted = recipe.train.micro_batch
+    micro_batch = recipe.train.micro_batch
     measured = measured or assumed_micro_batch(config)
-    if not fitting or (wanted != "auto" and pipeline > 1 < virtual and wanted not in fitting):
+    if not fitting or (
+        micro_batch != "auto" and pipeline > 1 < virtual and micro_batch not in fitting
+    ):
         raise _no_whole_rounds(config, data, fitting)
-    if wanted == "auto":
+    if micro_batch == "auto":
         size = max((size for size in fitting if size <= (measured or 0)), default=fitting[0])
     else:
-        size = wanted
-    return Mesh(
-        nodes, per_node, tensor, pipeline, data, recipe.train.global_batch, size, virtual,
-        unmeasured=wanted == "auto" and measured is None,
-    )  # fmt: skip
+        size = micro_batch
+    unmeasured = micro_batch == "auto" and measured is None
+    batch = recipe.train.global_batch
+    return Mesh(nodes, per_node, tensor, pipeline, data, batch, size, virtual, unmeasured)
 
 
 def assumed_micro_batch(config: RunConfig) -> int | None:
@@ -214,13 +215,13 @@ def load_mesh(plan: Path) -> Mesh:
 
 def _require_shares(config: RunConfig, nodes: int, data: int) -> None:
     """Check that the global batch is whole micro batches for each data-parallel worker."""
-    batch, wanted = config.recipe.train.global_batch, config.recipe.train.micro_batch
-    micro = 1 if wanted == "auto" else wanted
+    batch, micro_batch = config.recipe.train.global_batch, config.recipe.train.micro_batch
+    micro = 1 if micro_batch == "auto" else micro_batch
     if batch % (data * micro) == 0:
         return
     sizes = near_batches(batch, data * micro * _rounds(config))
     batches = " or ".join(f"{size:,} ({format_change(size, batch)})" for size in sizes)
-    by = "" if wanted == "auto" else f" × train.micro_batch {micro}"
+    by = "" if micro_batch == "auto" else f" × train.micro_batch {micro}"
     raise MeshError(
         f"train.global_batch: {batch} sequences are not a multiple of {data} data-parallel "
         f"workers{by}",
@@ -269,8 +270,8 @@ def _rounds(config: RunConfig) -> int:
 
 def _choose_nodes(config: RunConfig, nodes: int) -> str:
     """`choose 8 or 16 nodes, or `: the nearest that the mesh divides; empty if there are none."""
-    parallel, wanted = config.recipe.parallel, config.recipe.train.micro_batch
-    micro = (1 if wanted == "auto" else wanted) * _rounds(config)
+    parallel, micro_batch = config.recipe.parallel, config.recipe.train.micro_batch
+    micro = (1 if micro_batch == "auto" else micro_batch) * _rounds(config)
     possible = near_nodes(config, [(parallel.tensor, parallel.pipeline)], micro)
     near = sorted(count for side in next_to(nodes, possible) for count in side[:1])
     return f"{choose(near)} {'node' if near == [1] else 'nodes'}, or " if near else ""

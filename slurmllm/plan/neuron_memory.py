@@ -70,17 +70,17 @@ def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
     width = formats(config)
     whole = parameter_counts(model, mesh.tensor, mesh.pipeline, stage, 1)
     share = parameter_counts(model, mesh.tensor, mesh.pipeline, stage, mesh.data if zero else 1)
-    has_master = zero or width.kept != width.computed
+    has_master = zero or width.stored != width.computed
     resting = {
         "weights": whole.total * width.computed,
-        "master_weights": share.total * width.kept * has_master,
-        "optimizer": 2 * share.total * width.kept,
+        "master_weights": share.total * width.stored * has_master,
+        "optimizer": 2 * share.total * width.stored,
     }
     gradients = whole.total * width.reduced
     moment = max(
         _backward(config, mesh, stage, gradients, whole.block * width.computed),
         {
-            "gradients": gradients + (share.total * width.kept if zero else gradients),
+            "gradients": gradients + (share.total * width.stored if zero else gradients),
             "buffers": min(_ZERO_BUCKETS if zero else _ALLREDUCE_BUCKET, gradients),
         },
         key=lambda parts: sum(parts.values()),
@@ -115,8 +115,8 @@ def _backward(
     buffers = block.passing(recomputed) + block_gradients
     largest = {"output": output} if output > buffers else {"buffers": buffers}
     batch = in_flight * batch_bytes(config, mesh)  # the rest of the step's is on the host
-    kept = {"activations": activations, "masks": masks, "batch": batch}
-    return {"gradients": gradients, **kept, **largest}
+    stored = {"activations": activations, "masks": masks, "batch": batch}
+    return {"gradients": gradients, **stored, **largest}
 
 
 def score_bytes(config: RunConfig, mesh: Mesh) -> int:

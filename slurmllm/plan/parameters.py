@@ -79,7 +79,7 @@ def block_shapes(model: ModelConfig) -> dict[str, Shape]:
     qkv = heads + 2 * model.kv_heads * model.head_width
     qk_norms: dict[str, Shape] = {}
     if model.qk_norm:
-        qk_norms = {f"attention.{one}_norm.weight": (model.head_width,) for one in "qk"}
+        qk_norms = {f"attention.{part}_norm.weight": (model.head_width,) for part in "qk"}
     up = ("mlp.gate_up", 2 * ffn) if model.gated else ("mlp.up", ffn)
     return {
         **_norm("attention_norm", model),

@@ -17,7 +17,7 @@ from slurmllm.config.profiles import shipped_dir
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.format import printable
+from slurmllm.format import format_plural, printable
 from slurmllm.plan.estimate import LayoutEstimate
 
 _HOUR_S = 3600.0
@@ -229,7 +229,7 @@ def read_prices(path: Path) -> list[NodePrice]:
     tree = read_yaml(path, form=f"a table of prices has {', '.join(_KEYS)}")[0]
     faults = list(_faults(tree))
     if faults:
-        raise ConfigError(f"{path}: {len(faults)} fault(s) in the prices", faults)
+        raise ConfigError(f"{path}: {format_plural(len(faults), 'error')} in the prices", faults)
     return [
         NodePrice(float(usd), str(_option(option)), region, tree["date"], tree["source"], node)
         for region, options in tree["prices"].items()

@@ -160,7 +160,7 @@ class Formats:
     """Bytes of one number."""
 
     computed: int  # activations and products
-    kept: int  # weights and moments in the optimizer
+    stored: int  # weights and moments in the optimizer
     reduced: int  # sums of gradients, and gradients between data-parallel workers
 
 
@@ -208,39 +208,34 @@ class _Step:
         micro_batches = mesh.accumulation
         recomputed, zero = recipe.train.recomputed, recipe.parallel.zero
         forward = self._forward_s()
-        again = forward if "block" in recomputed else sum(self._part_s(p) for p in recomputed)
+        recomputed_s = (
+            forward if "block" in recomputed else sum(self._part_s(p) for p in recomputed)
+        )
         block = 3 * forward + self._added_s(block_parameters(self.model) / mesh.tensor)
         logits = head_product(self.model, self.tokens, mesh.tensor)
         passes = _LOGITS * self.tokens * logits.n * _FP32 / self.bandwidth
         head = 3 * self._product_s(logits) + passes + self._added_s(logits.n * logits.k)
         collective = self._block_collectives_s()
         edge = 2 * self._sum_s()  # of embedding and head, forward and backward
-        launches = (
-            (3 + ("block" in recomputed)) * hardware.operator_us * 1e-6
-        )  # of a block's operators
-        compute, recompute = (
-            micro_batches * (self.layers * block + head),
-            micro_batches * self.layers * again,
-        )
-        stage = self.layers * (block + again + collective + launches)
-        stage_parameters = (
-            self.layers * block_parameters(self.model)
-            + rest_parameters(self.model, mesh.pipeline)
-        ) / mesh.tensor  # fmt: skip
+        # Of a block's operators.
+        launches = (3 + ("block" in recomputed)) * hardware.operator_us * 1e-6
+        stage = self.layers * (block + recomputed_s + collective + launches)
+        in_blocks = self.layers * block_parameters(self.model)
+        stage_parameters = (in_blocks + rest_parameters(self.model, mesh.pipeline)) / mesh.tensor
         stream = self._whole_stream() / (mesh.tensor if recipe.parallel.sequence else 1)
         crossing = 2 * stage_to_stage_s(stream, mesh, hardware)
         crossings = micro_batches * mesh.virtual_pipeline + mesh.pipeline - 1
         # NxD without ZeRO updates every parameter on every data-parallel worker.
         updated = stage_parameters / (1 if self.nxd and zero == 0 else mesh.data)
         return StepTime(
-            compute=compute,
-            recompute=recompute,
+            compute=micro_batches * (self.layers * block + head),
+            recompute=micro_batches * self.layers * recomputed_s,
             tensor=micro_batches * (self.layers * collective + edge),
             # Filling and draining: once through the other stages, the last of them with the head.
             bubble=(mesh.pipeline - 1) * stage / mesh.virtual_pipeline,
             transfer=crossing * crossings if mesh.pipeline > 1 else 0.0,
-            data=self._data_s(stage_parameters, block + again),
-            optimizer=_ADAMW * updated * self.formats.kept / self.bandwidth,
+            data=self._data_s(stage_parameters, block + recomputed_s),
+            optimizer=_ADAMW * updated * self.formats.stored / self.bandwidth,
             overhead=micro_batches * self.layers * launches + hardware.step_overhead_s,
         )
 
@@ -292,8 +287,8 @@ class _Step:
         """
         recomputed, sequence = self.recipe.train.recomputed, self.recipe.parallel.sequence
         passes = 3 if "block" in recomputed else 2
-        again = (2 * self.nxd + ("mlp" in recomputed)) * sequence
-        return 2 * passes * self._sum_s() + again * self._gathered_s()
+        gathers = (2 * self.nxd + ("mlp" in recomputed)) * sequence
+        return 2 * passes * self._sum_s() + gathers * self._gathered_s()
 
     def _sum_s(self) -> float:
         """Partial sums of the stream added up for all workers, or scattered and gathered again."""
@@ -321,8 +316,8 @@ class _Step:
             gathers, scatters = (2 * micro_batches if zero == 3 else 1), micro_batches
         if self.without_fsdp:
             width = self.formats
-            converted = 0 if width.computed == width.kept else 1 + micro_batches
-            return converted * numbers * (width.kept + width.computed) / self.bandwidth
+            converted = 0 if width.computed == width.stored else 1 + micro_batches
+            return converted * numbers * (width.stored + width.computed) / self.bandwidth
         if members.size == 1:
             # Alone, FSDP2 still copies into and out of its buffers. With other workers, the copies
             # are part of the measured rate of the collectives.

@@ -71,25 +71,26 @@ def find_family(name: str, modules: Sequence[str] = ()) -> Family | None:
         plugins.import_modules(modules)
         if not plugins.is_known("models", name):
             return None
-    found = plugins.find("models", name, "model.family")
-    if not isinstance(found, Family) or found.name != name:
-        raise ConfigError(f"model.family: {name!r} is {found!r}, and must be a Family of this name")
+    family = plugins.find("models", name, "model.family")
+    if not isinstance(family, Family) or family.name != name:
+        fault = f"{name!r} is {family!r}, and must be a Family of this name"
+        raise ConfigError(f"model.family: {fault}")
     try:
-        register(found)
+        register(family)
     except ValueError as error:
         raise ConfigError(f"model.family: {error}") from error
-    return found
+    return family
 
 
 def _known(name: str) -> str:
     try:
-        found = find_family(name)
+        family = find_family(name)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    if found is None:
-        known = [repr(one) for one in FAMILIES]
+    if family is None:
+        names = list(map(repr, FAMILIES))
         raise ValueError(
-            f"must be {', '.join(known[:-1])} or {known[-1]}, or a family of an installed package "
+            f"must be {', '.join(names[:-1])} or {names[-1]}, or a family of an installed package "
             "or of a module in plugins"
         )
     return name
