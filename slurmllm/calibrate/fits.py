@@ -79,7 +79,7 @@ class _Samples:
         self._samples = samples
 
     def all(self, kind: Kind, of: str = "") -> list[Sample]:
-        """Those of a kind, smallest first."""
+        """Return those of a kind, smallest first."""
         matching = [sample for sample in self._samples if (sample.kind, sample.of) == (kind, of)]
         return sorted(matching, key=lambda sample: sample.sizes)
 
@@ -87,7 +87,7 @@ class _Samples:
         return self.samples(kind, of, 1)[0]
 
     def samples(self, kind: Kind, of: str = "", minimum: int = 2) -> list[Sample]:
-        """Those of a kind, which must be at least so many."""
+        """Return those of a kind; raise NodeError if there are fewer than `minimum`."""
         matching = self.all(kind, of)
         if len(matching) < minimum:
             raise NodeError(f"the nodes did not measure {' '.join([kind, of]).strip()}")
@@ -95,7 +95,7 @@ class _Samples:
 
 
 def fit_products(products: Sequence[Sample]) -> tuple[float, float]:
-    """Rate of large products, FLOP/s, and the smallest dimension that reaches half of it.
+    """Return the rate of large products, FLOP/s, and the dimension that reaches half of it.
 
     Seconds for a FLOP are 1 / rate + half / rate · 1 / d in a product whose smallest dimension is
     d: least squares of the relative deviation, with no figure below 0.
@@ -119,14 +119,14 @@ def fit_products(products: Sequence[Sample]) -> tuple[float, float]:
 
 
 def product_flops(product: Sample) -> float:
-    """FLOPs of a measured matrix product: the forward product and both gradients."""
+    """Return FLOPs of a measured matrix product: the forward product and both gradients."""
     m, n, k = product.sizes
     # A multiplication and an addition each.
     return 3 * 2.0 * m * n * k
 
 
 def matrix_figures(samples: Sequence[Sample], precision: str, profile: Hardware) -> Hardware:
-    """A profile's figures with those of matrix products replaced by what was measured."""
+    """Return a profile's figures with those of matrix products as measured."""
     return profile.model_copy(
         update=_matrices(_Samples(samples), precision, profile, profile.memory_gb_s)
     )
@@ -135,7 +135,7 @@ def matrix_figures(samples: Sequence[Sample], precision: str, profile: Hardware)
 def _matrices(
     measured: _Samples, precision: str, profile: Hardware | None, memory_gb_s: float
 ) -> dict[str, float]:
-    """Peaks of both precisions, efficiency and half of the recipe's."""
+    """Return peaks of both precisions, efficiency and half of the recipe's."""
     other, width = ("bf16", 4) if precision == "fp32" else ("fp32", 2)
     limit = memory_gb_s * 1e9
     products = measured.samples("product", precision)
@@ -163,14 +163,14 @@ def _matrices(
 
 
 def _peak(profile: Hardware | None, name: str, fastest: float) -> float:
-    """The profile's figure of that name, or what was faster than that."""
+    """Return the profile's figure of that name, or what was faster than that."""
     if profile is None or profile.rough:
         return fastest
     return max(fastest, float(getattr(profile, name)))
 
 
 def _memory(measured: _Samples, profile: Hardware | None) -> dict[str, float]:
-    """Bandwidth, and the share of it that equal bytes of each kind of elementwise work reach."""
+    """Return the bandwidth, and the share of it that elementwise work reaches."""
     works = [measured.sample("elementwise", of) for of in ("block", "logits", "optimizer")]
     rates = [sample.sizes[0] / sample.value for sample in (*works, measured.sample("copy"))]
     peak = _peak(profile, "memory_gb_s", max(rates) / 1e9)
@@ -193,7 +193,7 @@ class Link(NamedTuple):
 
 
 def fit_link(samples: Sequence[Sample]) -> Link:
-    """What collectives over one group reach.
+    """Return what collectives over one group reach.
 
     A gather, or a reduction that scatters, takes (n - 1) / n · bytes / rate + log2(n) · hop, and an
     all-reduce twice that. The hop follows from the smallest all-reduce; the rates from the largest

@@ -50,8 +50,8 @@ class Scale:
 
 def scale_of(task: Task) -> Scale:
     if task.quick:
-        model, sizes = _model(64, 2, 1024, 64), (1024, _MIB)
-        return Scale(model, 2, (128,), (64, 128, 256), 8 * _MIB, sizes, 0.02, 1)
+        model = _model(64, 2, 1024, 64)
+        return Scale(model, 2, (128,), (64, 128, 256), 8 * _MIB, (1024, _MIB), 0.02, 1)
     products = PRODUCT_SIZES[task.device]
     if task.device == "cuda":
         model, sizes = _model(4096, 32, 50304, 2048), (8 * 1024, 16 * _MIB, 256 * _MIB)
@@ -98,7 +98,7 @@ def measure(items: Sequence[Item], device: torch.device, budget_s: float, rounds
 
 
 def _seconds(item: Item, device: torch.device, budget_s: float) -> float:
-    """Mean duration of as many calls as fit into the budget, s."""
+    """Return mean duration of as many calls as fit into the budget, s."""
     item.work()  # the first call compiles and allocates
     _wait(device)
     dist.barrier()
@@ -133,7 +133,7 @@ def _wait(device: torch.device) -> None:
 
 
 def products(device: torch.device, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Item]:
-    """Forward products of sizes [m, n, k]; the seconds are those of both their gradients too."""
+    """Yield forward products of sizes [m, n, k]; the seconds are those of the gradients too."""
     for precision, kind in _DTYPES.items():
         if device.type == "cpu" and kind == torch.bfloat16 and slow_bf16():
             kind = torch.float32  # as compiled blocks compute them there
@@ -188,7 +188,7 @@ def copy(device: torch.device, many_bytes: int) -> Item:
 def elementwise(
     model: ModelConfig, precision: str, device: torch.device, batch: int, compiled: bool
 ) -> Iterator[Item]:
-    """A block without its products, the passes over the logits, the optimizer's update.
+    """Yield a block without its products, the passes over the logits, the optimizer's update.
 
     Bytes are those that the planner counts for the same work (`plan/flops.py`, `plan/step.py`), so
     that what a processor's caches spare it is part of what is measured.
@@ -231,7 +231,7 @@ def _block(
     device: torch.device,
     made: Callable[[Any], Any],
 ) -> Callable[[], None]:
-    """Norms, residual sums, rotary positions and activation, forward and backward."""
+    """Return norms, residual sums, rotary positions and activation, forward and backward."""
     heads = (1, tokens, model.num_heads, model.head_width)
     stream, wide = (tokens, model.hidden_size), (tokens, model.ffn_hidden_size)
     norms = [make_norm(model).to(device, kind) for _ in range(2)]
@@ -258,7 +258,7 @@ def _block(
 
 
 def groups(nodes: int, workers: int) -> dict[str, list[list[int]]]:
-    """Ranks of the groups of each kind; all groups of a kind communicate at the same time."""
+    """Return the ranks of the groups of each kind, which communicate at the same time."""
     ranks: dict[str, list[list[int]]] = {}
     if workers > 1:
         ranks["node"] = [list(range(n * workers, (n + 1) * workers)) for n in range(nodes)]
@@ -270,7 +270,7 @@ def groups(nodes: int, workers: int) -> dict[str, list[list[int]]]:
 def collectives(
     nodes: int, workers: int, device: torch.device, sizes: tuple[int, ...]
 ) -> Iterator[Item]:
-    """All-reduces of every size, and the two halves of one for the largest (collective).
+    """Yield all-reduces of every size, and the two halves of one for the largest (collective).
 
     The halves with the copy between parameters and one buffer that FSDP makes after it gathers and
     before it scatters.

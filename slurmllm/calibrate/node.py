@@ -42,7 +42,7 @@ PRODUCT_SIZES = {
 
 
 def product_grid(tokens: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """[m, n, k] of feed-forward matrices (n = 4k), and of products of which k alone varies."""
+    """Return [m, n, k] of feed-forward matrices (n = 4k), and of products of which k varies."""
     columns = [4 * width for width in (widths[0], widths[len(widths) // 2], widths[-1])]
     return sorted({(max(tokens), n, k) for k in widths for n in (4 * k, *columns)})
 

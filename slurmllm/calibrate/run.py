@@ -103,7 +103,7 @@ def run_task(
 
 
 def require_measurable(config: RunConfig) -> None:
-    """Raises ConfigError if the profile's devices cannot be measured, before waiting for nodes."""
+    """Raise ConfigError if the profile's devices cannot be measured."""
     cluster = config.cluster
     if cluster.device == "neuron":
         raise ConfigError(
@@ -168,7 +168,7 @@ def check_target(path: Path) -> None:
 
 
 def profile_text(cluster: Cluster, calibration: Calibration) -> str:
-    """The YAML of a profile with its hardware figures replaced by the measured ones."""
+    """Return the YAML of a profile with its hardware figures replaced by the measured ones."""
     measured = cluster.model_copy(update={"hardware": calibration.hardware})
     # Unset fields are left out, so that the profile follows later versions' defaults.
     values = measured.model_dump(mode="json", exclude_unset=True)

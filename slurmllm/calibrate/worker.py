@@ -83,7 +83,7 @@ def main(text: str) -> None:
 
 
 def _missing_gpu(task: Task, local_rank: int) -> str | None:
-    """Why this worker has no GPU, with the fix; None if it has one."""
+    """Return why this worker has no GPU, with the fix; None if it has one."""
     count, host = torch.cuda.device_count(), socket.gethostname()
     if count > local_rank:
         return None
@@ -106,7 +106,7 @@ def _missing_gpu(task: Task, local_rank: int) -> str | None:
 def _measurements(
     task: Task, scale: Scale, device: torch.device
 ) -> dict[str, Callable[[], Iterable[Item]]]:
-    """Name → measurements, created lazily: their tensors would not fit all at once."""
+    """Return name → measurements, created lazily: their tensors would not fit all at once."""
     model, precision, batch = scale.model, task.precision, scale.batch
     widths = scale.widths
     feed_forward = [(tokens, 4 * width, width) for tokens in scale.tokens for width in widths]
@@ -130,7 +130,7 @@ def _measurements(
 
 
 def _reserved(device: torch.device) -> int:
-    """Bytes of the device that are in use without a model."""
+    """Return bytes of the device that are in use without a model."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -156,7 +156,7 @@ def _progress(text: str, first: bool) -> None:
 
 
 def step_seconds(task: Task, layers: int, local_rank: int) -> float:
-    """Median duration of a step of `layers` layers and `MICRO_BATCHES` micro batches, s."""
+    """Return the median duration of a step of `layers` layers, s."""
     precision = "fp32" if task.precision == "fp32" else "bf16_mixed"
     settings = [*_TINY, f"model.num_layers={layers}", f"cluster.device={task.device}"]
     settings += [f"train.precision={precision}", f"train.compile={str(task.compiled).lower()}"]

@@ -66,7 +66,7 @@ def _measure(unit: str, value: float | None) -> str:
 
 
 def _expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
-    """The expected overheads of a run outside its steps."""
+    """Return the expected overheads of a run outside its steps."""
     from slurmllm.errors import ConfigError
     from slurmllm.plan.lost_time import assumed, lost_time
     from slurmllm.plan.parameters import parameters

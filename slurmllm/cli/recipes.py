@@ -105,7 +105,7 @@ def _notes(row: Mapping[str, Any]) -> str:
 
 
 def _cluster_row(config: RunConfig) -> dict[str, Any]:
-    """A profile for the list; figures are None without hardware figures."""
+    """Return a profile for the list; figures are None without hardware figures."""
     from slurmllm.plan.prices import select_price
 
     cluster, hardware = config.cluster, config.cluster.hardware
@@ -128,7 +128,7 @@ def _cluster_row(config: RunConfig) -> dict[str, Any]:
 
 
 def _rounded(count: int) -> str:
-    """`6.86B`: a number of parameters with three digits."""
+    """Return `6.86B`: a number of parameters with three digits."""
     for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:
             return f"{count / unit:#.3g}".rstrip(".") + letter
@@ -161,7 +161,7 @@ def _show(
 
 
 def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:
-    """The nested values, with `unchosen` for the degrees that the planner is still to choose."""
+    """Return the nested values, with `unchosen` for degrees that the planner is to choose."""
     tree = config.values()
     for path in config.open_degrees():
         section, _, field = path.partition(".")

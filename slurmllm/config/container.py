@@ -48,7 +48,7 @@ class Container(Section):
 
 
 def paths_of(container: Container) -> list[Path]:
-    """The image and the mounts, as far as they are paths of the host."""
+    """Return the image and the mounts, as far as they are paths of the host."""
     files = [container.image] if container.image.startswith("/") else []
     return [Path(path) for path in (*files, *(m.partition(":")[0] for m in container.mounts))]
 
@@ -56,7 +56,7 @@ def paths_of(container: Container) -> list[Path]:
 def container_arguments(
     container: Container, device: str, folders: Iterable[Path | str], terminal: bool = False
 ) -> list[str]:
-    """The options of srun, for pyxis, or the command that a task follows.
+    """Return the options of srun, for pyxis, or the command that a task follows.
 
     Args:
         container: The container.
@@ -93,7 +93,7 @@ def container_arguments(
 
 
 def _outermost(folders: Iterable[Path | str]) -> list[str]:
-    """Folders without those that are in another one."""
+    """Return folders without those that are in another one."""
     outermost: list[str] = []
     for folder in sorted({Path(os.path.normpath(folder)) for folder in folders}):
         if not any(folder.is_relative_to(other) for other in outermost):

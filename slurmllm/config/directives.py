@@ -77,7 +77,7 @@ def refuse_generated(name: str) -> None:
 
 
 def check_options(values: Any) -> Any:
-    """Options as a recipe has them, without those that are null or false.
+    """Return options as a recipe has them, without those that are null or false.
 
     Raises:
         ValueError: one is refused, or is no option.
@@ -102,7 +102,7 @@ def check_options(values: Any) -> Any:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Options as on a command line of sbatch: `--name=value`, `--name value`, `-C value`.
+    """Return options as on a command line of sbatch: `--name=value`, `-C value`.
 
     Raises:
         ValueError: an argument is no option, or one is refused.
@@ -127,14 +127,14 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def as_arguments(options: Options) -> list[str]:
-    """Options as arguments of a command."""
+    """Return options as arguments of a command."""
     return [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
 
 
 def quoted(text: str) -> str:
-    """A value as sbatch reads it in a #SBATCH line: plain, or in double quotes."""
+    """Return a value as sbatch reads it in a #SBATCH line: plain, or in double quotes."""
     if re.fullmatch(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+", text):
         return text
     return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'

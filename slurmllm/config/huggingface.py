@@ -48,7 +48,7 @@ class SourceConfig:
 
 
 def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | None, list[str]]:
-    """Returns a model's config.json, None if it has faults, and one line per fault."""
+    """Return a model's config.json, None if it has faults, and one line per fault."""
     try:
         values = json.loads(read_limited(directory / name))
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
 
 
 def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """Returns the family that architectures and model_type agree on, and one line per fault."""
+    """Return the family that architectures and model_type agree on, and a line per fault."""
     model_type, architectures = values.get("model_type"), values.get("architectures") or []
     dialects = {name: family.hugging_face for name, family in FAMILIES.items()}
     classes = ", ".join(dialect.causal for dialect in dialects.values())
@@ -116,7 +116,7 @@ def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
 
 
 def _unsupported(values: Mapping[str, Any], dialect: HuggingFaceModel) -> list[str]:
-    """Returns one line for each setting that changes the model in a way our decoder lacks."""
+    """Return a line for each setting that changes the model in a way our decoder lacks."""
     faults = [
         f"{key}: {values[key]!r} is not supported; it must be {only!r}"
         for key, only in dialect.fixed.items()
@@ -133,7 +133,7 @@ def _unsupported(values: Mapping[str, Any], dialect: HuggingFaceModel) -> list[s
 
 
 def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields of our model section, not yet validated, and one line per fault."""
+    """Return the fields of our model section, not yet validated, and one line per fault."""
     dialect = FAMILIES[family].hugging_face
     fields: dict[str, Any] = {"family": family}
     faults = []
@@ -194,7 +194,7 @@ def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, An
 
 
 def config_faults(model: ModelConfig) -> list[str]:
-    """Returns one line for each reason why transformers' model of the family cannot be this one."""
+    """Return the reasons why transformers' model of the family cannot be this one."""
     return list(broken_rules(flatten(model.model_dump(), "model.")))
 
 
@@ -206,7 +206,7 @@ def write_config(
     bos_token_id: int | None,
     eos_token_id: int | list[int] | None,
 ) -> None:
-    """Writes a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
+    """Write a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
     dialect = FAMILIES[model.family].hugging_face
     values: dict[str, Any] = {"architectures": [dialect.causal], "model_type": dialect.model_type}
     resolved = {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}

@@ -106,12 +106,12 @@ class LenientConfig:
     warnings: tuple[str, ...] = ()  # faults of the file
 
     def text(self, path: str) -> str | None:
-        """Returns the value at `path` if it is a string, else None."""
+        """Return the value at `path` if it is a string, else None."""
         value = (self.values or {}).get(path)
         return value if isinstance(value, str) else None
 
     def count(self, path: str) -> int | None:
-        """Returns the value at `path` if it is an integer above 0, else None."""
+        """Return the value at `path` if it is an integer above 0, else None."""
         value = (self.values or {}).get(path)
         # Not isinstance: True is an int too.
         return value if type(value) is int and value > 0 else None

@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 def _number_or_auto(value: Any) -> Any:
-    """One fault and not one for each kind of value that would do."""
+    """Return a valid number or auto; raise one error for any other value."""
     if value == "auto" or (type(value) is int and 0 < value < 2**40):
         return value
     raise ValueError("must be a whole number above 0, or auto")
@@ -55,7 +55,7 @@ class CheckpointConfig(Section):
 
 
 def _off(value: Any) -> Any:
-    """YAML reads a bare `off` as false."""
+    """Return `off` for the false that YAML reads it as."""
     return "off" if value is False else value
 
 
@@ -106,7 +106,7 @@ _SLURM_WORD = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\](
 
 
 def _slurm_time(value: Any) -> str:
-    """A time as sbatch reads it; a bare number counts minutes."""
+    """Return a time as sbatch reads it; a bare number counts minutes."""
     text = str(value) if type(value) is int else value
     if not isinstance(text, str) or not _SLURM_TIME.fullmatch(text):
         raise ValueError(
@@ -117,7 +117,7 @@ def _slurm_time(value: Any) -> str:
 
 
 def _slurm_word(value: Any) -> str:
-    """No blanks, quotes or leading dash, which could end the directive or begin another."""
+    """Return a word without blanks, quotes or a leading dash, which could end the directive."""
     text = str(value) if type(value) is int else value
     if not isinstance(text, str) or not _SLURM_WORD.fullmatch(text):
         raise ValueError(
@@ -132,7 +132,7 @@ KILL_MARGIN_S = 30.0
 
 
 def leaving_s(signal_lead_s: float) -> float:
-    """Seconds that workers have to save and exit, from the signal ahead of the time limit."""
+    """Return the seconds from the signal ahead of the time limit in which workers save and exit."""
     return max(signal_lead_s - KILL_MARGIN_S, signal_lead_s / 2)
 
 
@@ -144,7 +144,7 @@ NotifyEvent = Literal["start", "failure", "requeue", "divergence", "end"]
 
 
 def _variable_name(value: Any) -> str:
-    """A URL is a secret: the configuration names the variable that holds it."""
+    """Return the name of a variable with a URL; a URL itself, a secret, is an error."""
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
         return value
     raise ValueError(

@@ -41,7 +41,7 @@ def available(folder: Path) -> list[str]:
 
 
 def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
-    """A shipped file by its name, or a file by its path; raises ConfigError if there is none."""
+    """Return a shipped file by its name, or a file by its path; raise ConfigError without one."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if path.is_file():
@@ -103,7 +103,7 @@ def read_profile(path: Path, folder: Path) -> Level:
 
 
 def _base(values: dict[str, Any], origins: dict[str, str], path: Path, folder: Path) -> Path | None:
-    """The profile that one extends; None if it extends none."""
+    """Return the profile that one extends; None if it extends none."""
     if "extends" not in values:
         return None
     name, where = values.pop("extends"), origins.pop("extends", path.name)
@@ -152,7 +152,7 @@ def extended(base: Level, extension: Level) -> Level:
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of nested mappings over others; None takes one out."""
+    """Return values of nested mappings over others; None takes one out."""
     merged = dict(base)
     for key, value in changes.items():
         before = merged.get(key)

@@ -138,7 +138,7 @@ class ModelConfig(Section):
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model section, those left out filled in with the family's values."""
+    """Return the fields of a model section, those left out with the family's values."""
     family = values.get("family")
     built_in = FAMILIES.get(family) if isinstance(family, str) else None
     return {**(built_in.defaults if built_in else {}), **values}
@@ -353,12 +353,12 @@ class OptimConfig(Section):
         return settings
 
     def warmup(self, total_steps: int) -> int:
-        """Steps of the warm-up in a run of `total_steps`."""
+        """Return steps of the warm-up in a run of `total_steps`."""
         return num_warmup_steps(self.warmup_steps, self.warmup_ratio, total_steps)
 
 
 def num_warmup_steps(steps: int, ratio: float | None, total_steps: int) -> int:
-    """Steps of the warm-up, given as a number or as a share of all steps."""
+    """Return the steps of the warm-up, given as a number or as a share of all steps."""
     return steps if ratio is None else round(ratio * total_steps)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -60,24 +60,24 @@ class RunConfig:
         return "nxd" if self.cluster.device == "neuron" else "native"
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """(dotted path, value, source) of every value, in the models' order."""
+        """Return (dotted path, value, source) of every value, in the models' order."""
         values = flatten(self.values())
         return [(path, value, self.origins.get(path, "default")) for path, value in values.items()]
 
     def values(self) -> dict[str, Any]:
-        """The nested values, as stored in config.yaml: secrets are masked."""
+        """Return the nested values, as stored in config.yaml: secrets are masked."""
         recipe, cluster = self.recipe.model_dump(mode="json"), self.cluster.model_dump(mode="json")
         cluster["env"] = mask(self.cluster.env)
         return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
 
     def secrets(self) -> dict[str, str]:
-        """Dotted path → value of the variables that hold secrets."""
+        """Return dotted path → value of the variables that hold secrets."""
         sections = {"cluster": {"env": self.cluster.env}, "env": self.recipe.env}
         variables = flatten(sections)
         return {path: value for path, value in variables.items() if is_secret_at(path, value)}
 
     def worker_secrets(self) -> dict[str, str]:
-        """Name → value of these variables for a worker; the recipe's override the profile's.
+        """Return name → value of these variables; the recipe's override the profile's.
 
         Raises:
             ConfigError: the value of one is missing.
@@ -95,7 +95,7 @@ class RunConfig:
         return {path.rpartition(".")[2]: value for path, value in secrets.items()}
 
     def variable(self, name: str) -> str | None:
-        """A variable as the recipe or the profile sets it, else of this process's environment."""
+        """Return a variable as recipe or profile set it, else of this process's environment."""
         value = {**self.cluster.env, **self.recipe.env}.get(name, MASK)
         return os.environ.get(name) if value == MASK else value
 
@@ -109,7 +109,7 @@ class RunConfig:
         return self.origins.get("data.corpus") == TRIAL
 
     def open_degrees(self) -> list[str]:
-        """The dotted paths that `parallel.auto` leaves for the planner to choose."""
+        """Return the dotted paths that `parallel.auto` leaves for the planner to choose."""
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
         return [path for path in degrees if self.recipe.parallel.auto and not self.is_set(path)]
 
@@ -179,28 +179,37 @@ def resolve(
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
     of_files = dict(origins)
     _override(tree, overrides, origins, faults)
-    faults += [
-        f"{path} ({source}): a recipe may not set what makes programs load code, as it may be "
-        f"another user's file; if you trust it, --set {path}=… or the cluster profile's env"
-        for path, source in origins.items()
-        if path.startswith("env.") and loads_code(path[4:]) and source == of_files.get(path)
-    ]
-    command, source = "slurm.notify.command", origins.get("slurm.notify.command")
-    if flatten(tree).get(command) and source is not None and source == of_files.get(command):
-        faults.append(
-            f"{command} ({source}): a recipe may not set a program to run, as it may be another "
-            f"user's file; if you trust it, --set {command}=…"
-        )
-    faults += [
-        f"{path} ({source}): a recipe may set options for resources only, as it may be another "
-        f"user's file; if you trust it, --set {path}=…"
-        for path, source in origins.items()
-        if path.startswith("slurm.directives.")
-        and source == of_files.get(path)
-        and not may_be_in_file(path.rpartition(".")[2])
-    ]
+    unchanged = {path: origin for path, origin in origins.items() if origin == of_files.get(path)}
+    faults += _untrusted_settings(tree, unchanged)
     _assign_options(tree, options or {}, origins, faults)
     return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
+
+
+def _untrusted_settings(tree: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield what a recipe's file, which may be another user's, may not set.
+
+    Args:
+        origins: Of the values that are still the files'.
+    """
+    command = flatten(tree).get("slurm.notify.command")
+    for path, origin in origins.items():
+        name, also = path.rpartition(".")[2], ""
+        if path.startswith("env.") and loads_code(path[4:]):
+            what, also = "what makes programs load code", " or the cluster profile's env"
+        elif path == "slurm.notify.command" and command:
+            what = "a program to run"
+        elif path.startswith("slurm.directives.") and not may_be_in_file(name):
+            yield (
+                f"{path} ({origin}): a recipe may set options for resources only, as it may be "
+                f"another user's file; if you trust it, --set {path}=…"
+            )
+            continue
+        else:
+            continue
+        yield (
+            f"{path} ({origin}): a recipe may not set {what}, as it may be another user's file; if "
+            f"you trust it, --set {path}=…{also}"
+        )
 
 
 def runs_code(path: str) -> bool:
@@ -245,7 +254,7 @@ def change(
 
 
 def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted path → old and new value of the training's settings that differ."""
+    """Return dotted path → old and new value of the training's settings that differ."""
     old, new = (flatten(config.values()) for config in (before, after))
     return {
         path: (old.get(path), new.get(path))
@@ -285,7 +294,7 @@ def _override(
 
 
 def _model_of(path: Path) -> dict[str, Any]:
-    """The model section of a Hugging Face config.json, given by its path or its folder."""
+    """Return the model section of a Hugging Face config.json, given by its path or its folder."""
     folder, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
     if not path.exists():
         raise ConfigError(
@@ -415,7 +424,7 @@ def _open_auto_degrees(recipe_tree: dict[str, Any], origins: dict[str, str]) -> 
 
 
 def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Dotted path → default of every field that has one."""
+    """Return dotted path → default of every field that has one."""
     defaults: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
@@ -472,7 +481,7 @@ def _describe(
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section in a type annotation, in `X | None` and in containers too."""
+    """Return the section in a type annotation, in `X | None` and in containers too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_section_type, get_args(annotation))), None)

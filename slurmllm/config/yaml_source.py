@@ -36,7 +36,7 @@ _MOST_NODES = 100_000  # with every alias written out: nine levels of nine alias
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings → dotted path → leaf. An empty mapping is a leaf."""
+    """Return nested mappings → dotted path → leaf. An empty mapping is a leaf."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
@@ -79,12 +79,12 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """YAML that `read_yaml` reads back unchanged."""
+    """Return YAML that `read_yaml` reads back unchanged."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def parse_scalar(text: str) -> Any:
-    """The value of `text` after the `=` of a `--set`: a number, a list, true, null or a string."""
+    """Return the value after the `=` of a `--set`: a number, a list, true, null or a string."""
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, RecursionError):
@@ -125,7 +125,7 @@ def read_yaml(
 
 
 def _without_text(error: yaml.YAMLError) -> str:
-    """The problem and its place; the text of a file of somebody else's run stays out of reports."""
+    """Return the problem and its place, without the text, which may be of another user's run."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem is None or mark is None:
         return str(error)
@@ -135,7 +135,7 @@ def _without_text(error: yaml.YAMLError) -> str:
 def parse_yaml(
     text: str, lines: dict[str, int] | None = None, faults: list[str] | None = None
 ) -> Any:
-    """The value of a document.
+    """Return the value of a document.
 
     Args:
         lines: Filled with the line of each leaf's dotted path.

@@ -88,7 +88,7 @@ def predict(config: RunConfig, mesh: Mesh) -> LayoutEstimate:
 
 
 def known_hardware(config: RunConfig) -> Hardware:
-    """The cluster's hardware figures; raises ConfigError if there are none."""
+    """Return the cluster's hardware figures; raises ConfigError if there are none."""
     cluster = config.cluster
     if cluster.hardware is not None:
         return cluster.hardware

@@ -56,7 +56,7 @@ class MeasuredRun:
     source: str
 
     def cells(self) -> list[str | int]:
-        """The row of `published_runs.csv`."""
+        """Return the row of `published_runs.csv`."""
         values = [getattr(self, field.name) for field in fields(self)]
         return [f"{value:.4g}" if isinstance(value, float) else value for value in values]
 
@@ -96,7 +96,7 @@ class RunEvidence:
     upper: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """As in `plan --json`."""
+        """Return the part of `plan --json`."""
         near = self.nearest
         interval = None if self.lower is None else [self.lower, self.upper]
         return {
@@ -115,7 +115,7 @@ def interval_text(published: RunEvidence) -> str:
 
 
 def evidence_text(candidate: LayoutEstimate) -> str:
-    """`15.02–19.04 seq/s (90 % interval, …); interpolated between …`."""
+    """Return `15.02–19.04 seq/s (90 % interval, …); interpolated between …`."""
     published = evidence(candidate)
     why = f": {'; '.join(published.reasons)}" if published.reasons else ""
     span = ""
@@ -126,7 +126,7 @@ def evidence_text(candidate: LayoutEstimate) -> str:
 
 
 def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
-    """The interval of a layout, how near the published runs are, and what an assumption does."""
+    """Yield a layout's interval, how near the published runs are, and what an assumption does."""
     published = evidence(candidate)
     yield f"evidence       {evidence_text(candidate)}"
     if (near := published.nearest) is not None:
@@ -151,7 +151,7 @@ def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
 
 @lru_cache
 def published_runs() -> tuple[MeasuredRun, ...]:
-    """The runs of the package's table."""
+    """Return the runs of the package's table."""
     kinds = {"int": int, "float": float, "str": str}
     with FILE.open(encoding="utf-8", newline="") as lines:
         return tuple(
@@ -161,7 +161,7 @@ def published_runs() -> tuple[MeasuredRun, ...]:
 
 
 def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, float]:
-    """Axes on which a point is outside the range of the runs → octaves; of none: `_FAR` in all."""
+    """Return the axes on which a point is outside the range of the runs → octaves."""
     octaves = {}
     points = [run.point for run in runs]
     for axis in _AXES:
@@ -176,13 +176,13 @@ def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, 
 
 
 def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
-    """Half the interval's width, as a logarithm, from the errors of left-out runs."""
+    """Return half the interval's width, as a logarithm, from the errors of left-out runs."""
     errors = sorted(abs(math.log(run.left_out)) for run in runs)
     return errors[math.ceil(_QUANTILE * len(errors)) - 1] * (1 + octaves / 2)
 
 
 def evidence(candidate: LayoutEstimate) -> RunEvidence:
-    """What the published runs support of a layout's prediction."""
+    """Return what the published runs support of a layout's prediction."""
     cluster, mesh = candidate.config.cluster, candidate.mesh
     of_kind = _of_kind(cluster.device)
     if not of_kind:
@@ -216,7 +216,7 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
 
 
 def at_lower_end(candidate: LayoutEstimate) -> LayoutEstimate:
-    """The layout at the lower end of its interval; unchanged without published runs."""
+    """Return the layout at the lower end of its interval; unchanged without published runs."""
     if (lower := evidence(candidate).lower) is None:
         return candidate
     slower = candidate.seq_per_s / lower
@@ -225,7 +225,7 @@ def at_lower_end(candidate: LayoutEstimate) -> LayoutEstimate:
 
 
 def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
-    """Sequences/s at both bounds of an assumed network efficiency; None if it is not assumed."""
+    """Return sequences/s at both bounds of an assumed network efficiency; None if measured."""
     config, mesh = candidate.config, candidate.mesh
     hardware = config.cluster.hardware
     if hardware is None or hardware.network_efficiency_range is None or mesh.nodes == 1:

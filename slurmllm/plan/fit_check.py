@@ -97,7 +97,7 @@ class FitCheck:
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The `planner` part of the JSON of `submit`."""
+        """Return the `planner` part of the JSON of `submit`."""
         return {
             "chosen": self.chosen,
             "rough": self.rough,

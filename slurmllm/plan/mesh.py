@@ -67,14 +67,14 @@ class Mesh:
         return self.global_batch // (self.data * self.micro_batch)
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data` shares of the global batch a worker reads."""
+        """Return which of the `data` shares of the global batch a worker reads."""
         return rank // self.tensor % self.data
 
     def pipeline_rank(self, rank: int) -> int:
         return rank // (self.tensor * self.data)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of a run's plan.json; null for a micro batch that is not measured yet."""
+        """Return the content of plan.json; null for a micro batch that is not measured yet."""
         values = {**asdict(self), "world_size": self.world_size, "accumulation": self.accumulation}
         unknown = ("micro_batch", "accumulation") if self.unmeasured else ()
         del values["unmeasured"]
@@ -82,20 +82,20 @@ class Mesh:
 
 
 def pipelines(mesh: Mesh) -> list[list[int]]:
-    """The ranks of each pipeline, first stage first."""
+    """Return the ranks of each pipeline, first stage first."""
     apart = mesh.tensor * mesh.data
     return [[first + stage * apart for stage in range(mesh.pipeline)] for first in range(apart)]
 
 
 def replica_nodes(config: RunConfig) -> int:
-    """The fewest nodes whose workers are whole replicas of the model."""
+    """Return the fewest nodes whose workers are whole replicas of the model."""
     model = config.recipe.parallel.tensor * config.recipe.parallel.pipeline
     return model // math.gcd(model, config.cluster.devices_per_node)
 
 
 @lru_cache(maxsize=4096)
 def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[int]:
-    """The possible micro batches for a worker's share of the global batch.
+    """Return the possible micro batches for a worker's share of the global batch.
 
     Args:
         sequences: The share: sequences in one step of one data-parallel worker.
@@ -116,7 +116,7 @@ def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[
 
 
 def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
-    """The node counts from `least` to `most` that parallel degrees and global batch allow."""
+    """Return the node counts from `least` to `most` that degrees and global batch allow."""
     possible = []
     for nodes in range(least, most + 1):
         with suppress(ConfigError):
@@ -125,7 +125,7 @@ def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
     return possible
 
 
-def without_fsdp(config: RunConfig, mesh: Mesh) -> bool:
+def fsdp_disabled(config: RunConfig, mesh: Mesh) -> bool:
     """Whether the native backend trains without FSDP (its `unsharded.py`).
 
     Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
@@ -177,7 +177,7 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
 
 
 def assumed_micro_batch(config: RunConfig) -> int | None:
-    """The value of an `auto` micro batch on devices that cannot measure it, else None.
+    """Return the value of an `auto` micro batch on devices that cannot measure it, else None.
 
     On Neuron devices the precompile stage compiles without computing. Nearly all published trn1
     runs use 1.
@@ -195,7 +195,7 @@ def save_mesh(mesh: Mesh, plan: Path) -> None:
 
 
 def load_mesh(plan: Path) -> Mesh:
-    """The mesh in a run's plan.json; raises StorageError if it is unreadable or damaged."""
+    """Return the mesh in a run's plan.json; raises StorageError if it is unreadable or damaged."""
     try:
         held = json.loads(read_limited(plan))
         unmeasured = held["micro_batch"] is None
@@ -230,13 +230,13 @@ def _require_shares(config: RunConfig, nodes: int, data: int) -> None:
 
 
 def near_batches(batch: int, unit: int) -> list[int]:
-    """The multiples of `unit` below and above a global batch, which is none itself."""
+    """Return the multiples of `unit` below and above a global batch, which is none itself."""
     below = batch // unit * unit
     return [size for size in (below, below + unit) if size]
 
 
 def near_nodes(config: RunConfig, meshes: Iterable[tuple[int, int]], micro: int) -> set[int]:
-    """The node counts that divide the global batch among the data-parallel workers of some mesh.
+    """Return the node counts that divide the global batch among the workers of some mesh.
 
     Args:
         meshes: Tensor and pipeline degrees.
@@ -249,27 +249,27 @@ def near_nodes(config: RunConfig, meshes: Iterable[tuple[int, int]], micro: int)
 
 
 def next_to(requested: int, values: Iterable[int]) -> tuple[list[int], list[int]]:
-    """The values below and above what is requested, the nearest first."""
+    """Return the values below and above what is requested, the nearest first."""
     ordered = sorted(values)
     below = [value for value in reversed(ordered) if value < requested]
     return below, [value for value in ordered if value > requested]
 
 
 def format_change(size: int, requested: int) -> str:
-    """`3.1 % more`, `1.6 % fewer`, `16 times as many`."""
+    """Return `3.1 % more`, `1.6 % fewer`, `16 times as many`."""
     if size >= 2 * requested:
         return f"{size / requested:.3g} times as many"
     return f"{100 * abs(size / requested - 1):.2g} % {'more' if size > requested else 'fewer'}"
 
 
 def _rounds(config: RunConfig) -> int:
-    """Micro batches come in multiples of this many."""
+    """Return the number of which micro batches come in multiples."""
     parallel = config.recipe.parallel
     return parallel.pipeline if parallel.pipeline > 1 < parallel.virtual_pipeline else 1
 
 
 def _choose_nodes(config: RunConfig, nodes: int) -> str:
-    """`choose 8 or 16 nodes, or `: the nearest that the mesh divides; empty if there are none."""
+    """Return `choose 8 or 16 nodes, or `, the nearest that the mesh divides, or nothing."""
     parallel, micro_batch = config.recipe.parallel, config.recipe.train.micro_batch
     micro = (1 if micro_batch == "auto" else micro_batch) * _rounds(config)
     possible = near_nodes(config, [(parallel.tensor, parallel.pipeline)], micro)

@@ -30,7 +30,7 @@ _FASTER = 1.03
 
 
 @dataclass(frozen=True)
-class FittingChange:
+class SettingSuggestion:
     """A change of a request with which a layout fits."""
 
     options: tuple[str, str]  # of the command line: `--nodes 8`, `--set train.global_batch=264`
@@ -64,7 +64,7 @@ class FittingChange:
 
 def fitting_changes(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
-) -> list[FittingChange]:
+) -> list[SettingSuggestion]:
     """Return the nearest node counts and global batches, below and above, that fit.
 
     A side on which there is none is left out. A batch that is farther away, but by less than 5 %,
@@ -78,7 +78,7 @@ def fitting_changes(
         fixed: As for `search`; with `train.global_batch`, no batches are tried.
     """
     where = f"on {format_plural(nodes, 'node')}"
-    changes: list[FittingChange] = []
+    changes: list[SettingSuggestion] = []
     below, above = next_to(nodes, _possible_nodes(config, fixed))
     for counts in (below, above):
         count = next((n for n in counts if some_fits(config, n, unsupported, fixed)), None)
@@ -86,19 +86,21 @@ def fitting_changes(
             text = f"{format_change(count, nodes)} nodes"
             text += ", the minimum" * (counts is above and not changes)
             options, ratio = ("--nodes", str(count)), count / nodes
-            changes.append(FittingChange(options, text, ratio, config, count, unsupported, fixed))
+            changes.append(
+                SettingSuggestion(options, text, ratio, config, count, unsupported, fixed)
+            )
     batch = config.recipe.train.global_batch
 
-    def with_batch(size: int) -> FittingChange | None:
+    def with_batch(size: int) -> SettingSuggestion | None:
         changed = config.with_settings("train", global_batch=size)
         if not some_fits(changed, nodes, unsupported, fixed):
             return None
         text = f"{format_change(size, batch)} sequences a step, {where}"
         options = "--set", f"train.global_batch={size}"
-        return FittingChange(options, text, size / batch, changed, nodes, unsupported, fixed)
+        return SettingSuggestion(options, text, size / batch, changed, nodes, unsupported, fixed)
 
-    closest: list[FittingChange] = []
-    farther: list[FittingChange] = []
+    closest: list[SettingSuggestion] = []
+    farther: list[SettingSuggestion] = []
     for sizes in next_to(batch, _possible_batches(config, nodes, fixed)):
         fitting = filter(None, map(with_batch, sizes))
         closest += islice(fitting, 1)
@@ -112,7 +114,7 @@ def fitting_changes(
         if some_fits(changed, nodes, unsupported, fixed_too):
             options = "--set", f"parallel.tensor={changed.recipe.parallel.tensor}"
             text = f"no published run of {config.cluster.name} has that degree, {where}"
-            change = FittingChange(options, text, 1.0, changed, nodes, unsupported, fixed_too)
+            change = SettingSuggestion(options, text, 1.0, changed, nodes, unsupported, fixed_too)
             return [*changes, change]
     return changes
 

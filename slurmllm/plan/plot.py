@@ -108,7 +108,7 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
 
 
 def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
-    """One stacked bar for each layout, with the limit."""
+    """Draw one stacked bar for each layout, with the limit."""
     axes: Axes = figure.subplots()
     labels, uses = list(layouts), list(layouts.values())
     left = [0.0] * len(uses)

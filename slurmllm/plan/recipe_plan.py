@@ -15,7 +15,12 @@ from slurmllm.plan.evidence import evidence
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime, lost_time
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import FittingChange, fitting_changes, memory_shortfall, no_batch_reason
+from slurmllm.plan.nearest import (
+    SettingSuggestion,
+    fitting_changes,
+    memory_shortfall,
+    no_batch_reason,
+)
 from slurmllm.plan.prices import Cost, NodePrice, cost
 from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
 
@@ -48,7 +53,7 @@ class NodePlan:
     # All layouts that fit into memory, the recipe's own included, the best first.
     fitting: tuple[LayoutEstimate, ...]
     too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
-    nearest: tuple[FittingChange, ...]  # what would fit; empty if a layout does
+    nearest: tuple[SettingSuggestion, ...]  # what would fit; empty if a layout does
     no_batch: str | None  # why no other batch is among these; None if one is, or a layout fits
 
     @property
@@ -281,7 +286,7 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
     if rank == "lower":
         # Stable: without published runs, the order of the predictions is kept.
         fitting.sort(key=lambda layout: -(evidence(layout).lower or 0.0))
-    near: Sequence[FittingChange] = ()
+    near: Sequence[SettingSuggestion] = ()
     no_batch = None
     if not fitting:
         near = fitting_changes(config, nodes, unsupported, fixed)

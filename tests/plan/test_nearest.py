@@ -10,7 +10,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.fit_check import mesh_fixes
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import FittingChange, fitting_changes, memory_shortfall
+from slurmllm.plan.nearest import SettingSuggestion, fitting_changes, memory_shortfall
 from slurmllm.plan.output import plan_json
 from slurmllm.plan.recipe_plan import plan_recipe
 from slurmllm.plan.search import search, some_fits
@@ -18,7 +18,7 @@ from slurmllm.plan.search import search, some_fits
 RECIPES = ("neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_6.7b", "llama3_8b")
 
 
-def near(config: RunConfig, nodes: int, *fixed: str) -> list[FittingChange]:
+def near(config: RunConfig, nodes: int, *fixed: str) -> list[SettingSuggestion]:
     return fitting_changes(config, nodes, load_environment(config.backend).unsupported, fixed)
 
 

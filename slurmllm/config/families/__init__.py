@@ -40,7 +40,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Makes a family known by its name; ValueError if its name or defaults are wrong."""
+    """Make a family known by its name; raise ValueError if its name or defaults are wrong."""
     if FAMILIES.get(family.name, family) is not family:
         raise ValueError(f"model family {family.name!r}: already registered; rename one of them")
     missing = [name for name in CHOSEN if name not in family.defaults]
@@ -55,7 +55,7 @@ BUILT_IN = frozenset(FAMILIES)
 
 
 def find_family(name: str, modules: Sequence[str] = ()) -> Family | None:
-    """Returns a family, one of another package too, which is imported at first; None if unknown.
+    """Return a family, of another package too, which is imported at first; None if unknown.
 
     Args:
         modules: The recipe's `plugins`.
@@ -120,7 +120,7 @@ class ShardingPlan:
 
 
 def sharding_plan(family: str, tied_embeddings: bool, qk_norm: bool) -> ShardingPlan:
-    """The one sharding plan of a family, for every backend.
+    """Return the one sharding plan of a family, for every backend.
 
     Biases of column-parallel modules are shared with their rows; those of row-parallel ones are
     whole on every worker and are added once, after the sum.
