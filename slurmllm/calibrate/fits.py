@@ -218,11 +218,7 @@ def fit_link(samples: Sequence[Sample]) -> Link:
 
 
 def _links(
-    measured: _Samples,
-    task: Task,
-    profile: Hardware | None,
-    memory_gb_s: float,
-    notes: list[str],
+    measured: _Samples, task: Task, profile: Hardware | None, memory_gb_s: float, notes: list[str]
 ) -> dict[str, float]:
     figures: dict[str, tuple[float, float]] = {}  # where → GB/s, microseconds of a hop
     alone = []

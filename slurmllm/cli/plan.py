@@ -283,10 +283,7 @@ def _plan_recipes(request: _Request, counts: Sequence[int]) -> list[RecipePlan]:
 
 
 def _profiles(
-    recipe: str,
-    request: _Request,
-    choice: PriceChoice | None,
-    table: Sequence[NodePrice] | None,
+    recipe: str, request: _Request, choice: PriceChoice | None, table: Sequence[NodePrice] | None
 ) -> Iterator[tuple[str | None, RunConfig]]:
     """Yield the recipe with each profile; `all`: those with figures and a price."""
     from slurmllm.config.profiles import available

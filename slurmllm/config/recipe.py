@@ -20,13 +20,7 @@ from pydantic import (
 )
 
 from slurmllm.config.data_sources import SourceName
-from slurmllm.config.families import (
-    BUILT_IN,
-    FAMILIES,
-    Activation,
-    FamilyName,
-    gate_block,
-)
+from slurmllm.config.families import BUILT_IN, FAMILIES, Activation, FamilyName, gate_block
 from slurmllm.config.operation import (
     CheckpointConfig,
     EnvName,

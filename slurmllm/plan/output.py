@@ -12,14 +12,7 @@ from slurmllm.display.tables import print_table
 from slurmllm.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.evidence import evidence, evidence_lines, interval_text, network_range
-from slurmllm.plan.explain import (
-    describe,
-    explain,
-    explain_parts,
-    figures,
-    settings,
-    why_too_large,
-)
+from slurmllm.plan.explain import describe, explain, explain_parts, figures, settings, why_too_large
 from slurmllm.plan.recipe_plan import (
     Forecaster,
     NodePlan,

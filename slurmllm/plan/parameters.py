@@ -220,11 +220,8 @@ def parameter_counts(
 
     blocks, outside = worker_shapes(model, tensor)
     block = [count(shape) for shape in blocks]
-    rest = [
-        count(shape)
-        for name, shape in outside.items()
-        if stage in pipeline_stages_of(name, model, pipeline)
-    ]
+    of_stage = (name for name in outside if stage in pipeline_stages_of(name, model, pipeline))
+    rest = [count(outside[name]) for name in of_stage]
     return ParameterCounts(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
 
 
