@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 @click.argument("name", required=False, shell_complete=options.complete_recipe)
 @click.option("--explain", is_flag=True, help="Show where each value comes from.")
 @click.option("--clusters", is_flag=True, help="List the cluster profiles, for --cluster.")
+@click.option(
+    "--schema", is_flag=True, help="Print the JSON schema of recipes, or of profiles (--clusters)."
+)
 @options.cluster
 @options.set_value
 @options.as_json
@@ -24,6 +27,7 @@ def recipes(
     name: str | None,
     explain: bool,
     clusters: bool,
+    schema: bool,
     cluster: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -34,9 +38,15 @@ def recipes(
     --set, or the built-in default. --explain, --set and --cluster need NAME. --clusters lists the
     shipped profiles, and the file that --cluster names.
     """
-    if clusters:
-        from slurmllm.errors import UserError
+    from slurmllm.errors import UserError
 
+    if schema:
+        from slurmllm.config.schema import cluster_schema, recipe_schema
+
+        if name is not None or explain or overrides or cluster:
+            raise UserError("--schema prints a schema; leave out NAME, --explain, --set, --cluster")
+        options.echo_json(cluster_schema() if clusters else recipe_schema())
+    elif clusters:
         if name is not None or explain or overrides:
             raise UserError("--clusters lists profiles; leave out NAME, --explain and --set")
         _list_clusters(cluster, as_json)

@@ -28,18 +28,19 @@ def _mount(value: str) -> str:
 class Container(Section):
     """The container that the tasks of jobs run in."""
 
-    runtime: Literal["pyxis", "apptainer", "singularity", "docker", "podman"]  # What starts it.
-    # File or folder on the shared file system, by its absolute path, or a name that the runtime
-    # knows, such as docker://nvcr.io/nvidia/pytorch:25.01-py3.
+    runtime: Literal["pyxis", "apptainer", "singularity", "docker", "podman"]
+    """What starts it."""
     image: Argument
-    # Further folders of the host: /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro.
+    """File or folder on the shared file system, by its absolute path, or a name that the runtime
+    knows, such as docker://nvcr.io/nvidia/pytorch:25.01-py3."""
     mounts: Annotated[
         tuple[Annotated[Argument, AfterValidator(_mount)], ...], Field(strict=False)
     ] = ()
-    options: Annotated[
-        tuple[Argument, ...], Field(strict=False)
-    ] = ()  # Further options of the runtime.
-    python: Argument = "python3"  # Interpreter in the image, with slurmllm of the same version.
+    """Further folders of the host: /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro."""
+    options: Annotated[tuple[Argument, ...], Field(strict=False)] = ()
+    """Further options of the runtime."""
+    python: Argument = "python3"
+    """Interpreter in the image, with slurmllm of the same version."""
 
     @property
     def srun_runs_it(self) -> bool:

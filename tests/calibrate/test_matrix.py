@@ -54,11 +54,11 @@ def test_known_peaks_are_the_scale() -> None:
     # Half of the peak: 3 products of 2 m n k FLOP.
     seconds = 6 * 8192 * 4096 * 16384 / (hardware.bf16_tflops * 1e12 / 2)
     head = Sample(kind="product", of="bf16", sizes=(2048, 50304, 2048), value=1.0)
-    own = Sample(kind="product", of="bf16", sizes=(8192, 16384, 4096), value=seconds)
-    (row,) = measured_products(hardware, [head, own])
+    sample = Sample(kind="product", of="bf16", sizes=(8192, 16384, 4096), value=seconds)
+    (row,) = measured_products(hardware, [head, sample])
     assert row["measured_utilization"] == pytest.approx(0.5)
     curves = predicted_products(p5(), "cuda")
-    (curve,) = (one for one in curves if (one["k"], one["n"]) == (4096, 16384))
+    (curve,) = (item for item in curves if (item["k"], item["n"]) == (4096, 16384))
     assert curve == row | {"measured_tflops": None, "measured_utilization": None}
 
 
