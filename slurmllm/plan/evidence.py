@@ -55,11 +55,6 @@ class MeasuredRun:
     left_out: float  # predicted over published, with constants fitted without its model
     source: str
 
-    def cells(self) -> list[str | int]:
-        """Return the row of `published_runs.csv`."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [f"{value:.4g}" if isinstance(value, float) else value for value in values]
-
     @property
     def point(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in _AXES}

@@ -71,11 +71,7 @@ def fitting_changes(
     is added if it is faster by more than 3 %. Node counts above `LARGEST` are not tried. A
     tensor-parallel degree that the search does not try is added if it fits with the same nodes and
     batch.
-
-    Args:
-        nodes: The number of nodes, on which no layout fits.
-        unsupported: As for `search`.
-        fixed: As for `search`; with `train.global_batch`, no batches are tried.
+    Arguments are those of `search`; with `train.global_batch` fixed, no batches are tried.
     """
     where = f"on {format_plural(nodes, 'node')}"
     changes: list[SettingSuggestion] = []

@@ -117,18 +117,17 @@ def recipe_layout_text(node_plan: NodePlan, mark: str = "") -> str:
     layout, name = node_plan.recipe_layout, f"the recipe's own layout{mark}"
     if layout is None:
         return "the recipe leaves the layout to the planner"
-    candidate = layout.candidate
-    if candidate is None:
-        return f"{name} is impossible: {layout.reason}"
-    if not candidate.fits:
-        return f"{name} does not fit: {describe(candidate)}: {layout.fault}"
+    if isinstance(layout, str):
+        return f"{name} is impossible: {layout}"
+    if not layout.fits:
+        return f"{name} does not fit: {describe(layout)}: {node_plan.recipe_fault}"
     best = node_plan.fitting[0]
-    if candidate is best and not mark:
+    if layout is best and not mark:
         return f"{name} is the same"
-    share = 100 * candidate.seq_per_s / best.seq_per_s
-    rank = f"{node_plan.rank(candidate)} of {len(node_plan.fitting)}"
+    share = 100 * layout.seq_per_s / best.seq_per_s
+    rank = f"{node_plan.rank(layout)} of {len(node_plan.fitting)}"
     text = f"{name} is {rank} that fit, with {share:.1f} % of the best one's seq/s"
-    return text if mark else f"{text}: {describe(candidate)}"
+    return text if mark else f"{text}: {describe(layout)}"
 
 
 def print_explanation(node_plan: NodePlan) -> None:
@@ -378,10 +377,10 @@ def _node_plan_json(
     """Return the rows of one node count by the key of the list that they are in."""
     config = plan.config
     key = {"recipe": config.recipe.name, "cluster": config.cluster.name, "nodes": node_plan.nodes}
-    layout, rank = node_plan.recipe_layout, None
-    fault = None if layout is None else layout.fault
-    if layout is not None and layout.candidate is not None and fault is None:
-        rank = node_plan.rank(layout.candidate)
+    layout, fault = node_plan.recipe_layout, node_plan.recipe_fault
+    rank = None
+    if isinstance(layout, LayoutEstimate) and layout.fits:
+        rank = node_plan.rank(layout)
     near = [change.to_json() for change in node_plan.nearest]
     nearest = {**key, "would_fit": near, "no_batch": node_plan.no_batch}
     return {

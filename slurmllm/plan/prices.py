@@ -294,10 +294,6 @@ class Cost:
     # Cost-efficient training of GPT NeoX and Pythia models with AWS Trainium" (2023-12-12).
     tokens_per_usd: float | None
 
-    @property
-    def days(self) -> float:
-        return self.hours / 24.0
-
 
 def cost(
     candidate: LayoutEstimate,

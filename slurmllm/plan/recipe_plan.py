@@ -28,28 +28,13 @@ Rank = Literal["speed", "lower"]
 
 
 @dataclass(frozen=True)
-class RecipeLayout:
-    """The recipe's own layout on a number of nodes."""
-
-    candidate: LayoutEstimate | None  # its estimate; None if it is impossible on these nodes
-    reason: str = ""  # why it is impossible
-
-    @property
-    def fault(self) -> str | None:
-        """Why it cannot be used; None if it fits."""
-        if self.candidate is None:
-            return self.reason
-        return None if self.candidate.fits else why_too_large(self.candidate.memory)
-
-
-@dataclass(frozen=True)
 class NodePlan:
     """All layouts of a recipe on one number of nodes."""
 
     nodes: int
     refused: Mapping[str, int]  # reason → number of layouts that were not considered
-    # The recipe's own layout; None if the recipe leaves it to the planner.
-    recipe_layout: RecipeLayout | None
+    # The recipe's own layout; why it is impossible; None if the recipe leaves it to the planner.
+    recipe_layout: LayoutEstimate | str | None
     # All layouts that fit into memory, the recipe's own included, the best first.
     fitting: tuple[LayoutEstimate, ...]
     too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
@@ -71,8 +56,15 @@ class NodePlan:
         return 1 + next(i for i, layout in enumerate(self.fitting) if layout is candidate)
 
     def is_recipe_layout(self, candidate: LayoutEstimate | None) -> bool:
+        return candidate is not None and candidate is self.recipe_layout
+
+    @property
+    def recipe_fault(self) -> str | None:
+        """Why the recipe's own layout cannot be used; None if it fits or there is none."""
         layout = self.recipe_layout
-        return layout is not None and candidate is not None and layout.candidate is candidate
+        if isinstance(layout, LayoutEstimate):
+            return None if layout.fits else why_too_large(layout.memory)
+        return layout
 
     def top(self, count: int) -> list[tuple[int, LayoutEstimate]]:
         """Return `count` layouts for a table as (rank, layout), by rank.
@@ -278,9 +270,9 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
     result = search(config, nodes, unsupported, fixed)
     layout = None if config.recipe.parallel.auto else _recipe_layout(result, unsupported)
     fitting, too_large = [*result.fitting], [*result.too_large]
-    of_recipe = None if layout is None else layout.candidate
-    if of_recipe and not any(other is of_recipe for other in (*fitting, *too_large)):
-        (fitting if of_recipe.fits else too_large).append(of_recipe)
+    searched = any(other is layout for other in (*fitting, *too_large))
+    if isinstance(layout, LayoutEstimate) and not searched:
+        (fitting if layout.fits else too_large).append(layout)
         fitting.sort(key=order)
         too_large.sort(key=lambda layout: layout.memory.peak)
     if rank == "lower":
@@ -296,22 +288,23 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
     return NodePlan(nodes, result.refused, layout, *layouts, tuple(near), no_batch)
 
 
-def _recipe_layout(result: SearchResult, unsupported: Unsupported) -> RecipeLayout:
+def _recipe_layout(result: SearchResult, unsupported: Unsupported) -> LayoutEstimate | str:
+    """Return the recipe's own layout, or why it is impossible."""
     config = result.config
     try:
         mesh = make_mesh(config, result.nodes)
     except ConfigError as error:
-        return RecipeLayout(None, "; ".join(error.faults) or error.title)
+        return "; ".join(error.faults) or error.title
     reasons = unsupported(config)
     if reasons:
-        return RecipeLayout(None, reasons[0])
+        return reasons[0]
     predicted = predict(config, mesh)
     open_settings = {"micro_batch"} if mesh.unmeasured else set()
     layouts = (*result.fitting, *result.too_large)
     same = [layout for layout in layouts if differing_settings(layout, predicted) <= open_settings]
     # `train.micro_batch: auto` is measured later; the fastest one that fits will be chosen.
     fitting = [layout for layout in same if layout.fits]
-    return RecipeLayout(max(fitting or same or [predicted], key=lambda layout: layout.seq_per_s))
+    return max(fitting or same or [predicted], key=lambda layout: layout.seq_per_s)
 
 
 def fixed_settings(config: RunConfig) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def test_mpt_7b() -> None:
         "parallel.tensor=1",
     )
     result = cost(layout, parse_tokens("1T"), 8 * 2.0)
-    assert result.days == pytest.approx(9.5, rel=1e-4)
+    assert result.hours == pytest.approx(24 * 9.5, rel=1e-4)
     assert result.usd == pytest.approx(200_000, rel=0.01)
 
 

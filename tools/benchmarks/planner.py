@@ -377,7 +377,9 @@ def _write(runs: Sequence[MeasuredRun]) -> None:
     with FILE.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(COLUMNS)
-        writer.writerows(run.cells() for run in runs)
+        for run in runs:
+            values = [getattr(run, name) for name in COLUMNS]
+            writer.writerow([f"{v:.4g}" if isinstance(v, float) else v for v in values])
     print(f"{FILE.name}: {len(runs)} rows")
 
 
