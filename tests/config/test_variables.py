@@ -212,3 +212,15 @@ def test_secrets_of_another_user_are_not_used(tmp_path: Path) -> None:
     save(resolve("tiny_neox", "local", ["env.HF_TOKEN=mine"]), run)
     os.chown(run.secrets, 12345, 12345)
     assert load(run.config).recipe.env == {"HF_TOKEN": "***"}
+
+
+def test_an_unchanged_configuration_is_read_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    save(resolve("tiny_neox", "local"), run)
+    config = load(run.config)
+    assert load(run.config) is config
+    save(resolve("tiny_neox", "local", ["optim.lr=1e-3"]), run)
+    assert load(run.config, trusted=True).recipe.optim.lr == 1e-3
+    run.config.chmod(0o666)
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        load(run.config, trusted=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -201,6 +202,18 @@ def test_youngs_formula() -> None:
         for factor in (0.5, 0.9, 1.1, 2)
     ]
     assert result.effective > max(item.effective for item in halves)
+
+
+@pytest.mark.parametrize("mtbf_hours", [0.1, 10.0, 1e3, 1e6])
+@pytest.mark.parametrize("save", [SaveCost(10.0, 10.0), SaveCost(2.0, 60.0), SaveCost(1.0, 900.0)])
+def test_the_sum_over_the_saves_is_a_geometric_series(mtbf_hours: float, save: SaveCost) -> None:
+    """Without a limit, an interval is kept if its save counts before the failure."""
+    interval_s, mtbf_s = 300.0, mtbf_hours * HOUR_S
+    cycle_s = max(interval_s + save.waited_s, save.total_s)
+    first = math.exp(-(interval_s + save.total_s) / mtbf_s)
+    kept_s = interval_s * first / -math.expm1(-cycle_s / mtbf_s)
+    result = expected_losses(1, 0.1, save, NOTHING, mtbf_hours, 3000)
+    assert result.effective == pytest.approx(kept_s / mtbf_s, rel=2e-5)
 
 
 def test_a_run_that_is_soon_done_has_paid_for_its_start_up() -> None:
