@@ -103,19 +103,16 @@ def fit_products(products: Sequence[Sample]) -> tuple[float, float]:
     Args:
         products: With sizes [m, n, k] and the seconds of forward product and both gradients.
     """
-    rows = [(product_flops(p) / p.value, 1 / min(p.sizes)) for p in products]
-    # Relative: (rate · slow + rate · half · slow / d - 1)², for slow = FLOP/s as measured.
-    a11 = sum(y * y for y, _ in rows)
-    a12 = sum(y * y * inverse for y, inverse in rows)
-    a22 = sum((y * inverse) ** 2 for y, inverse in rows)
-    b1, b2 = sum(y for y, _ in rows), sum(y * inverse for y, inverse in rows)
-    determinant = a11 * a22 - a12 * a12
-    if determinant > 1e-12 * a11 * a22:
-        slope, half = (b1 * a22 - b2 * a12) / determinant, (a11 * b2 - a12 * b1) / determinant
-        if slope > 0 and half >= 0:
-            return 1 / slope, half / slope
-    # Singular or unphysical: least squares of the rate alone, with half = 0.
-    return a11 / b1, 0.0
+    import numpy as np
+    from scipy.optimize import nnls
+
+    flops = np.array([product_flops(product) / product.value for product in products])
+    measured = flops / flops.max()
+    columns = np.stack([measured, measured / [min(product.sizes) for product in products]], axis=1)
+    (slope, half), _ = nnls(columns, np.ones(len(products)))
+    if slope == 0:  # unphysical: the rate alone
+        slope, half = measured.sum() / (measured @ measured), 0.0
+    return float(flops.max() / slope), float(half / slope)
 
 
 def product_flops(product: Sample) -> float:
