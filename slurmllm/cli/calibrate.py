@@ -46,9 +46,7 @@ class _Request:
 @click.option("--out", metavar="FILE.yaml", help="The profile to write.  [default: print it]")
 @options.plot(": matrix size against utilization.")
 @click.option(
-    "--matrix-figure",
-    metavar="FILE.png",
-    help="Only draw matrix size against utilization: measured if this machine has the device.",
+    "--matrix-figure", metavar="FILE.png", help="Only draw matrix size against utilization."
 )
 @options.job_options(
     "nodelist partition account qos reservation exclude time",
@@ -99,14 +97,8 @@ def _calibrate(request: _Request, job: Mapping[str, str | None]) -> None:
     out = request.out
     if out is not None:
         check_target(Path(out))
-    allocation = allocate_nodes(
-        config,
-        request.command(),
-        "slurmllm-calibrate",
-        nodes=request.nodes,
-        local=request.local,
-        options=job,
-    )
+    where: dict[str, Any] = {"nodes": request.nodes, "local": request.local, "options": job}
+    allocation = allocate_nodes(config, request.command(), "slurmllm-calibrate", **where)
     calibration = measure(config, allocation, lambda line: click.echo(line, err=True))
     if out is not None:
         write_profile(config.cluster, calibration, Path(out))
@@ -137,15 +129,10 @@ def _calibration_json(calibration: Calibration, request: _Request) -> dict[str, 
         m, n, k = product.sizes
         tflops = product_flops(product) / product.value / 1e12
         products.append({"precision": product.of, "m": m, "n": n, "k": k, "tflops": tflops})
-    return {
-        "hardware": calibration.hardware.model_dump(mode="json"),
-        "nodes": calibration.nodes,
-        "notes": calibration.notes,
-        "products": products,
-        "seconds": calibration.seconds,
-        "out": request.out,
-        "plot": request.plot,
-    }
+    figures = {name: getattr(calibration, name) for name in ("nodes", "notes", "seconds")}
+    hardware = calibration.hardware.model_dump(mode="json")
+    files = {"out": request.out, "plot": request.plot}
+    return {"hardware": hardware, **figures, "products": products, **files}
 
 
 def _write_figure(rows: Sequence[Mapping[str, Any]], config: RunConfig, path: str) -> None:

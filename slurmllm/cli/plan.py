@@ -72,10 +72,7 @@ class _Request:
 @click.command()
 @click.argument("recipes", nargs=-1, metavar="[RECIPE…]", shell_complete=options.complete_recipe)
 @click.option(
-    "--nodes",
-    metavar="N[,N…]",
-    multiple=True,
-    help="Node counts; several give one row per count. Repeatable.",
+    "--nodes", metavar="N[,N…]", multiple=True, help="Node counts, one row each; repeatable."
 )
 @click.option(
     "--cluster",
@@ -95,12 +92,10 @@ class _Request:
     "--prices", metavar="FILE", help="YAML table of prices to use instead of the shipped ones."
 )
 @click.option(
-    "--budget",
-    metavar="USD",
-    help="The most that the training may cost: compares profiles and node counts (1 to 512).",
+    "--budget", metavar="USD", help="Maximum cost: compare profiles and node counts (1 to 512)."
 )
 @click.option(
-    "--deadline", metavar="TIME", help="The most that it may take, such as 90m, 2d12h or 1w."
+    "--deadline", metavar="TIME", help="Maximum time to the end, such as 90m, 2d12h or 1w."
 )
 @click.option(
     "--top",
@@ -111,8 +106,7 @@ class _Request:
     "--rank",
     type=click.Choice(["speed", "lower"]),
     default="speed",
-    show_default=True,
-    help="Rank by predicted throughput, or by the lower end of its interval.",
+    help="Rank by predicted throughput, or by the lower end of its interval.  [default: speed]",
 )
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
 @options.plot(": throughput, cost and memory.")

@@ -264,19 +264,15 @@ def _faults(tree: Mapping[str, Any]) -> Iterable[str]:
             yield f"prices.{region}: {options!r}: must be option: {{instance type: dollars}}"
             continue
         for option, nodes in options.items():
+            path = f"prices.{region}.{option}"
             if _option(str(option)) is None or not isinstance(nodes, Mapping):
-                yield (
-                    f"prices.{region}.{option}: must be one of {', '.join(OPTIONS)}, with "
-                    "{instance type: dollars}"
-                )
+                choices = ", ".join(OPTIONS)
+                yield f"{path}: must be one of {choices}, with {{instance type: dollars}}"
                 continue
             for node, usd in nodes.items():
-                number = type(usd) in (int, float)
-                if not number or not 0 < usd < math.inf:
-                    yield (
-                        f"prices.{region}.{option}.{node}: {usd!r}: must be dollars for an hour of "
-                        "one node, above 0"
-                    )
+                if type(usd) not in (int, float) or not 0 < usd < math.inf:
+                    rule = "must be dollars for an hour of one node, above 0"
+                    yield f"{path}.{node}: {usd!r}: {rule}"
 
 
 @dataclass(frozen=True)
