@@ -94,7 +94,7 @@ def check_options(values: Any) -> Any:
         if value is None or value is False:
             continue
         if not isinstance(value, str | int | float) or value == "":
-            raise ValueError(f"{name}: must be a text, a number, or true for --{name} alone")
+            raise ValueError(f"{name}: must be a text, a number, or true for a bare --{name}")
         if value is not True and not str(value).isprintable():
             raise ValueError(f"{name}: {value!r} has a line break or a control character")
         options[name] = value if value is True else str(value)

@@ -249,14 +249,14 @@ def _checkpointing(value: Any) -> Any:
     """Sort the parts and write [core] as selective, so that equal settings have equal graphs."""
     if isinstance(value, str) and value in _CHECKPOINTING:
         return value
-    remedy = "must be none, selective or full, or a list of core, mlp and norm"
+    rule = "must be none, selective or full, or a list of core, mlp and norm"
     if not isinstance(value, list | tuple):
-        raise ValueError(remedy)
+        raise ValueError(rule)
     if not value:
         raise ValueError("must name a part of core, mlp and norm; to recompute nothing, write none")
     unknown = [part for part in value if part not in BLOCK_PARTS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is not a part of a block; {remedy}")
+        raise ValueError(f"{unknown[0]!r} is not a part of a block; {rule}")
     if len(set(value)) < len(value):
         raise ValueError("must name each part once")
     parts = tuple(part for part in BLOCK_PARTS if part in value)

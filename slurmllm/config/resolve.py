@@ -474,6 +474,7 @@ def _describe(
         str(item["msg"])
         .removeprefix("Value error, ")
         .replace("Input should be", "must be")
+        .replace("a valid tuple", "a list, such as [a, b]")
         .replace("String", "it")
     )
     hidden = dotted in ("env", "cluster.env") or is_secret_at(dotted, item["input"])

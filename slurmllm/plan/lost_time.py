@@ -283,7 +283,7 @@ class _Attempt:
         """
         end_s = min(self.leaves_s, _HORIZON * self.mtbf_s)
         count = max(0, math.ceil((end_s - self.saves_s) / self.cycle_s))
-        # Of many saves, the middle of each block stands for all of it.
+        # Of many saves, the middle of each block represents all of it.
         firsts = np.arange(0, count, math.ceil(count / _BLOCKS) or 1)
         sizes = np.diff(firsts, append=count)
         begins_s = self.saves_s + self.cycle_s * (firsts + (sizes - 1) / 2)

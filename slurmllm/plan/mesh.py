@@ -130,8 +130,8 @@ def fsdp_disabled(config: RunConfig, mesh: Mesh) -> bool:
 
     Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
     """
-    alone = config.backend != "nxd" and mesh.data * mesh.tensor == 1
-    return alone and config.recipe.train.precision in ("fp32", "bf16_mixed")
+    single = config.backend != "nxd" and mesh.data * mesh.tensor == 1
+    return single and config.recipe.train.precision in ("fp32", "bf16_mixed")
 
 
 def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:
