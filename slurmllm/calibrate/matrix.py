@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmllm.calibrate.fits import product_flops
+from slurmllm.calibrate.fits import matrix_figures, product_flops
 from slurmllm.calibrate.node import PRODUCT_SIZES, Sample, product_grid
 from slurmllm.calibrate.run import run_task, task_of
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.flops import Product
+from slurmllm.display.pictures import PICTURE_STYLE, Axes, Figure, NullLocator, rc_context
+from slurmllm.plan.estimate import known_hardware
+from slurmllm.plan.parameters import Product
+from slurmllm.plan.plot import COLORS, MARKERS
 from slurmllm.plan.step import product_s
 from slurmllm.supervise.allocation import LocalAllocation
 
@@ -25,12 +28,24 @@ def is_device_here(config: RunConfig, root: Path = Path("/")) -> bool:
     return device == "cpu" or (device == "cuda" and any(root.glob("dev/nvidia[0-9]*")))
 
 
-def measure_products(config: RunConfig, show: Callable[[str], None]) -> list[Sample]:
-    """Measure matrix products, forward and both gradients, with one worker on this machine.
+def product_rows(config: RunConfig, show: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return what products reach: measured if this machine has the device, else as predicted.
 
     Raises:
+        ConfigError: the profile has no hardware figures.
         NodeError: the measurement failed.
     """
+    hardware = known_hardware(config)
+    if not is_device_here(config):
+        return predicted_products(hardware, config.cluster.device)
+    samples = measure_products(config, show)
+    if hardware.rough:  # its figures are a guess: the curve is fitted to the measurement
+        hardware = matrix_figures(samples, "bf16", hardware)
+    return measured_products(hardware, samples)
+
+
+def measure_products(config: RunConfig, show: Callable[[str], None]) -> list[Sample]:
+    """Measure matrix products, forward and both gradients, with one worker on this machine."""
     allocation = LocalAllocation()
     only = {"workers": 1, "sharing": 1, "products_only": True}
     task = task_of(config, allocation, quick=False).model_copy(update=only)
@@ -39,13 +54,13 @@ def measure_products(config: RunConfig, show: Callable[[str], None]) -> list[Sam
 
 
 def predicted_products(hardware: Hardware, device: str) -> list[dict[str, Any]]:
-    """What products in bf16 reach of the peak, by the planner's curve."""
+    """Return what products in bf16 reach of the peak, by the planner's curve."""
     sizes = product_grid(*PRODUCT_SIZES["cpu" if device == "cpu" else "cuda"])
     return [_row(hardware, "bf16", size, None) for size in sizes]
 
 
 def measured_products(hardware: Hardware, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """The same as measured, in both precisions, with the planner's curve."""
+    """Return the same as measured, in both precisions, with the planner's curve."""
     largest = max(sample.sizes[0] for sample in samples)
     shown = [s for s in samples if s.sizes[0] == largest]  # without the head
     return [
@@ -61,8 +76,8 @@ def _row(
     peak = hardware.bf16_tflops if precision == "bf16" else hardware.fp32_tflops
     # The product, and the gradients of its factors.
     products = (Product(m, n, k), Product(m, k, n), Product(k, n, m))
-    seconds = sum(product_s(one, peak * 1e12, _BYTES[precision], hardware) for one in products)
-    planner = sum(one.flops for one in products) / seconds / 1e12
+    seconds = sum(product_s(p, peak * 1e12, _BYTES[precision], hardware) for p in products)
+    planner = sum(product.flops for product in products) / seconds / 1e12
     return {
         "precision": precision,
         **{"m": m, "k": k, "n": n},
@@ -72,3 +87,46 @@ def _row(
         "measured_tflops": measured,
         "measured_utilization": None if measured is None else measured / peak,
     }
+
+
+@rc_context(fname=PICTURE_STYLE)
+def draw_matrix_utilization(rows: Sequence[Mapping[str, Any]], profile: str) -> Figure:
+    """Draw the share of the peak by matrix size.
+
+    Left: k and n grow together, as in feed-forward matrices; right, if measured: k for some n.
+    """
+    together, alone = dict[str, list[Mapping[str, Any]]](), dict[str, list[Mapping[str, Any]]]()
+    for row in rows:
+        if row["n"] == 4 * row["k"]:
+            name = f"{row['precision']}, peak {row['peak_tflops']:.4g} TFLOP/s"
+            together.setdefault(name, []).append(row)
+        if row["precision"] == rows[0]["precision"]:
+            alone.setdefault(f"n = {row['n']:,}", []).append(row)
+    most = max(map(len, alone.values()))
+    panels = {"4k": together}
+    if most > 1:
+        panels["n"] = {name: line for name, line in alone.items() if len(line) == most}
+    figure = Figure(figsize=(1 + 6 * len(panels), 4.2), dpi=100, layout="constrained")
+    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (n, lines) in zip(drawn, panels.items(), strict=True):
+        _draw_shares(axes, lines)
+        axes.set_xlabel(f"k of products {rows[0]['m']:,} × k × {n}")
+    figure.axes[0].set(ylabel="share of the peak, %", title=f"profile {profile}")
+    return figure
+
+
+def _draw_shares(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    for number, (name, rows) in enumerate(lines.items()):
+        widths, color = [row["k"] for row in rows], COLORS[number]
+        for kind, marker, style in (("measured", MARKERS[number], "-"), ("planner", "", ":")):
+            shares = [row[f"{kind}_utilization"] for row in rows]
+            if None not in shares:
+                percent = [100 * share for share in shares]
+                label = f"{name}, {kind}"
+                axes.plot(widths, percent, color=color, label=label, marker=marker, ls=style)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(widths, [f"{width:,}" for width in widths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    # Above 100 % if the profile's peak is too low.
+    axes.set_ylim(0, max(100.0, axes.get_ylim()[1]))
+    axes.legend(frameon=False)

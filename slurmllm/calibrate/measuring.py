@@ -24,7 +24,7 @@ from slurmllm.config.resolve import resolve
 from slurmllm.model.attention import rotary_table, rotate
 from slurmllm.model.decoder import ACTIVATIONS, make_norm
 from slurmllm.model.output import softmax_, statistics
-from slurmllm.plan.flops import attention_flops, block_elements
+from slurmllm.plan.parameters import attention_flops, block_elements
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MIB = 1 << 20
@@ -50,26 +50,20 @@ class Scale:
 
 def scale_of(task: Task) -> Scale:
     if task.quick:
-        return Scale(
-            _model(64, 2, 1024, 64), 2, (128,), (64, 128, 256), 8 * _MIB, (1024, _MIB), 0.02, 1
-        )  # fmt: skip
+        model = _model(64, 2, 1024, 64)
+        return Scale(model, 2, (128,), (64, 128, 256), 8 * _MIB, (1024, _MIB), 0.02, 1)
+    products = PRODUCT_SIZES[task.device]
     if task.device == "cuda":
-        return Scale(
-            _model(4096, 32, 50304, 2048), 4, *PRODUCT_SIZES["cuda"], 1024 * _MIB,
-            (8 * 1024, 16 * _MIB, 256 * _MIB), 0.15, 3,
-        )  # fmt: skip
-    return Scale(
-        _model(512, 8, 16384, 512), 4, *PRODUCT_SIZES["cpu"], 256 * _MIB,
-        (1024, _MIB, 16 * _MIB), 0.15, 3,
-    )  # fmt: skip
+        model, sizes = _model(4096, 32, 50304, 2048), (8 * 1024, 16 * _MIB, 256 * _MIB)
+        return Scale(model, 4, *products, 1024 * _MIB, sizes, 0.15, 3)
+    model, sizes = _model(512, 8, 16384, 512), (1024, _MIB, 16 * _MIB)
+    return Scale(model, 4, *products, 256 * _MIB, sizes, 0.15, 3)
 
 
 def _model(hidden: int, heads: int, vocabulary: int, length: int) -> ModelConfig:
-    given = {
-        "hidden_size": hidden, "num_heads": heads, "ffn_hidden_size": 4 * hidden,
-        "vocab_size": vocabulary, "seq_len": length,
-    }  # fmt: skip
-    overrides = [f"model.{name}={value}" for name, value in given.items()]
+    shape = f"hidden_size={hidden} num_heads={heads} ffn_hidden_size={4 * hidden}"
+    settings = f"{shape} vocab_size={vocabulary} seq_len={length}".split()
+    overrides = [f"model.{setting}" for setting in settings]
     return resolve("tiny_neox", "local", overrides).recipe.model
 
 
@@ -95,16 +89,16 @@ def measure(items: Sequence[Item], device: torch.device, budget_s: float, rounds
         budget_s: Time for each item and round, s.
     """
     seconds = [[_seconds(item, device, budget_s) for item in items] for _ in range(rounds)]
-    own = [median(of_item) for of_item in zip(*seconds, strict=True)]
+    durations = [median(of_item) for of_item in zip(*seconds, strict=True)]
     everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, durations)
     if dist.get_rank() == 0:
         for item, values in zip(items, zip(*everyone, strict=True), strict=True):
             Sample(kind=item.kind, of=item.of, sizes=item.sizes, value=fmean(values)).write()
 
 
 def _seconds(item: Item, device: torch.device, budget_s: float) -> float:
-    """Mean duration of as many calls as fit into the budget, s."""
+    """Return mean duration of as many calls as fit into the budget, s."""
     item.work()  # the first call compiles and allocates
     _wait(device)
     dist.barrier()
@@ -139,7 +133,7 @@ def _wait(device: torch.device) -> None:
 
 
 def products(device: torch.device, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Item]:
-    """Forward products of sizes [m, n, k]; the seconds are those of both their gradients too."""
+    """Yield forward products of sizes [m, n, k]; the seconds are those of the gradients too."""
     for precision, kind in _DTYPES.items():
         if device.type == "cpu" and kind == torch.bfloat16 and slow_bf16():
             kind = torch.float32  # as compiled blocks compute them there
@@ -194,9 +188,9 @@ def copy(device: torch.device, many_bytes: int) -> Item:
 def elementwise(
     model: ModelConfig, precision: str, device: torch.device, batch: int, compiled: bool
 ) -> Iterator[Item]:
-    """A block without its products, the passes over the logits, the optimizer's update.
+    """Yield a block without its products, the passes over the logits, the optimizer's update.
 
-    Bytes are those that the planner counts for the same work (`plan/flops.py`, `plan/step.py`), so
+    Bytes are those that the planner counts for the same work (`plan/parameters.py`, `plan/step.py`), so
     that what a processor's caches spare it is part of what is measured.
     """
 
@@ -205,10 +199,8 @@ def elementwise(
 
     tokens, kind = batch * model.seq_len, _DTYPES[precision]
     width = torch.empty((), dtype=kind).element_size()
-    yield Item(
-        "elementwise", "block", (3 * block_elements(model, tokens, 1, False) * width,),
-        _block(model, tokens, kind, device, made),
-    )  # fmt: skip
+    moved = 3 * block_elements(model, tokens, 1, False) * width
+    yield Item("elementwise", "block", (moved,), _block(model, tokens, kind, device, made))
     logits = torch.randn(tokens, model.padded_vocab_size, device=device, dtype=kind)
     sums, softmax = made(statistics), made(softmax_)
 
@@ -239,7 +231,7 @@ def _block(
     device: torch.device,
     made: Callable[[Any], Any],
 ) -> Callable[[], None]:
-    """Norms, residual sums, rotary positions and activation, forward and backward."""
+    """Return norms, residual sums, rotary positions and activation, forward and backward."""
     heads = (1, tokens, model.num_heads, model.head_width)
     stream, wide = (tokens, model.hidden_size), (tokens, model.ffn_hidden_size)
     norms = [make_norm(model).to(device, kind) for _ in range(2)]
@@ -266,19 +258,19 @@ def _block(
 
 
 def groups(nodes: int, workers: int) -> dict[str, list[list[int]]]:
-    """Ranks of the groups of each kind; all groups of a kind communicate at the same time."""
-    found: dict[str, list[list[int]]] = {}
+    """Return the ranks of the groups of each kind, which communicate at the same time."""
+    ranks: dict[str, list[list[int]]] = {}
     if workers > 1:
-        found["node"] = [list(range(n * workers, (n + 1) * workers)) for n in range(nodes)]
+        ranks["node"] = [list(range(n * workers, (n + 1) * workers)) for n in range(nodes)]
     if nodes > 1:
-        found["network"] = [list(range(n, nodes * workers, workers)) for n in range(workers)]
-    return found
+        ranks["network"] = [list(range(n, nodes * workers, workers)) for n in range(workers)]
+    return ranks
 
 
 def collectives(
     nodes: int, workers: int, device: torch.device, sizes: tuple[int, ...]
 ) -> Iterator[Item]:
-    """All-reduces of every size, and the two halves of one for the largest (collective).
+    """Yield all-reduces of every size, and the two halves of one for the largest (collective).
 
     The halves with the copy between parameters and one buffer that FSDP makes after it gathers and
     before it scatters.
@@ -288,12 +280,12 @@ def collectives(
     """
     for where, ranks in groups(nodes, workers).items():
         # Collective over all ranks; a rank that skips it blocks the others.
-        own, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
         members = len(ranks[0])
         for size in sizes:
-            yield _item("all_reduce", where, members, size, own, device)
-        yield _item("all_gather", where, members, sizes[-1], own, device)
-        yield _item("reduce_scatter", where, members, sizes[-1], own, device)
+            yield _item("all_reduce", where, members, size, group, device)
+        yield _item("all_gather", where, members, sizes[-1], group, device)
+        yield _item("reduce_scatter", where, members, sizes[-1], group, device)
 
 
 def _item(

@@ -29,10 +29,9 @@ from slurmllm.diagnose.probe import JsonLine
 _WORKER = "slurmllm.calibrate.worker"
 _POLL_S = 0.1
 
-Kind = Literal[
-    "progress", "product", "attention", "copy", "elementwise", "all_reduce", "all_gather",
-    "reduce_scatter", "step", "reserved", "memory", "busy",
-]  # fmt: skip
+_Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+_Work = Literal["product", "attention", "copy", "elementwise", "step", _Collective]
+Kind = Literal["progress", "reserved", "memory", "busy", _Work]
 
 
 # Device → tokens, and hidden sizes, of the matrix products.
@@ -43,7 +42,7 @@ PRODUCT_SIZES = {
 
 
 def product_grid(tokens: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """[m, n, k] of feed-forward matrices (n = 4k), and of products of which k alone varies."""
+    """Return [m, n, k] of feed-forward matrices (n = 4k), and of products of which k varies."""
     columns = [4 * width for width in (widths[0], widths[len(widths) // 2], widths[-1])]
     return sorted({(max(tokens), n, k) for k in widths for n in (4 * k, *columns)})
 
@@ -100,21 +99,26 @@ def main(text: str) -> int:
 def _measure(task: Task, node: int, cache: str) -> int:
     caches = load_environment("native").cache_variables(cache)
     cpus = task.cpus or int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
-    workers = [
-        subprocess.Popen(
+    shared = {name: variable.value for name, variable in caches.items()}
+    shared |= {**task.variables, SHARING: str(task.sharing)}
+
+    def start(local_rank: int) -> subprocess.Popen[bytes]:
+        rendezvous = rendezvous_variables(
+            task.address,
+            task.port,
+            nodes=task.nodes,
+            workers_per_node=task.workers,
+            node_rank=node,
+            local_rank=local_rank,
+            threads=max(1, cpus // task.sharing),
+        )
+        return subprocess.Popen(
             [sys.executable, "-P", "-m", _WORKER, task.model_dump_json()],
-            env={
-                **os.environ, **{name: variable.value for name, variable in caches.items()},
-                **task.variables, SHARING: str(task.sharing),
-                **rendezvous_variables(
-                    task.address, task.port, nodes=task.nodes, workers_per_node=task.workers,
-                    node_rank=node, local_rank=n, threads=max(1, cpus // task.sharing),
-                ),
-            },
+            env={**os.environ, **shared, **rendezvous},
             preexec_fn=die_with_parent,
         )
-        for n in range(task.workers)
-    ]  # fmt: skip
+
+    workers = [start(local_rank) for local_rank in range(task.workers)]
     try:
         # A worker that fails leaves its peers waiting in a collective: end them all.
         while any(worker.poll() is None for worker in workers):

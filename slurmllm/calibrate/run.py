@@ -58,8 +58,8 @@ def calibrate(
     first, *others = allocation.nodes if allocation.job_id else (socket.gethostname(),)
     more = f" and {len(others)} more" if others else ""
     today = datetime.now(UTC).date().isoformat()
-    source = f"measured on {first}{more} by slurmllm plan --calibrate, {today}"
-    found = hardware_of(samples, task, config.cluster.hardware, source)
+    source = f"measured on {first}{more} by slurmllm calibrate, {today}"
+    fitted = hardware_of(samples, task, config.cluster.hardware, source)
     busy = [
         f"{sample.of}: in use by others, {sample.value:.1f} tasks a CPU; the figures are marked as "
         "rough, measure idle nodes"
@@ -67,9 +67,9 @@ def calibrate(
         if sample.kind == "busy" and sample.value > _BUSY
     ]
     # Rough: figures measured on a busy node must not refuse a run.
-    hardware = found.hardware.model_copy(update={"rough": bool(busy)})
+    hardware = fitted.hardware.model_copy(update={"rough": bool(busy)})
     products = tuple(sample for sample in samples if sample.kind == "product")
-    return Calibration(hardware, tuple(allocation.nodes), (*found.notes, *busy), seconds, products)
+    return Calibration(hardware, tuple(allocation.nodes), (*fitted.notes, *busy), seconds, products)
 
 
 def run_task(
@@ -103,13 +103,13 @@ def run_task(
 
 
 def require_measurable(config: RunConfig) -> None:
-    """Raises ConfigError if the profile's devices cannot be measured, before waiting for nodes."""
+    """Raise ConfigError if the profile's devices cannot be measured."""
     cluster = config.cluster
     if cluster.device == "neuron":
         raise ConfigError(
             f"cluster profile {cluster.name} cannot be calibrated",
             [
-                "cluster.device: neuron is not measured by --calibrate; the figures of the shipped "
+                "cluster.device: neuron is not measured by `calibrate`; the figures of the shipped "
                 "profiles trn1 and trn1n come from published runs, and `slurmllm plan --against "
                 "RUN` compares them with a run"
             ],
@@ -123,7 +123,7 @@ def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
     fp32 = train.precision == "fp32" and (cluster.device == "cpu" or chosen)
     nodes, workers = len(allocation.nodes), cluster.devices_per_node
     variables = load_environment("native").variables(config)
-    given = {name: variable.value for name, variable in variables.items()}
+    backend_variables = {name: variable.value for name, variable in variables.items()}
     return Task(
         nodes=nodes,
         workers=workers,
@@ -139,7 +139,7 @@ def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
         # Without secrets: everybody can see the command line that this becomes a part of.
         variables={
             name: value
-            for name, value in {**given, **cluster.env, **config.recipe.env}.items()
+            for name, value in {**backend_variables, **cluster.env, **config.recipe.env}.items()
             if not is_secret(name, value)
         },
         quick=quick,
@@ -168,7 +168,7 @@ def check_target(path: Path) -> None:
 
 
 def profile_text(cluster: Cluster, calibration: Calibration) -> str:
-    """The YAML of a profile with its hardware figures replaced by the measured ones."""
+    """Return the YAML of a profile with its hardware figures replaced by the measured ones."""
     measured = cluster.model_copy(update={"hardware": calibration.hardware})
     # Unset fields are left out, so that the profile follows later versions' defaults.
     values = measured.model_dump(mode="json", exclude_unset=True)

@@ -37,11 +37,14 @@ _LIMIT = timedelta(seconds=120)
 LAYERS, MICRO_BATCHES = (2, 8), 4
 # The median ignores the first steps, which allocate and compile.
 _STEPS = 8
+_MODEL = ("hidden_size=64", "num_heads=2", "ffn_hidden_size=128", "vocab_size=256", "seq_len=32")
 _TINY = (
-    "model.hidden_size=64", "model.num_heads=2", "model.ffn_hidden_size=128",
-    "model.vocab_size=256", "model.seq_len=32", "train.micro_batch=1",
-    f"train.global_batch={MICRO_BATCHES}", "cluster.devices_per_node=1", "parallel.zero=1",
-)  # fmt: skip
+    *(f"model.{setting}" for setting in _MODEL),
+    "train.micro_batch=1",
+    f"train.global_batch={MICRO_BATCHES}",
+    "cluster.devices_per_node=1",
+    "parallel.zero=1",
+)
 
 
 def main(text: str) -> None:
@@ -80,35 +83,35 @@ def main(text: str) -> None:
 
 
 def _missing_gpu(task: Task, local_rank: int) -> str | None:
-    """Why this worker has no GPU, with the fix; None if it has one."""
-    found, host = torch.cuda.device_count(), socket.gethostname()
-    if found > local_rank:
+    """Return why this worker has no GPU, with the fix; None if it has one."""
+    count, host = torch.cuda.device_count(), socket.gethostname()
+    if count > local_rank:
         return None
     if torch.version.cuda is None:
         return (
             f"cluster.device: cuda: PyTorch {torch.__version__} on {host} is built without CUDA; "
             "install a build for CUDA, or calibrate a profile of CPUs, such as --cluster local"
         )
-    if found == 0:
+    if count == 0:
         return (
             f"cluster.device: cuda: PyTorch {torch.__version__} finds no GPU on {host}; calibrate "
             "on a node that has some (without --local, in a job), and see `nvidia-smi` there"
         )
     return (
-        f"cluster.devices_per_node: {task.workers}: {host} has {found} GPU{'s' * (found > 1)}; "
-        f"--set cluster.devices_per_node={found}"
+        f"cluster.devices_per_node: {task.workers}: {host} has {count} GPU{'s' * (count > 1)}; "
+        f"--set cluster.devices_per_node={count}"
     )
 
 
 def _measurements(
     task: Task, scale: Scale, device: torch.device
 ) -> dict[str, Callable[[], Iterable[Item]]]:
-    """Name → measurements, created lazily: their tensors would not fit all at once."""
+    """Return name → measurements, created lazily: their tensors would not fit all at once."""
     model, precision, batch = scale.model, task.precision, scale.batch
     widths = scale.widths
     feed_forward = [(tokens, 4 * width, width) for tokens in scale.tokens for width in widths]
     head = (scale.tokens[0], model.padded_vocab_size, widths[len(widths) // 2])
-    found: dict[str, Callable[[], Iterable[Item]]] = {
+    measurements: dict[str, Callable[[], Iterable[Item]]] = {
         "matrix products": lambda: measuring.products(device, [*feed_forward, head]),
         "attention": lambda: [measuring.attention(model, precision, device, batch)],
         "memory": lambda: [measuring.copy(device, scale.copied_bytes)],
@@ -120,14 +123,14 @@ def _measurements(
         grid = product_grid(scale.tokens, widths)
         return {"matrix products": lambda: measuring.products(device, grid)}
     if task.nodes * task.workers > 1:
-        found["collectives"] = lambda: measuring.collectives(
+        measurements["collectives"] = lambda: measuring.collectives(
             task.nodes, task.workers, device, scale.collective_bytes
         )
-    return found
+    return measurements
 
 
 def _reserved(device: torch.device) -> int:
-    """Bytes of the device that are in use without a model."""
+    """Return bytes of the device that are in use without a model."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -153,13 +156,11 @@ def _progress(text: str, first: bool) -> None:
 
 
 def step_seconds(task: Task, layers: int, local_rank: int) -> float:
-    """Median duration of a step of `layers` layers and `MICRO_BATCHES` micro batches, s."""
+    """Return the median duration of a step of `layers` layers, s."""
     precision = "fp32" if task.precision == "fp32" else "bf16_mixed"
-    config = resolve(
-        "tiny_neox", "local",
-        [*_TINY, f"model.num_layers={layers}", f"cluster.device={task.device}",
-         f"train.precision={precision}", f"train.compile={str(task.compiled).lower()}"],
-    )  # fmt: skip
+    settings = [*_TINY, f"model.num_layers={layers}", f"cluster.device={task.device}"]
+    settings += [f"train.precision={precision}", f"train.compile={str(task.compiled).lower()}"]
+    config = resolve("tiny_neox", "local", settings)
     # A process group of one: this worker must not wait for others.
     backend = NativeBackend(config, make_mesh(config, 1), Worker(0, 1, local_rank, "node"))
     backend.start()

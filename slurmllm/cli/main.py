@@ -22,6 +22,7 @@ EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 # a launcher or a worker, of which a run has thousands, reads few files of the environment.
 _MODULES = {
     "doctor": "diagnose", "health": "diagnose", "recipes": "recipes", "plan": "plan",
+    "calibrate": "calibrate",
     "submit": "submit", "status": "status", "logs": "logs", "cancel": "cancel", "resume": "submit",
     "data": "data", "tokenizer": "data", "checkpoint": "checkpoint", "compare": "compare",
     "spikes": "spikes", "report": "report", "profile": "profile", "evaluate": "evaluate",

@@ -110,7 +110,7 @@ def complete_recipe(_: click.Context, param: click.Parameter, begin: str) -> lis
     from slurmllm.config.profiles import available
     from slurmllm.config.resolve import clusters_dir, recipes_dir
 
-    names = available(clusters_dir() if param.name == "cluster" else recipes_dir())
+    names = available(clusters_dir() if param.name in ("cluster", "clusters") else recipes_dir())
     return _completions([name for name in names if name.startswith(begin)], begin)
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
     from slurmllm.errors import ConfigError
+    from slurmllm.plan.budget import PurchasePlan
     from slurmllm.plan.estimate import LayoutEstimate
     from slurmllm.plan.prices import NodePrice, PriceChoice
     from slurmllm.plan.recipe_plan import Rank, RecipePlan
@@ -23,18 +26,63 @@ if TYPE_CHECKING:
 _MOST_NODES = 65536
 
 
+@dataclass(frozen=True)
+class _Request:
+    """The options of the verb."""
+
+    recipes: tuple[str, ...]
+    nodes: tuple[str, ...]
+    clusters: tuple[str, ...]
+    overrides: tuple[str, ...]
+    tokens: str | None
+    price: str | None
+    prices: str | None
+    budget: str | None
+    deadline: str | None
+    top: int | None
+    rank: Rank
+    explain: bool
+    plot: str | None
+    against: str | None
+    csv: str | None
+    markdown: str | None
+    runs_dir: Path
+    as_json: bool
+
+    @property
+    def many_profiles(self) -> bool:
+        return len(set(self.clusters)) > 1 or "all" in self.clusters
+
+    @property
+    def limited(self) -> bool:
+        """Whether a budget or a deadline is given."""
+        return self.budget is not None or self.deadline is not None
+
+    @property
+    def tables(self) -> dict[str, str | None]:
+        """Option → file of the tables."""
+        return {"--csv": self.csv, "--markdown": self.markdown}
+
+    @property
+    def prints(self) -> bool:
+        """Whether standard output is for people to read."""
+        return not self.as_json and "-" not in self.tables.values()
+
+
 @click.command()
 @click.argument("recipes", nargs=-1, metavar="[RECIPE…]", shell_complete=options.complete_recipe)
 @click.option(
-    "--nodes", metavar="N[,N…]", multiple=True,
-    help="Node counts; several give one row per count. Repeatable.",
-)  # fmt: skip
+    "--nodes", metavar="N[,N…]", multiple=True, help="Node counts, one row each; repeatable."
+)
 @click.option(
-    "--cluster", "clusters", metavar="PROFILE", multiple=True,
+    "--cluster",
+    "clusters",
+    metavar="PROFILE",
+    multiple=True,
     shell_complete=options.complete_recipe,
     help="Cluster profile, by name or .yaml file; repeatable; all: every one with a price.  "
     "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]",
-)  # fmt: skip
+)
 @options.set_value
 @click.option(
     "--tokens", metavar="COUNT", help="Tokens to train on, such as 20B.  [default: the recipe's]"
@@ -44,53 +92,34 @@ _MOST_NODES = 65536
     "--prices", metavar="FILE", help="YAML table of prices to use instead of the shipped ones."
 )
 @click.option(
-    "--budget", metavar="USD",
-    help="The most that the training may cost: compares profiles and node counts (1 to 512).",
-)  # fmt: skip
-@click.option(
-    "--deadline", metavar="TIME", help="The most that it may take, such as 90m, 2d12h or 1w."
+    "--budget", metavar="USD", help="Maximum cost: compare profiles and node counts (1 to 512)."
 )
 @click.option(
-    "--top", type=click.IntRange(min=1),
-    help="Layouts to show of each node count.  [default: 10, or 1 of several; JSON: all]",
-)  # fmt: skip
+    "--deadline", metavar="TIME", help="Maximum time to the end, such as 90m, 2d12h or 1w."
+)
 @click.option(
-    "--rank", type=click.Choice(["speed", "lower"]), default="speed", show_default=True,
-    help="Rank by predicted throughput, or by the lower end of its interval.",
-)  # fmt: skip
+    "--top",
+    type=click.IntRange(min=1),
+    help="Layouts to show of each node count.  [default: 10, or 1 of several; JSON: all]",
+)
+@click.option(
+    "--rank",
+    type=click.Choice(["speed", "lower"]),
+    default="speed",
+    help="Rank by predicted throughput, or by the lower end of its interval.  [default: speed]",
+)
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
-@options.plot(": throughput, cost and memory; with --calibrate, matrix size against utilization.")
+@options.plot(": throughput, cost and memory.")
 @click.option(
     "--against", metavar="RUN", help="Compare the prediction with the measurements of RUN."
 )
-@click.option(
-    "--calibrate", is_flag=True, help="Measure hardware parameters for a cluster profile."
-)
-@click.option("--local", is_flag=True, help="With --calibrate: this machine, without Slurm.")
-@click.option("--out", metavar="FILE.yaml", help="With --calibrate: the profile to write.")
-@click.option(
-    "--matrix-figure",
-    metavar="FILE.png",
-    help="Draw matrix size against utilization: measured if this machine has the device.",
-)
-@options.job_options(
-    "nodelist partition account qos reservation exclude time", "(--calibrate) ",
-    time="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
-)  # fmt: skip
 @click.option("--csv", metavar="FILE", help="Write the table as CSV; - for standard output.")
 @click.option(
     "--markdown", metavar="FILE", help="Write the table in Markdown; - for standard output."
 )
 @options.runs_dir
 @options.as_json
-def plan(
-    *, recipes: tuple[str, ...], nodes: tuple[str, ...], clusters: tuple[str, ...],
-    overrides: tuple[str, ...], tokens: str | None, price: str | None, prices: str | None,
-    budget: str | None, deadline: str | None, top: int | None, rank: Rank, explain: bool,
-    plot: str | None, against: str | None, calibrate: bool, local: bool, out: str | None,
-    matrix_figure: str | None, csv: str | None, markdown: str | None, runs_dir: Path,
-    as_json: bool, **job: str | None,
-) -> None:  # fmt: skip
+def plan(**values: Any) -> None:
     """Rank parallel layouts of recipes by predicted throughput.
 
     Memory, step time and cost are predicted too. Layouts that exceed device memory are not ranked.
@@ -101,241 +130,266 @@ def plan(
     slurmllm plan gpt3_125m gpt3_1.3b --nodes 1,4 --tokens 20B
     slurmllm plan llama2_7b --tokens 20B --budget 5000 --deadline 7d --cluster p4d --cluster p5
     slurmllm plan --against RUN                              compare with a run
-    slurmllm plan --calibrate --local --out mine.yaml        measure hardware parameters
-    slurmllm plan --matrix-figure FILE.png --cluster p5      matrix size and utilization
 
     The search varies tensor and pipeline degree, micro batch, sequence parallelism, activation
-    checkpointing and ZeRO. A value given with --set is fixed.
+    checkpointing and ZeRO. A value given with --set is fixed. `slurmllm calibrate` measures the
+    hardware figures of a profile.
 
-    Exit codes: 0 success; 2 nothing fits or is within the limits, or invalid options; 3 a node or
-    Slurm failed while measuring; 4 a file cannot be written.
+    Exit codes: 0 success; 2 nothing fits or is within the limits, or invalid options; 4 a file
+    cannot be written.
     """
     from slurmllm.errors import UserError
 
-    several = len(set(clusters)) > 1 or "all" in clusters
-    cluster = clusters[0] if clusters else None
-    if matrix_figure is not None:
-        from slurmllm.cli.plan_matrix import draw_matrix_figure
-
-        _refuse_others("matrix_figure", ("clusters", "overrides", "as_json", "runs_dir"))
-        if several:
-            raise UserError("--matrix-figure is of one profile; give one --cluster")
-        draw_matrix_figure(matrix_figure, cluster, overrides, as_json)
-        return
-    planning = {
-        "--nodes": nodes, "--set": overrides, "--explain": explain, "--price": price,
-        "--prices": prices, "--tokens": tokens, "--top": top, "--budget": budget,
-        "--deadline": deadline, "--rank": rank != "speed",
-    }  # fmt: skip
-    given = [f"--{name}" for name, value in job.items() if value]
-    if not calibrate and (local or out or given):
-        given = ["--local"] * local + ["--out"] * bool(out) + given
-        raise UserError(
-            f"{', '.join(given)}: only --calibrate measures nodes; add it, or leave out"
-        )
-    if local and given:
-        raise UserError(
-            f"--local measures this machine, without a job; leave out {', '.join(given)}"
-        )
-    outputs = {"--csv": csv, "--markdown": markdown}
-    if [csv, markdown].count("-") + as_json * ("-" in (csv, markdown)) > 1:
+    request = _Request(**values)
+    if [request.csv, request.markdown, "-" if request.as_json else None].count("-") > 1:
         raise UserError("--csv -, --markdown - and --json: standard output has room for one")
-    options.check_picture(plot)
-    for option, path in (("--plot", plot), *outputs.items()):
+    options.check_picture(request.plot)
+    for option, path in (("--plot", request.plot), *request.tables.items()):
         options.check_folder(option, path)
-    counts = node_counts(nodes) if nodes else []
-    if calibrate or against is not None:
-        mode, why = (
-            ("--calibrate", "it measures nodes")
-            if calibrate
-            else (f"--against {against}", "recipe, nodes and settings are the run's")
-        )
-        takes = ("--nodes", "--set") if calibrate else ()
-        refused = ["RECIPE"] * bool(recipes) + ["--against"] * (calibrate and against is not None)
-        refused += [name for name, value in planning.items() if value and name not in takes]
-        refused += [name for name, value in outputs.items() if value and calibrate]
-        refused += ["--plot"] * bool(plot and not calibrate) + ["several --cluster"] * several
-        if refused:
-            text = ", ".join(refused)
-            raise UserError(f"{mode} with {text}: {why}; leave out {text}")
-    if calibrate:
-        if len(counts) > 1:
-            raise UserError(
-                f"--nodes {','.join(nodes)}: --calibrate measures one number of nodes; give one"
-            )
-        _calibrate(
-            cluster, overrides, counts[0] if counts else None, local, out, job, plot, as_json
-        )
-        return
-    if against is not None:
+    counts = node_counts(request.nodes) if request.nodes else []
+    if request.against is not None:
         from slurmllm.cli.plan_against import compare_with_run
 
-        compare_with_run(against, cluster, runs_dir, as_json, outputs)
+        _refuse_with_against(request)
+        cluster = request.clusters[0] if request.clusters else None
+        compare_with_run(
+            request.against, cluster, request.runs_dir, request.as_json, request.tables
+        )
         return
-    if not recipes:
+    _check_combination(request, counts)
+    _plan(request, counts)
+
+
+def _refuse_with_against(request: _Request) -> None:
+    """Raise UserError if options are given that --against does not take."""
+    from slurmllm.errors import UserError
+
+    context = click.get_current_context()
+    takes = {"against", "clusters", "csv", "markdown", "runs_dir", "as_json"}
+    refused = [
+        parameter.opts[0] if isinstance(parameter, click.Option) else "RECIPE"
+        for parameter in context.command.params
+        if parameter.name not in takes
+        and context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+    ]
+    refused += ["several --cluster"] * request.many_profiles
+    if refused:
+        text = ", ".join(refused)
+        raise UserError(
+            f"--against {request.against} with {text}: recipe, nodes and settings are the run's; "
+            f"leave out {text}"
+        )
+
+
+def _check_combination(request: _Request, counts: Sequence[int]) -> None:
+    """Raise UserError if options are missing or exclude each other."""
+    from slurmllm.errors import UserError
+
+    if not request.recipes:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
-    limited = budget is not None or deadline is not None
-    if limited and len(set(recipes)) > 1:
+    if request.limited and len(set(request.recipes)) > 1:
         raise UserError("--budget and --deadline are for one training; give one RECIPE")
-    if limited and explain:
+    if request.limited and request.explain:
         raise UserError(
             "--explain with --budget or --deadline: these compare profiles and node counts, not "
             "layouts; leave it out, or name one with --nodes and --cluster"
         )
-    if not counts and not limited:
+    if not counts and not request.limited:
         raise UserError(
             "--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16, "
             "or give --budget or --deadline"
         )
-    _plan(
-        list(dict.fromkeys(recipes)), counts, clusters, overrides, tokens, price, prices, top,
-        rank, explain, plot, outputs, (budget, deadline) if limited else None, as_json,
-    )  # fmt: skip
 
 
-def _plan(
-    recipes: Sequence[str], counts: list[int], clusters: Sequence[str], overrides: Sequence[str],
-    tokens: str | None, price: str | None, prices: str | None, top: int | None, rank: Rank,
-    explain: bool, plot: str | None, outputs: Mapping[str, str | None],
-    limits: tuple[str | None, str | None] | None, as_json: bool,
-) -> None:  # fmt: skip
+def _plan(request: _Request, counts: Sequence[int]) -> None:
     """Plan recipes on profiles and node counts, and print or write the tables."""
-    from slurmllm.backends.environment import load_environment
-    from slurmllm.display.progress import count_progress
-    from slurmllm.errors import ConfigError, UserError
+    from slurmllm.errors import ConfigError
     from slurmllm.plan import budget, output
-    from slurmllm.plan.cost import parse_tokens
-    from slurmllm.plan.prices import parse_price, read_prices, select_price
-    from slurmllm.plan.recipe_plan import plan_recipe
 
-    limit = None if limits is None else budget.parse_limits(*limits)
-    total = None if tokens is None else parse_tokens(tokens)
-    choice = None if price is None else parse_price(price)
-    if choice is not None and choice.usd is not None and prices is not None:
-        raise UserError(f"--price {price} with --prices: both give a price; leave one out")
-    if (
-        choice is not None
-        and choice.usd is not None
-        and (len(set(clusters)) > 1 or "all" in clusters)
-    ):
-        raise UserError(
-            f"--price {price} with several profiles: their nodes do not cost the same; write a "
-            "table of prices, --prices FILE"
-        )
-    table = None if prices is None else read_prices(Path(prices))
-    requests = [
-        (recipe, profile, config)
-        for recipe in recipes
-        for profile, config in _profiles(recipe, clusters, overrides, choice, table)
-    ]
-    planned = counts or budget.NODES
-    with count_progress("planning node counts", len(requests) * len(planned)) as on_planned:
-        found = [
-            (recipe, profile, plan_recipe(
-                config, planned, load_environment(config.backend).unsupported,
-                select_price(config, choice, table), total, rank, on_planned,
-            ))
-            for recipe, profile, config in requests
-        ]  # fmt: skip
-    if not found:
-        raise UserError(
-            f"--cluster all: no shipped profile has hardware figures and the price "
-            f"{price or 'on_demand'}; name profiles with --cluster, and a price with --price"
-        )
-    plans = [one for _, _, one in found]
-
-    def submit(one: RecipePlan, layout: LayoutEstimate | None) -> str:
-        recipe, profile, plan = next(row for row in found if row[2] is one)
-        return _submit_command(plan, layout, recipe, profile)
-
-    fits = any(one.fits for one in plans)
+    limits = budget.parse_limits(request.budget, request.deadline) if request.limited else None
+    plans = _plan_recipes(request, counts or budget.NODES)
+    fits = any(plan.fits for plan in plans)
+    error = None if fits else _no_fit_error(plans[0])
     purchase = None
-    if limit is not None:
-        budget.require_prices(plans, limit)
-        purchase = budget.purchase_plan(plans, limit, rank) if fits else None
-    error = None if fits else _no_fit_error(*found[0])
+    if limits is not None:
+        budget.require_prices(plans, limits)
+        purchase = budget.purchase_plan(plans, limits, request.rank) if fits else None
     if purchase is not None and not purchase.choices:
         error = purchase.no_plan_error()
-    if plot is not None and error is None:
-        from slurmllm.display.pictures import write_picture
-        from slurmllm.plan import plot as drawing
-
-        drawn = drawing.draw(plans) if purchase is None else drawing.draw_purchase(purchase)
-        write_picture(drawn, Path(plot), "name another file with --plot")
     if error is None:
-        rows = output.csv_rows(plans, top) if purchase is None else purchase.rows()
-        tables = output.tables(plans, top) if purchase is None else [purchase.table()]
-        options.write_tables(outputs, rows, tables, output.price_lines(plans))
-    if as_json:
-        text = output.plan_json(plans, top or (1 if purchase else None), explain)
+        _write_files(request, plans, purchase)
+    if request.as_json:
+        top = request.top or (1 if purchase else None)
+        text = output.plan_json(plans, top, request.explain)
         options.echo_json({**text, "budget": purchase.as_json()} if purchase else text)
-    elif error is None and "-" not in outputs.values():
-        if purchase is not None:
-            purchase.print()
-            for name, one in purchase.choices.items():
-                click.echo(f"submit the {name}: {submit(one.plan, one.point.candidate)}")
-        elif len(plans) == len(counts) == 1:
-            output.print_plan(plans[0], top or output.TOP)
-            output.print_assumed(plans)
-            click.echo(f"submit         {submit(plans[0], plans[0].node_plans[0].best)}")
-        else:
-            output.print_points(plans, top, submit)
-            output.print_assumed(plans)
-        for node_plan in (one for plan in plans if explain for one in plan.node_plans):
-            output.print_explanation(node_plan)
-        if plot is not None:
-            click.echo(f"picture: {plot}")
-    if not as_json:
-        for warning in dict.fromkeys(w for one in plans for w in one.warnings) if fits else ():
-            click.echo(f"warning: {warning}", err="-" in outputs.values())
+    elif error is None and request.prints:
+        _print(request, plans, purchase)
+    if fits and not request.as_json:
+        for warning in dict.fromkeys(text for plan in plans for text in plan.warnings):
+            click.echo(f"warning: {warning}", err=not request.prints)
     if error is not None:
-        unwritten = [name for name, path in {"--plot": plot, **outputs}.items() if path is not None]
+        files = {"--plot": request.plot, **request.tables}
+        unwritten = [name for name, path in files.items() if path is not None]
         note = [f"nothing is written: {', '.join(unwritten)}"] if unwritten else []
         raise ConfigError(error.title, [*error.faults, *note])
 
 
-def _no_fit_error(recipe: str, cluster: str | None, plan: RecipePlan) -> ConfigError:
-    """The plan's error, with a command that plans a change with which a layout fits."""
-    from slurmllm.errors import ConfigError
+def _plan_recipes(request: _Request, counts: Sequence[int]) -> list[RecipePlan]:
+    """Return the plan of each recipe on each profile."""
+    from slurmllm.backends.environment import load_environment
+    from slurmllm.display.progress import count_progress
+    from slurmllm.errors import UserError
+    from slurmllm.plan.prices import parse_price, parse_tokens, read_prices, select_price
+    from slurmllm.plan.recipe_plan import plan_recipe
 
-    error = plan.no_fit_error()
-    if not (changes := plan.node_plans[-1].nearest):
-        return error
-    # The fastest of those within 5 %, else the closest.
-    small = [one for one in changes if abs(one.ratio - 1) < 0.05]
-    if small:
-        change = max(small, key=lambda one: one.best.seq_per_s)
-    else:
-        change = min(changes, key=lambda one: abs(math.log(one.ratio)))
-    command = _command("plan", plan, recipe, cluster, change.nodes)
-    command += _given("tokens", "price", "prices", "budget", "deadline", "rank")
-    command += change.options if "--set" in change.options else ()
-    return ConfigError(error.title, [*error.faults, f"for instance: {shlex.join(command)}"])
+    tokens = None if request.tokens is None else parse_tokens(request.tokens)
+    choice = None if request.price is None else parse_price(request.price)
+    if choice is not None and choice.usd is not None:
+        if request.prices is not None:
+            raise UserError(
+                f"--price {request.price} with --prices: both give a price; leave one out"
+            )
+        if request.many_profiles:
+            raise UserError(
+                f"--price {request.price} with several profiles: their nodes do not cost the "
+                "same; write a table of prices, --prices FILE"
+            )
+    table = None if request.prices is None else read_prices(Path(request.prices))
+    configs = [
+        (recipe, cluster, config)
+        for recipe in dict.fromkeys(request.recipes)
+        for cluster, config in _profiles(recipe, request, choice, table)
+    ]
+    if not configs:
+        raise UserError(
+            f"--cluster all: no shipped profile has hardware figures and the price "
+            f"{request.price or 'on_demand'}; name profiles with --cluster, and a price with "
+            "--price"
+        )
+    plans = []
+    with count_progress("planning node counts", len(configs) * len(counts)) as on_planned:
+        for recipe, cluster, config in configs:
+            unsupported = load_environment(config.backend).unsupported
+            price = select_price(config, choice, table)
+            plan = plan_recipe(config, counts, unsupported, price, tokens, request.rank, on_planned)
+            plans.append(replace(plan, recipe=recipe, cluster=cluster))
+    return plans
 
 
 def _profiles(
-    recipe: str, clusters: Sequence[str], overrides: Sequence[str], choice: PriceChoice | None,
-    table: Sequence[NodePrice] | None,
-) -> Iterator[tuple[str | None, RunConfig]]:  # fmt: skip
-    """The configurations of a recipe with each profile; `all`: those with figures and a price."""
+    recipe: str, request: _Request, choice: PriceChoice | None, table: Sequence[NodePrice] | None
+) -> Iterator[tuple[str | None, RunConfig]]:
+    """Yield the recipe with each profile; `all`: those with figures and a price."""
     from slurmllm.config.profiles import available
     from slurmllm.config.resolve import clusters_dir, resolve
     from slurmllm.errors import ConfigError
     from slurmllm.plan.prices import select_price
 
-    named = [name for name in clusters if name != "all"]
-    for name in dict.fromkeys(named) if clusters else (None,):
-        yield name, resolve(recipe, name, overrides)
-    for name in available(clusters_dir()) if "all" in clusters else ():
-        config = resolve(recipe, name, overrides)
+    named = [name for name in dict.fromkeys(request.clusters) if name != "all"]
+    for name in named if request.clusters else (None,):
+        yield name, resolve(recipe, name, request.overrides)
+    for name in available(clusters_dir()) if "all" in request.clusters else ():
+        config = resolve(recipe, name, request.overrides)
         with suppress(ConfigError):
             priced = select_price(config, choice, table) is not None
             if priced and config.cluster.hardware and name not in named:
                 yield name, config
 
 
+def _write_files(
+    request: _Request, plans: Sequence[RecipePlan], purchase: PurchasePlan | None
+) -> None:
+    """Write the picture and the tables."""
+    from slurmllm.plan import output
+
+    if request.plot is not None:
+        from slurmllm.display.pictures import write_picture
+        from slurmllm.plan.plot import draw, draw_purchase
+
+        figure = draw(plans) if purchase is None else draw_purchase(purchase)
+        write_picture(figure, Path(request.plot), "name another file with --plot")
+    top = request.top
+    rows = output.csv_rows(plans, top) if purchase is None else purchase.rows()
+    tables = output.tables(plans, top) if purchase is None else [purchase.table()]
+    options.write_tables(request.tables, rows, tables, output.price_lines(plans))
+
+
+def _print(request: _Request, plans: Sequence[RecipePlan], purchase: PurchasePlan | None) -> None:
+    from slurmllm.plan import output
+
+    if purchase is not None:
+        purchase.print()
+        for name, choice in purchase.choices.items():
+            command = _submit_command(choice.plan, choice.point.candidate)
+            click.echo(f"submit the {name}: {command}")
+    elif len(plans) == len(plans[0].node_plans) == 1:
+        output.print_plan(plans[0], request.top or output.TOP)
+        output.print_assumed(plans)
+        click.echo(f"submit         {_submit_command(plans[0], plans[0].node_plans[0].best)}")
+    else:
+        output.print_points(plans, request.top, _submit_command)
+        output.print_assumed(plans)
+    for node_plan in (node_plan for plan in plans for node_plan in plan.node_plans):
+        if request.explain:
+            output.print_explanation(node_plan)
+    if request.plot is not None:
+        click.echo(f"picture: {request.plot}")
+
+
+def _no_fit_error(plan: RecipePlan) -> ConfigError:
+    """Return the plan's error, with a command that plans a change with which a layout fits."""
+    from slurmllm.errors import ConfigError
+
+    error = plan.no_fit_error()
+    if not (changes := plan.node_plans[-1].nearest):
+        return error
+    # The fastest of those within 5 %, else the closest.
+    small = [change for change in changes if abs(change.ratio - 1) < 0.05]
+    if small:
+        change = max(small, key=lambda change: change.best.seq_per_s)
+    else:
+        change = min(changes, key=lambda change: abs(math.log(change.ratio)))
+    command = _command("plan", plan, change.nodes)
+    context = click.get_current_context()
+    for name in ("tokens", "price", "prices", "budget", "deadline", "rank"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            command += [f"--{name}", str(context.params[name])]
+    command += change.options if "--set" in change.options else ()
+    return ConfigError(error.title, [*error.faults, f"for instance: {shlex.join(command)}"])
+
+
+def _command(verb: str, plan: RecipePlan, nodes: int) -> list[str]:
+    """Return a command with the options of this one."""
+    command = ["slurmllm", verb, plan.recipe, "--nodes", str(nodes)]
+    command += [] if plan.cluster is None else ["--cluster", plan.cluster]
+    sources = [source for source in plan.config.origins.values() if source.startswith("--set ")]
+    for source in dict.fromkeys(sources):
+        command += source.split(" ", 1)
+    return command
+
+
+def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
+    """Return the command that submits a layout; it fetches missing data."""
+    from slurmllm.plan.fit_check import changes
+    from slurmllm.run.rundir import runs_root
+    from slurmllm.submit.inputs import locate
+
+    if plan.config.cluster.planning_only is not None:
+        return f"refused: {plan.config.cluster.planning_only}"
+    assert layout is not None, "something fits"
+    command = _command("submit", plan, layout.mesh.nodes)
+    settings = changes(plan.config, layout)
+    if plan.forecaster.tokens is not None:
+        settings.append(f"train.steps={plan.forecaster.forecast(layout).cost.steps}")
+    for setting in settings:
+        command += ["--set", setting]
+    if locate(plan.config, runs_root()).missing:
+        command.append("--fetch")
+    return shlex.join(command)
+
+
 def node_counts(texts: Sequence[str]) -> list[int]:
-    """The counts of --nodes, each once, ascending; raises UserError if one is not a count."""
+    """Return the counts of --nodes, each once, ascending; raise UserError if one is not a count."""
     from slurmllm.errors import UserError
 
     text = ",".join(texts)
@@ -347,122 +401,3 @@ def node_counts(texts: Sequence[str]) -> list[int]:
             "for instance 16 or 4,8,16"
         )
     return sorted(set(counts))
-
-
-def _command(
-    verb: str, plan: RecipePlan, recipe: str, cluster: str | None, nodes: int
-) -> list[str]:
-    """A command with the options of this one."""
-    command = ["slurmllm", verb, recipe, "--nodes", str(nodes)]
-    command += [] if cluster is None else ["--cluster", cluster]
-    given = [how for how in plan.config.origins.values() if how.startswith("--set ")]
-    for how in dict.fromkeys(given):
-        command += how.split(" ", 1)
-    return command
-
-
-def _given(*names: str) -> Iterator[str]:
-    """Options as they were given on the command line."""
-    from click.core import ParameterSource
-
-    context = click.get_current_context()
-    for name in names:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            yield from (f"--{name}", str(context.params[name]))
-
-
-def _submit_command(
-    plan: RecipePlan, layout: LayoutEstimate | None, recipe: str, cluster: str | None
-) -> str:
-    """The command that submits a layout, with the options of this one; it fetches missing data."""
-    from slurmllm.plan.fit_check import changes
-    from slurmllm.run.rundir import runs_root
-    from slurmllm.submit.inputs import locate
-
-    if plan.config.cluster.planning_only is not None:
-        return f"refused: {plan.config.cluster.planning_only}"
-    assert layout is not None, "something fits"
-    command = _command("submit", plan, recipe, cluster, layout.mesh.nodes)
-    settings = changes(plan.config, layout)
-    if plan.forecaster.tokens is not None:
-        settings.append(f"train.steps={plan.forecaster.forecast(layout).cost.steps}")
-    for setting in settings:
-        command += ["--set", setting]
-    if locate(plan.config, runs_root()).missing:
-        command.append("--fetch")
-    return shlex.join(command)
-
-
-def _refuse_others(option: str, allowed: Sequence[str]) -> None:
-    """Raise UserError if options are given on the command line that do not go with `option`."""
-    from click.core import ParameterSource
-
-    from slurmllm.errors import UserError
-
-    context = click.get_current_context()
-    given = [
-        parameter.opts[0] if isinstance(parameter, click.Option) else "RECIPE"
-        for parameter in context.command.params
-        if parameter.name not in (option, *allowed)
-        and context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-    ]
-    if given:
-        raise UserError(f"--{option.replace('_', '-')} does not take {', '.join(given)}; leave out")
-
-
-def _calibrate(
-    cluster: str | None, overrides: Sequence[str], nodes: int | None, local: bool, out: str | None,
-    job: Mapping[str, str | None], plot: str | None, as_json: bool,
-) -> None:  # fmt: skip
-    """Measure nodes, and write or print the cluster profile with their figures."""
-    from slurmllm.calibrate.fits import product_flops
-    from slurmllm.calibrate.matrix import measured_products
-    from slurmllm.calibrate.run import calibrate as measure
-    from slurmllm.calibrate.run import check_target, profile_text, require_measurable, write_profile
-    from slurmllm.config.resolve import resolve
-    from slurmllm.supervise.allocation import allocate_nodes
-
-    # A profile is only resolved together with a recipe: precision, compilation and environment.
-    config = resolve("tiny_neox", cluster, overrides)
-    require_measurable(config)
-    if out is not None:
-        check_target(Path(out))
-    again = ["plan", "--calibrate", *([f"--cluster={cluster}"] if cluster else [])]
-    again += [f"--set={override}" for override in overrides]
-    again += [f"--out={Path(out).resolve()}"] if out else []
-    again += [f"--plot={Path(plot).resolve()}"] if plot else []
-    again += ["--json"] * as_json
-    allocation = allocate_nodes(
-        config, again, "slurmllm-calibrate", nodes=nodes, local=local, options=job
-    )
-    found = measure(config, allocation, lambda line: click.echo(line, err=True))
-    if out is not None:
-        write_profile(config.cluster, found, Path(out))
-    products: list[dict[str, Any]] = [
-        {"precision": product.of, **dict(zip("mnk", product.sizes, strict=True)),
-         "tflops": product_flops(product) / product.value / 1e12}
-        for product in found.products
-    ]  # fmt: skip
-    if plot is not None:
-        from slurmllm.display.pictures import write_picture
-        from slurmllm.plan.plot import draw_matrix_utilization
-
-        rows = measured_products(found.hardware, found.products)
-        drawn = draw_matrix_utilization(rows, config.cluster.name)
-        write_picture(drawn, Path(plot), "name another file with --plot")
-        click.echo(f"picture: {plot}", err=True)
-    if as_json:
-        text = {
-            "hardware": found.hardware.model_dump(mode="json"), "nodes": found.nodes,
-            "notes": found.notes, "products": products, "seconds": found.seconds, "out": out,
-            "plot": plot,
-        }  # fmt: skip
-        options.echo_json(text)
-        return
-    for note in found.notes:
-        click.echo(f"note: {note}", err=True)
-    if out is None:
-        click.echo(profile_text(config.cluster, found), nl=False)
-        return
-    click.echo(f"profile  {out}: measured on {', '.join(found.nodes)} in {found.seconds:.0f} s")
-    click.echo(f"next     slurmllm plan RECIPE --nodes N --cluster {out}")

@@ -23,39 +23,37 @@ def compare_with_run(
     from slurmllm.report.prediction import check_run_prediction
     from slurmllm.run.rundir import find_run
 
-    found = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
+    check = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
     if as_json:
-        click.echo(found.model_dump_json(indent=2))
-    table = _check_table(found)
-    options.write_tables(outputs, [row.model_dump(mode="json") for row in found.rows], [table])
+        click.echo(check.model_dump_json(indent=2))
+    table = _check_table(check)
+    options.write_tables(outputs, [row.model_dump(mode="json") for row in check.rows], [table])
     if as_json or "-" in outputs.values():
         return
-    _print_check(found, table)
-    for warning in found.warnings:
+    _print_check(check, table)
+    for warning in check.warnings:
         click.echo(f"warning: {warning}")
 
 
-def _print_check(found: PredictionCheck, table: PlanTable) -> None:
+def _print_check(check: PredictionCheck, table: PlanTable) -> None:
     from slurmllm.display.tables import print_table
     from slurmllm.format import format_plural
 
-    steps = f"{found.steps} steps of attempt{'s' * (len(found.attempts) > 1)} "
-    attempts = ", ".join(str(attempt) for attempt in found.attempts)
-    nodes = format_plural(found.nodes, "node")
-    click.echo(f"{found.run}: {steps}{attempts} on {nodes}; profile {found.cluster}")
+    steps = f"{check.steps} steps of attempt{'s' * (len(check.attempts) > 1)} "
+    attempts = ", ".join(str(attempt) for attempt in check.attempts)
+    nodes = format_plural(check.nodes, "node")
+    click.echo(f"{check.run}: {steps}{attempts} on {nodes}; profile {check.cluster}")
     print_table(*table, fold="what it is")
 
 
-def _check_table(found: PredictionCheck) -> PlanTable:
+def _check_table(check: PredictionCheck) -> PlanTable:
     from slurmllm.plan.output import PlanTable
 
-    rows = [
-        (
-            row.name, _measure(row.unit, row.predicted), _measure(row.unit, row.measured),
-            "-" if row.ratio is None else f"{row.ratio:.3f}", row.note,
-        )
-        for row in found.rows
-    ]  # fmt: skip
+    rows = []
+    for row in check.rows:
+        figures = [_measure(row.unit, value) for value in (row.predicted, row.measured)]
+        ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
+        rows.append((row.name, *figures, ratio, row.note))
     return PlanTable(("", "predicted", "measured", "measured / predicted", "what it is"), rows)
 
 
@@ -68,9 +66,9 @@ def _measure(unit: str, value: float | None) -> str:
 
 
 def _expected_overheads(candidate: LayoutEstimate) -> ExpectedOverheads:
-    """The expected overheads of a run outside its steps."""
+    """Return the expected overheads of a run outside its steps."""
     from slurmllm.errors import ConfigError
-    from slurmllm.plan.lost_time_assumptions import assumed, lost_time
+    from slurmllm.plan.lost_time import assumed, lost_time
     from slurmllm.plan.parameters import parameters
     from slurmllm.report.prediction import ExpectedOverheads
 

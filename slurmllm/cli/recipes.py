@@ -17,22 +17,36 @@ if TYPE_CHECKING:
 @click.argument("name", required=False, shell_complete=options.complete_recipe)
 @click.option("--explain", is_flag=True, help="Show where each value comes from.")
 @click.option("--clusters", is_flag=True, help="List the cluster profiles, for --cluster.")
+@click.option(
+    "--schema", is_flag=True, help="Print the JSON schema of recipes, or of profiles (--clusters)."
+)
 @options.cluster
 @options.set_value
 @options.as_json
 def recipes(
-    name: str | None, explain: bool, clusters: bool, cluster: str | None,
-    overrides: tuple[str, ...], as_json: bool,
-) -> None:  # fmt: skip
+    name: str | None,
+    explain: bool,
+    clusters: bool,
+    schema: bool,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """List the recipes or the cluster profiles, or show the resolved configuration of NAME.
 
     NAME is a shipped recipe or a .yaml file. --explain adds each value's source: file and line,
     --set, or the built-in default. --explain, --set and --cluster need NAME. --clusters lists the
     shipped profiles, and the file that --cluster names.
     """
-    if clusters:
-        from slurmllm.errors import UserError
+    from slurmllm.errors import UserError
 
+    if schema:
+        from slurmllm.config.schema import cluster_schema, recipe_schema
+
+        if name is not None or explain or overrides or cluster:
+            raise UserError("--schema prints a schema; leave out NAME, --explain, --set, --cluster")
+        options.echo_json(cluster_schema() if clusters else recipe_schema())
+    elif clusters:
         if name is not None or explain or overrides:
             raise UserError("--clusters lists profiles; leave out NAME, --explain and --set")
         _list_clusters(cluster, as_json)
@@ -49,11 +63,11 @@ def _list(as_json: bool) -> None:
 
     recipes = (resolve(name).recipe for name in available(recipes_dir()))
     counted = ((recipe, parameters(recipe.model)) for recipe in recipes)
-    found = sorted(counted, key=lambda row: (row[0].name.partition("_")[0], row[1], row[0].name))
+    ordered = sorted(counted, key=lambda row: (row[0].name.partition("_")[0], row[1], row[0].name))
     if as_json:
         fields = {"name", "description", "default_cluster"}
         rows = [
-            {**recipe.model_dump(include=fields), "parameters": count} for recipe, count in found
+            {**recipe.model_dump(include=fields), "parameters": count} for recipe, count in ordered
         ]
         options.echo_json({"recipes": rows})
         return
@@ -61,7 +75,7 @@ def _list(as_json: bool) -> None:
 
     table = (
         (recipe.name, _rounded(count), recipe.description, recipe.default_cluster)
-        for recipe, count in found
+        for recipe, count in ordered
     )
     headings = ("recipe", "parameters", "description", "default cluster")
     print_table(headings, table, fold="description")
@@ -79,23 +93,20 @@ def _list_clusters(more: str | None, as_json: bool) -> None:
         return
     from slurmllm.display.tables import print_table
 
-    shown = (
-        "devices_per_node", "memory_gib", "bf16_tflops", "node_link_gb_s", "network_gb_s",
-        "usd_per_hour",
-    )  # fmt: skip
-    table = (
-        (
-            row["name"], row["device"],
-            *("-" if row[key] is None else f"{round(row[key], 2):g}" for key in shown),
-            row["backend"], _notes(row),
-        )
-        for row in rows
-    )  # fmt: skip
-    headings = (
-        "profile", "device", "a node", "GiB", "TFLOP/s", "node GB/s", "network GB/s", "$/h",
-        "backend", "notes",
-    )  # fmt: skip
-    print_table(headings, table)
+    shown = {
+        "a node": "devices_per_node",
+        "GiB": "memory_gib",
+        "TFLOP/s": "bf16_tflops",
+        "node GB/s": "node_link_gb_s",
+        "network GB/s": "network_gb_s",
+        "$/h": "usd_per_hour",
+    }
+    table = []
+    for row in rows:
+        values = [row[key] for key in shown.values()]
+        figures = ["-" if value is None else f"{round(value, 2):g}" for value in values]
+        table.append((row["name"], row["device"], *figures, row["backend"], _notes(row)))
+    print_table(("profile", "device", *shown, "backend", "notes"), table)
 
 
 def _notes(row: Mapping[str, Any]) -> str:
@@ -104,7 +115,7 @@ def _notes(row: Mapping[str, Any]) -> str:
 
 
 def _cluster_row(config: RunConfig) -> dict[str, Any]:
-    """A profile for the list; figures are None without hardware figures."""
+    """Return a profile for the list; figures are None without hardware figures."""
     from slurmllm.plan.prices import select_price
 
     cluster, hardware = config.cluster, config.cluster.hardware
@@ -127,7 +138,7 @@ def _cluster_row(config: RunConfig) -> dict[str, Any]:
 
 
 def _rounded(count: int) -> str:
-    """`6.86B`: a number of parameters with three digits."""
+    """Return `6.86B`: a number of parameters with three digits."""
     for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:
             return f"{count / unit:#.3g}".rstrip(".") + letter
@@ -160,7 +171,7 @@ def _show(
 
 
 def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:
-    """The nested values, with `unchosen` for the degrees that the planner is still to choose."""
+    """Return the nested values, with `unchosen` for degrees that the planner is to choose."""
     tree = config.values()
     for path in config.open_degrees():
         section, _, field = path.partition(".")

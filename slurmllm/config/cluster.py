@@ -37,23 +37,29 @@ SetupLine = Annotated[str, Field(pattern=r"^[^\r\n\x00]*\S[^\r\n\x00]*$")]
 class HealthChecks(Section):
     """Checks of a node, before an attempt and by `health`."""
 
-    enabled: bool = True  # Whether every node is checked before every attempt.
-    timeout_s: PositiveFloat = 60.0  # Seconds after which a node that does not respond fails.
-    min_node_local_gb: NonNegativeFloat = 1.0  # Free space under node_local, GB of 10^9 bytes.
-    min_memory_gb: NonNegativeFloat = 0.0  # Available memory of the host, GB of 10^9 bytes.
-    # Maximum duration of a fsynced write to the shared file system, s; no limit by default.
+    enabled: bool = True
+    """Whether every node is checked before every attempt."""
+    timeout_s: PositiveFloat = 60.0
+    """Seconds after which a node that does not respond fails."""
+    min_node_local_gb: NonNegativeFloat = 1.0
+    """Free space under node_local, GB of 10^9 bytes."""
+    min_memory_gb: NonNegativeFloat = 0.0
+    """Available memory of the host, GB of 10^9 bytes."""
     max_write_s: PositiveFloat | None = None
-    # Maximum difference of a node's clock from the others', s.
+    """Maximum duration of a fsynced write to the shared file system, s; no limit by default."""
     max_clock_skew_s: PositiveFloat = 5.0
-    efa_interfaces: Annotated[int, Field(ge=0)] = 0  # EFA interfaces of a node.
-    driver_version: str | None = None  # Version of the devices' driver; any by default.
-    # Result for a node whose driver, runtime or packages differ from most others'.
+    """Maximum difference of a node's clock from the others', s."""
+    efa_interfaces: Annotated[int, Field(ge=0)] = 0
+    """EFA interfaces of a node."""
+    driver_version: str | None = None
+    """Version of the devices' driver; any by default."""
     unequal_versions: Literal["warn", "fail"] = "warn"
-    # When to measure the all-reduce over all nodes: only by `slurmllm health`, or before
-    # every attempt too.
+    """Result for a node whose driver, runtime or packages differ from most others'."""
     bandwidth: Literal["never", "health", "always"] = "health"
-    # Minimum bus bandwidth of that all-reduce, GB/s; not checked by default.
+    """When to measure the all-reduce over all nodes: only by `slurmllm health`, or before every
+    attempt too."""
     min_allreduce_gb_s: PositiveFloat | None = None
+    """Minimum bus bandwidth of that all-reduce, GB/s; not checked by default."""
 
 
 def _without_password(value: str) -> str:
@@ -71,12 +77,14 @@ _SERVER = re.compile(r"[a-z][a-z0-9+.-]*:[^@\s]+")
 class Trackers(Section):
     """Where the trackers of a recipe's `trackers` are."""
 
-    project: str = "slurmllm"  # W&B's project, MLflow's experiment.
-    entity: str | None = None  # W&B's entity: a user or a team; the key's own by default.
-    # MLflow's server; $MLFLOW_TRACKING_URI by default.
+    project: str = "slurmllm"
+    """W&B's project, MLflow's experiment."""
+    entity: str | None = None
+    """W&B's entity: a user or a team; the key's own by default."""
     tracking_uri: Annotated[str, AfterValidator(_without_password)] | None = None
-    # Whether the nodes reach them. If not, `slurmllm track sync` on the login node does.
+    """MLflow's server; $MLFLOW_TRACKING_URI by default."""
     network: bool = True
+    """Whether the nodes reach them. If not, `slurmllm track sync` on the login node does."""
 
 
 GroupName = Annotated[str, Field(pattern=r"^[^\s:/,]+$")]
@@ -86,52 +94,63 @@ class Cluster(Section):
     """A cluster profile (`--cluster`); `--set cluster.<field>=…` overrides a value."""
 
     # It is written into comments of the scripts: a line break would end the comment.
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # The profile's name.
-    description: str = ""  # One line on what this cluster is.
-    device: Literal["cpu", "cuda", "neuron"]  # What the workers compute on.
-    # EC2 instance type of the nodes, such as trn1.32xlarge; none if they differ.
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """The profile's name."""
+    description: str = ""
+    """One line on what this cluster is."""
+    device: Literal["cpu", "cuda", "neuron"]
+    """What the workers compute on."""
     instance_type: Annotated[str, Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")] | None = None
-    devices_per_node: PositiveInt  # Workers on a node: GPUs, NeuronCores, or processes on CPUs.
-    cpus_per_node: PositiveInt | None = None  # CPUs that a node's workers share; all by default.
-    # A folder on every node's own disk, for the cache of compiled graphs.
+    """EC2 instance type of the nodes, such as trn1.32xlarge; none if they differ."""
+    devices_per_node: PositiveInt
+    """Workers on a node: GPUs, NeuronCores, or processes on CPUs."""
+    cpus_per_node: PositiveInt | None = None
+    """CPUs that a node's workers share; all by default."""
     node_local: Annotated[str, Field(pattern=r"^/[A-Za-z0-9_./-]*$")]
-    # Whether workers run from a copy of the Python environment on the node's own disk.
+    """A folder on every node's own disk, for the cache of compiled graphs."""
     stage_environment: bool = False
-    # Unix group whose members' compiled graphs, which are code, are used too.
+    """Whether workers run from a copy of the Python environment on the node's own disk."""
     trusted_group: GroupName | None = None
-    # Unix group that may read the directories of new runs; all others may not.
+    """Unix group whose members' compiled graphs, which are code, are used too."""
     runs_group: GroupName | None = None
-    partition: SlurmWord | None = None  # Default partition.
-    exclusive: bool = True  # Whether jobs take whole nodes.
-    # Lines of shell that each job and each task of srun runs first, such as `module load cuda`.
+    """Unix group that may read the directories of new runs; all others may not."""
+    partition: SlurmWord | None = None
+    """Default partition."""
+    exclusive: bool = True
+    """Whether jobs take whole nodes."""
     setup: Annotated[tuple[SetupLine, ...], Field(strict=False)] = ()
-    # Interpreter of the jobs: a path, or a name that setup puts on the PATH; else that of submit.
+    """Lines of shell that each job and each task of srun runs first, such as `module load cuda`."""
     python: Annotated[str, Field(pattern=r"^(/[^\s'\"$`\\]+|[A-Za-z0-9_.-]+)$")] | None = None
-    container: Container | None = None  # The container that the tasks of jobs run in.
-    # Further sbatch options, such as --gres=gpu:8.
+    """Interpreter of the jobs: a path, or a name that setup puts on the PATH; else that of submit.
+    """
+    container: Container | None = None
+    """The container that the tasks of jobs run in."""
     directives: Annotated[tuple[Directive, ...], Field(strict=False)] = ()
-    # Port of the rendezvous, the port after it for the control plane; free ones by default.
+    """Further sbatch options, such as --gres=gpu:8."""
     master_port: Annotated[int, Field(ge=1024, le=65534)] | None = None
+    """Port of the rendezvous, the port after it for the control plane; free ones by default."""
     # Between Llama 3's 6334 h (arXiv 2407.21783, section 3.3.4: 419 unexpected interruptions in 54
     # days on 2048 hosts) and OPT-175B's 1700 h (arXiv 2205.01068, section 2.5: over 100 hosts, say
     # 105, cycled in 2 months of 124): their geometric mean.
-    # Hours between two failures of one node, before the run has seen any.
     node_mtbf_hours: PositiveFloat = 3300.0
-    # Why no job runs on it, although `plan` predicts; `submit` and `resume` refuse the profile.
+    """Hours between two failures of one node, before the run has seen any."""
     planning_only: str | None = None
-    hardware: Hardware | None = None  # What the nodes can do, for `slurmllm plan`.
-    price: Price | None = None  # What a node costs.
+    """Why no job runs on it, although `plan` predicts; `submit` and `resume` refuse the profile."""
+    hardware: Hardware | None = None
+    """What the nodes can do, for `slurmllm plan`."""
+    price: Price | None = None
+    """What a node costs."""
     health: HealthChecks = HealthChecks()
     trackers: Trackers = Trackers()
-    # Where the site has published data sets: `wikipedia_gpt2: {corpus: FILE, tokenizer: FILE}`.
     data: dict[SourceName, SiteData] = Field(default_factory=dict)
-    # Where `slurmllm data fetch` puts data sets, on the shared file system; by default `.data` in
-    # the folder of the runs.
+    """Where the site has published data sets: `wikipedia_gpt2: {corpus: FILE, tokenizer: FILE}`."""
     data_folder: str | None = None
-    # Mirrors of published data sets: a URL prefix → its replacement; the longest match is used.
+    """Where `slurmllm data fetch` puts data sets, on the shared file system; by default `.data` in
+    the folder of the runs."""
     data_mirrors: dict[str, str] = Field(default_factory=dict)
-    # Environment variables for every job of this cluster.
+    """Mirrors of published data sets: a URL prefix → its replacement; the longest match is used."""
     env: dict[EnvName, str] = Field(default_factory=dict)
+    """Environment variables for every job of this cluster."""
 
 
 GIB = 2**30  # bytes
@@ -140,54 +159,68 @@ Overlap = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Hardware(Section):
-    """Figures of one device, of the links between devices, and of what training reaches of both."""
+    """Peak and achievable speeds of a device and of its links."""
 
-    source: str  # Where the figures come from.
-    # Whether the figures are a guess; the planner then neither refuses nor warns.
+    source: str
+    """Where the figures come from."""
     rough: bool = False
-    # Names of the shares and constants below that were never measured on this hardware.
+    """Whether the figures are a guess; the planner then neither refuses nor warns."""
     assumed: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    bf16_tflops: PositiveFloat  # Peak rate of a device's bf16 matrix products, TFLOP/s, dense.
-    fp32_tflops: PositiveFloat  # Peak rate of a device's fp32 matrix products, TFLOP/s.
-    memory_gib: PositiveFloat  # Memory of a device, GiB of 2^30 bytes.
-    # Memory that runtime, libraries and context take before any model, GiB.
+    """Names of the shares and constants below that were never measured on this hardware."""
+    bf16_tflops: PositiveFloat
+    """Peak rate of a device's bf16 matrix products, TFLOP/s, dense."""
+    fp32_tflops: PositiveFloat
+    """Peak rate of a device's fp32 matrix products, TFLOP/s."""
+    memory_gib: PositiveFloat
+    """Memory of a device, GiB of 2^30 bytes."""
     reserved_gib: NonNegativeFloat = 0.0
-    memory_gb_s: PositiveFloat  # Bandwidth between a device and its memory, GB/s of 10^9 bytes.
-    # Bandwidth from a device to the others of its node, GB/s in one direction.
+    """Memory that runtime, libraries and context take before any model, GiB."""
+    memory_gb_s: PositiveFloat
+    """Bandwidth between a device and its memory, GB/s of 10^9 bytes."""
     node_link_gb_s: PositiveFloat
-    network_gb_s: PositiveFloat  # Bandwidth from a node to the others, GB/s in one direction.
-    matrix_efficiency: Share  # Share of the peak that large matrix products reach.
-    # Smallest dimension at which a matrix product reaches half of matrix_efficiency, where that was
-    # measured; 0: the time of its memory traffic is added to that of its work.
+    """Bandwidth from a device to the others of its node, GB/s in one direction."""
+    network_gb_s: PositiveFloat
+    """Bandwidth from a node to the others, GB/s in one direction."""
+    matrix_efficiency: Share
+    """Share of the peak that large matrix products reach."""
     matrix_half: NonNegativeFloat = 0.0
-    attention_efficiency: Share  # Share of the peak that the products within attention reach.
-    memory_efficiency: Share  # Share of the memory's bandwidth that elementwise work reaches.
-    node_link_efficiency: Share  # Share of node_link_gb_s that collectives reach.
-    # Share of node_link_efficiency that a process group on a part of the node reaches: 1
-    # behind a switch; 0.5 in a torus, where its rings use one of two directions.
+    """Smallest dimension at which a matrix product reaches half of matrix_efficiency, where that
+    was measured; 0: the time of its memory traffic is added to that of its work."""
+    attention_efficiency: Share
+    """Share of the peak that the products within attention reach."""
+    memory_efficiency: Share
+    """Share of the memory's bandwidth that elementwise work reaches."""
+    node_link_efficiency: Share
+    """Share of node_link_gb_s that collectives reach."""
     part_of_node: Share = 1.0
-    # Bandwidth that an all-gather or a reduce-scatter reaches, as a share of an all-reduce's;
-    # below 1 with gloo, on CPUs.
+    """Share of node_link_efficiency that a process group on a part of the node reaches: 1 behind a
+    switch; 0.5 in a torus, where its rings use one of two directions."""
     shard_efficiency: Share = 1.0
-    network_efficiency: Share  # Share of network_gb_s that collectives reach.
-    # Bounds of network_efficiency where it is an assumption; the planner prints what they give.
+    """Bandwidth that an all-gather or a reduce-scatter reaches, as a share of an all-reduce's;
+    below 1 with gloo, on CPUs."""
+    network_efficiency: Share
+    """Share of network_gb_s that collectives reach."""
     network_efficiency_range: tuple[Share, Share] | None = Field(default=None, strict=False)
-    # Nodes of a group at which congestion leaves half of network_efficiency; none by default.
+    """Bounds of network_efficiency where it is an assumption; the planner prints what they give."""
     network_half: PositiveFloat | None = None
-    # One hop of a collective within a node, microseconds.
+    """Nodes of a group at which congestion leaves half of network_efficiency; none by default."""
     node_link_latency_us: NonNegativeFloat = 0.0
-    # One hop of a collective between nodes, microseconds.
+    """One hop of a collective within a node, microseconds."""
     network_latency_us: NonNegativeFloat = 0.0
-    overlap: Overlap = 0.0  # Share of the data-parallel communication that computation hides.
-    operator_us: NonNegativeFloat = 0.0  # Launch overhead of a block's operators, microseconds.
-    step_overhead_s: NonNegativeFloat = 0.0  # Further overhead of a step, seconds.
+    """One hop of a collective between nodes, microseconds."""
+    overlap: Overlap = 0.0
+    """Share of the data-parallel communication that computation hides."""
+    operator_us: NonNegativeFloat = 0.0
+    """Launch overhead of a block's operators, microseconds."""
+    step_overhead_s: NonNegativeFloat = 0.0
+    """Further overhead of a step, seconds."""
 
     @field_validator("assumed")
     @classmethod
     def _assumes_its_own(cls, assumed: tuple[str, ...]) -> tuple[str, ...]:
-        known = [name for name in cls.model_fields if name not in ("source", "rough", "assumed")]
-        if not set(assumed) <= set(known):
-            raise ValueError(f"names unknown fields; known here: {', '.join(known)}")
+        names = [name for name in cls.model_fields if name not in ("source", "rough", "assumed")]
+        if not set(assumed) <= set(names):
+            raise ValueError(f"names unknown fields; known here: {', '.join(names)}")
         return assumed
 
     @field_validator("reserved_gib")
@@ -222,11 +255,14 @@ def _day(value: str) -> str:
 class Price(Section):
     """What a node costs."""
 
-    on_demand: PositiveFloat  # Dollars for an hour of one node, on demand.
-    # Likewise, reserved for three years, as the effective rate.
+    on_demand: PositiveFloat
+    """Dollars for an hour of one node, on demand."""
     reserved: PositiveFloat | None = None
-    date: Annotated[str, AfterValidator(_day)]  # When these were the prices.
-    source: str = ""  # Where they come from.
+    """Likewise, reserved for three years, as the effective rate."""
+    date: Annotated[str, AfterValidator(_day)]
+    """When these were the prices."""
+    source: str = ""
+    """Where they come from."""
 
     @field_validator("date")
     @classmethod

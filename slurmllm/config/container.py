@@ -28,18 +28,19 @@ def _mount(value: str) -> str:
 class Container(Section):
     """The container that the tasks of jobs run in."""
 
-    runtime: Literal["pyxis", "apptainer", "singularity", "docker", "podman"]  # What starts it.
-    # File or folder on the shared file system, by its absolute path, or a name that the runtime
-    # knows, such as docker://nvcr.io/nvidia/pytorch:25.01-py3.
+    runtime: Literal["pyxis", "apptainer", "singularity", "docker", "podman"]
+    """What starts it."""
     image: Argument
-    # Further folders of the host: /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro.
+    """File or folder on the shared file system, by its absolute path, or a name that the runtime
+    knows, such as docker://nvcr.io/nvidia/pytorch:25.01-py3."""
     mounts: Annotated[
         tuple[Annotated[Argument, AfterValidator(_mount)], ...], Field(strict=False)
     ] = ()
-    options: Annotated[
-        tuple[Argument, ...], Field(strict=False)
-    ] = ()  # Further options of the runtime.
-    python: Argument = "python3"  # Interpreter in the image, with slurmllm of the same version.
+    """Further folders of the host: /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro."""
+    options: Annotated[tuple[Argument, ...], Field(strict=False)] = ()
+    """Further options of the runtime."""
+    python: Argument = "python3"
+    """Interpreter in the image, with slurmllm of the same version."""
 
     @property
     def srun_runs_it(self) -> bool:
@@ -48,7 +49,7 @@ class Container(Section):
 
 
 def paths_of(container: Container) -> list[Path]:
-    """The image and the mounts, as far as they are paths of the host."""
+    """Return the image and the mounts, as far as they are paths of the host."""
     files = [container.image] if container.image.startswith("/") else []
     return [Path(path) for path in (*files, *(m.partition(":")[0] for m in container.mounts))]
 
@@ -56,7 +57,7 @@ def paths_of(container: Container) -> list[Path]:
 def container_arguments(
     container: Container, device: str, folders: Iterable[Path | str], terminal: bool = False
 ) -> list[str]:
-    """The options of srun, for pyxis, or the command that a task follows.
+    """Return the options of srun, for pyxis, or the command that a task follows.
 
     Args:
         container: The container.
@@ -68,8 +69,8 @@ def container_arguments(
     full = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
     gpu = device == "cuda"
     if container.runtime == "pyxis":
-        own = [f"--container-image={container.image}", f"--container-mounts={','.join(full)}"]
-        return [*own, *container.options]
+        options = [f"--container-image={container.image}", f"--container-mounts={','.join(full)}"]
+        return [*options, *container.options]
     if container.runtime in ("apptainer", "singularity"):
         binds = [part for mount in full for part in ("--bind", mount)]
         nvidia = ["--nv"] if gpu else []
@@ -93,9 +94,9 @@ def container_arguments(
 
 
 def _outermost(folders: Iterable[Path | str]) -> list[str]:
-    """Folders without those that are in another one."""
-    found: list[str] = []
+    """Return folders without those that are in another one."""
+    outermost: list[str] = []
     for folder in sorted({Path(os.path.normpath(folder)) for folder in folders}):
-        if not any(folder.is_relative_to(other) for other in found):
-            found.append(str(folder))
-    return found
+        if not any(folder.is_relative_to(other) for other in outermost):
+            outermost.append(str(folder))
+    return outermost

@@ -42,43 +42,57 @@ FileName = Annotated[str, AfterValidator(_inside)]
 class PublishedFile(Section):
     """A file of a data set, or several of one pattern."""
 
-    # Address that fsspec opens: https://, s3:// (read without credentials), hf://. With a `*`, all
-    # files of the pattern, in the order of their names.
     url: str
-    # Its name in the folder, if not that of the address; files of a pattern are joined under it.
+    """Address that fsspec opens: https://, s3:// (read without credentials), hf://. With a `*`, all
+    files of the pattern, in the order of their names."""
     name: FileName | None = None
-    size: PositiveInt | None = None  # Bytes, where published.
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # Where published.
+    """Its name in the folder, if not that of the address; files of a pattern are joined under it.
+    """
+    size: PositiveInt | None = None
+    """Bytes, where published."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """Where published."""
 
 
 class TextInput(Section):
     """How the files become a corpus (`slurmllm data build`)."""
 
-    text_key: str = "text"  # Field or column of the text.
-    prompt_key: str | None = None  # Field or column of the prompt, for fine-tuning.
-    completion_key: str | None = None  # Field or column of the completion.
+    text_key: str = "text"
+    """Field or column of the text."""
+    prompt_key: str | None = None
+    """Field or column of the prompt, for fine-tuning."""
+    completion_key: str | None = None
+    """Field or column of the completion."""
 
 
 class DataSource(Section):
     """A published data set: a corpus, a tokenizer, or both."""
 
-    description: str  # One line on what it is.
-    origin: str  # Where addresses, sizes and sums come from, and what could not be tried.
-    licence: str  # Under which terms it is published.
-    gigabytes: Annotated[float, Field(gt=0)] | None = None  # Download, about, in 10^9 bytes.
+    description: str
+    """One line on what it is."""
+    origin: str
+    """Where addresses, sizes and sums come from, and what could not be tried."""
+    licence: str
+    """Under which terms it is published."""
+    gigabytes: Annotated[float, Field(gt=0)] | None = None
+    """Download, about, in 10^9 bytes."""
     files: Annotated[tuple[PublishedFile, ...], Field(strict=False, min_length=1)]
-    build: TextInput | None = None  # Set if the corpus is built from the files.
-    corpus: FileName | None = None  # What `data.corpus` reads, in the folder.
-    # What `data.tokenizer` reads, in the folder. If no file has that name, it is made from GPT-2's
-    # two vocabulary files, *vocab.json and *merges.txt.
+    build: TextInput | None = None
+    """Set if the corpus is built from the files."""
+    corpus: FileName | None = None
+    """What `data.corpus` reads, in the folder."""
     tokenizer: FileName | None = None
+    """What `data.tokenizer` reads, in the folder. If no file has that name, it is made from GPT-2's
+    two vocabulary files, *vocab.json and *merges.txt."""
 
 
 class SiteData(Section):
     """Where a site has a published data set."""
 
-    corpus: str | None = None  # As `data.corpus`.
-    tokenizer: str | None = None  # As `data.tokenizer`.
+    corpus: str | None = None
+    """As `data.corpus`."""
+    tokenizer: str | None = None
+    """As `data.tokenizer`."""
 
 
 def data_dir() -> Path:

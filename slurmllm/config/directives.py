@@ -12,14 +12,14 @@ _TASKS = "slurmllm starts one task a node, which starts the workers (cluster.dev
 _LOGS = "the logs are files of the run's directory, which `slurmllm logs` reads"
 _EARLY = "it ends the command before a job exists"
 _RESTARTS = "slurm.restart (requeue, chain, none) and slurm.spare_nodes decide it"
+_VARIABLES = "jobs need the whole environment; --set env.NAME=VALUE sets a variable"
+_OF_SRUN = "slurmllm sets it for srun"
 # Why an option of sbatch or srun contradicts what slurmllm generates, and what does it instead.
 _REFUSED = {
     "nodes": "--nodes of slurmllm sets the number of nodes",
-    **dict.fromkeys(
-        ("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu",
-         "tasks-per-node", "array", "multi-prog", "relative", "distribution", "pack", "het-group"),
-        _TASKS,
-    ),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket"), _TASKS),
+    **dict.fromkeys(("ntasks-per-gpu", "tasks-per-node", "array", "multi-prog"), _TASKS),
+    **dict.fromkeys(("relative", "distribution", "pack", "het-group"), _TASKS),
     **dict.fromkeys(("output", "error", "input", "open-mode", "label", "pty"), _LOGS),
     **dict.fromkeys(("requeue", "no-requeue", "no-kill"), _RESTARTS),
     **dict.fromkeys(("help", "usage", "version", "test-only", "parsable", "wait", "wrap"), _EARLY),
@@ -29,37 +29,38 @@ _REFUSED = {
     "exclude": "slurm.exclude (--exclude) sets it, and restarts add failed nodes to it",
     "dependency": "--dependency of `submit` and `resume` sets it for the first job",
     "kill-on-invalid-dep": "a train job ends with its precompile job",
-    **dict.fromkeys(
-        ("export", "export-file", "get-user-env"),
-        "jobs need the whole environment; --set env.NAME=VALUE sets a variable",
-    ),
+    **dict.fromkeys(("export", "export-file", "get-user-env"), _VARIABLES),
     "chdir": "all paths of a run are absolute",
-    **dict.fromkeys(
-        ("jobid", "overlap", "exact", "cpu-bind", "kill-on-bad-exit"), "slurmllm sets it for srun"
-    ),
-}  # fmt: skip
-# sbatch(1), srun(1)
-_SHORT = {
-    "A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "c": "cpus-per-task",
-    "C": "constraint", "d": "dependency", "D": "chdir", "e": "error", "F": "nodefile", "G": "gpus",
-    "h": "help", "H": "hold", "i": "input", "J": "job-name", "k": "no-kill",
-    "K": "kill-on-bad-exit", "l": "label", "L": "licenses", "m": "distribution", "M": "clusters",
-    "n": "ntasks", "N": "nodes", "o": "output", "O": "overcommit", "p": "partition", "q": "qos",
-    "Q": "quiet", "r": "relative", "s": "oversubscribe", "S": "core-spec", "t": "time",
-    "u": "usage", "v": "verbose", "V": "version", "w": "nodelist", "W": "wait", "x": "exclude",
-}  # fmt: skip
+    **dict.fromkeys(("jobid", "overlap", "exact", "cpu-bind", "kill-on-bad-exit"), _OF_SRUN),
+}
+# Short and long names: sbatch(1), srun(1).
+_SHORT = dict(
+    re.findall(
+        r"(\w):(\S+)",
+        """
+        A:account a:array b:begin B:extra-node-info c:cpus-per-task C:constraint d:dependency
+        D:chdir e:error F:nodefile G:gpus h:help H:hold i:input J:job-name k:no-kill
+        K:kill-on-bad-exit l:label L:licenses m:distribution M:clusters n:ntasks N:nodes o:output
+        O:overcommit p:partition q:qos Q:quiet r:relative s:oversubscribe S:core-spec t:time
+        u:usage v:verbose V:version w:nodelist W:wait x:exclude
+        """,
+    )
+)
 # What a recipe's file may ask for: resources, and nothing that runs a program or reads a file.
-_FROM_FILE = frozenset({
-    "account", "acctg-freq", "begin", "cluster-constraint", "comment", "constraint",
-    "contiguous", "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task",
-    "deadline", "delay-boot", "exclusive", "extra-node-info", "gpu-bind", "gpu-freq", "gpus",
-    "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "gres-flags", "hint", "hold",
-    "licenses", "mail-type", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus",
-    "network", "nice", "nodelist", "overcommit", "oversubscribe", "partition", "power",
-    "prefer", "priority", "profile", "qos", "reservation", "segment", "sockets-per-node",
-    "spread-job", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind",
-    "tres-per-task", "use-min-nodes", "wait-all-nodes", "wckey",
-})  # fmt: skip
+_FROM_FILE = frozenset(
+    re.findall(
+        r"\S+",
+        """
+        account acctg-freq begin cluster-constraint comment constraint contiguous core-spec
+        cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot exclusive
+        extra-node-info gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres
+        gres-flags hint hold licenses mail-type mem mem-bind mem-per-cpu mem-per-gpu mincpus
+        network nice nodelist overcommit oversubscribe partition power prefer priority profile
+        qos reservation segment sockets-per-node spread-job switches thread-spec threads-per-core
+        time-min tmp tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
+        """,
+    )
+)
 
 
 def may_be_in_file(name: str) -> bool:
@@ -75,16 +76,16 @@ def refuse_generated(name: str) -> None:
             raise ValueError(f"--{name}{whole} is not possible: {reason}")
 
 
-def check_options(given: Any) -> Any:
-    """Options as a recipe has them, without those that are null or false.
+def check_options(values: Any) -> Any:
+    """Return options as a recipe has them, without those that are null or false.
 
     Raises:
         ValueError: one is refused, or is no option.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(values, Mapping):
         raise ValueError("must be options without their dashes, such as {constraint: a100}")
     options: Options = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z-]+", name):
             raise ValueError(f"{name!r} is no long option without its dashes, such as constraint")
         refuse_generated(name)
@@ -93,7 +94,7 @@ def check_options(given: Any) -> Any:
         if value is None or value is False:
             continue
         if not isinstance(value, str | int | float) or value == "":
-            raise ValueError(f"{name}: must be a text, a number, or true for --{name} alone")
+            raise ValueError(f"{name}: must be a text, a number, or true for a bare --{name}")
         if value is not True and not str(value).isprintable():
             raise ValueError(f"{name}: {value!r} has a line break or a control character")
         options[name] = value if value is True else str(value)
@@ -101,7 +102,7 @@ def check_options(given: Any) -> Any:
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Options as on a command line of sbatch: `--name=value`, `--name value`, `-C value`.
+    """Return options as on a command line of sbatch: `--name=value`, `-C value`.
 
     Raises:
         ValueError: an argument is no option, or one is refused.
@@ -126,14 +127,14 @@ def parse_options(arguments: Sequence[str]) -> Options:
 
 
 def as_arguments(options: Options) -> list[str]:
-    """Options as arguments of a command."""
+    """Return options as arguments of a command."""
     return [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
 
 
 def quoted(text: str) -> str:
-    """A value as sbatch reads it in a #SBATCH line: plain, or in double quotes."""
+    """Return a value as sbatch reads it in a #SBATCH line: plain, or in double quotes."""
     if re.fullmatch(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*-]+", text):
         return text
     return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'

@@ -48,7 +48,7 @@ class SourceConfig:
 
 
 def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | None, list[str]]:
-    """Returns a model's config.json, None if it has faults, and one line per fault."""
+    """Return a model's config.json, None if it has faults, and one line per fault."""
     try:
         values = json.loads(read_limited(directory / name))
     except FileNotFoundError:
@@ -64,23 +64,23 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
         return None, faults
     dialect = FAMILIES[family].hugging_face
     faults += _unsupported(values, dialect)
-    fields, found = _model_fields(values, family)
-    faults += found
+    fields, field_faults = _model_fields(values, family)
+    faults += field_faults
     model: ModelConfig | None = None
-    if not found:
+    if not field_faults:
         try:
             model = ModelConfig.model_validate(fields)
             faults += config_faults(model)
         except ValidationError as error:
-            for one in error.errors():
-                name = str(one["loc"][0]) if one["loc"] else "family"
+            for fault in error.errors():
+                name = str(fault["loc"][0]) if fault["loc"] else "family"
                 key = dialect.keys.get(name, (name, None))[0]
-                faults.append(f"{key}: {one['input']!r}: {one['msg']}")
+                faults.append(f"{key}: {fault['input']!r}: {fault['msg']}")
     bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
     for key, value in (("bos_token_id", bos), ("eos_token_id", eos)):
-        several = value if isinstance(value, list) and key == "eos_token_id" else [value]
+        tokens = value if isinstance(value, list) and key == "eos_token_id" else [value]
         # type() and not isinstance(): True is an int.
-        if value is not None and any(type(one) is not int for one in several):
+        if value is not None and any(type(token) is not int for token in tokens):
             faults.append(f"{key}: must be the number of a token, not {value!r}")
     if faults or model is None:
         return None, faults
@@ -89,12 +89,12 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
 
 
 def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """Returns the family that architectures and model_type agree on, and one line per fault."""
+    """Return the family that architectures and model_type agree on, and a line per fault."""
     model_type, architectures = values.get("model_type"), values.get("architectures") or []
     dialects = {name: family.hugging_face for name, family in FAMILIES.items()}
-    known = ", ".join(dialect.causal for dialect in dialects.values())
+    classes = ", ".join(dialect.causal for dialect in dialects.values())
     if not isinstance(architectures, list) or not (architectures or model_type):
-        return None, [f"architectures: must name the model's class; known are {known}"]
+        return None, [f"architectures: must name the model's class; known are {classes}"]
     by_type = [name for name, d in dialects.items() if d.model_type == model_type]
     by_class = [
         name for name, d in dialects.items() if {d.causal, d.base} & {*map(str, architectures)}
@@ -105,7 +105,7 @@ def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
         faults.append(f"model_type: {model_type!r} is not known; known are {types}")
     if architectures and not by_class:
         faults.append(
-            f"architectures: {', '.join(map(str, architectures))} is not known; known are {known}"
+            f"architectures: {', '.join(map(str, architectures))} is not known; known are {classes}"
         )
     if by_type and by_class and by_type != by_class:
         faults.append(
@@ -116,7 +116,7 @@ def _find_family(values: Mapping[str, Any]) -> tuple[str | None, list[str]]:
 
 
 def _unsupported(values: Mapping[str, Any], dialect: HuggingFaceModel) -> list[str]:
-    """Returns one line for each setting that changes the model in a way our decoder lacks."""
+    """Return a line for each setting that changes the model in a way our decoder lacks."""
     faults = [
         f"{key}: {values[key]!r} is not supported; it must be {only!r}"
         for key, only in dialect.fixed.items()
@@ -133,7 +133,7 @@ def _unsupported(values: Mapping[str, Any], dialect: HuggingFaceModel) -> list[s
 
 
 def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields of our model section, not yet validated, and one line per fault."""
+    """Return the fields of our model section, not yet validated, and one line per fault."""
     dialect = FAMILIES[family].hugging_face
     fields: dict[str, Any] = {"family": family}
     faults = []
@@ -154,9 +154,9 @@ def _model_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any
     if type(head_dim) is int and isinstance(heads, int) and head_dim * heads == hidden:
         fields["head_dim"] = None
     if FAMILIES[family].positions == "rotary":
-        rotary, found = _rotary_fields(values, family)
+        rotary, rotary_faults = _rotary_fields(values, family)
         fields.update(rotary)
-        faults += found
+        faults += rotary_faults
     return fields, faults
 
 
@@ -178,8 +178,8 @@ def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, An
         rope = inner or rope
 
     def first(keys: tuple[str, ...], default: Any) -> Any:
-        found = (source.get(key) for source in (rope, values) for key in keys)
-        return next((value for value in found if value is not None), default)
+        values_of_keys = (source.get(key) for source in (rope, values) for key in keys)
+        return next((value for value in values_of_keys if value is not None), default)
 
     default_pct = FAMILIES[family].defaults["rotary_pct"]
     fields = {
@@ -194,7 +194,7 @@ def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, An
 
 
 def config_faults(model: ModelConfig) -> list[str]:
-    """Returns one line for each reason why transformers' model of the family cannot be this one."""
+    """Return the reasons why transformers' model of the family cannot be this one."""
     return list(broken_rules(flatten(model.model_dump(), "model.")))
 
 
@@ -206,7 +206,7 @@ def write_config(
     bos_token_id: int | None,
     eos_token_id: int | list[int] | None,
 ) -> None:
-    """Writes a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
+    """Write a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
     dialect = FAMILIES[model.family].hugging_face
     values: dict[str, Any] = {"architectures": [dialect.causal], "model_type": dialect.model_type}
     resolved = {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def load(path: Path, *, trusted: bool = False) -> RunConfig:
-    """Read a run's config.yaml.
+    """Read a run's config.yaml; a file that has not changed is read once in a process.
 
     Args:
         trusted: Whether only this user and root may have written it, as if it is going to run.
@@ -35,6 +36,19 @@ def load(path: Path, *, trusted: bool = False) -> RunConfig:
     Raises:
         ConfigError: It is unreadable, no longer valid, or not trusted.
     """
+    return _load(path, trusted, _signature(path), _signature(RunDir(path.parent).secrets))
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    """Return what changes with a file's content, owner or mode; None if there is no file."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return None
+
+
+@lru_cache(maxsize=16)
+def _load(path: Path, trusted: bool, *_: tuple[int, ...] | None) -> RunConfig:
     tree, origins = _read(path, trusted)
     _insert_secrets(tree, RunDir(path.parent).secrets)
     return validate(tree, origins, [], str(path), trusted=trusted)
@@ -70,9 +84,9 @@ def _insert_secrets(tree: Mapping[str, Any], path: Path) -> None:
     if not masked:
         return
     with suppress(OSError, ValueError), open_trusted(path) as stream:
-        found = json.loads(stream.read(LARGEST_RECORD))
+        secrets = json.loads(stream.read(LARGEST_RECORD))
         for variables, name, dotted in masked:
-            variables[name] = str(found.get(dotted, MASK))
+            variables[name] = str(secrets.get(dotted, MASK))
 
 
 def _read(path: Path, trusted: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
@@ -92,12 +106,12 @@ class LenientConfig:
     warnings: tuple[str, ...] = ()  # faults of the file
 
     def text(self, path: str) -> str | None:
-        """Returns the value at `path` if it is a string, else None."""
+        """Return the value at `path` if it is a string, else None."""
         value = (self.values or {}).get(path)
         return value if isinstance(value, str) else None
 
     def count(self, path: str) -> int | None:
-        """Returns the value at `path` if it is an integer above 0, else None."""
+        """Return the value at `path` if it is an integer above 0, else None."""
         value = (self.values or {}).get(path)
         # Not isinstance: True is an int too.
         return value if type(value) is int and value > 0 else None

@@ -6,7 +6,7 @@ Also what all sections are made of.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 def _number_or_auto(value: Any) -> Any:
-    """One fault and not one for each kind of value that would do."""
+    """Return a valid number or auto; raise one error for any other value."""
     if value == "auto" or (type(value) is int and 0 < value < 2**40):
         return value
     raise ValueError("must be a whole number above 0, or auto")
@@ -40,65 +40,76 @@ NumberOrAuto = Annotated[PositiveInt | Literal["auto"], BeforeValidator(_number_
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
-    # Steps between checkpoints; auto: by Young and Daly, from what a save costs and how often
-    # the run's nodes fail.
     every_steps: NumberOrAuto = 100
-    keep: PositiveInt = 3  # Newest checkpoints kept.
-    keep_hours: NonNegativeFloat = 0.0  # Checkpoints younger than this are kept too.
-    # Checkpoints at multiples of this step are kept for good.
+    """Steps between checkpoints; auto: by Young and Daly, from what a save costs and how often the
+    run's nodes fail."""
+    keep: PositiveInt = 3
+    """Newest checkpoints kept."""
+    keep_hours: NonNegativeFloat = 0.0
+    """Checkpoints younger than this are kept too."""
     keep_every: PositiveInt | None = None
-    asynchronous: bool = False  # Write checkpoints while training continues.
-    # A folder or a URL (s3://…) to which each checkpoint is copied while training continues,
-    # and from which a run resumes if its own directory has none.
+    """Checkpoints at multiples of this step are kept for good."""
+    asynchronous: bool = False
+    """Write checkpoints while training continues."""
     replica: str | None = None
-    replica_keep: PositiveInt = 2  # Newest checkpoints kept in the replica.
+    """A folder or a URL (s3://…) to which each checkpoint is copied while training continues, and
+    from which a run resumes if its own directory has none."""
+    replica_keep: PositiveInt = 2
+    """Newest checkpoints kept in the replica."""
 
 
 def _off(value: Any) -> Any:
-    """YAML reads a bare `off` as false."""
+    """Return `off` for the false that YAML reads it as."""
     return "off" if value is False else value
 
 
 class GuardConfig(Section):
-    """Reaction to a loss or a gradient norm that is no longer right (after HLAT)."""
+    """What to do when the loss is not finite or the gradient norm spikes (after HLAT)."""
 
-    # At a loss or a gradient norm that is not finite.
     not_finite: Literal["stop", "roll_back"] = "stop"
-    # At a spike of the gradient norm that does not return.
+    """At a loss or a gradient norm that is not finite."""
     spike: Annotated[Literal["off", "warn", "stop", "roll_back"], BeforeValidator(_off)] = "warn"
-    # A gradient norm is a spike from so many times its lowest smoothed value on.
+    """At a spike of the gradient norm that does not return."""
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 3.0
-    smoothing_steps: PositiveInt = 50  # Steps that the smoothed gradient norm is the mean over.
-    window_steps: PositiveInt = 50  # Steps within which a spike must return.
-    # Global batches before the spike's first that a roll-back skips too.
+    """A gradient norm is a spike from so many times its lowest smoothed value on."""
+    smoothing_steps: PositiveInt = 50
+    """Steps that the smoothed gradient norm is the mean over."""
+    window_steps: PositiveInt = 50
+    """Steps within which a spike must return."""
     skip_batches: Annotated[int, Field(ge=0)] = 0
-    max_roll_backs: Annotated[int, Field(ge=0)] = 3  # Roll-backs of a run before it stops instead.
+    """Global batches before the spike's first that a roll-back skips too."""
+    max_roll_backs: Annotated[int, Field(ge=0)] = 3
+    """Roll-backs of a run before it stops instead."""
 
 
 class ProfileConfig(Section):
     """Which steps are profiled, into the run's `profiles/`; training stays bit-identical."""
 
-    # First and last profiled step; none if left out.
     steps: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] | None = None
-    # Workers that are profiled.
+    """First and last profiled step; none if left out."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] = (
         0,
     )
-    # Record allocations too: a snapshot of the memory on CUDA, in the trace on CPUs.
+    """Workers that are profiled."""
     memory: bool = False
+    """Record allocations too: a snapshot of the memory on CUDA, in the trace on CPUs."""
 
 
 class WatchdogConfig(Section):
     """When a run that makes no progress counts as hung."""
 
-    enabled: bool = True  # Whether the supervisor watches.
-    # Seconds for a phase of the start-up: imports, rendezvous, model, resume.
+    enabled: bool = True
+    """Whether the supervisor watches."""
     start_up_s: PositiveFloat = 1800.0
-    first_step_s: PositiveFloat = 7200.0  # Seconds for the first step, compilation included.
-    # A step may take so many times the run's slow ones …
+    """Seconds for a phase of the start-up: imports, rendezvous, model, resume."""
+    first_step_s: PositiveFloat = 7200.0
+    """Seconds for the first step, compilation included."""
     step_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
-    min_step_s: PositiveFloat = 60.0  # … and at least so many seconds.
-    save_s: PositiveFloat = 1800.0  # Seconds for a save.
+    """A step may take so many times the run's slow ones, and at least `min_step_s`."""
+    min_step_s: PositiveFloat = 60.0
+    """Seconds that a step may always take."""
+    save_s: PositiveFloat = 1800.0
+    """Seconds for a save."""
 
 
 _SLURM_TIME = re.compile(r"\d+|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d){0,2}")
@@ -106,7 +117,7 @@ _SLURM_WORD = re.compile(r"[A-Za-z0-9_+.,:=@/%\[\]()|&*][A-Za-z0-9_+.,:=@/%\[\](
 
 
 def _slurm_time(value: Any) -> str:
-    """A time as sbatch reads it; a bare number counts minutes."""
+    """Return a time as sbatch reads it; a bare number counts minutes."""
     text = str(value) if type(value) is int else value
     if not isinstance(text, str) or not _SLURM_TIME.fullmatch(text):
         raise ValueError(
@@ -117,7 +128,7 @@ def _slurm_time(value: Any) -> str:
 
 
 def _slurm_word(value: Any) -> str:
-    """No blanks, quotes or leading dash, which could end the directive or begin another."""
+    """Return a word without blanks, quotes or a leading dash, which could end the directive."""
     text = str(value) if type(value) is int else value
     if not isinstance(text, str) or not _SLURM_WORD.fullmatch(text):
         raise ValueError(
@@ -132,7 +143,7 @@ KILL_MARGIN_S = 30.0
 
 
 def leaving_s(signal_lead_s: float) -> float:
-    """Seconds that workers have to save and exit, from the signal ahead of the time limit."""
+    """Return the seconds from the signal ahead of the time limit in which workers save and exit."""
     return max(signal_lead_s - KILL_MARGIN_S, signal_lead_s / 2)
 
 
@@ -144,7 +155,7 @@ NotifyEvent = Literal["start", "failure", "requeue", "divergence", "end"]
 
 
 def _variable_name(value: Any) -> str:
-    """A URL is a secret: the configuration names the variable that holds it."""
+    """Return the name of a variable with a URL; a URL itself, a secret, is an error."""
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
         return value
     raise ValueError(
@@ -160,17 +171,15 @@ RestartSetting = Literal["auto", "requeue", "chain", "none"]
 class NotifyConfig(Section):
     """Notifications of a run; they never delay it."""
 
-    # Name of the variable with the URL to which a notification is posted as JSON, with the line
-    # `text` that Slack shows.
     webhook: Annotated[str, BeforeValidator(_variable_name)] | None = None
-    # A program and its arguments, called with the JSON on its standard input and the line of text
-    # in $SLURMLLM_NOTIFICATION; not from a recipe's file.
+    """Name of the variable with the URL to which a notification is posted as JSON, with the line
+    `text` that Slack shows."""
     command: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    # Which: the start of an attempt; its end, as a failure that stops the run, a requeue, a
-    # divergence, or the end of the run.
-    on: Annotated[tuple[NotifyEvent, ...], Field(strict=False)] = (
-        "start", "failure", "requeue", "divergence", "end",
-    )  # fmt: skip
+    """A program and its arguments, called with the JSON on its standard input and the line of text
+    in $SLURMLLM_NOTIFICATION; not from a recipe's file."""
+    on: Annotated[tuple[NotifyEvent, ...], Field(strict=False)] = get_args(NotifyEvent)
+    """Which: the start of an attempt; its end, as a failure that stops the run, a requeue, a
+    divergence, or the end of the run."""
 
 
 StageOptions = Annotated[dict[str, str | bool], BeforeValidator(check_options)]
@@ -179,55 +188,69 @@ StageOptions = Annotated[dict[str, str | bool], BeforeValidator(check_options)]
 class Directives(Section):
     """Further options of sbatch and srun, without their dashes: {constraint: a100, gres: gpu:8}."""
 
-    train: StageOptions = Field(default_factory=dict)  # For sbatch, of the train job.
-    precompile: StageOptions = Field(default_factory=dict)  # For sbatch, of the precompile job.
-    evaluate: StageOptions = Field(default_factory=dict)  # For sbatch, of `evaluate --slurm`.
-    srun: StageOptions = Field(default_factory=dict)  # For srun, in both jobs.
+    train: StageOptions = Field(default_factory=dict)
+    """For sbatch, of the train job."""
+    precompile: StageOptions = Field(default_factory=dict)
+    """For sbatch, of the precompile job."""
+    evaluate: StageOptions = Field(default_factory=dict)
+    """For sbatch, of `evaluate --slurm`."""
+    srun: StageOptions = Field(default_factory=dict)
+    """For srun, in both jobs."""
 
 
 # type:job ids, such as afterok:12:13; several, separated by commas (all) or ? (any).
-_DEPENDENCY = r"(singleton|after[a-z]*(:\d+([_+]\d+)*)+)"
+_JOBS = r"(singleton|after[a-z]*(:\d+([_+]\d+)*)+)"
+Dependency = Annotated[str, Field(pattern=rf"^{_JOBS}([,?]{_JOBS})*$")]
 
 
 class SlurmConfig(Section):
     """Slurm options of the batch scripts, and limits on restarts."""
 
-    time: SlurmTime = "1-00:00:00"  # Time limit of the train job: minutes, H:MM:SS or D-HH:MM:SS.
-    precompile_time: SlurmTime = "2:00:00"  # Time limit of the precompile job.
-    # Seconds before the time limit at which the run saves and exits.
+    time: SlurmTime = "1-00:00:00"
+    """Time limit of the train job: minutes, H:MM:SS or D-HH:MM:SS."""
+    precompile_time: SlurmTime = "2:00:00"
+    """Time limit of the precompile job."""
     signal_lead_s: Annotated[int, Field(ge=0, le=65535)] = 300
-    partition: SlurmWord | None = None  # Partition.
-    account: SlurmWord | None = None  # Account.
-    qos: SlurmWord | None = None  # Quality of service.
-    reservation: SlurmWord | None = None  # Reservation.
-    exclude: SlurmWord | None = None  # Nodes to exclude.
-    # How a run continues after the end of its job: requeue (the same job), chain (a successor job,
-    # submitted ahead of the end) or none (it stops). auto: requeue if the site permits it, else
-    # chain.
+    """Seconds before the time limit at which the run saves and exits."""
+    partition: SlurmWord | None = None
+    """Partition."""
+    account: SlurmWord | None = None
+    """Account."""
+    qos: SlurmWord | None = None
+    """Quality of service."""
+    reservation: SlurmWord | None = None
+    """Reservation."""
+    exclude: SlurmWord | None = None
+    """Nodes to exclude."""
     restart: RestartSetting = "auto"
-    # Whether new workers start in the same job after a failure, if it has enough healthy nodes.
+    """How a run continues after the end of its job: requeue (the same job), chain (a successor job,
+    submitted ahead of the end) or none (it stops). auto: requeue if the site permits it, else
+    chain."""
     restart_in_allocation: bool = True
-    # Fewest nodes that the train job starts with, if Slurm has no more; --nodes 2-4 sets it.
+    """Whether new workers start in the same job after a failure, if it has enough healthy nodes."""
     min_nodes: Annotated[int, Field(ge=1)] | None = None
-    # Nodes that the train job holds in addition, to replace others without leaving the allocation.
+    """Fewest nodes that the train job starts with, if Slurm has no more; --nodes 2-4 sets it."""
     spare_nodes: Annotated[int, Field(ge=0)] = 0
-    # What the first job of a submission waits for, as sbatch's --dependency: afterok:12.
-    dependency: Annotated[
-        str, Field(pattern=rf"^{_DEPENDENCY}([,?]{_DEPENDENCY})*$")
-    ] | None = None  # fmt: skip
+    """Nodes that the train job holds in addition, to replace others without leaving the allocation.
+    """
+    dependency: Dependency | None = None
+    """What the first job of a submission waits for, as sbatch's --dependency: afterok:12."""
     directives: Directives = Directives()
-    # Restarts after node failures within slurm.budget_hours before the run stops.
     failure_budget: Annotated[int, Field(ge=0)] = 20
-    hang_budget: Annotated[int, Field(ge=0)] = 5  # Likewise, after hangs.
-    # Likewise, after failures of the shared file system.
+    """Restarts after node failures within slurm.budget_hours before the run stops."""
+    hang_budget: Annotated[int, Field(ge=0)] = 5
+    """Likewise, after hangs."""
     storage_budget: Annotated[int, Field(ge=0)] = 3
-    budget_hours: PositiveFloat = 24.0  # Hours back over which failures are counted.
-    # Seconds that a requeued job waits after an attempt without a new checkpoint; doubled
-    # after each further one, up to an hour.
+    """Likewise, after failures of the shared file system."""
+    budget_hours: PositiveFloat = 24.0
+    """Hours back over which failures are counted."""
     backoff_s: NonNegativeFloat = 30.0
-    # Attempts in a row without a new checkpoint before the run stops.
+    """Seconds that a requeued job waits after an attempt without a new checkpoint; doubled after
+    each further one, up to an hour."""
     no_progress_limit: PositiveInt = 3
-    # Hours for which a node that failed is excluded from the run.
+    """Attempts in a row without a new checkpoint before the run stops."""
     exclude_hours: NonNegativeFloat = 24.0
-    drain: bool = False  # Whether such a node is drained too, if Slurm permits it to this user.
+    """Hours for which a node that failed is excluded from the run."""
+    drain: bool = False
+    """Whether such a node is drained too, if Slurm permits it to this user."""
     notify: NotifyConfig = NotifyConfig()

@@ -41,7 +41,7 @@ def available(folder: Path) -> list[str]:
 
 
 def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
-    """A shipped file by its name, or a file by its path; raises ConfigError if there is none."""
+    """Return a shipped file by its name, or a file by its path; raise ConfigError without one."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         if path.is_file():
@@ -56,8 +56,9 @@ def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
     )
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known) or [one for one in known if one.startswith(name)]
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names)
+    close = close or [other for other in names if other.startswith(name)]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
@@ -81,8 +82,8 @@ def read_profile(path: Path, folder: Path) -> Level:
     levels: list[Level] = []
     following: Path | None = path
     while following is not None:
-        if following.resolve() in (one.resolve() for one in chain):
-            names = " extends ".join(str(one) for one in [*chain, following])
+        if following.resolve() in (file.resolve() for file in chain):
+            names = " extends ".join(map(str, [*chain, following]))
             raise ConfigError(
                 f"cluster profiles extend each other: {names}; remove one `extends`, or name a "
                 f"profile outside of the chain: {', '.join(available(folder))}"
@@ -92,9 +93,9 @@ def read_profile(path: Path, folder: Path) -> Level:
         following = _base(values, origins, following, folder)
         levels.append((values, origins))
     if len(chain) > 1:
-        own, origins = levels[0]
+        values_of_file, origins = levels[0]
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "profile"
-        levels[0] = {"name": name, **own}, {"name": path.name, **origins}
+        levels[0] = {"name": name, **values_of_file}, {"name": path.name, **origins}
     profile = levels.pop()
     while levels:
         profile = extended(profile, levels.pop())
@@ -102,7 +103,7 @@ def read_profile(path: Path, folder: Path) -> Level:
 
 
 def _base(values: dict[str, Any], origins: dict[str, str], path: Path, folder: Path) -> Path | None:
-    """The profile that one extends; None if it extends none."""
+    """Return the profile that one extends; None if it extends none."""
     if "extends" not in values:
         return None
     name, where = values.pop("extends"), origins.pop("extends", path.name)
@@ -110,49 +111,50 @@ def _base(values: dict[str, Any], origins: dict[str, str], path: Path, folder: P
         raise ConfigError(
             f"extends ({where}): {name!r}: must be a profile's name, such as p5, or a .yaml file"
         )
-    own = path.parent / name
-    given = str(own) if own.suffix in (".yaml", ".yml") else name
+    file = path.parent / name
+    source = str(file) if file.suffix in (".yaml", ".yml") else name
     try:
-        return find_yaml(given, folder, "cluster profile", "its path is relative to this file's")
+        return find_yaml(source, folder, "cluster profile", "its path is relative to this file's")
     except ConfigError as error:
         raise ConfigError(f"extends ({where}): {error.title}") from None
 
 
 def extended(base: Level, extension: Level) -> Level:
     """Return a base profile with the values of one that extends it in place of its own."""
-    (values, origins), (given, own_origins) = base, extension
-    hardware, before = given.get("hardware", {}), values.get("hardware")
-    other_nodes = any(key in given and given[key] != values.get(key) for key in _NODES)
+    (values, origins), (changes, new_origins) = base, extension
+    hardware, before = changes.get("hardware", {}), values.get("hardware")
+    other_nodes = any(key in changes and changes[key] != values.get(key) for key in _NODES)
     changed: list[str] = []
     if isinstance(hardware, Mapping) and isinstance(before, Mapping) and (hardware or other_nodes):
         changed = [name for name in hardware if name in _MAKERS]
-        reached = [one for name in changed for one in _REACHED.get(name, ()) if one in before]
+        reached = [share for name in changed for share in _REACHED.get(name, ())]
         # A node's links are those of as many devices.
         links = ("network_gb_s", *_REACHED["network_gb_s"])
-        reached += [one for one in links if other_nodes and one in before]
+        reached += links if other_nodes else ()
+        reached = [name for name in reached if name in before]
         assumed = dict.fromkeys([*(before.get("assumed") or ()), *reached])
         # What the profile gives itself is assumed only if it lists that itself.
-        derived: dict[str, Any] = {"assumed": [one for one in assumed if one not in hardware]}
+        derived: dict[str, Any] = {"assumed": [name for name in assumed if name not in hardware]}
         if changed:
             derived["source"] = f"{', '.join(changed)} as given; {before.get('source')}"
-        own_origins = {f"hardware.{name}": "extends" for name in derived} | own_origins
-        given = {**given, "hardware": {**derived, **hardware}}
+        new_origins = {f"hardware.{name}": "extends" for name in derived} | new_origins
+        changes = {**changes, "hardware": {**derived, **hardware}}
     # Not merged: the date and source of the other's price are not this one's.
-    dropped = {"price"} if {"price", "instance_type"} & given.keys() else set()
+    dropped = {"price"} if {"price", "instance_type"} & changes.keys() else set()
     if changed or other_nodes:
         dropped |= {"price", "instance_type"}
     values = {key: value for key, value in values.items() if key not in dropped}
-    merged = _merged(values, given)
-    if given.get("price", ...) is None:
+    merged = _merged(values, changes)
+    if changes.get("price", ...) is None:
         merged["price"] = None  # not the tables' price either
-    known = origins | own_origins
-    return merged, {path: known[path] for path in flatten(merged) if path in known}
+    sources = origins | new_origins
+    return merged, {path: sources[path] for path in flatten(merged) if path in sources}
 
 
-def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of nested mappings over others; None takes one out."""
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of nested mappings over others; None takes one out."""
     merged = dict(base)
-    for key, value in own.items():
+    for key, value in changes.items():
         before = merged.get(key)
         if isinstance(before, Mapping) and isinstance(value, Mapping):
             merged[key] = _merged(before, value)

@@ -20,13 +20,7 @@ from pydantic import (
 )
 
 from slurmllm.config.data_sources import SourceName
-from slurmllm.config.families import (
-    BUILT_IN,
-    FAMILIES,
-    Activation,
-    FamilyName,
-    gate_block,
-)
+from slurmllm.config.families import BUILT_IN, FAMILIES, Activation, FamilyName, gate_block
 from slurmllm.config.operation import (
     CheckpointConfig,
     EnvName,
@@ -55,55 +49,71 @@ def _known_scaling(kind: str) -> str:
 class RopeScaling(Section):
     """Rotary frequencies for texts longer than those of the first training (Llama 3.1)."""
 
-    kind: Annotated[str, AfterValidator(_known_scaling)]  # llama3.
-    factor: PositiveFloat  # Low frequencies are divided by this.
-    # Low are the frequencies that turn at most so many times in the original length.
+    kind: Annotated[str, AfterValidator(_known_scaling)]
+    """The scaling: llama3."""
+    factor: PositiveFloat
+    """Low frequencies are divided by this."""
     low_freq_factor: PositiveFloat
-    # Frequencies that turn at least so many times stay; between the two the factor is blended.
+    """Low are the frequencies that turn at most so many times in the original length."""
     high_freq_factor: PositiveFloat
-    # Tokens in a sequence of the first training.
+    """Frequencies that turn at least so many times stay; between the two the factor is blended."""
     original_max_position_embeddings: PositiveInt
+    """Tokens in a sequence of the first training."""
 
 
 class ModelConfig(Section):
     """The shape of the model; fields with a default of the family may be left out."""
 
-    # Model family: neox (GPT-NeoX, Pythia), llama (Llama 2 and 3), qwen3 or gpt3.
     family: FamilyName
-    num_layers: Annotated[PositiveInt, Field(le=100_000)]  # Decoder layers.
-    hidden_size: PositiveInt  # Width of the residual stream.
-    num_heads: PositiveInt  # Attention heads.
-    # Key and value heads; as many as attention heads by default.
+    """Model family: neox (GPT-NeoX, Pythia), llama (Llama 2 and 3), qwen3 or gpt3."""
+    num_layers: Annotated[PositiveInt, Field(le=100_000)]
+    """Decoder layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_heads: PositiveInt
+    """Attention heads."""
     num_kv_heads: PositiveInt | None = None
-    # Width of an attention head; hidden_size / num_heads by default.
+    """Key and value heads; as many as attention heads by default."""
     head_dim: PositiveInt | None = None
-    ffn_hidden_size: PositiveInt  # Width of the feed-forward layer.
-    vocab_size: PositiveInt  # Vocabulary entries, no fewer than the tokenizer's.
-    # The embedding's rows are rounded up to a multiple of this.
+    """Width of an attention head; hidden_size / num_heads by default."""
+    ffn_hidden_size: PositiveInt
+    """Width of the feed-forward layer."""
+    vocab_size: PositiveInt
+    """Vocabulary entries, no fewer than the tokenizer's."""
     vocab_pad_multiple: PositiveInt = 1
-    seq_len: PositiveInt  # Tokens in a training sequence.
-    # Share of each head's dimensions that rotary positions turn; the family's.
+    """The embedding's rows are rounded up to a multiple of this."""
+    seq_len: PositiveInt
+    """Tokens in a training sequence."""
     rotary_pct: Annotated[float, Field(ge=0, le=1)]
-    rotary_base: PositiveFloat = 10000.0  # Base of the rotary angles.
-    # Scaled rotary frequencies (Llama 3.1 and 3.2); none by default.
+    """Share of each head's dimensions that rotary positions turn; the family's."""
+    rotary_base: PositiveFloat = 10000.0
+    """Base of the rotary angles."""
     rope_scaling: RopeScaling | None = None
-    # Between the matrices of the feed-forward layer: gelu (by erf), gelu_tanh or silu; the
-    # family's.
+    """Scaled rotary frequencies (Llama 3.1 and 3.2); none by default."""
     activation: Activation
-    attention_bias: bool  # Biases of attention's matrices; the family's.
-    mlp_bias: bool  # Biases of the feed-forward matrices; the family's.
-    # Attention and feed-forward both read the block's input, and one sum adds them; the family's.
+    """Between the matrices of the feed-forward layer: gelu (by erf), gelu_tanh or silu; the
+    family's."""
+    attention_bias: bool
+    """Biases of attention's matrices; the family's."""
+    mlp_bias: bool
+    """Biases of the feed-forward matrices; the family's."""
     parallel_residual: bool
-    qk_norm: bool  # RMSNorm of each head's queries and keys before they are rotated; the family's.
-    tied_embeddings: bool  # The head is the embedding, transposed; the family's.
-    norm_eps: PositiveFloat = 1e-5  # Epsilon of the norms.
-    init_std: PositiveFloat = 0.02  # Standard deviation of the initial weights.
-    # Divide the standard deviation of each layer's two output matrices by sqrt(2 ·
-    # num_layers), as HLAT does.
+    """Attention and feed-forward both read the block's input, and one sum adds them; the family's.
+    """
+    qk_norm: bool
+    """RMSNorm of each head's queries and keys before they are rotated; the family's."""
+    tied_embeddings: bool
+    """The head is the embedding, transposed; the family's."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of the norms."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
     scaled_init: bool = False
-    # Standard deviation of each layer's two output matrices; init_std where left out (and
-    # scaled_init is off).
+    """Divide the standard deviation of each layer's two output matrices by sqrt(2 · num_layers), as
+    HLAT does."""
     output_init_std: PositiveFloat | None = None
+    """Standard deviation of each layer's two output matrices; init_std where left out (and
+    scaled_init is off)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -138,17 +148,19 @@ class ModelConfig(Section):
 
 
 def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model section, those left out filled in with the family's values."""
+    """Return the fields of a model section, those left out with the family's values."""
     family = values.get("family")
-    found = FAMILIES.get(family) if isinstance(family, str) else None
-    return {**(found.defaults if found else {}), **values}
+    built_in = FAMILIES.get(family) if isinstance(family, str) else None
+    return {**(built_in.defaults if built_in else {}), **values}
 
 
 class CorpusShare(Section):
     """One corpus of a blend."""
 
-    path: str  # As `data.corpus`.
-    weight: PositiveFloat = 1.0  # Its share of the sequences, relative to the others'.
+    path: str
+    """As `data.corpus`."""
+    weight: PositiveFloat = 1.0
+    """Its share of the sequences, relative to the others'."""
 
 
 def _not_empty(corpora: tuple[CorpusShare, ...]) -> tuple[CorpusShare, ...]:
@@ -172,22 +184,22 @@ _Sources = Annotated[
 class DataConfig(Section):
     """What the model reads."""
 
-    # Published data sets that the recipe's source used (`slurmllm data fetch --list`), one or
-    # several: a corpus and its tokenizer. They are read if data.corpus is not set.
     source: _Sources | None = None
-    # Corpus made by `slurmllm data build`, a Megatron .bin/.idx, a .npy of token ids, or
-    # `stdlib`: the texts of this machine's Python standard library, built at the first
-    # submit. A list of {path, weight} blends several.
+    """Published data sets that the recipe's source used (`slurmllm data fetch --list`), one or
+    several: a corpus and its tokenizer. They are read if data.corpus is not set."""
     corpus: _Corpora | None = None
-    # A tokenizer.json, or `stdlib`: trained on the stdlib corpus at the first submit.
+    """Corpus made by `slurmllm data build`, a Megatron .bin/.idx, a .npy of token ids, or `stdlib`:
+    the texts of this machine's Python standard library, built at the first submit. A list of {path,
+    weight} blends several."""
     tokenizer: str | None = None
-    # Attention across document boundaries: `none` masks nothing, `document` keeps attention
-    # and positions within each document.
+    """A tokenizer.json, or `stdlib`: trained on the stdlib corpus at the first submit."""
     mask: Literal["none", "document"] = "none"
-    # Share of the documents, chosen by the hash of their content, that training never sees.
+    """Attention across document boundaries: `none` masks nothing, `document` keeps attention and
+    positions within each document."""
     validation: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    # Processes that tokenize ahead of the training, for each worker.
+    """Share of the documents, chosen by the hash of their content, that training never sees."""
     num_workers: Annotated[int, Field(ge=0)] = 1
+    """Processes that tokenize ahead of the training, for each worker."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -219,13 +231,13 @@ _TextName = Annotated[
 class EvalConfig(Section):
     """Validation while training: the loss on text that training does not read."""
 
-    # Steps between evaluations; the last step is always evaluated. Null turns evaluation off.
     every_steps: PositiveInt | None = None
-    # Sequences of each text, at most; the same ones at every evaluation.
+    """Steps between evaluations; the last step is always evaluated. Null turns evaluation off."""
     sequences: PositiveInt = 256
-    # Further corpora by name, in the forms of `data.corpus`. With `data.validation`, the
-    # held-out documents are another one, `held_out`.
+    """Sequences of each text, at most; the same ones at every evaluation."""
     corpora: dict[_TextName, str] = Field(default_factory=dict)
+    """Further corpora by name, in the forms of `data.corpus`. With `data.validation`, the held-out
+    documents are another one, `held_out`."""
 
 
 # Parts of a block: attention without its matrices, the feed-forward layer, the norms.
@@ -237,14 +249,14 @@ def _checkpointing(value: Any) -> Any:
     """Sort the parts and write [core] as selective, so that equal settings have equal graphs."""
     if isinstance(value, str) and value in _CHECKPOINTING:
         return value
-    remedy = "must be none, selective or full, or a list of core, mlp and norm"
+    rule = "must be none, selective or full, or a list of core, mlp and norm"
     if not isinstance(value, list | tuple):
-        raise ValueError(remedy)
+        raise ValueError(rule)
     if not value:
         raise ValueError("must name a part of core, mlp and norm; to recompute nothing, write none")
     unknown = [part for part in value if part not in BLOCK_PARTS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is not a part of a block; {remedy}")
+        raise ValueError(f"{unknown[0]!r} is not a part of a block; {rule}")
     if len(set(value)) < len(value):
         raise ValueError("must name each part once")
     parts = tuple(part for part in BLOCK_PARTS if part in value)
@@ -257,34 +269,37 @@ Checkpointing = Literal["none", "selective", "full"] | tuple[Literal["core", "ml
 class TrainConfig(Section):
     """How long and in which batches the model trains."""
 
-    steps: PositiveInt  # Optimizer steps to the run's end.
-    global_batch: PositiveInt  # Sequences in one optimizer step.
-    # Sequences in one forward pass of one worker; auto: measured once, in the precompile
-    # stage; 1 on Neuron devices, which cannot measure it.
+    steps: PositiveInt
+    """Optimizer steps to the run's end."""
+    global_batch: PositiveInt
+    """Sequences in one optimizer step."""
     micro_batch: NumberOrAuto
-    # A checkpoint folder whose weights the run starts from, at step 0: one that `slurmllm
-    # checkpoint import` made, or another run's.
+    """Sequences in one forward pass of one worker; auto: measured once, in the precompile stage; 1
+    on Neuron devices, which cannot measure it."""
     init_from: str | None = None
-    # Whether train.init_from must be set before the run can start; or the published weights that
-    # it is to name, as for `slurmllm checkpoint import`.
+    """A checkpoint folder whose weights the run starts from, at step 0: one that `slurmllm
+    checkpoint import` made, or another run's."""
     finetune: bool | Annotated[str, Field(pattern=r"^hf://[^/]+/[^/]+$")] = False
-    # Seed of the initial weights and of the data order.
+    """Whether train.init_from must be set before the run can start; or the published weights that
+    it is to name, as for `slurmllm checkpoint import`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
-    # fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; bf16_sr: bf16
-    # throughout with stochastic rounding; bf16: bf16 throughout.
+    """Seed of the initial weights and of the data order."""
     precision: Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"] = "fp32"
-    # Coefficient of the z-loss, z_loss · log²Z per target token (PaLM: 1e-4), Z the softmax's
-    # denominator. Its gradient is added to the cross entropy's, which alone is the loss reported.
+    """fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; bf16_sr: bf16
+    throughout with stochastic rounding; bf16: bf16 throughout."""
     z_loss: NonNegativeFloat = 0.0
-    # What the backward pass recomputes instead of keeping: none; selective, the core of
-    # attention; full, whole blocks; or a list of parts of a block: core, mlp (the feed-forward
-    # layer), norm.
+    """Coefficient of the z-loss, z_loss · log²Z per target token (PaLM: 1e-4), Z the softmax's
+    denominator. Its gradient is added to the cross entropy's, which alone is the loss reported."""
     activation_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] = "none"
-    compile: bool = True  # torch.compile on the native backend.
-    # What the train stage does if precompile left a graph uncompiled: refuse to start, or
-    # compile it while training.
+    """What the backward pass recomputes instead of keeping: none; selective, the core of attention;
+    full, whole blocks; or a list of parts of a block: core, mlp (the feed-forward layer), norm."""
+    compile: bool = True
+    """torch.compile on the native backend."""
     incomplete_graphs: Literal["refuse", "compile"] = "refuse"
-    log_every: PositiveInt = 10  # Steps between lines in the log.
+    """What the train stage does if precompile left a graph uncompiled: refuse to start, or compile
+    it while training."""
+    log_every: PositiveInt = 10
+    """Steps between lines in the log."""
 
     @property
     def checkpointing_text(self) -> str:
@@ -294,7 +309,7 @@ class TrainConfig(Section):
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """What the backward pass recomputes: some of `PARTS`, or `block`, a whole one."""
+        """What the backward pass recomputes: some of `BLOCK_PARTS`, or `block`, a whole one."""
         setting = self.activation_checkpointing
         if isinstance(setting, tuple):
             return setting
@@ -309,35 +324,40 @@ ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 class OptimConfig(Section):
     """The optimizer and the learning rate's schedule."""
 
-    # The optimizer: adamw, or the name of one of your own (native backend).
     name: PartName = ADAMW
-    lr: PositiveFloat  # Learning rate after the warm-up.
-    min_lr: NonNegativeFloat = 0.0  # Learning rate at the decay's end.
-    warmup_steps: Annotated[int, Field(ge=0)] = 0  # Steps of linear rise from 0.
-    # Warm-up as a share of train.steps, rounded to whole steps; in place of warmup_steps.
+    """The optimizer: adamw, or the name of one of your own (native backend)."""
+    lr: PositiveFloat
+    """Learning rate after the warm-up."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the decay's end."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear rise from 0."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
-    # How the schedule counts: from_1, step n of the warm-up has lr · n / warmup_steps; nemo, lr · n
-    # / (warmup_steps + 1); transformers, lr · (n - 1) / warmup_steps, so 0 at step 1. With the last
-    # two the decay begins and ends one step later.
+    """Warm-up as a share of train.steps, rounded to whole steps; in place of warmup_steps."""
     step_count: Literal["from_1", "nemo", "transformers"] = "from_1"
-    # The way down from lr to min_lr; 1-sqrt: min_lr + (lr - min_lr) · (1 - sqrt(progress)).
+    """How the schedule counts: from_1, step n of the warm-up has lr · n / warmup_steps; nemo, lr ·
+    n / (warmup_steps + 1); transformers, lr · (n - 1) / warmup_steps, so 0 at step 1. With the last
+    two the decay begins and ends one step later."""
     decay: Literal["cosine", "linear", "1-sqrt", "constant"] = "cosine"
-    # Last step at lr before the decay; by default the last step of the warm-up.
+    """The way down from lr to min_lr; 1-sqrt: min_lr + (lr - min_lr) · (1 - sqrt(progress))."""
     decay_start: Annotated[int, Field(ge=0)] | None = None
-    # Step at which min_lr is reached, warm-up included; train.steps if left out.
+    """Last step at lr before the decay; by default the last step of the warm-up."""
     decay_steps: PositiveInt | None = None
-    # Adam's averaging constants.
+    """Step at which min_lr is reached, warm-up included; train.steps if left out."""
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8  # Adam's epsilon.
-    # Weight decay as in PyTorch's AdamW: each step takes lr · weight_decay of the weights, with the
-    # lr of that step. Composer's DecoupledAdamW takes lr / (largest lr) · weight_decay: divide its
-    # value by optim.lr for the same decay (1e-5 there is 0.0167 here at lr 6e-4).
+    """Adam's averaging constants."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
     weight_decay: NonNegativeFloat = 0.01
-    # Whether norms and biases decay too (HLAT: every parameter).
+    """Weight decay as in PyTorch's AdamW: each step takes lr · weight_decay of the weights, with
+    the lr of that step. Composer's DecoupledAdamW takes lr / (largest lr) · weight_decay: divide
+    its value by optim.lr for the same decay (1e-5 there is 0.0167 here at lr 6e-4)."""
     decay_norms_and_biases: bool = False
-    # Largest gradient 2-norm over all parameters; 0 clips nothing.
+    """Whether norms and biases decay too (HLAT: every parameter)."""
     grad_clip: NonNegativeFloat = 1.0
-    settings: dict[str, Any] = Field(default_factory=dict)  # Settings of an optimizer of a plugin.
+    """Largest gradient 2-norm over all parameters; 0 clips nothing."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of an optimizer of a plugin."""
 
     @field_validator("settings")
     @classmethod
@@ -353,30 +373,33 @@ class OptimConfig(Section):
         return settings
 
     def warmup(self, total_steps: int) -> int:
-        """Steps of the warm-up in a run of `total_steps`."""
+        """Return steps of the warm-up in a run of `total_steps`."""
         return num_warmup_steps(self.warmup_steps, self.warmup_ratio, total_steps)
 
 
 def num_warmup_steps(steps: int, ratio: float | None, total_steps: int) -> int:
-    """Steps of the warm-up, given as a number or as a share of all steps."""
+    """Return the steps of the warm-up, given as a number or as a share of all steps."""
     return steps if ratio is None else round(ratio * total_steps)
 
 
 class ParallelConfig(Section):
     """Mesh degrees; data parallelism follows from the node count."""
 
-    # Whether the planner chooses what is not set here, at submit. `parallel: auto` leaves all
-    # of it to the planner.
     auto: bool = False
-    tensor: PositiveInt = 1  # Tensor-parallel degree.
-    pipeline: PositiveInt = 1  # Pipeline stages.
-    # Chunks of layers that each pipeline stage holds; more than 1 interleaves them (1F1B
-    # either way).
+    """Whether the planner chooses what is not set here, at submit. `parallel: auto` leaves all of
+    it to the planner."""
+    tensor: PositiveInt = 1
+    """Tensor-parallel degree."""
+    pipeline: PositiveInt = 1
+    """Pipeline stages."""
     virtual_pipeline: PositiveInt = 1
-    sequence: bool = False  # Sequence parallelism inside the tensor-parallel group.
-    # What data-parallel workers share out: 1 optimizer state, 2 gradients too, 3 parameters
-    # too. A backend may share out more than asked.
+    """Chunks of layers that each pipeline stage holds; more than 1 interleaves them (1F1B either
+    way)."""
+    sequence: bool = False
+    """Sequence parallelism inside the tensor-parallel group."""
     zero: Annotated[int, Field(ge=0, le=3)] = 1
+    """What data-parallel workers share out: 1 optimizer state, 2 gradients too, 3 parameters too. A
+    backend may share out more than asked."""
 
     @model_validator(mode="before")
     @classmethod
@@ -392,11 +415,12 @@ TrackerName = Literal["wandb", "mlflow"]
 class Recipe(Section):
     """One YAML file per run."""
 
-    # The recipe's name; run names begin with it.
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    description: str = ""  # One line for `slurmllm recipes`.
-    # Cluster profile if neither --cluster nor $SLURMLLM_CLUSTER is given.
+    """The recipe's name; run names begin with it."""
+    description: str = ""
+    """One line for `slurmllm recipes`."""
     default_cluster: str = "local"
+    """Cluster profile if neither --cluster nor $SLURMLLM_CLUSTER is given."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     train: TrainConfig
@@ -408,29 +432,29 @@ class Recipe(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
     slurm: SlurmConfig = SlurmConfig()
-    # Nxd on Neuron devices, native elsewhere; rehearsal does everything but the arithmetic.
     backend: Literal["auto", "native", "nxd", "rehearsal"] = "auto"
-    # Trackers that get the run's metrics: wandb, mlflow; project and server in the profile.
+    """Nxd on Neuron devices, native elsewhere; rehearsal does everything but the arithmetic."""
     trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
-    # Environment variables for this recipe's workers; they replace those of the same name
-    # from the cluster profile and the backend.
+    """Trackers that get the run's metrics: wandb, mlflow; project and server in the profile."""
     env: dict[EnvName, str] = Field(default_factory=dict)
-    # Hooks of plugins, each with its settings: `{layer_norms: {every: 10}}`.
+    """Environment variables for this recipe's workers; they replace those of the same name from the
+    cluster profile and the backend."""
     hooks: dict[PartName, dict[str, Any]] = Field(default_factory=dict)
-    # Modules that register hooks, optimizers, model families or data sources:
-    # `[my_package.my_module]`.
+    """Hooks of plugins, each with its settings: `{layer_norms: {every: 10}}`."""
     plugins: Annotated[tuple[ModuleName, ...], Field(strict=False)] = ()
+    """Modules that register hooks, optimizers, model families or data sources:
+    `[my_package.my_module]`."""
 
     @property
     def plugin_refs(self) -> list[PluginRef]:
         """The parts of other packages that the recipe names."""
-        found = [PluginRef("hooks", name, f"hooks.{name}") for name in self.hooks]
+        refs = [PluginRef("hooks", name, f"hooks.{name}") for name in self.hooks]
         if self.optim.name != ADAMW:
-            found.append(PluginRef("optimizers", self.optim.name, "optim.name"))
+            refs.append(PluginRef("optimizers", self.optim.name, "optim.name"))
         if self.model.family not in BUILT_IN:
-            found.append(PluginRef("models", self.model.family, "model.family"))
+            refs.append(PluginRef("models", self.model.family, "model.family"))
         texts = [("data.corpus", share.path) for share in self.data.corpora]
         texts += [(f"eval.corpora.{name}", path) for name, path in self.eval.corpora.items()]
         prefixes = ((path, split_prefix(text)[0]) for path, text in texts)
-        found += [PluginRef("data_sources", name, path) for path, name in prefixes if name]
-        return found
+        refs += [PluginRef("data_sources", name, path) for path, name in prefixes if name]
+        return refs

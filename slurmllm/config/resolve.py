@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -16,11 +16,12 @@ from slurmllm.config.directives import may_be_in_file
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
-from slurmllm.config.recipe import CorpusShare, ParallelConfig, Recipe, with_family
+from slurmllm.config.recipe import ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
 from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
+from slurmllm.format import format_plural
 from slurmllm.plugins import is_known
 
 M = TypeVar("M", bound=BaseModel)
@@ -59,41 +60,42 @@ class RunConfig:
         return "nxd" if self.cluster.device == "neuron" else "native"
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """(dotted path, value, source) of every value, in the models' order."""
+        """Return (dotted path, value, source) of every value, in the models' order."""
         values = flatten(self.values())
         return [(path, value, self.origins.get(path, "default")) for path, value in values.items()]
 
     def values(self) -> dict[str, Any]:
-        """The nested values, as stored in config.yaml: secrets are masked."""
+        """Return the nested values, as stored in config.yaml: secrets are masked."""
         recipe, cluster = self.recipe.model_dump(mode="json"), self.cluster.model_dump(mode="json")
         cluster["env"] = mask(self.cluster.env)
         return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
 
     def secrets(self) -> dict[str, str]:
-        """Dotted path → value of the variables that hold secrets."""
-        sections = {"cluster.env": self.cluster.env, "env": self.recipe.env}
-        found = {f"{s}.{name}": v for s, values in sections.items() for name, v in values.items()}
-        return {path: value for path, value in found.items() if is_secret_at(path, value)}
+        """Return dotted path → value of the variables that hold secrets."""
+        sections = {"cluster": {"env": self.cluster.env}, "env": self.recipe.env}
+        variables = flatten(sections)
+        return {path: value for path, value in variables.items() if is_secret_at(path, value)}
 
     def worker_secrets(self) -> dict[str, str]:
-        """Name → value of these variables for a worker; the recipe's override the profile's.
+        """Return name → value of these variables; the recipe's override the profile's.
 
         Raises:
             ConfigError: the value of one is missing.
         """
-        found = self.secrets()
+        secrets = self.secrets()
         missing = [
             f"{path}: a secret, and its value is not in secrets.json of the run's directory; give "
             f"it again with `slurmllm resume RUN --set {path}=…`"
-            for path, value in found.items()
+            for path, value in secrets.items()
             if value == MASK
         ]
         if missing:
-            raise ConfigError(f"{self.recipe.name}: {len(missing)} secret(s) missing", missing)
-        return {path.rpartition(".")[2]: value for path, value in found.items()}
+            count = format_plural(len(missing), "secret")
+            raise ConfigError(f"{self.recipe.name}: {count} missing", missing)
+        return {path.rpartition(".")[2]: value for path, value in secrets.items()}
 
     def variable(self, name: str) -> str | None:
-        """A variable as the recipe or the profile sets it, else of this process's environment."""
+        """Return a variable as recipe or profile set it, else of this process's environment."""
         value = {**self.cluster.env, **self.recipe.env}.get(name, MASK)
         return os.environ.get(name) if value == MASK else value
 
@@ -107,28 +109,21 @@ class RunConfig:
         return self.origins.get("data.corpus") == TRIAL
 
     def open_degrees(self) -> list[str]:
-        """The dotted paths that `parallel.auto` leaves for the planner to choose."""
+        """Return the dotted paths that `parallel.auto` leaves for the planner to choose."""
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
         return [path for path in degrees if self.recipe.parallel.auto and not self.is_set(path)]
 
-    def with_data(
-        self, corpus: str | tuple[CorpusShare, ...], tokenizer: str | None,
-        origins: Mapping[str, str] | None = None,
-    ) -> RunConfig:  # fmt: skip
-        """Returns a copy with the resolved corpus and tokenizer; other origins are kept."""
-        data = self.recipe.data.model_copy(update={"corpus": corpus, "tokenizer": tokenizer})
-        recipe = self.recipe.model_copy(update={"data": data})
+    def with_settings(
+        self, section: str, origins: Mapping[str, str] | None = None, /, **values: Any
+    ) -> RunConfig:
+        """Return a copy with other values of a section of the recipe, which are not validated.
+
+        Args:
+            origins: Their sources; those of other values are kept.
+        """
+        changed = getattr(self.recipe, section).model_copy(update=values)
+        recipe = self.recipe.model_copy(update={section: changed})
         return replace(self, recipe=recipe, origins={**self.origins, **(origins or {})})
-
-    def with_evaluated(self, corpora: Mapping[str, str]) -> RunConfig:
-        """Returns a copy with the resolved corpora of `eval`; origins are kept."""
-        section = self.recipe.eval.model_copy(update={"corpora": dict(corpora)})
-        return replace(self, recipe=self.recipe.model_copy(update={"eval": section}))
-
-    def with_init_from(self, folder: str) -> RunConfig:
-        """Returns a copy with the resolved folder of initial weights; the origin is kept."""
-        train = self.recipe.train.model_copy(update={"init_from": folder})
-        return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
 
     def to_yaml(self) -> str:
         origin = {path: source for path, _, source in self.rows()}
@@ -184,28 +179,37 @@ def resolve(
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
     of_files = dict(origins)
     _override(tree, overrides, origins, faults)
-    faults += [
-        f"{path} ({source}): a recipe may not set what makes programs load code, as it may be "
-        f"another user's file; if you trust it, --set {path}=… or the cluster profile's env"
-        for path, source in origins.items()
-        if path.startswith("env.") and loads_code(path[4:]) and source == of_files.get(path)
-    ]
-    command, source = "slurm.notify.command", origins.get("slurm.notify.command")
-    if flatten(tree).get(command) and source is not None and source == of_files.get(command):
-        faults.append(
-            f"{command} ({source}): a recipe may not set a program to run, as it may be another "
-            f"user's file; if you trust it, --set {command}=…"
-        )
-    faults += [
-        f"{path} ({source}): a recipe may set options for resources only, as it may be another "
-        f"user's file; if you trust it, --set {path}=…"
-        for path, source in origins.items()
-        if path.startswith("slurm.directives.")
-        and source == of_files.get(path)
-        and not may_be_in_file(path.rpartition(".")[2])
-    ]
+    unchanged = {path: origin for path, origin in origins.items() if origin == of_files.get(path)}
+    faults += _untrusted_settings(tree, unchanged)
     _assign_options(tree, options or {}, origins, faults)
     return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
+
+
+def _untrusted_settings(tree: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield what a recipe's file, which may be another user's, may not set.
+
+    Args:
+        origins: Of the values that are still the files'.
+    """
+    command = flatten(tree).get("slurm.notify.command")
+    for path, origin in origins.items():
+        name, also = path.rpartition(".")[2], ""
+        if path.startswith("env.") and loads_code(path[4:]):
+            what, also = "what makes programs load code", " or the cluster profile's env"
+        elif path == "slurm.notify.command" and command:
+            what = "a program to run"
+        elif path.startswith("slurm.directives.") and not may_be_in_file(name):
+            yield (
+                f"{path} ({origin}): a recipe may set options for resources only, as it may be "
+                f"another user's file; if you trust it, --set {path}=…"
+            )
+            continue
+        else:
+            continue
+        yield (
+            f"{path} ({origin}): a recipe may not set {what}, as it may be another user's file; if "
+            f"you trust it, --set {path}=…{also}"
+        )
 
 
 def runs_code(path: str) -> bool:
@@ -250,7 +254,7 @@ def change(
 
 
 def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted path → old and new value of the training's settings that differ."""
+    """Return dotted path → old and new value of the training's settings that differ."""
     old, new = (flatten(config.values()) for config in (before, after))
     return {
         path: (old.get(path), new.get(path))
@@ -262,7 +266,7 @@ def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any
 def _override(
     tree: dict[str, Any], overrides: Iterable[str], origins: dict[str, str], faults: list[str]
 ) -> None:
-    given: list[tuple[str, Any, str]] = []
+    settings: list[tuple[str, Any, str]] = []
     for item in overrides:
         dotted, equals, text = item.partition("=")
         section, _, name = dotted.strip().rpartition(".")
@@ -281,31 +285,35 @@ def _override(
         if dotted == "model" and isinstance(value, str):
             value = _model_of(Path(value))
         secret = any(is_secret_at(path, leaf) for path, leaf in flatten({dotted: value}).items())
-        given.append((dotted, value, f"--set {dotted}={MASK if secret else text}"))
+        settings.append((dotted, value, f"--set {dotted}={MASK if secret else text}"))
     # `parallel=auto` clears the section, so it comes before any degree that is set with it.
-    for dotted, value, source in sorted(given, key=lambda one: one[:2] != ("parallel", "auto")):
+    settings.sort(key=lambda setting: setting[:2] != ("parallel", "auto"))
+    for dotted, value, source in settings:
         whole = (dotted, value) == ("parallel", "auto")
         _assign(tree, dotted, dict(_AUTO) if whole else value, source, origins, faults)
 
 
 def _model_of(path: Path) -> dict[str, Any]:
-    """The model section of a Hugging Face config.json, given by its path or its folder."""
+    """Return the model section of a Hugging Face config.json, given by its path or its folder."""
     folder, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
     if not path.exists():
         raise ConfigError(
             f"model: {str(path)!r} does not exist; give the path of a Hugging Face config.json, or "
             "of its folder"
         )
-    found, faults = read_config(folder, name)
-    if found is None:
-        raise ConfigError(f"model: {path} cannot be used: {len(faults)} fault(s)", faults)
-    return found.model.model_dump(mode="json")
+    source, faults = read_config(folder, name)
+    if source is None:
+        count = format_plural(len(faults), "error")
+        raise ConfigError(f"model: {path} cannot be used: {count}", faults)
+    return source.model.model_dump(mode="json")
 
 
 def _assign_options(
-    tree: dict[str, Any], options: Mapping[str, tuple[str, Any]], origins: dict[str, str],
+    tree: dict[str, Any],
+    options: Mapping[str, tuple[str, Any]],
+    origins: dict[str, str],
     faults: list[str],
-) -> None:  # fmt: skip
+) -> None:
     for dotted, (option, value) in options.items():
         if value is not None:
             _assign(tree, dotted, value, option, origins, faults)
@@ -336,8 +344,8 @@ def _assign(
         del tree[leaf]
         origins.pop(dotted, None)
     else:
-        known = ", ".join(sorted(tree)) or "it is empty"
-        faults.append(f"{source}: there is no {leaf} in {'.'.join(sections)} ({known})")
+        names = ", ".join(sorted(tree)) or "it is empty"
+        faults.append(f"{source}: there is no {leaf} in {'.'.join(sections)} ({names})")
 
 
 def validate(
@@ -371,10 +379,10 @@ def validate(
         left_out = tuple(f"model.{name}: missing" for name in CHOSEN)
         faults = [fault for fault in faults if not fault.startswith(left_out)]
     cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
-    given = flatten(recipe_tree)
-    filled = {path.rpartition(".")[0] for path in given}  # mappings that are not empty
+    leaves = flatten(recipe_tree)
+    filled = {path.rpartition(".")[0] for path in leaves}  # mappings that are not empty
     defaults = {path: value for path, value in _defaults(Recipe).items() if path not in filled}
-    values = {**defaults, **given}
+    values = {**defaults, **leaves}
     if values.get("parallel.auto") is True and not _is_set("parallel.pipeline", origins):
         # The planner will choose it: the rules on layers must not judge the default.
         values.pop("parallel.pipeline", None)
@@ -386,13 +394,13 @@ def validate(
     }
     faults += broken_rules(valid)
     if recipe is None or cluster is None or faults:
-        raise ConfigError(f"{title}: {len(faults)} fault(s)", faults)
+        raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
     return RunConfig(recipe, cluster, origins)
 
 
 def _import_family(family: Any, modules: Any) -> list[str]:
     """Import a family of another package; returns the fault if that fails."""
-    named = isinstance(modules, list | tuple) and all(isinstance(one, str) for one in modules)
+    named = isinstance(modules, list | tuple) and all(isinstance(module, str) for module in modules)
     try:
         if isinstance(family, str):
             find_family(family, modules if named else ())
@@ -416,14 +424,14 @@ def _open_auto_degrees(recipe_tree: dict[str, Any], origins: dict[str, str]) -> 
 
 
 def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Dotted path → default of every field that has one."""
-    found: dict[str, Any] = {}
+    """Return dotted path → default of every field that has one."""
+    defaults: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found.update(_defaults(info.annotation, f"{prefix}{name}."))
+            defaults.update(_defaults(info.annotation, f"{prefix}{name}."))
         elif not info.is_required():
-            found[f"{prefix}{name}"] = info.get_default(call_default_factory=True)
-    return found
+            defaults[f"{prefix}{name}"] = info.get_default(call_default_factory=True)
+    return defaults
 
 
 def _build(
@@ -454,9 +462,9 @@ def _describe(
         for section in sections:
             info = model.model_fields.get(section)
             model = (info and _section_type(info.annotation)) or model
-        known = list(model.model_fields)
-        guess = did_you_mean(name, known)
-        return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(known)}"
+        names = list(model.model_fields)
+        guess = did_you_mean(name, names)
+        return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(names)}"
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         return f"{dotted}: {list(item['input'])}{where}: an element is missing"
     if item["type"] == "missing":
@@ -466,6 +474,7 @@ def _describe(
         str(item["msg"])
         .removeprefix("Value error, ")
         .replace("Input should be", "must be")
+        .replace("a valid tuple", "a list, such as [a, b]")
         .replace("String", "it")
     )
     hidden = dotted in ("env", "cluster.env") or is_secret_at(dotted, item["input"])
@@ -473,7 +482,7 @@ def _describe(
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section in a type annotation, in `X | None` and in containers too."""
+    """Return the section in a type annotation, in `X | None` and in containers too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for a in get_args(annotation) if (found := _section_type(a))), None)
+    return next(filter(None, map(_section_type, get_args(annotation))), None)

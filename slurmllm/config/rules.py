@@ -39,12 +39,12 @@ def _rule(*paths: str) -> Callable[[Check], Check]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number, smallest first."""
+    """Return all divisors of a number, smallest first."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def choose(options: list[int]) -> str:
-    """`choose 1, 2, 4 or 8`: the end of an error message, from the values that are valid."""
+    """Return `choose 1, 2, 4 or 8`, the end of an error message, from the valid values."""
     return f"choose {_alternatives(options)}"
 
 
@@ -326,14 +326,18 @@ def warmup_before_decay_ends(
     )
 
 
-@_rule(
-    "optim.decay_start", "optim.decay", "optim.decay_steps", "optim.warmup_steps",
-    "optim.warmup_ratio", "train.steps",
-)  # fmt: skip
+_WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
+
+
+@_rule("optim.decay_start", "optim.decay", "optim.decay_steps", "train.steps", *_WARMUP)
 def decay_starts_in_between(
-    start: int | None, decay: str, decay_steps: int | None, warmup: int, ratio: float | None,
+    start: int | None,
+    decay: str,
+    decay_steps: int | None,
     steps: int,
-) -> str | None:  # fmt: skip
+    warmup: int,
+    ratio: float | None,
+) -> str | None:
     if start is None:
         return None
     warmup = num_warmup_steps(warmup, ratio, steps)
@@ -384,7 +388,7 @@ def profiled_steps_are_trained(profiled: tuple[int, int] | None, steps: int) -> 
 
 
 def minutes_of(time: str) -> float:
-    """Minutes of a Slurm time (`90`, `1:30:00`, `1-00:00:00`; see sbatch(1), --time)."""
+    """Return minutes of a Slurm time (`90`, `1:30:00`, `1-00:00:00`; see sbatch(1), --time)."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]
@@ -427,7 +431,7 @@ def replica_can_be_opened(location: str | None) -> str | None:
 
 
 def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a message for each rule that is broken.
+    """Yield a message for each rule that is broken.
 
     Args:
         values: Dotted path → value, of the fields that are valid in themselves.

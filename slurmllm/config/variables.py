@@ -71,5 +71,5 @@ def is_secret_option(option: str) -> bool:
 
 
 def mask(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables, with `***` for secrets."""
+    """Return the variables, with `***` for secrets."""
     return {name: MASK if is_secret(name, v) else v for name, v in variables.items()}

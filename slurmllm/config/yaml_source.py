@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from slurmllm.errors import ConfigError
+from slurmllm.format import format_plural
 from slurmllm.run.safe_files import read_limited, reason
 
 # PyYAML's implicit types that are replaced below; a timestamp stays a string.
@@ -35,7 +36,7 @@ _MOST_NODES = 100_000  # with every alias written out: nine levels of nine alias
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings → dotted path → leaf. An empty mapping is a leaf."""
+    """Return nested mappings → dotted path → leaf. An empty mapping is a leaf."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
@@ -78,12 +79,12 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """YAML that `read_yaml` reads back unchanged."""
+    """Return YAML that `read_yaml` reads back unchanged."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def parse_scalar(text: str) -> Any:
-    """The value of `text` after the `=` of a `--set`: a number, a list, true, null or a string."""
+    """Return the value after the `=` of a `--set`: a number, a list, true, null or a string."""
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, RecursionError):
@@ -119,12 +120,12 @@ def read_yaml(
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no mapping of sections; {form}")
     if faults:
-        raise ConfigError(f"{path}: {len(faults)} fault(s)", faults)
+        raise ConfigError(f"{path}: {format_plural(len(faults), 'error')}", faults)
     return values, {dotted: f"{path.name}:{line}" for dotted, line in lines.items()}
 
 
 def _without_text(error: yaml.YAMLError) -> str:
-    """The problem and its place; the text of a file of somebody else's run stays out of reports."""
+    """Return the problem and its place, without the text, which may be of another user's run."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem is None or mark is None:
         return str(error)
@@ -134,7 +135,7 @@ def _without_text(error: yaml.YAMLError) -> str:
 def parse_yaml(
     text: str, lines: dict[str, int] | None = None, faults: list[str] | None = None
 ) -> Any:
-    """The value of a document.
+    """Return the value of a document.
 
     Args:
         lines: Filled with the line of each leaf's dotted path.
@@ -170,30 +171,30 @@ def _document(
         raise yaml.YAMLError(str(error)) from error
 
 
-def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Levels and nodes of a document with every alias written out; `known` are those of nodes.
+def _measure(node: yaml.Node, measured_nodes: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return levels and nodes of a document with every alias written out.
 
     Raises:
         YAMLError: there are too many nodes, or no end to them.
         RecursionError: there are too many levels.
     """
-    found = known.get(id(node))
-    if found is not None:
-        if not found[0]:
+    size = measured_nodes.get(id(node))
+    if size is not None:
+        if not size[0]:
             raise yaml.YAMLError("it holds an alias of itself; write the value out")
-        return found
-    known[id(node)] = 0, 0  # until its parts are known
+        return size
+    measured_nodes[id(node)] = 0, 0  # until its parts are known
     parts = node.value if isinstance(node, yaml.CollectionNode) else ()
     if isinstance(node, yaml.MappingNode):
         parts = [part for pair in parts for part in pair]
-    measured = [_measure(part, known) for part in parts]
+    measured = [_measure(part, measured_nodes) for part in parts]
     levels = 1 + max((levels for levels, _ in measured), default=0)
     nodes = 1 + sum(nodes for _, nodes in measured)
     if levels > _DEEPEST:
         raise RecursionError
     if nodes > _MOST_NODES:
         raise yaml.YAMLError(f"its aliases stand for more than {_MOST_NODES:,} values")
-    known[id(node)] = levels, nodes
+    measured_nodes[id(node)] = levels, nodes
     return levels, nodes
 
 

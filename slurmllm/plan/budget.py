@@ -19,6 +19,10 @@ from slurmllm.plan.prices import parse_dollars
 from slurmllm.plan.recipe_plan import Rank, RecipePlan, ScalingPoint, TrainingForecast
 
 NODES = tuple(1 << power for power in range(10))  # node counts without --nodes: 1 to 512
+_HEADINGS = (
+    *("TP", "PP", "DP", "micro", "checkpointing", "tokens/s", "seq/s", "90 %", "evidence", "$/h"),
+    *("time", "node hours", "$"),
+)
 _UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0, "w": 168.0}  # hours
 
 
@@ -28,7 +32,7 @@ class Limits:
 
     usd: float | None  # dollars to the end; None: any
     hours: float | None  # wall time to the end; None: any
-    given: str = field(default="", compare=False)  # the time as given, such as `2 d 12 h`
+    text: str = field(default="", compare=False)  # the time as the user wrote it: `2 d 12 h`
 
     def __str__(self) -> str:
         budget = None if self.usd is None else f"budget ${self.usd:,.0f}"
@@ -37,7 +41,7 @@ class Limits:
 
     @property
     def deadline(self) -> str:
-        return self.given or ("" if self.hours is None else format_days(self.hours))
+        return self.text or ("" if self.hours is None else format_days(self.hours))
 
 
 def parse_limits(budget: str | None, deadline: str | None) -> Limits:
@@ -47,7 +51,7 @@ def parse_limits(budget: str | None, deadline: str | None) -> Limits:
         UserError: one of them is none.
     """
     usd = hours = None
-    given = ""
+    text = ""
     if budget is not None:
         usd = parse_dollars(budget)
         if usd is None:
@@ -65,8 +69,8 @@ def parse_limits(budget: str | None, deadline: str | None) -> Limits:
                 f"--deadline {deadline}: a time above 0 with its units (s, m, h, d or w), such as "
                 "90m, 48h, 2d12h or 1w"
             )
-        given = " ".join(f"{number} {'min' if unit == 'm' else unit}" for number, unit in parts)
-    return Limits(usd, hours, given)
+        text = " ".join(f"{number} {'min' if unit == 'm' else unit}" for number, unit in parts)
+    return Limits(usd, hours, text)
 
 
 @dataclass(frozen=True)
@@ -106,83 +110,74 @@ class PurchasePlan:
 
     @property
     def priced(self) -> bool:
-        return all(one.usd is not None for one in self.plans)
+        return all(plan.usd is not None for plan in self.plans)
 
-    def price(self, one: TimedPlan) -> float:
-        """What plans are compared by: dollars, or nodes."""
-        return one.usd if one.usd is not None and self.priced else one.point.nodes
+    def price(self, plan: TimedPlan) -> float:
+        """Return what plans are compared by: dollars, or nodes."""
+        return plan.usd if plan.usd is not None and self.priced else plan.point.nodes
 
     @property
     def front(self) -> list[TimedPlan]:
         """The plans that are cheaper (or smaller) than every faster one, fastest first."""
-        found: list[TimedPlan] = []
-        for one in sorted(self.plans, key=lambda one: (one.hours, self.price(one))):
-            if not found or self.price(one) < self.price(found[-1]):
-                found.append(one)
-        return found
+        front: list[TimedPlan] = []
+        for plan in sorted(self.plans, key=lambda plan: (plan.hours, self.price(plan))):
+            if not front or self.price(plan) < self.price(front[-1]):
+                front.append(plan)
+        return front
 
-    def meets(self, one: TimedPlan) -> str:
-        """`yes`, or which limit is exceeded."""
-        over = self.limits.usd is not None and self.price(one) > self.limits.usd
-        late = self.limits.hours is not None and one.hours > self.limits.hours
+    def meets(self, plan: TimedPlan) -> str:
+        """Return `yes`, or which limit is exceeded."""
+        over = self.limits.usd is not None and self.price(plan) > self.limits.usd
+        late = self.limits.hours is not None and plan.hours > self.limits.hours
         return " and ".join(["over the budget"] * over + ["too late"] * late) or "yes"
 
     @property
     def choices(self) -> dict[str, TimedPlan]:
         """The fastest and the cheapest plan within the limits; none if nothing meets them."""
-        meeting = [one for one in self.front if self.meets(one) == "yes"]
+        meeting = [plan for plan in self.front if self.meets(plan) == "yes"]
         least = "cheapest" if self.priced else "smallest"
         return {"fastest": meeting[0], least: meeting[-1]} if meeting else {}
 
-    def table(self) -> PlanTable:
-        """The Pareto front."""
-        choices = self.choices
-        rows = [
-            (
-                ", ".join(name for name, chosen in choices.items() if chosen is one),
-                one.point.cluster,
-                str(one.point.nodes),
-                *self._shown(one),
-                self.meets(one),
-            )
-            for one in self.front
-        ]
-        headings = (
-            "", "cluster", "nodes", "TP", "PP", "DP", "micro", "checkpointing", "tokens/s", "seq/s",
-            "90 %", "evidence", "$/h", "time", "node hours", "$",
-            *(["time, lower end", "$, lower end"] if self.rank == "lower" else []),
-            "within the limits",
-        )  # fmt: skip
-        return PlanTable(headings, rows)
+    def _choice_names(self, plan: TimedPlan) -> list[str]:
+        return [name for name, choice in self.choices.items() if choice is plan]
 
-    def _shown(self, one: TimedPlan) -> list[str]:
-        cells = point_cells(one.point)
-        assert one.point.forecast is not None, "it reaches its end"
-        node_hours = format_number(one.point.forecast.cost.node_hours)
-        shown = [*cells[:5], cells[8], *cells[5:8], cells[10], cells[14], node_hours, cells[15]]
+    def table(self) -> PlanTable:
+        """Return the Pareto front."""
+        rows = [self._row(plan) for plan in self.front]
+        return PlanTable(list(rows[0]), [list(row.values()) for row in rows])
+
+    def _row(self, plan: TimedPlan) -> dict[str, str]:
+        """Return the cells of a plan by heading."""
+        cells, forecast = point_cells(plan.point), plan.point.forecast
+        assert forecast is not None, "it reaches its end"
+        cells["node hours"] = format_number(forecast.cost.node_hours)
+        shown = {
+            "": ", ".join(self._choice_names(plan)),
+            "cluster": plan.point.cluster,
+            "nodes": str(plan.point.nodes),
+            **{heading: cells[heading] for heading in _HEADINGS},
+        }
         if self.rank == "lower":
-            shown += [format_days(one.hours), "-" if one.usd is None else f"{one.usd:,.0f}"]
-        return shown
+            shown["time, lower end"] = format_days(plan.hours)
+            shown["$, lower end"] = "-" if plan.usd is None else f"{plan.usd:,.0f}"
+        return {**shown, "within the limits": self.meets(plan)}
 
     def rows(self) -> list[dict[str, Any]]:
-        """The figures of the front, for JSON and CSV."""
-        choices = self.choices
+        """Return the figures of the front, for JSON and CSV."""
         return [
             {
-                "choice": [name for name, chosen in choices.items() if chosen is one],
-                **point_json(one.point),
-                "hours_compared": one.hours,
-                "usd_compared": one.usd,
-                "within_limits": self.meets(one) == "yes",
+                "choice": self._choice_names(plan),
+                **point_json(plan.point),
+                "hours_compared": plan.hours,
+                "usd_compared": plan.usd,
+                "within_limits": self.meets(plan) == "yes",
             }
-            for one in self.front
+            for plan in self.front
         ]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "budget_usd": self.limits.usd, "deadline_hours": self.limits.hours, "rank": self.rank,
-            "front": self.rows(),
-        }  # fmt: skip
+        limits = {"budget_usd": self.limits.usd, "deadline_hours": self.limits.hours}
+        return {**limits, "rank": self.rank, "front": self.rows()}
 
     def print(self) -> None:
         """Print the front; something meets the limits."""
@@ -197,35 +192,36 @@ class PurchasePlan:
             f"{format_plural(len(self.plans), 'plan')}; those that are {what}"
         )
         print_table(*self.table())
-        for line in price_lines(list({id(one.plan): one.plan for one in self.plans}.values())):
+        for line in price_lines(
+            list({id(timed.plan): timed.plan for timed in self.plans}.values())
+        ):
             click.echo(line)
 
     def no_plan_error(self) -> ConfigError:
-        """What would meet the limits, if nothing does."""
+        """Return what would meet the limits, if nothing does."""
         usd, hours, front = self.limits.usd, self.limits.hours, self.front
-        in_time = [one for one in front if hours is None or one.hours <= hours]
-        in_money = [one for one in front if usd is None or self.price(one) <= usd]
+        in_time = [plan for plan in front if hours is None or plan.hours <= hours]
+        in_money = [plan for plan in front if usd is None or self.price(plan) <= usd]
         faults = []
         if in_time:
             fault = f"the cheapest{' within the deadline' * (hours is not None)} is {in_time[-1]}"
             faults.append(f"{fault}; --budget {math.ceil(self.price(in_time[-1]))} would do")
         if in_money:
-            within = " within the budget" * (usd is not None)
-            fault = f"the fastest{within} is {in_money[0]}"
+            fault = f"the fastest{' within the budget' * (usd is not None)} is {in_money[0]}"
             faults.append(f"{fault}; --deadline {_up(in_money[0].hours)} would do")
         if not faults:
-            for which, one in (("fastest", front[0]), ("cheapest", front[-1])):
-                need = f"--deadline {_up(one.hours)}" if hours is not None else ""
-                if usd is not None and self.price(one) > usd:
-                    need = f"{need} --budget {math.ceil(self.price(one))}".strip()
-                faults.append(f"the {which} of all is {one}; {need} would do")
+            for which, plan in (("fastest", front[0]), ("cheapest", front[-1])):
+                needs = [f"--deadline {_up(plan.hours)}"] if hours is not None else []
+                if usd is not None and self.price(plan) > usd:
+                    needs.append(f"--budget {math.ceil(self.price(plan))}")
+                faults.append(f"the {which} of all is {plan}; {' '.join(needs)} would do")
         name = self.plans[0].plan.config.recipe.name
         title = f"no plan of {name} is within the limits{self.where}: {self.limits}"
         return ConfigError(title, faults)
 
 
 def _up(hours: float) -> str:
-    """The next tenth of an hour, or of a minute if that is below one."""
+    """Return the next tenth of an hour, or of a minute if that is below one."""
     if hours < 1:
         return f"{math.ceil(600 * hours) / 10:g}m"
     return f"{math.ceil(10 * hours) / 10:g}h"
@@ -252,20 +248,20 @@ def purchase_plan(
     Raises:
         ConfigError: nothing reaches its end.
     """
-    found = [
+    timed = [
         TimedPlan(plan, point, compared.hours, compared.usd)
         for plan in plans
         for point in plan.points()
         if (compared := _compared(plan, point, rank)) and compared.hours is not None
     ]
-    if not found:
+    if not timed:
         reasons = [p.forecast.reason for plan in plans for p in plan.points() if p.forecast]
         raise ConfigError("no plan reaches its end", list(dict.fromkeys(reasons)))
-    return PurchasePlan(rank, limits, found)
+    return PurchasePlan(rank, limits, timed)
 
 
 def _compared(plan: RecipePlan, point: ScalingPoint, rank: Rank) -> TrainingForecast | None:
-    """The forecast that is compared with the limits; None if nothing fits."""
+    """Return the forecast that is compared with the limits; None if nothing fits."""
     if point.candidate is None or rank == "speed":
         return point.forecast
     return plan.forecaster.forecast(at_lower_end(point.candidate))

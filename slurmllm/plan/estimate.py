@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
-from slurmllm.plan.flops import model_flops
 from slurmllm.plan.memory import worker_memory
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.neuron_memory import neuron_memory
-from slurmllm.plan.parameters import parameter_counts
-from slurmllm.plan.step import StepTime, all_reduce_s, formats, group, peak_flops, step_time
+from slurmllm.plan.parameters import model_flops
+from slurmllm.plan.step import StepTime, peak_flops, step_time
 
 # A layout that uses more than this share of the memory is tight: the prediction's error, and what
 # the allocator cannot use of fragmented memory, may exceed the rest.
@@ -89,43 +88,17 @@ def predict(config: RunConfig, mesh: Mesh) -> LayoutEstimate:
 
 
 def known_hardware(config: RunConfig) -> Hardware:
-    """The cluster's hardware figures; raises ConfigError if there are none."""
+    """Return the cluster's hardware figures; raises ConfigError if there are none."""
     cluster = config.cluster
     if cluster.hardware is not None:
         return cluster.hardware
     fix = (
         "take that section from a shipped profile, trn1 or trn1n"
-        if cluster.device == "neuron"  # which --calibrate does not measure
-        else f"`slurmllm plan --calibrate --cluster {cluster.name} --out FILE.yaml` measures "
-        "it on the nodes, and --cluster FILE.yaml uses it"
+        if cluster.device == "neuron"  # which `calibrate` does not measure
+        else f"`slurmllm calibrate --cluster {cluster.name} --out FILE.yaml` measures it on the "
+        "nodes, and --cluster FILE.yaml uses it"
     )
     raise ConfigError(
         f"cluster profile {cluster.name} cannot be planned for",
         [f"cluster.hardware: missing; {fix}"],
     )
-
-
-def hybrid(candidate: LayoutEstimate) -> LayoutEstimate | None:
-    """A layout with hybrid shards (PyTorch's HYBRID_SHARD), for planning only.
-
-    Weights, gradients and optimizer state are sharded among the data-parallel workers of a node,
-    and each node has all of them: what is gathered in every micro batch stays inside the node, and
-    the network carries one all-reduce of gradients in a step (Zhao et al. 2023, arXiv 2304.11277,
-    section 3.2.2).
-
-    Returns:
-        None if its workers of a node are no share of them, or the backend does not shard weights.
-    """
-    config, mesh = candidate.config, candidate.mesh
-    shards, rest = divmod(mesh.devices_per_node, mesh.tensor)
-    if config.backend != "native" or mesh.pipeline > 1 or rest or not 1 < shards < mesh.data:
-        return None
-    # One node with its share of the batch: what each of its workers has and does.
-    node = replace(mesh, nodes=1, data=shards, global_batch=mesh.global_batch * shards // mesh.data)
-    alone, hardware = predict(config, node), known_hardware(config)
-    share = parameter_counts(config.recipe.model, mesh.tensor, 1, 0, shards).total
-    across = group(mesh.tensor * shards, mesh.data // shards, mesh.devices_per_node)
-    reduced_s = all_reduce_s(share * formats(config).reduced, across, hardware)
-    exposed_s = alone.step.data + reduced_s * (1 - hardware.overlap)
-    step = replace(alone.step, data=exposed_s)
-    return replace(alone, mesh=mesh, step=step)

@@ -55,17 +55,14 @@ class MeasuredRun:
     left_out: float  # predicted over published, with constants fitted without its model
     source: str
 
-    def cells(self) -> list[str | int]:
-        """The row of `published_runs.csv`."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [f"{value:.4g}" if isinstance(value, float) else value for value in values]
-
     @property
     def point(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in _AXES}
 
 
 COLUMNS = tuple(field.name for field in fields(MeasuredRun))
+# In JSON.
+_SHOWN = [name for name in COLUMNS if name not in ("profile", "parameters", "left_out")]
 # What a run is near to or far from another by → as messages call it.
 _AXES = {
     "parameters": "model size",
@@ -94,19 +91,15 @@ class RunEvidence:
     upper: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """As in `plan --json`."""
+        """Return the part of `plan --json`."""
         near = self.nearest
         interval = None if self.lower is None else [self.lower, self.upper]
         return {
             "evidence": self.status,
             "evidence_reasons": list(self.reasons),
-            "nearest_run": None
-            if near is None
-            else {"name": near.name, "model": near.model, "nodes": near.nodes,
-                  "sequence": near.sequence, "tensor": near.tensor, "pipeline": near.pipeline,
-                  "seq_per_s": near.seq_per_s, "mfu": near.mfu, "source": near.source},
+            "nearest_run": near and {name: getattr(near, name) for name in _SHOWN},
             "seq_per_s_interval": interval,
-        }  # fmt: skip
+        }
 
 
 def interval_text(published: RunEvidence) -> str:
@@ -117,30 +110,28 @@ def interval_text(published: RunEvidence) -> str:
 
 
 def evidence_text(candidate: LayoutEstimate) -> str:
-    """`15.02–19.04 seq/s (90 % interval, …); interpolated between …`."""
-    found = evidence(candidate)
-    why = f": {'; '.join(found.reasons)}" if found.reasons else ""
+    """Return `15.02–19.04 seq/s (90 % interval, …); interpolated between …`."""
+    published = evidence(candidate)
+    why = f": {'; '.join(published.reasons)}" if published.reasons else ""
     span = ""
-    if found.lower is not None:
-        span = (
-            f"{interval_text(found)} seq/s (90 % interval, by the errors on published runs left "
-            "out of the fit); "
-        )
-    return f"{span}{_STATUS[found.status]}{why}"
+    if published.lower is not None:
+        method = "90 % interval, by the errors on published runs left out of the fit"
+        span = f"{interval_text(published)} seq/s ({method}); "
+    return f"{span}{_STATUS[published.status]}{why}"
 
 
 def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
-    """The interval of a layout, how near the published runs are, and what an assumption does."""
-    found = evidence(candidate)
+    """Yield a layout's interval, how near the published runs are, and what an assumption does."""
+    published = evidence(candidate)
     yield f"evidence       {evidence_text(candidate)}"
-    if (near := found.nearest) is not None:
+    if (near := published.nearest) is not None:
         runs = (run for run in published_runs() if run.profile == near.profile)
         same = [run.seq_per_s for run in runs if run.point == near.point]
-        several = f"; {len(same)} such runs: {min(same):.4g}–{max(same):.4g} seq/s"
+        similar = f"; {len(same)} such runs: {min(same):.4g}–{max(same):.4g} seq/s"
         yield (
             f"nearest run    {near.name}: {near.model} on {format_plural(near.nodes, 'node')}, "
             f"sequence {near.sequence:,}, TP {near.tensor} × PP {near.pipeline}: "
-            f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %{several * (len(same) > 1)}"
+            f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %{similar * (len(same) > 1)}"
         )
     if (span := network_range(candidate)) is not None:
         hardware = candidate.config.cluster.hardware
@@ -155,7 +146,7 @@ def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
 
 @lru_cache
 def published_runs() -> tuple[MeasuredRun, ...]:
-    """The runs of the package's table."""
+    """Return the runs of the package's table."""
     kinds = {"int": int, "float": float, "str": str}
     with FILE.open(encoding="utf-8", newline="") as lines:
         return tuple(
@@ -165,8 +156,8 @@ def published_runs() -> tuple[MeasuredRun, ...]:
 
 
 def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, float]:
-    """Axes on which a point is outside the range of the runs → octaves; of none: `_FAR` in all."""
-    found = {}
+    """Return the axes on which a point is outside the range of the runs → octaves."""
+    octaves = {}
     points = [run.point for run in runs]
     for axis in _AXES:
         values = [of[axis] for of in points]
@@ -175,23 +166,23 @@ def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, 
         beyond = max(math.log2(min(values) / point[axis]), math.log2(point[axis] / max(values)))
         # Variants of a model that differ by their vocabulary are the same size.
         if beyond > 0.1:
-            found[axis] = beyond
-    return found
+            octaves[axis] = beyond
+    return octaves
 
 
 def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
-    """Half the interval's width, as a logarithm, from the errors of left-out runs."""
+    """Return half the interval's width, as a logarithm, from the errors of left-out runs."""
     errors = sorted(abs(math.log(run.left_out)) for run in runs)
     return errors[math.ceil(_QUANTILE * len(errors)) - 1] * (1 + octaves / 2)
 
 
 def evidence(candidate: LayoutEstimate) -> RunEvidence:
-    """What the published runs support of a layout's prediction."""
+    """Return what the published runs support of a layout's prediction."""
     cluster, mesh = candidate.config.cluster, candidate.mesh
     of_kind = _of_kind(cluster.device)
     if not of_kind:
         return RunEvidence("beyond", (f"no published run on {cluster.device}",), None, None, None)
-    own = [run for run in of_kind if run.profile == cluster.name]
+    same_hardware = [run for run in of_kind if run.profile == cluster.name]
     point = {
         "parameters": parameters(candidate.config.recipe.model),
         "nodes": mesh.nodes,
@@ -199,20 +190,20 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         "tensor": mesh.tensor,
         "pipeline": mesh.pipeline,
     }
-    beyond = outside(point, own)
+    beyond = outside(point, same_hardware)
     octaves = sum(beyond.values())
-    reasons = list(_reasons(point, beyond, own, cluster.name))
+    reasons = list(_reasons(point, beyond, same_hardware, cluster.name))
     size = point["parameters"]
-    alike = [run for run in own if size / 2 <= run.parameters <= 2 * size]
-    highest = max((run.mfu for run in alike or own), default=math.inf)
+    alike = [run for run in same_hardware if size / 2 <= run.parameters <= 2 * size]
+    highest = max((run.mfu for run in alike or same_hardware), default=math.inf)
     if candidate.mfu > highest:
         of = "models of half to twice the size" if alike else "any model"
         reasons.append(
             f"MFU {100 * candidate.mfu:.1f} % is above the highest published on this hardware for "
             f"{of}, {100 * highest:.1f} %"
         )
-    factor = math.exp(half_width(own or of_kind, octaves))
-    near = min(own, key=lambda run: _octaves_apart(point, run), default=None)
+    factor = math.exp(half_width(same_hardware or of_kind, octaves))
+    near = min(same_hardware, key=lambda run: _octaves_apart(point, run), default=None)
     far = octaves >= _FAR or candidate.mfu / factor > highest
     status: Status = "beyond" if far else "extrapolated" if reasons else "interpolated"
     speed = candidate.seq_per_s
@@ -220,7 +211,7 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
 
 
 def at_lower_end(candidate: LayoutEstimate) -> LayoutEstimate:
-    """The layout at the lower end of its interval; unchanged without published runs."""
+    """Return the layout at the lower end of its interval; unchanged without published runs."""
     if (lower := evidence(candidate).lower) is None:
         return candidate
     slower = candidate.seq_per_s / lower
@@ -229,18 +220,18 @@ def at_lower_end(candidate: LayoutEstimate) -> LayoutEstimate:
 
 
 def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
-    """Sequences/s at both bounds of an assumed network efficiency; None if it is not assumed."""
+    """Return sequences/s at both bounds of an assumed network efficiency; None if measured."""
     config, mesh = candidate.config, candidate.mesh
     hardware = config.cluster.hardware
     if hardware is None or hardware.network_efficiency_range is None or mesh.nodes == 1:
         return None
-    found = []
+    rates = []
     for efficiency in hardware.network_efficiency_range:
         other = hardware.model_copy(update={"network_efficiency": efficiency})
         cluster = config.cluster.model_copy(update={"hardware": other})
         step = step_time(replace(config, cluster=cluster), mesh)
-        found.append(mesh.global_batch / step.total)
-    return min(found), max(found)
+        rates.append(mesh.global_batch / step.total)
+    return min(rates), max(rates)
 
 
 @lru_cache
@@ -254,13 +245,13 @@ def _octaves_apart(point: Mapping[str, int], run: MeasuredRun) -> float:
 
 
 def _reasons(
-    point: Mapping[str, int], beyond: Mapping[str, float], own: Sequence[MeasuredRun], name: str
+    point: Mapping[str, int], beyond: Mapping[str, float], runs: Sequence[MeasuredRun], name: str
 ) -> Iterator[str]:
-    if not own:
+    if not runs:
         yield f"no published run on {name}"
         return
     for axis in beyond:
-        values = [run.point[axis] for run in own]
+        values = [run.point[axis] for run in runs]
         low, high = (_text(axis, value) for value in (min(values), max(values)))
         span = low if low == high else f"{low} to {high}"
         yield f"{_AXES[axis]} {_text(axis, point[axis])} is outside {span} of the published runs"

@@ -16,7 +16,7 @@ from typing import Any
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.recipe import TrainConfig
 from slurmllm.format import format_bytes, format_gib, format_seconds
-from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, hybrid, known_hardware
+from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
 from slurmllm.plan.evidence import evidence_text
 from slurmllm.plan.search import CHECKPOINTING, TIGHT_COST
 from slurmllm.plan.step import (
@@ -34,25 +34,27 @@ _RUNNERS_UP = 2
 
 
 def describe(candidate: LayoutEstimate) -> str:
-    """`TP 32 × PP 8 × DP 4, micro batch 1, selective checkpointing, ZeRO 1, sequence parallel`."""
+    """Return `TP 32 × PP 8 × DP 4, micro batch 1, selective checkpointing, ZeRO 1, …`."""
     recipe = candidate.config.recipe
-    texts = [degrees(candidate), f"micro batch {candidate.mesh.micro_batch}"]
-    texts.append(_checkpointing(recipe.train))
-    texts.append(f"ZeRO {recipe.parallel.zero}")
-    if recipe.parallel.sequence:
-        texts.append("sequence parallel")
+    texts = [
+        degrees(candidate),
+        f"micro batch {candidate.mesh.micro_batch}",
+        _checkpointing(recipe.train),
+        f"ZeRO {recipe.parallel.zero}",
+        *["sequence parallel"] * recipe.parallel.sequence,
+    ]
     return ", ".join(texts)
 
 
 def degrees(candidate: LayoutEstimate) -> str:
-    """`TP 32 × PP 8 × DP 4`; `PP 8 (2 chunks)` if interleaved."""
+    """Return `TP 32 × PP 8 × DP 4`; `PP 8 (2 chunks)` if interleaved."""
     mesh = candidate.mesh
     chunks = f" ({mesh.virtual_pipeline} chunks)" if mesh.virtual_pipeline > 1 else ""
     return f"TP {mesh.tensor} × PP {mesh.pipeline}{chunks} × DP {mesh.data}"
 
 
 def describe_memory(memory: MemoryUse, most: int | None = 3) -> str:
-    """`14.1 of 15.75 GiB: activations 6.02, weights 4.11, …`: the `most` largest parts, or all."""
+    """Return `14.1 of 15.75 GiB: activations 6.02, …`: the `most` largest parts, or all."""
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
     named = [f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in parts[:most] if size]
     rest = ["…"] if sum(size > 0 for _, size in parts) > len(named) else []
@@ -61,7 +63,7 @@ def describe_memory(memory: MemoryUse, most: int | None = 3) -> str:
 
 
 def why_too_large(memory: MemoryUse, most: int | None = 3) -> str:
-    """`describe_memory`, followed by the excess over the limit: `…; 2.31 GiB too much`."""
+    """Return `describe_memory` and the excess over the limit: `…; 2.31 GiB too much`."""
     return f"{describe_memory(memory, most)}; {format_gib(memory.peak - memory.limit)} GiB too much"
 
 
@@ -78,18 +80,17 @@ PARTS = {
 
 
 def explain_parts(text: str) -> list[str]:
-    """A line on the parts of memory that `text` names, if some need it."""
+    """Return a line on the parts of memory that `text` names, if some need it."""
     named = [name for name in PARTS if re.search(rf"(^|[:,] ){name} [0-9]", text)]
     return ["; ".join(f"{name}: {PARTS[name]}" for name in named)] if named else []
 
 
 def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]) -> list[str]:
-    """Lines on why the first of `fitting` is the best: links, memory, runners-up."""
+    """Return lines on why the first of `fitting` is the best: links, memory, runners-up."""
     best = fitting[0]
     lines = [f"best: {describe(best)}: {_speed(best)}"]
     lines += [f"  {line}" for line in _link_lines(best)]
     lines += [f"  {line}" for line in _memory_lines(best, fitting, too_large)]
-    lines += [f"  {line}" for line in _hybrid_lines(best)]
     lines.append(f"  evidence: {evidence_text(best)}")
     # Runners-up: the best layouts of other tensor and pipeline degrees, then all others by rank.
     meshes = {(best.mesh.tensor, best.mesh.pipeline): best}
@@ -181,10 +182,10 @@ def _data_line(candidate: LayoutEstimate) -> str:
 def _memory_lines(
     best: LayoutEstimate, fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimate]
 ) -> Iterator[str]:
-    """Memory of the best layout, and of the next larger micro batch and of less checkpointing."""
+    """Yield the memory of the best layout, of a larger micro batch and of less checkpointing."""
     yield f"memory: {describe_memory(best.memory)}"
     if best.memory.tight:
-        roomy = max((one.seq_per_s for one in fitting if not one.memory.tight), default=0.0)
+        roomy = max((layout.seq_per_s for layout in fitting if not layout.memory.tight), default=0)
         why = "; layouts with more left are over 3 % slower"
         why *= roomy < (1 - TIGHT_COST) * best.seq_per_s  # --rank lower prefers others too
         yield f"tight: {_share(best.memory)}{why}"
@@ -201,29 +202,16 @@ def _memory_lines(
         yield f"micro batch {next_larger.mesh.micro_batch} {_compare(next_larger, best)}"
     how = best.config.recipe.train.activation_checkpointing
     level = CHECKPOINTING.index(how) if how in CHECKPOINTING else 0
+    others = [c for c in layouts if differing_settings(c, best) == {"activation_checkpointing"}]
     for less in reversed(CHECKPOINTING[:level]):
-        for other in layouts:
-            train = other.config.recipe.train
-            if train.activation_checkpointing == less and (
-                differing_settings(other, best) == {"activation_checkpointing"}
-            ):
+        for train, other in ((other.config.recipe.train, other) for other in others):
+            if train.activation_checkpointing == less:
                 yield f"{_checkpointing(train)} {_compare(other, best)}"
                 return
 
 
 def _share(memory: MemoryUse) -> str:
     return f"{100 * memory.peak / memory.limit:.1f} % of the memory"
-
-
-def _hybrid_lines(best: LayoutEstimate) -> Iterator[str]:
-    found = hybrid(best)
-    if found is not None:
-        nodes, sharing = found.mesh.nodes, found.mesh.devices_per_node // found.mesh.tensor
-        yield (
-            f"hybrid shards over the {sharing} data-parallel workers of a node, the same on "
-            f"{nodes} nodes (for planning only: no backend trains with them) "
-            f"{_compare(found, best)}"
-        )
 
 
 def _compare(other: LayoutEstimate, best: LayoutEstimate) -> str:
@@ -233,16 +221,13 @@ def _compare(other: LayoutEstimate, best: LayoutEstimate) -> str:
 
 
 def _slowdown(best: LayoutEstimate, other: LayoutEstimate) -> str:
-    """`8 % fewer seq/s: tensor +3.1 s, bubble +1.2 s per step`, the largest difference first."""
+    """Return `8 % fewer seq/s: tensor +3.1 s, bubble +1.2 s per step`, the largest first."""
     best_parts, other_parts = best.step.parts(), other.step.parts()
-    differences = {name: other_parts[name] - best_parts[name] for name in best_parts}
-    threshold = 0.001 * best.step.total
-    shown = sorted(
-        (part for part in differences.items() if abs(part[1]) >= threshold),
-        key=lambda part: -abs(part[1]),
-    )
+    differences = [(name, other_parts[name] - best_parts[name]) for name in best_parts]
     parts = ", ".join(
-        f"{name} {'+' if s > 0 else '-'}{format_seconds(abs(s))}" for name, s in shown
+        f"{name} {'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"
+        for name, seconds in sorted(differences, key=lambda part: -abs(part[1]))
+        if abs(seconds) >= 0.001 * best.step.total
     )
     percent = 100 * (1 - other.seq_per_s / best.seq_per_s)
     speed = f"{abs(percent):.1f} % {'fewer' if percent > 0 else 'more'} seq/s"
@@ -252,7 +237,7 @@ def _slowdown(best: LayoutEstimate, other: LayoutEstimate) -> str:
 
 
 def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
-    """A layout's settings, named as in `plan --json`."""
+    """Return a layout's settings, named as in `plan --json`."""
     mesh, recipe = candidate.mesh, candidate.config.recipe
     return {
         "tensor": mesh.tensor,
@@ -267,7 +252,7 @@ def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
 
 
 def figures(candidate: LayoutEstimate) -> dict[str, Any]:
-    """A layout's settings and predictions, named as in `plan --json`."""
+    """Return a layout's settings and predictions, named as in `plan --json`."""
     memory = candidate.memory
     return {
         **settings(candidate),
@@ -284,8 +269,9 @@ def figures(candidate: LayoutEstimate) -> dict[str, Any]:
     }
 
 
-def differing_settings(one: LayoutEstimate, other: LayoutEstimate) -> set[str]:
-    return {name for name, value in settings(one).items() if settings(other)[name] != value}
+def differing_settings(layout: LayoutEstimate, other: LayoutEstimate) -> set[str]:
+    values = settings(other)
+    return {name for name, value in settings(layout).items() if values[name] != value}
 
 
 def _speed(candidate: LayoutEstimate) -> str:
@@ -324,7 +310,7 @@ class Traffic:
 
 
 def traffic(candidate: LayoutEstimate) -> Traffic:
-    """The traffic of a worker in a middle stage of the pipeline."""
+    """Return the traffic of a worker in a middle stage of the pipeline."""
     config, mesh = candidate.config, candidate.mesh
     hardware = known_hardware(config)
     # Bytes are computed from predicted times: without overlap, times include all communication, and

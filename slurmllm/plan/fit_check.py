@@ -15,8 +15,8 @@ from slurmllm.format import format_gib, format_plural
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import figures, why_too_large
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
-from slurmllm.plan.nearest import fitting_changes, what_it_takes
-from slurmllm.plan.search import VARIED, Unsupported, order, search
+from slurmllm.plan.nearest import fitting_changes, memory_shortfall
+from slurmllm.plan.search import DEGREES, VARIED, Unsupported, order, search
 
 # A layout below this share of the best one's throughput gets a warning. Two predictions that are
 # 12 % off in opposite directions differ by as much.
@@ -24,7 +24,6 @@ SLOW = 0.8
 # Predictions closer than this are a tie, which the layout with the fewest changes wins.
 _TIE = 0.99
 _MAX_REASONS = 3  # reasons against layouts that an error names
-_DEGREES = tuple(path for path in VARIED if path.startswith("parallel."))
 _BATCH = ["train.global_batch"]  # what a resumed run cannot change
 _MICRO_BATCH, _CHECKPOINTING = "train.micro_batch", "train.activation_checkpointing"
 
@@ -45,41 +44,36 @@ def choose_parallel(
     Raises:
         ConfigError: nothing fits, or the profile has no hardware figures.
     """
-    fixed = [path for path in _DEGREES if config.is_set(path)] + _fixed_training(config)
-    found = search(config, nodes, unsupported, fixed)
+    fixed = [path for path in DEGREES if config.is_set(path)] + _fixed_training(config)
+    result = search(config, nodes, unsupported, fixed)
     where = format_plural(nodes, "node")
-    if not found.fitting:
-        if found.too_large:
-            smallest = found.too_large[0]
+    if not result.fitting:
+        total = sum(result.refused.values())
+        reasons = list(result.refused.items())[:_MAX_REASONS]
+        why = [f"{reason} ({count} of {total} layouts)" for reason, count in reasons]
+        if result.too_large:
+            smallest = result.too_large[0]
             needs = f"needs {why_too_large(smallest.memory)}"
             why = [f"closest to fitting: {layout_text(smallest)}, {needs}"]
-        else:
-            total = sum(found.refused.values())
-            reasons = list(found.refused.items())[:_MAX_REASONS]
-            why = [f"{reason} ({count} of {total} layouts)" for reason, count in reasons]
         raise ConfigError(
             f"no layout of {config.recipe.name} fits {where} of {config.cluster.name}",
             [*why, *_suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)],
         )
-    recipe, best = config.recipe, found.fitting[0].config.recipe
+    best = result.fitting[0].config.recipe
     requested = config.origins.get("parallel.auto", "default")
-    source = f"{PLANNER}best of {len(found.fitting)} layouts that fit {where}"
-    origins = {
-        **config.origins,
-        **{path: source for path in _DEGREES if path not in fixed},
-        "parallel.auto": f"{PLANNER}resolved; auto by {requested}",
-    }
-    train = recipe.train
-    if _MICRO_BATCH not in fixed and not measures_micro_batch(config):
-        train = train.model_copy(update={"micro_batch": best.train.micro_batch})
-        origins[_MICRO_BATCH] = source
-    parallel = best.parallel.model_copy(update={"auto": False})
-    resolved = recipe.model_copy(update={"parallel": parallel, "train": train})
-    return replace(config, recipe=resolved, origins=origins)
+    source = f"{PLANNER}best of {len(result.fitting)} layouts that fit {where}"
+    origins = dict.fromkeys((path for path in DEGREES if path not in fixed), source)
+    origins["parallel.auto"] = f"{PLANNER}resolved; auto by {requested}"
+    degrees = {**best.parallel.model_dump(), "auto": False}
+    resolved = config.with_settings("parallel", origins, **degrees)
+    if _MICRO_BATCH in fixed or measures_micro_batch(config):
+        return resolved
+    origins = {_MICRO_BATCH: source}
+    return resolved.with_settings("train", origins, micro_batch=best.train.micro_batch)
 
 
 def _fixed_training(config: RunConfig) -> list[str]:
-    """The training settings that the planner does not vary."""
+    """Return the training settings that the planner does not vary."""
     # A micro batch that the planner chose for another mesh is varied, as `auto` is.
     chosen = config.origins.get(_MICRO_BATCH, "").startswith(PLANNER)
     free = config.recipe.train.micro_batch == "auto" or chosen
@@ -103,7 +97,7 @@ class FitCheck:
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The `planner` part of the JSON of `submit`."""
+        """Return the `planner` part of the JSON of `submit`."""
         return {
             "chosen": self.chosen,
             "rough": self.rough,
@@ -114,9 +108,9 @@ class FitCheck:
         }
 
     def line(self) -> str:
-        found, memory = self.candidate, self.candidate.memory
+        layout, memory = self.candidate, self.candidate.memory
         return (
-            f"{layout_text(found)}: {_rate_text(found)}, MFU {100 * found.mfu:.0f} %, "
+            f"{layout_text(layout)}: {_rate_text(layout)}, MFU {100 * layout.mfu:.0f} %, "
             f"{format_gib(memory.peak)} of {format_gib(memory.limit)} GiB a worker"
             f"{' (tight)' * memory.tight}"
             f"{', by rough figures' * self.rough}"
@@ -158,30 +152,30 @@ def check_fit(
         others = [path for path in VARIED if path != _MICRO_BATCH]
         fitting = search(config, nodes, unsupported, others).fitting
     candidate = fitting[0] if fitting else predict(config, mesh)
-    found = FitCheck(candidate, chosen)
+    check = FitCheck(candidate, chosen)
     # A rehearsal computes nothing and so holds no model.
-    if chosen or found.rough or config.backend == "rehearsal":
-        return found
+    if chosen or check.rough or config.backend == "rehearsal":
+        return check
     fixed = _fixed_training(config)
     best = _best_layout(config, nodes, unsupported, fixed)
-    found = replace(found, best=best)
+    check = replace(check, best=best)
     if not candidate.fits:
         needs = why_too_large(candidate.memory, most=None)
         too_large = f"{layout_text(candidate)} is predicted to need {needs}"
         if force:
-            return replace(found, warnings=(too_large,))
+            return replace(check, warnings=(too_large,))
         if best is not None:
-            return replace(found, refusals=(too_large, _suggest_layout(config, best)))
+            return replace(check, refusals=(too_large, _suggest_layout(config, best)))
         fixes = _suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)
-        return replace(found, refusals=(too_large, *fixes))
+        return replace(check, refusals=(too_large, *fixes))
     if best is not None and candidate.seq_per_s < SLOW * best.seq_per_s:
         share = 100 * candidate.seq_per_s / best.seq_per_s
         slow = (
             f"{layout_text(candidate)}: {_rate_text(candidate)}, {share:.0f} % of the best on "
             f"these nodes: {_set_options(config, best)} ({_rate_text(best)})"
         )
-        return replace(found, warnings=(slow,))
-    return found
+        return replace(check, warnings=(slow,))
+    return check
 
 
 def _suggest_fixes(
@@ -190,19 +184,19 @@ def _suggest_fixes(
     """Suggest other training settings and node counts for a run of which no layout fits."""
     free = [path for path in fixed if path not in (_CHECKPOINTING, _MICRO_BATCH)]
     other = _best_layout(config, nodes, unsupported, free)
-    found = [_suggest_layout(config, other)] if other is not None else []
+    fixes = [_suggest_layout(config, other)] if other is not None else []
     degrees = [] if config.recipe.parallel.auto else ["parallel=auto"]
     near = fitting_changes(config, nodes, unsupported, fixed)
     if not near and other is None:
         near = fitting_changes(config, nodes, unsupported, free)
         degrees += ["train.activation_checkpointing=full", "train.micro_batch=auto"]
     also = "".join(f" --set {setting}" for setting in degrees)
-    found += [f"{one}{' with' * bool(also)}{also}" for one in near]
-    if found:
-        return found
-    given = [path for path in free if path.startswith("parallel.")]
-    leave = f"leave out {', '.join(given)}, or " if given else ""
-    return [*what_it_takes(config, nodes, unsupported, free), f"{leave}choose another --cluster"]
+    fixes += [f"{change}{' with' * bool(also)}{also}" for change in near]
+    if fixes:
+        return fixes
+    fixed_degrees = [path for path in free if path.startswith("parallel.")]
+    leave = f"leave out {', '.join(fixed_degrees)}, or " if fixed_degrees else ""
+    return [*memory_shortfall(config, nodes, unsupported, free), f"{leave}choose another --cluster"]
 
 
 def mesh_fixes(
@@ -211,13 +205,13 @@ def mesh_fixes(
     """Suggest other degrees, node counts and global batches for a mesh that does not fit."""
     fixed = _fixed_training(config) + _BATCH * resumes
     best = _best_layout(config, nodes, unsupported, fixed)
-    found = [] if best is None else [_suggest_layout(config, best)]
-    near = map(str, fitting_changes(config, nodes, unsupported, [*_DEGREES, *fixed]))
-    if not (found := [*found, *near]):
+    fixes = [] if best is None else [_suggest_layout(config, best)]
+    fixes += map(str, fitting_changes(config, nodes, unsupported, [*DEGREES, *fixed]))
+    if not fixes:
         return _suggest_fixes(config, nodes, unsupported, fixed)
     if best is None and not resumes:
-        found.append("`slurmllm plan` with the same options has what fits with other layouts")
-    return found
+        fixes.append("`slurmllm plan` with the same options has what fits with other layouts")
+    return fixes
 
 
 def _suggest_layout(config: RunConfig, candidate: LayoutEstimate) -> str:
@@ -227,10 +221,10 @@ def _suggest_layout(config: RunConfig, candidate: LayoutEstimate) -> str:
 def _best_layout(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> LayoutEstimate | None:
-    """The fastest layout that fits; of several as fast, the one with the fewest changes."""
+    """Return the fastest layout that fits; of equally fast ones, that with the fewest changes."""
     fitting = search(config, nodes, unsupported, fixed).fitting
-    tied = [one for one in fitting if order(one)[0] <= _TIE * order(fitting[0])[0]]
-    return min(tied, key=lambda one: len(changes(config, one)), default=None)
+    tied = [layout for layout in fitting if order(layout)[0] <= _TIE * order(fitting[0])[0]]
+    return min(tied, key=lambda layout: len(changes(config, layout)), default=None)
 
 
 def _set_options(config: RunConfig, candidate: LayoutEstimate) -> str:
@@ -238,7 +232,7 @@ def _set_options(config: RunConfig, candidate: LayoutEstimate) -> str:
 
 
 def changes(config: RunConfig, candidate: LayoutEstimate) -> list[str]:
-    """The settings in which a candidate differs from a configuration, as `parallel.tensor=8`.
+    """Return the settings in which a candidate differs, as `parallel.tensor=8`.
 
     Settings that the planner chooses or the precompile stage measures are excluded.
     """
@@ -257,10 +251,10 @@ def _yaml_text(value: object) -> str:
 
 
 def _setting(config: RunConfig, path: str) -> object:
-    """The value of one of `VARIED`; an `auto` micro batch as the number that is assumed for it."""
+    """Return one of `VARIED`; an `auto` micro batch as the number that is assumed for it."""
     section, _, field = path.partition(".")
-    found = getattr(getattr(config.recipe, section), field)
-    return assumed_micro_batch(config) or found if found == "auto" else found
+    value = getattr(getattr(config.recipe, section), field)
+    return assumed_micro_batch(config) or value if value == "auto" else value
 
 
 def _rate_text(candidate: LayoutEstimate) -> str:
@@ -269,7 +263,7 @@ def _rate_text(candidate: LayoutEstimate) -> str:
 
 
 def layout_text(candidate: LayoutEstimate) -> str:
-    """`tensor 8, pipeline 4, data 4, micro batch 1`."""
+    """Return `tensor 8, pipeline 4, data 4, micro batch 1`."""
     mesh = candidate.mesh
     chunks = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
     return (

@@ -1,9 +1,12 @@
-"""The checkpoint interval and expected lost time, from the cost of saves and the failure rate.
+"""The checkpoint interval, and the time that a run is expected to lose to saves and failures.
 
 Young 1974 ("A first order approximation to the optimum checkpoint interval", Comm. ACM 17(9)):
 sqrt(2·δ·M) for a save of cost δ and a mean time M between failures. Daly 2006 ("A higher order
 estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems
 22(3), eq. 37) holds for costly saves and frequent failures too.
+
+Start-up times and save costs of large runs are not published: `assumed` has conservative ones,
+which the presets of tools/benchmarks/month.py use too.
 """
 
 from __future__ import annotations
@@ -11,8 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
 from statistics import fmean
+from typing import Any, Literal
 
+import numpy as np
+
+from slurmllm.config.resolve import RunConfig
+from slurmllm.config.rules import minutes_of
+from slurmllm.config.yaml_source import read_yaml
+from slurmllm.errors import ConfigError
+from slurmllm.plan.parameters import parameters
 from slurmllm.run.records import TIME_PARTS, EndingClass, TimePart
 
 HOUR_S = 3600.0
@@ -25,10 +38,30 @@ UNWATCHED_S = 1800.0
 # The endings that lose the steps since the last checkpoint, and count as failures.
 FAILURES: frozenset[EndingClass] = frozenset({"node_failure", "hang", "storage_failure"})
 _POINTS = 4  # of a job at which its restarts are evaluated: off by 0.06 % of the time at most
+# Mean times between failures after which an attempt has failed for certain, and blocks of saves in
+# that time: the sum over the saves is off by less than 10^-5 of itself.
+_HORIZON, _BLOCKS = 20.0, 2000
+
+FailureKind = Literal[
+    "device",  # an accelerator reports a fault: its worker exits at once
+    "node",  # a host stops responding
+    "network",  # a link or a switch: collectives wait, no node is to blame
+    "hang",  # a worker makes no progress
+    "storage",  # the shared file system fails: found at the next save or start
+    "software",  # an exception in code
+    "signal",  # preemption: the run saves and leaves
+]
+# Of a checkpoint: bf16 weights, fp32 weights and AdamW's two averages, bytes per parameter.
+STATE_BYTES = 14
+COPY_BYTES_S = 4e9  # from the devices of a node into its memory, and from there to storage
+STORAGE_BYTES_S = 16e9  # what the shared file system takes and gives, all nodes together
+# Slurm lets a requeued job wait until its last credential has expired (cred_expire, 120 s by
+# default), and its scheduler looks every few seconds.
+REQUEUE_S = 125.0
 
 
 def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
-    """Seconds of training between the end of a save and the begin of the next (Daly).
+    """Return the seconds of training between the end of a save and the begin of the next (Daly).
 
     sqrt(2·δ·M)·[1 + 1/3·sqrt(δ/2M) + 1/9·(δ/2M)] - δ if δ < 2·M, else M, for a save of cost δ and a
     mean time M between failures of the run, which may be infinite. The duration of a restart
@@ -47,7 +80,7 @@ def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
 
 
 def mtbf_s(nodes: int, failures: int, node_s: float, node_mtbf_hours: float) -> float:
-    """Mean time between failures of a run that has run for `node_s` seconds times nodes, s.
+    """Return the mean time between failures of a run after `node_s` seconds times nodes, s.
 
     The profile's figure counts as one failure seen in `node_mtbf_hours`: all there is at first, and
     outweighed in time by the failures of the run.
@@ -71,8 +104,8 @@ class Durations:
     noticing: tuple[float, ...] = ()
 
     def describe(self) -> str:
-        """`requeue 125 s, preflight 15 s, …`, the mean of each."""
-        named = ((one.name, getattr(self, one.name)) for one in fields(self))
+        """Return `requeue 125 s, preflight 15 s, …`, the mean of each."""
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
         means = ((name, fmean(values)) for name, values in named if values)
         return ", ".join(f"{name.replace('_', ' ')} {mean:.3g} s" for name, mean in means)
 
@@ -110,12 +143,6 @@ class DetectionDelay:
     training_s: float = REPORTED_S  # in steps and saves
 
 
-def auto_steps(step_s: float, save: SaveCost, mtbf_s: float) -> int:
-    """Steps between two checkpoints with `checkpoint.every_steps: auto`."""
-    best_s = best_interval_s(save.waited_s, mtbf_s)
-    return max(1, math.ceil(max(best_s, save.total_s) / step_s))
-
-
 def expected_losses(
     nodes: int,
     step_s: float,
@@ -128,7 +155,7 @@ def expected_losses(
     noticing: DetectionDelay | None = None,
     restarts: float = 0.0,
 ) -> LostTime:
-    """Expected lost time: the mean over simulations of long runs (tools/benchmarks/month.py).
+    """Return the expected lost time: the mean of simulated long runs (tools/benchmarks/month.py).
 
     Args:
         every_steps: Between two checkpoints; None: auto, from the true failure rate.
@@ -149,28 +176,30 @@ def expected_losses(
             f"{every_steps} and leaves_s {leaves_s} must all be above 0"
         )
     mtbf_s = node_mtbf_hours * HOUR_S / nodes
-    auto = auto_steps(step_s, save, mtbf_s)
-    steps = auto if every_steps is None else every_steps
+    best_s = best_interval_s(save.waited_s, mtbf_s)
+    auto_steps = max(1, math.ceil(max(best_s, save.total_s) / step_s))
+    steps = auto_steps if every_steps is None else every_steps
     if durations.noticing:
         noticing = DetectionDelay(fmean(durations.noticing), fmean(durations.noticing))
-    attempt = _Attempt(step_s, steps * step_s, save, durations, mtbf_s, leaves_s, training_s)
+    delay = noticing or DetectionDelay()
+    attempt = _Attempt(step_s, steps * step_s, save, durations, mtbf_s)
     if leaves_s is not None and leaves_s <= attempt.trains_s:
         shares: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0) | {"start_up": 1.0}
-        return LostTime(shares, 0.0, steps, auto, mtbf_s)
-    delay = noticing or DetectionDelay()
+        return LostTime(shares, 0.0, steps, auto_steps, mtbf_s)
+    attempt.leave(leaves_s, training_s)
     parts_s = attempt.parts_s(delay)
     without_broadcast = replace(durations, cache=(0.0,))
     for weight, begins_s in _restarts(attempt.leaves_s, mtbf_s, restarts):
-        left_s = attempt.leaves_s - begins_s
-        restart = _Attempt(step_s, steps * step_s, save, without_broadcast, mtbf_s, left_s, None)
+        restart = _Attempt(step_s, steps * step_s, save, without_broadcast, mtbf_s)
+        restart.leave(attempt.leaves_s - begins_s, None)
         for part, seconds in restart.parts_s(delay).items():
             parts_s[part] += weight * seconds
     length_s = math.fsum(parts_s.values())
     return LostTime(
-        shares={part: parts_s[part] / length_s for part in TIME_PARTS},
-        goodput=parts_s["productive"] / (length_s + fmean(durations.requeue)),
+        shares={part: float(parts_s[part] / length_s) for part in TIME_PARTS},
+        goodput=float(parts_s["productive"] / (length_s + fmean(durations.requeue))),
         interval_steps=steps,
-        auto_steps=auto,
+        auto_steps=auto_steps,
         mtbf_s=mtbf_s,
     )
 
@@ -189,7 +218,7 @@ def _restarts(leaves_s: float, mtbf_s: float, share: float) -> Iterator[tuple[fl
 
 
 class _Attempt:
-    """The mean attempt.
+    """The mean attempt, which fails at the rate 1 / `mtbf_s` until it leaves.
 
     start ─ preflight ─ cache ─ start-up ─ first step ─ interval ─ save ─ interval ─ save ─ …
 
@@ -197,92 +226,223 @@ class _Attempt:
     """
 
     def __init__(
-        self, step_s: float, interval_s: float, save: SaveCost, durations: Durations,
-        mtbf_s: float, leaves_s: float | None, training_s: float | None,
-    ) -> None:  # fmt: skip
+        self, step_s: float, interval_s: float, save: SaveCost, durations: Durations, mtbf_s: float
+    ) -> None:
         self.step_s, self.interval_s, self.save, self.mtbf_s = step_s, interval_s, save, mtbf_s
         self.durations = durations
-        phases = (durations.preflight, durations.cache, durations.start_up)
-        self.trains_s = sum(map(fmean, phases))
+        self.trains_s = sum(map(fmean, (durations.preflight, durations.cache, durations.start_up)))
         self.ready_s = self.trains_s + fmean(durations.first_step)
+        self.begun_s = self.ready_s + step_s
         self.saves_s = self.ready_s + interval_s
         # A save begins once the one before is written.
         self.cycle_s = max(interval_s + save.waited_s, save.total_s)
-        whole_s = math.inf if training_s is None else training_s * self.cycle_s / interval_s
+        self.leaves_s = math.inf
+
+    def leave(self, limit_s: float | None, training_s: float | None) -> None:
+        """Set when the attempt leaves: at the job's limit, or when all steps are done."""
+        whole_s = math.inf if training_s is None else training_s * self.cycle_s / self.interval_s
         # Half a step is what `parts_s` adds for the one under way.
-        done_s = self.ready_s + whole_s - step_s / 2
-        leaves_s = min(math.inf if leaves_s is None else leaves_s, done_s)
-        self.begun_s = self.ready_s + step_s
+        done_s = self.ready_s + whole_s - self.step_s / 2
+        leaves_s = done_s if limit_s is None else min(limit_s, done_s)
         self.leaves_s = max(leaves_s, self.begun_s)  # a step under way is finished
 
     def parts_s(self, noticing: DetectionDelay) -> dict[TimePart, float]:
+        """Return the expected seconds of each part."""
         durations = self.durations
-        preflight_s, cache_s = fmean(durations.preflight), fmean(durations.cache)
+        checked_s = fmean(durations.preflight)
+        cached_s = checked_s + fmean(durations.cache)
         begun, leaving = self._alive(self.begun_s), self._alive(self.leaves_s)
         failing = 1 - self._alive(self.trains_s)
-        waited_s, kept_s, left_s = self._steps()
+        waited_s, saved_s = self._saves()
+        # A signal finds half a step under way on average, which is finished.
+        last_s = self.step_s / 2
         made_s = begun * self.step_s + self._within(self.begun_s, math.inf) - waited_s
-        under_way_s = min((begun - leaving) * self.step_s / 2, made_s - kept_s - left_s)
+        lost_s = max(0.0, made_s - saved_s)
+        under_way_s = min((begun - leaving) * last_s, lost_s)
         # An attempt that fails within its first step counts as start-up until it is noticed.
         first_s = self._within(self.trains_s, self.begun_s)
         first_s -= begun * (self.begun_s - self.trains_s)
-        parts = dict.fromkeys(TIME_PARTS, 0.0)
-        parts["preflight"] = self._within(0.0, preflight_s)
-        parts["cache"] = self._within(preflight_s, preflight_s + cache_s)
-        parts["start_up"] = (
-            self._within(preflight_s + cache_s, self.trains_s) + first_s
-            + failing * noticing.start_up_s + (1 - failing - begun) * noticing.training_s
-        )  # fmt: skip
+        noticed_s = failing * noticing.start_up_s + (1 - failing - begun) * noticing.training_s
+        stopping_s = fmean(durations.stopping) + (begun - leaving) * noticing.training_s
+        parts: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0)
+        parts["preflight"] = self._within(0.0, checked_s)
+        parts["cache"] = self._within(checked_s, cached_s)
+        parts["start_up"] = self._within(cached_s, self.trains_s) + first_s + noticed_s
         parts["first_step"] = begun * fmean(durations.first_step)
-        # A signal finds half a step under way on average, which is finished.
-        parts["productive"] = kept_s + left_s + leaving * self.step_s / 2
-        parts["recomputation"] = made_s - kept_s - left_s - under_way_s
+        parts["productive"] = saved_s + leaving * last_s
+        parts["recomputation"] = lost_s - under_way_s
         parts["saving"] = waited_s + leaving * self.save.total_s
-        parts["idle"] = (
-            under_way_s + fmean(durations.stopping) + (begun - leaving) * noticing.training_s
-        )
+        parts["idle"] = under_way_s + stopping_s
         return parts
 
-    def _steps(self) -> tuple[float, float, float]:
-        """Mean seconds in waits for saves, and in steps: those that checkpoints keep of attempts
-        that fail, and those of attempts that leave."""
-        wait_s, counts_s = self.cycle_s - self.interval_s, self.saves_s + self.save.total_s
-        begun, counted = self._saves(self.saves_s), self._saves(counts_s)
+    def _saves(self) -> tuple[float, float]:
+        """Return the expected seconds in waits for saves, and in steps that are in a checkpoint.
+
+        Summed over the saves. An interval is in a checkpoint if the attempt is alive when its save
+        counts, or when it leaves, which saves the steps since the last save too.
+        """
+        end_s = min(self.leaves_s, _HORIZON * self.mtbf_s)
+        count = max(0, math.ceil((end_s - self.saves_s) / self.cycle_s))
+        # Of many saves, the middle of each block represents all of it.
+        firsts = np.arange(0, count, math.ceil(count / _BLOCKS) or 1)
+        sizes = np.diff(firsts, append=count)
+        begins_s = self.saves_s + self.cycle_s * (firsts + (sizes - 1) / 2)
+        wait_s = self.cycle_s - self.interval_s
+        waited_s = sizes @ self._within(begins_s, begins_s + wait_s)
+        saved_s = self.interval_s * (sizes @ self._alive(begins_s + self.save.total_s))
+        after_last_s = max(0.0, end_s - (self.ready_s + count * self.cycle_s))
+        return float(waited_s), float(saved_s + after_last_s * self._alive(self.leaves_s))
+
+    def _alive(self, at_s: Any) -> Any:
+        """Return the probability that no failure has come by then, or before the attempt leaves."""
+        return np.exp(-np.minimum(at_s, self.leaves_s) / self.mtbf_s)
+
+    def _within(self, begin_s: Any, end_s: Any) -> Any:
+        """Return the expected seconds that an attempt spends between two times after its start."""
+        begin_s, end_s = np.minimum(begin_s, self.leaves_s), np.minimum(end_s, self.leaves_s)
         # expm1 keeps the digits that 1 - exp(-x) loses for an MTBF of years.
-        waits = -math.expm1(-wait_s / self.mtbf_s) * self.mtbf_s
-        waited_s = waits * self._sum(self.saves_s, begun)
-        kept_s = self.interval_s * self._sum(counts_s, counted)
-        leaving = self._alive(self.leaves_s)
-        if leaving == 0.0:  # there may be no end of saves
-            return waited_s, kept_s, 0.0
-        kept_s -= self.interval_s * counted * leaving
-        last_s = self.saves_s + (begun - 1) * self.cycle_s
-        cut_s = max(0.0, last_s + wait_s - self.leaves_s) if begun else 0.0
-        # An attempt that leaves in the midst of a wait has waited until then alone.
-        cut = math.exp((cut_s - wait_s) / self.mtbf_s) - math.exp(-wait_s / self.mtbf_s)
-        waited_s -= cut * self.mtbf_s * math.exp(-last_s / self.mtbf_s)
-        left_s = (self.leaves_s - self.ready_s - begun * wait_s + cut_s) * leaving
-        return waited_s, kept_s, left_s
+        return self.mtbf_s * self._alive(begin_s) * -np.expm1((begin_s - end_s) / self.mtbf_s)
 
-    def _alive(self, at_s: float) -> float:
-        """Probability that no failure has come by then."""
-        return math.exp(-min(at_s, self.leaves_s) / self.mtbf_s)
 
-    def _within(self, begin_s: float, end_s: float) -> float:
-        """Mean seconds that an attempt spends between two times, s after its start."""
-        begin_s, end_s = min(begin_s, self.leaves_s), min(end_s, self.leaves_s)
-        fails = -math.expm1((begin_s - end_s) / self.mtbf_s)
-        return self.mtbf_s * self._alive(begin_s) * fails
+def assumed(
+    num_parameters: int,
+    nodes: int,
+    device: Literal["cpu", "cuda", "neuron"] = "neuron",
+    asynchronous: bool = True,
+) -> tuple[Durations, SaveCost]:
+    """Return phases and saves of a run by the size of its model.
 
-    def _saves(self, first_s: float) -> float:
-        """How many of the times `first_s`, and every cycle after it, come before the attempt
-        leaves."""
-        if math.isinf(self.leaves_s):
-            return math.inf
-        return max(0, math.ceil((self.leaves_s - first_s) / self.cycle_s))
+    A save is copied by all nodes at once, written as fast as the nodes and the file system can, and
+    closed in a few seconds. A start-up reads as much, after imports, rendezvous and devices
+    (150 s on accelerators, 15 s on CPUs) plus models and graphs, which take longer the larger they
+    are. The number of workers is ignored. With `asynchronous` training goes on while a save is
+    written.
+    """
+    state_bytes, billions = STATE_BYTES * num_parameters, num_parameters / 1e9
+    moved_s = state_bytes / min(STORAGE_BYTES_S, nodes * COPY_BYTES_S)
+    written_s = 3.0 + moved_s
+    copied_s = 0.3 + state_bytes / nodes / COPY_BYTES_S
+    begun_s = 15.0 if device == "cpu" else 150.0
+    durations = Durations(
+        requeue=(REQUEUE_S,),
+        preflight=(15.0,),
+        cache=(0.0 if device == "cpu" else 4.5 + 0.08 * billions,),
+        start_up=(begun_s + moved_s + 3.4 * billions,),
+        first_step=(27.0 + 0.5 * billions,),
+        stopping=(10.0,),
+    )
+    waited_s = min(copied_s, written_s) if asynchronous else written_s
+    return durations, SaveCost(waited_s, written_s)
 
-    def _sum(self, first_s: float, count: float) -> float:
-        """Probabilities that an attempt reaches each of those times, added up."""
-        ratio = self.cycle_s / self.mtbf_s
-        many = -math.expm1(-count * ratio) if count else 0.0
-        return math.exp(-first_s / self.mtbf_s) * many / -math.expm1(-ratio)
+
+def noticing(config: RunConfig, step_s: float) -> DetectionDelay:
+    """Return the detection delay of Llama 3's mix of failures, with the recipe's watchdog."""
+    watchdog, counts = config.recipe.watchdog, published_failures()["llama3"].counts
+
+    def mean_s(limit_s: float) -> float:
+        node_s = min(limit_s, SLURMD_TIMEOUT_S)
+        silent_s = {"node": node_s, "network": limit_s, "hang": limit_s}
+        total_s = sum(count * silent_s.get(kind, REPORTED_S) for kind, count in counts.items())
+        return total_s / sum(counts.values())
+
+    if not watchdog.enabled:
+        return DetectionDelay(mean_s(UNWATCHED_S), mean_s(UNWATCHED_S))
+    hang_s = max(watchdog.min_step_s, watchdog.step_factor * step_s)
+    return DetectionDelay(start_up_s=mean_s(watchdog.start_up_s), training_s=mean_s(hang_s))
+
+
+def restarts(config: RunConfig, nodes: int, leaves_s: float) -> float:
+    """Return the share of failures after which a run restarts in its job, with Llama 3's mix.
+
+    A failure of a network or a hang leaves the nodes healthy. One that breaks a node takes a spare
+    node; with none left, or if it was the supervisor's node, the job returns to the queue, and has
+    all of them again.
+    """
+    slurm, counts = config.recipe.slurm, published_failures()["llama3"].counts
+    if not slurm.restart_in_allocation or slurm.restart == "none":
+        return 0.0
+    total, stays = sum(counts.values()), counts["network"] + counts["hang"]
+    broken = (counts["device"] + counts["node"]) * (1 - 1 / nodes)
+    mean = nodes * leaves_s / (config.cluster.node_mtbf_hours * HOUR_S) * (1 - stays / total)
+    # By Poisson: the probabilities that 1, 2, … nodes break in a job before anything else ends it.
+    fewer, term, asks = 0.0, math.exp(-mean), list[float]()
+    for number in range(1, slurm.spare_nodes + 2):
+        fewer += term
+        term *= mean / number
+        asks.append((1 - fewer) * (broken / (total - stays)) ** number)
+    replaced = math.fsum(asks[:-1]) / (math.fsum(asks) or 1.0)
+    return (stays + broken * replaced) / total
+
+
+def lost_time(config: RunConfig, nodes: int, step_s: float, steps: int | None = None) -> LostTime:
+    """Return the expected lost time of a run of `steps`, or the recipe's.
+
+    Raises:
+        ConfigError: the run would make no progress: its time limit ends before the first step
+            begins, or a failure comes before every checkpoint.
+    """
+    recipe, cluster = config.recipe, config.cluster
+    count, asynchronous = parameters(recipe.model), recipe.checkpoint.asynchronous
+    durations, save = assumed(count, nodes, cluster.device, asynchronous)
+    every = recipe.checkpoint.every_steps
+    leaves_s = minutes_of(recipe.slurm.time) * 60 - recipe.slurm.signal_lead_s
+    lost = expected_losses(
+        nodes,
+        step_s,
+        save,
+        durations,
+        cluster.node_mtbf_hours,
+        every_steps=None if every == "auto" else every,
+        leaves_s=leaves_s,
+        training_s=(recipe.train.steps if steps is None else steps) * step_s,
+        noticing=noticing(config, step_s),
+        restarts=restarts(config, nodes, leaves_s),
+    )
+    if lost.effective > 0:
+        return lost
+    if lost.shares["start_up"] == 1:
+        fault = (
+            f"slurm.time: {recipe.slurm.time} less slurm.signal_lead_s "
+            f"{recipe.slurm.signal_lead_s} is shorter than a start-up, here assumed as "
+            f"{durations.describe()}; choose a longer slurm.time"
+        )
+    else:
+        fault = (
+            f"cluster.node_mtbf_hours: {cluster.node_mtbf_hours:g} is a failure every "
+            f"{lost.mtbf_s:.2g} s of {nodes} nodes, before a checkpoint after "
+            f"{lost.interval_steps} steps of {step_s:.3g} s; choose fewer nodes, or a smaller "
+            "checkpoint.every_steps"
+        )
+    raise ConfigError("the run would make no progress", [fault])
+
+
+@dataclass(frozen=True)
+class Published:
+    """Published failure counts."""
+
+    name: str  # short name
+    source: str  # the publication
+    counts: Mapping[FailureKind, int]  # Kind → interruptions
+    hosts: int  # hosts of the run
+    days: float  # length of the observation
+    note: str  # how the kinds were distinguished
+
+    @property
+    def node_hours(self) -> float:
+        return self.hosts * self.days * 24.0
+
+    @property
+    def per_node_hour(self) -> dict[FailureKind, float]:
+        return {kind: count / self.node_hours for kind, count in self.counts.items()}
+
+    @property
+    def node_mtbf_hours(self) -> float:
+        """Hours between two failures of one node."""
+        return self.node_hours / sum(self.counts.values())
+
+
+@cache
+def published_failures() -> Mapping[str, Published]:
+    """Return the rows of published_failures.yaml, by name."""
+    rows, _ = read_yaml(Path(__file__).with_name("published_failures.yaml"))
+    return {name: Published(name, **row) for name, row in rows.items()}

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.flops import up_width
-from slurmllm.plan.mesh import Mesh, without_fsdp
-from slurmllm.plan.parameters import parameter_counts
+from slurmllm.plan.mesh import Mesh, fsdp_disabled
+from slurmllm.plan.parameters import parameter_counts, up_width
 from slurmllm.plan.step import formats
 
 _FP32, _FP64, _BF16, _INT64 = 4, 8, 2, 8
@@ -45,7 +44,7 @@ class WorkerMemory:
     passing: int  # the optimizer step's own need
 
     def parts(self) -> dict[str, int]:
-        """Name → bytes at the fullest moment of the step; they add up to the peak."""
+        """Return name → bytes at the fullest moment of the step; they add up to the peak."""
         within = {
             "whole weights": self.whole_weights,
             "gradients": self.whole_gradients,
@@ -73,29 +72,29 @@ class WorkerMemory:
 
 
 def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
-    """What one worker needs; the first of a pipeline stage has the largest shares of it."""
+    """Return what one worker needs; the first of a stage has the largest shares of it."""
     zero, width = config.recipe.parallel.zero, formats(config)
     place = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
     held = parameter_counts(*place, 1)
-    own = parameter_counts(*place, mesh.data, mesh.data_rank(rank))
+    share = parameter_counts(*place, mesh.data, mesh.data_rank(rank))
     stored = parameter_counts(*place, mesh.data).total
     whole = stored * mesh.data  # FSDP pads every share to the first one's size
     largest_block, rest = held.block, held.rest
-    several = mesh.accumulation > 1
-    until_last = several and (zero <= 1 or mesh.pipeline > 1)
+    accumulates = mesh.accumulation > 1
+    until_last = accumulates and (zero <= 1 or mesh.pipeline > 1)
     dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered
-    carried = whole * width.reduced if until_last else stored * width.kept if several else 0
+    carried = whole * width.reduced if until_last else stored * width.stored if accumulates else 0
     steps = _StepMemory(config, mesh, rank)
     transient = 0 if until_last else rest + 2 * largest_block
     gathered = rest + 2 * largest_block if dropped else whole
-    if without_fsdp(config, mesh):
-        converted = width.computed != width.kept
-        gathered, transient, rest = (whole, own.largest, 0) if converted else (0, 0, 0)
-        carried = stored * width.kept if several else 0
+    if fsdp_disabled(config, mesh):
+        converted = width.computed != width.stored
+        gathered, transient, rest = (whole, share.largest, 0) if converted else (0, 0, 0)
+        carried = stored * width.stored if accumulates else 0
     return WorkerMemory(
-        weights=stored * width.kept,
-        optimizer=2 * own.total * width.kept,
-        gradients=stored * width.kept,
+        weights=stored * width.stored,
+        optimizer=2 * share.total * width.stored,
+        gradients=stored * width.stored,
         whole_weights=gathered * width.computed,
         whole_gradients=carried,
         activations=steps.activations(),
@@ -106,12 +105,12 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
         pipeline=steps.receive_buffers(),
         ending=2 * rest * width.reduced,
         # On CPUs the norm's fp64 sum copies one tensor at a time.
-        passing=own.largest * _FP64 if config.cluster.device == "cpu" else 0,
+        passing=share.largest * _FP64 if config.cluster.device == "cpu" else 0,
     )
 
 
 def batch_bytes(config: RunConfig, mesh: Mesh) -> int:
-    """Tokens and labels of a micro batch, and positions if documents are separated."""
+    """Return tokens and labels of a micro batch, and positions if documents are separated."""
     arrays = 3 if config.recipe.data.mask == "document" else 2
     return arrays * mesh.micro_batch * config.recipe.model.seq_len * _INT64
 
@@ -131,21 +130,21 @@ class _StepMemory:
         self.bytes = formats(config).computed
 
     def activations(self) -> int:
-        """Kept by all blocks of this worker, and by the final norm."""
+        """Return what all blocks of this worker, and the final norm, keep."""
         chunk = self.model.num_layers // self.mesh.chunks
-        kept = self._stream() if "block" in self.train.recomputed else self._block()
-        total = self.in_flight() * chunk * kept
+        block_bytes = self._stream() if "block" in self.train.recomputed else self._block()
+        total = self.in_flight() * chunk * block_bytes
         return total + (self._norm() if self.stage == self.mesh.pipeline - 1 else 0)
 
     def masks(self) -> int:
-        """[micro_batch, 1, seq, seq], and rotations by each token's position."""
+        """Return the bytes of masks [micro_batch, 1, seq, seq], and of rotations by position."""
         if not self.masked:
             return 0
         rotations = self.model.head_width * _FP32 if self.model.rotary_pct > 0 else 0
         return self.in_flight() * self.tokens * (self.model.seq_len * self.bytes + rotations)
 
     def batches(self) -> int:
-        """Micro batches whose tokens are in memory: in a pipeline all of the step.
+        """Return the micro batches whose tokens are in memory: in a pipeline all of the step.
 
         CPUs have the arrays that the data's stream gave, of the step, as well.
         """
@@ -153,7 +152,7 @@ class _StepMemory:
         return (count if self.mesh.pipeline > 1 else 1) + count * self.cpu
 
     def in_flight(self) -> int:
-        """Passes of a chunk whose backward pass is still to come, at most."""
+        """Return passes of a chunk whose backward pass is still to come, at most."""
         mesh, count = self.mesh, self.mesh.accumulation
         if mesh.pipeline == 1:
             return 1
@@ -164,7 +163,7 @@ class _StepMemory:
         return count if count < mesh.pipeline else after + 1  # GPipe where too few for 1F1B
 
     def output(self) -> int:
-        """At the loss: forward, or backward with each gradient and its scaled copy."""
+        """Return the need at the loss: forward, or backward with each gradient and its copy."""
         if self.stage != self.mesh.pipeline - 1:
             return 0
         rows = self.model.padded_vocab_size // self.mesh.tensor
@@ -179,19 +178,19 @@ class _StepMemory:
         return max(hidden + logits + gradients + (sums if in_parts else 0), 2 * gradients)
 
     def block(self) -> int:
-        """Backward through a block: its widest gradients, and a matrix's before it is added."""
+        """Return the need of a block's backward pass: its widest gradients, and a matrix's."""
         width = up_width(self.model) // self.mesh.tensor
         passing = 2 * self.tokens * (self.hidden + width) * self.bytes
         matrix = self.hidden * width * self.bytes
-        again = 0
+        recomputed = 0
         if "block" in self.train.recomputed:
-            again = self._block()
+            recomputed = self._block()
         elif "mlp" in self.train.recomputed:  # and its gathered input
-            again = self._feed_forward() + self.tokens * self.hidden * self.bytes
-        return passing + matrix + again
+            recomputed = self._feed_forward() + self.tokens * self.hidden * self.bytes
+        return passing + matrix + recomputed
 
     def receive_buffers(self) -> int:
-        """torch.distributed.pipelining keeps one for each micro batch of a step."""
+        """Return the bytes that torch.distributed.pipelining keeps, for each micro batch."""
         mesh = self.mesh
         chunks = [self.stage + mesh.pipeline * i for i in range(mesh.virtual_pipeline)]
         ways = sum((chunk > 0) + (chunk < mesh.chunks - 1) for chunk in chunks)
@@ -201,18 +200,20 @@ class _StepMemory:
         return self.own_tokens * self.hidden * self.bytes
 
     def _norm(self) -> int:
-        """The input; uncompiled, RMSNorm is made of parts that keep two copies in fp32."""
+        """Return the input's bytes; uncompiled, RMSNorm keeps two copies in fp32."""
         if FAMILIES[self.model.family].norm == "layer" or self.train.compile:
             return self._stream()
         return 2 * self.own_tokens * self.hidden * _FP32
 
     def _block(self) -> int:
-        """What one block keeps of one micro batch; of a whole one that is recomputed, anew."""
+        """Return what one block keeps of one micro batch."""
         model, tensor, recomputed = self.model, self.mesh.tensor, self.train.recomputed
         queries = model.num_heads * model.head_width
         keys = model.kv_heads * model.head_width
-        again = "norm" in recomputed
-        norms = (1 if model.parallel_residual else 2) * (self._stream() if again else self._norm())
+        recomputes_norm = "norm" in recomputed
+        norms = (1 if model.parallel_residual else 2) * (
+            self._stream() if recomputes_norm else self._norm()
+        )
         # Both norms' results are inputs of matrices, which gather them; a recomputed feed-forward
         # layer keeps its own input.
         gathered = self.tokens * self.hidden * self.bytes
@@ -225,13 +226,13 @@ class _StepMemory:
         if self.masked and self.cuda and keys < queries and not {"core", "block"} & {*recomputed}:
             shared += 2 * (queries - keys)  # copies of keys and values (`model/decoder.py`)
         log_sums = self.tokens * model.num_heads // tensor * _FP32
-        if model.qk_norm and not self.train.compile and not again:  # as `_norm`
+        if model.qk_norm and not self.train.compile and "norm" not in recomputed:  # as `_norm`
             norms += 2 * self.tokens * (queries + keys) // tensor * _FP32
-        kept = norms + self.tokens * shared // tensor * self.bytes + log_sums
-        return kept + (0 if "mlp" in recomputed else self._feed_forward())
+        total = norms + self.tokens * shared // tensor * self.bytes + log_sums
+        return total + (0 if "mlp" in recomputed else self._feed_forward())
 
     def _feed_forward(self) -> int:
-        """Input of the activation and of the last matrix.
+        """Return the bytes of the inputs of the activation and of the last matrix.
 
         The gated layer keeps the activated gate too, which a compiled block computes again.
         """

@@ -67,35 +67,35 @@ class Mesh:
         return self.global_batch // (self.data * self.micro_batch)
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data` shares of the global batch a worker reads."""
+        """Return which of the `data` shares of the global batch a worker reads."""
         return rank // self.tensor % self.data
 
     def pipeline_rank(self, rank: int) -> int:
         return rank // (self.tensor * self.data)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of a run's plan.json; null for a micro batch that is not measured yet."""
-        found = {**asdict(self), "world_size": self.world_size, "accumulation": self.accumulation}
+        """Return the content of plan.json; null for a micro batch that is not measured yet."""
+        values = {**asdict(self), "world_size": self.world_size, "accumulation": self.accumulation}
         unknown = ("micro_batch", "accumulation") if self.unmeasured else ()
-        del found["unmeasured"]
-        return {**found, **dict.fromkeys(unknown)}
+        del values["unmeasured"]
+        return {**values, **dict.fromkeys(unknown)}
 
 
 def pipelines(mesh: Mesh) -> list[list[int]]:
-    """The ranks of each pipeline, first stage first."""
+    """Return the ranks of each pipeline, first stage first."""
     apart = mesh.tensor * mesh.data
     return [[first + stage * apart for stage in range(mesh.pipeline)] for first in range(apart)]
 
 
 def replica_nodes(config: RunConfig) -> int:
-    """The fewest nodes whose workers are whole replicas of the model."""
+    """Return the fewest nodes whose workers are whole replicas of the model."""
     model = config.recipe.parallel.tensor * config.recipe.parallel.pipeline
     return model // math.gcd(model, config.cluster.devices_per_node)
 
 
 @lru_cache(maxsize=4096)
 def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[int]:
-    """The possible micro batches for a worker's share of the global batch.
+    """Return the possible micro batches for a worker's share of the global batch.
 
     Args:
         sequences: The share: sequences in one step of one data-parallel worker.
@@ -107,31 +107,31 @@ def micro_batches(sequences: int, pipeline: int, virtual_pipeline: int) -> list[
     Returns:
         Sizes, smallest first; empty if no size gives whole rounds.
     """
-    found = divisors(sequences)
+    sizes = divisors(sequences)
     if pipeline == 1:
-        return found
+        return sizes
     if virtual_pipeline > 1:
-        return [size for size in found if sequences // size % pipeline == 0]
-    return [size for size in found if sequences // size >= pipeline] or found
+        return [size for size in sizes if sequences // size % pipeline == 0]
+    return [size for size in sizes if sequences // size >= pipeline] or sizes
 
 
 def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
-    """The node counts from `least` to `most` that parallel degrees and global batch allow."""
-    found = []
+    """Return the node counts from `least` to `most` that degrees and global batch allow."""
+    possible = []
     for nodes in range(least, most + 1):
         with suppress(ConfigError):
             make_mesh(config, nodes)
-            found.append(nodes)
-    return found
+            possible.append(nodes)
+    return possible
 
 
-def without_fsdp(config: RunConfig, mesh: Mesh) -> bool:
+def fsdp_disabled(config: RunConfig, mesh: Mesh) -> bool:
     """Whether the native backend trains without FSDP (its `unsharded.py`).
 
     Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
     """
-    alone = config.backend != "nxd" and mesh.data * mesh.tensor == 1
-    return alone and config.recipe.train.precision in ("fp32", "bf16_mixed")
+    single = config.backend != "nxd" and mesh.data * mesh.tensor == 1
+    return single and config.recipe.train.precision in ("fp32", "bf16_mixed")
 
 
 def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:
@@ -161,22 +161,23 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
     _require_shares(config, nodes, data)
     sequences = recipe.train.global_batch // data
     fitting = micro_batches(sequences, pipeline, virtual)
-    wanted = recipe.train.micro_batch
+    micro_batch = recipe.train.micro_batch
     measured = measured or assumed_micro_batch(config)
-    if not fitting or (wanted != "auto" and pipeline > 1 < virtual and wanted not in fitting):
+    if not fitting or (
+        micro_batch != "auto" and pipeline > 1 < virtual and micro_batch not in fitting
+    ):
         raise _no_whole_rounds(config, data, fitting)
-    if wanted == "auto":
+    if micro_batch == "auto":
         size = max((size for size in fitting if size <= (measured or 0)), default=fitting[0])
     else:
-        size = wanted
-    return Mesh(
-        nodes, per_node, tensor, pipeline, data, recipe.train.global_batch, size, virtual,
-        unmeasured=wanted == "auto" and measured is None,
-    )  # fmt: skip
+        size = micro_batch
+    unmeasured = micro_batch == "auto" and measured is None
+    batch = recipe.train.global_batch
+    return Mesh(nodes, per_node, tensor, pipeline, data, batch, size, virtual, unmeasured)
 
 
 def assumed_micro_batch(config: RunConfig) -> int | None:
-    """The value of an `auto` micro batch on devices that cannot measure it, else None.
+    """Return the value of an `auto` micro batch on devices that cannot measure it, else None.
 
     On Neuron devices the precompile stage compiles without computing. Nearly all published trn1
     runs use 1.
@@ -194,7 +195,7 @@ def save_mesh(mesh: Mesh, plan: Path) -> None:
 
 
 def load_mesh(plan: Path) -> Mesh:
-    """The mesh in a run's plan.json; raises StorageError if it is unreadable or damaged."""
+    """Return the mesh in a run's plan.json; raises StorageError if it is unreadable or damaged."""
     try:
         held = json.loads(read_limited(plan))
         unmeasured = held["micro_batch"] is None
@@ -214,13 +215,13 @@ def load_mesh(plan: Path) -> Mesh:
 
 def _require_shares(config: RunConfig, nodes: int, data: int) -> None:
     """Check that the global batch is whole micro batches for each data-parallel worker."""
-    batch, wanted = config.recipe.train.global_batch, config.recipe.train.micro_batch
-    micro = 1 if wanted == "auto" else wanted
+    batch, micro_batch = config.recipe.train.global_batch, config.recipe.train.micro_batch
+    micro = 1 if micro_batch == "auto" else micro_batch
     if batch % (data * micro) == 0:
         return
     sizes = near_batches(batch, data * micro * _rounds(config))
     batches = " or ".join(f"{size:,} ({format_change(size, batch)})" for size in sizes)
-    by = "" if wanted == "auto" else f" × train.micro_batch {micro}"
+    by = "" if micro_batch == "auto" else f" × train.micro_batch {micro}"
     raise MeshError(
         f"train.global_batch: {batch} sequences are not a multiple of {data} data-parallel "
         f"workers{by}",
@@ -229,13 +230,13 @@ def _require_shares(config: RunConfig, nodes: int, data: int) -> None:
 
 
 def near_batches(batch: int, unit: int) -> list[int]:
-    """The multiples of `unit` below and above a global batch, which is none itself."""
+    """Return the multiples of `unit` below and above a global batch, which is none itself."""
     below = batch // unit * unit
     return [size for size in (below, below + unit) if size]
 
 
 def near_nodes(config: RunConfig, meshes: Iterable[tuple[int, int]], micro: int) -> set[int]:
-    """The node counts that divide the global batch among the data-parallel workers of some mesh.
+    """Return the node counts that divide the global batch among the workers of some mesh.
 
     Args:
         meshes: Tensor and pipeline degrees.
@@ -248,29 +249,29 @@ def near_nodes(config: RunConfig, meshes: Iterable[tuple[int, int]], micro: int)
 
 
 def next_to(requested: int, values: Iterable[int]) -> tuple[list[int], list[int]]:
-    """The values below and above what is requested, the nearest first."""
+    """Return the values below and above what is requested, the nearest first."""
     ordered = sorted(values)
     below = [value for value in reversed(ordered) if value < requested]
     return below, [value for value in ordered if value > requested]
 
 
 def format_change(size: int, requested: int) -> str:
-    """`3.1 % more`, `1.6 % fewer`, `16 times as many`."""
+    """Return `3.1 % more`, `1.6 % fewer`, `16 times as many`."""
     if size >= 2 * requested:
         return f"{size / requested:.3g} times as many"
     return f"{100 * abs(size / requested - 1):.2g} % {'more' if size > requested else 'fewer'}"
 
 
 def _rounds(config: RunConfig) -> int:
-    """Micro batches come in multiples of this many."""
+    """Return the number of which micro batches come in multiples."""
     parallel = config.recipe.parallel
     return parallel.pipeline if parallel.pipeline > 1 < parallel.virtual_pipeline else 1
 
 
 def _choose_nodes(config: RunConfig, nodes: int) -> str:
-    """`choose 8 or 16 nodes, or `: the nearest that the mesh divides; empty if there are none."""
-    parallel, wanted = config.recipe.parallel, config.recipe.train.micro_batch
-    micro = (1 if wanted == "auto" else wanted) * _rounds(config)
+    """Return `choose 8 or 16 nodes, or `, the nearest that the mesh divides, or nothing."""
+    parallel, micro_batch = config.recipe.parallel, config.recipe.train.micro_batch
+    micro = (1 if micro_batch == "auto" else micro_batch) * _rounds(config)
     possible = near_nodes(config, [(parallel.tensor, parallel.pipeline)], micro)
     near = sorted(count for side in next_to(nodes, possible) for count in side[:1])
     return f"{choose(near)} {'node' if near == [1] else 'nodes'}, or " if near else ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig
@@ -30,7 +30,7 @@ _FASTER = 1.03
 
 
 @dataclass(frozen=True)
-class FittingChange:
+class SettingSuggestion:
     """A change of a request with which a layout fits."""
 
     options: tuple[str, str]  # of the command line: `--nodes 8`, `--set train.global_batch=264`
@@ -64,80 +64,70 @@ class FittingChange:
 
 def fitting_changes(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
-) -> list[FittingChange]:
-    """The nearest node counts and global batches, below and above, with which a layout fits.
+) -> list[SettingSuggestion]:
+    """Return the nearest node counts and global batches, below and above, that fit.
 
     A side on which there is none is left out. A batch that is farther away, but by less than 5 %,
     is added if it is faster by more than 3 %. Node counts above `LARGEST` are not tried. A
     tensor-parallel degree that the search does not try is added if it fits with the same nodes and
     batch.
-
-    Args:
-        nodes: The number of nodes, on which no layout fits.
-        unsupported: As for `search`.
-        fixed: As for `search`; with `train.global_batch`, no batches are tried.
+    Arguments are those of `search`; with `train.global_batch` fixed, no batches are tried.
     """
-    found: list[FittingChange] = []
-
-    def add(
-        options: tuple[str, str], change: str, ratio: float, config: RunConfig, nodes: int
-    ) -> None:
-        found.append(FittingChange(options, change, ratio, config, nodes, unsupported, fixed))
-
+    where = f"on {format_plural(nodes, 'node')}"
+    changes: list[SettingSuggestion] = []
     below, above = next_to(nodes, _possible_nodes(config, fixed))
     for counts in (below, above):
         count = next((n for n in counts if some_fits(config, n, unsupported, fixed)), None)
         if count is not None:
-            change = f"{format_change(count, nodes)} nodes"
-            if counts is above and not found:
-                change += ", the minimum"
-            add(("--nodes", str(count)), change, count / nodes, config, count)
-    batch, where = config.recipe.train.global_batch, f"on {format_plural(nodes, 'node')}"
+            text = f"{format_change(count, nodes)} nodes"
+            text += ", the minimum" * (counts is above and not changes)
+            options, ratio = ("--nodes", str(count)), count / nodes
+            changes.append(
+                SettingSuggestion(options, text, ratio, config, count, unsupported, fixed)
+            )
+    batch = config.recipe.train.global_batch
 
-    def with_batch(size: int) -> FittingChange | None:
-        changed = with_value(config, "train", "global_batch", size)
+    def with_batch(size: int) -> SettingSuggestion | None:
+        changed = config.with_settings("train", global_batch=size)
         if not some_fits(changed, nodes, unsupported, fixed):
             return None
-        change = f"{format_change(size, batch)} sequences a step, {where}"
+        text = f"{format_change(size, batch)} sequences a step, {where}"
         options = "--set", f"train.global_batch={size}"
-        return FittingChange(options, change, size / batch, changed, nodes, unsupported, fixed)
+        return SettingSuggestion(options, text, size / batch, changed, nodes, unsupported, fixed)
 
-    closest: list[FittingChange] = []
-    farther: list[FittingChange] = []
+    closest: list[SettingSuggestion] = []
+    farther: list[SettingSuggestion] = []
     for sizes in next_to(batch, _possible_batches(config, nodes, fixed)):
-        fitting = (one for size in sizes if (one := with_batch(size)) is not None)
+        fitting = filter(None, map(with_batch, sizes))
         closest += islice(fitting, 1)
-        farther += takewhile(lambda one: abs(one.ratio - 1) < _NEAR, fitting)
-    found += closest
+        farther += takewhile(lambda change: abs(change.ratio - 1) < _NEAR, fitting)
+    changes += closest
     if farther:
-        fastest = max(farther, key=lambda one: one.best.seq_per_s)
-        if fastest.best.seq_per_s > _FASTER * max(one.best.seq_per_s for one in closest):
-            found.append(fastest)
-    for changed, given in _other_degrees(config, fixed):
-        if some_fits(changed, nodes, unsupported, given):
-            setting = f"parallel.tensor={changed.recipe.parallel.tensor}"
-            change = f"no published run of {config.cluster.name} has that degree, {where}"
-            options = "--set", setting
-            found.append(FittingChange(options, change, 1.0, changed, nodes, unsupported, given))
-            break
-    return found
+        fastest = max(farther, key=lambda change: change.best.seq_per_s)
+        if fastest.best.seq_per_s > _FASTER * max(change.best.seq_per_s for change in closest):
+            changes.append(fastest)
+    for changed, fixed_too in _other_degrees(config, fixed):
+        if some_fits(changed, nodes, unsupported, fixed_too):
+            options = "--set", f"parallel.tensor={changed.recipe.parallel.tensor}"
+            text = f"no published run of {config.cluster.name} has that degree, {where}"
+            change = SettingSuggestion(options, text, 1.0, changed, nodes, unsupported, fixed_too)
+            return [*changes, change]
+    return changes
 
 
 def no_batch_reason(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
 ) -> str:
-    """Why no global batch fits on a number of nodes; arguments as for `fitting_changes`."""
+    """Return why no global batch fits on a number of nodes; arguments as for `fitting_changes`."""
     none = f"no other global batch fits on {format_plural(nodes, 'node')}"
     batch = config.recipe.train.global_batch
     sizes = sorted(_possible_batches(config, nodes, fixed), key=lambda size: abs(size - batch))
     if not sizes:
         devices = nodes * config.cluster.devices_per_node
         return f"{none}: no product of tensor and pipeline degree divides the {devices:,} workers"
-    changed = [with_value(config, "train", "global_batch", size) for size in sizes]
-    layouts = (
-        one for other in changed for one in smallest_layouts(other, nodes, unsupported, fixed)
-    )
-    least = min(layouts, key=lambda one: one.memory.peak, default=None)
+    changed = [config.with_settings("train", global_batch=size) for size in sizes]
+    layouts = chain.from_iterable(smallest_layouts(c, nodes, unsupported, fixed) for c in changed)
+    least = min(layouts, key=lambda layout: layout.memory.peak, default=None)
     if least is None:
         refused = search(changed[0], nodes, unsupported, fixed).refused
         return f"{none}: {next(iter(refused), 'no layout is possible')}"
@@ -147,10 +137,10 @@ def no_batch_reason(
     )
 
 
-def what_it_takes(
+def memory_shortfall(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
 ) -> list[str]:
-    """What a run lacks that fits on no number of nodes.
+    """Return what a run lacks that fits on no number of nodes.
 
     Returns:
         The layout that needs the least memory on any number of nodes, with the bytes that are
@@ -159,14 +149,14 @@ def what_it_takes(
     configs = [(config, fixed), *_other_degrees(config, fixed)]
 
     def smallest(length: int) -> Iterator[LayoutEstimate]:
-        changed = [(with_value(one, "model", "seq_len", length), given) for one, given in configs]
-        counts = {count for one, given in changed for count in _possible_nodes(one, given)}
+        shorter = [(base.with_settings("model", seq_len=length), names) for base, names in configs]
+        counts = {count for base, names in shorter for count in _possible_nodes(base, names)}
         for count in sorted({*counts, nodes}, key=lambda count: (abs(count - nodes), count)):
-            for one, given in changed:
-                yield from smallest_layouts(one, count, unsupported, given)
+            for base, names in shorter:
+                yield from smallest_layouts(base, count, unsupported, names)
 
     length = config.recipe.model.seq_len
-    least = min(smallest(length), key=lambda one: (one.memory.peak, one.mesh.nodes), default=None)
+    least = min(smallest(length), key=lambda e: (e.memory.peak, e.mesh.nodes), default=None)
     if least is None:
         return []
     missing = format_gib(least.memory.peak - least.memory.limit)
@@ -182,7 +172,7 @@ def what_it_takes(
             "computes those of a whole sequence at once, seq_len² for each head"
         )
     while (length := length // 2) >= _SHORTEST:
-        if fitting := next((one for one in smallest(length) if one.fits), None):
+        if fitting := next((layout for layout in smallest(length) if layout.fits), None):
             mesh = fitting.mesh
             options = f"--set model.seq_len={length} --nodes {mesh.nodes}"
             if "parallel.tensor" not in fixed:
@@ -194,12 +184,12 @@ def what_it_takes(
 def _other_degrees(
     config: RunConfig, fixed: Collection[str]
 ) -> list[tuple[RunConfig, Collection[str]]]:
-    """Configurations with the tensor-parallel degrees that the search does not try, and `fixed`."""
+    """Return configurations with the tensor-parallel degrees not searched, and their `fixed`."""
     if "parallel.tensor" in fixed:
         return []
     tried = {tensor for tensor, _ in model_degrees(config, LARGEST, fixed)}
     return [
-        (with_value(config, "parallel", "tensor", tensor), (*fixed, "parallel.tensor"))
+        (config.with_settings("parallel", tensor=tensor), (*fixed, "parallel.tensor"))
         for tensor in divisors(config.recipe.model.num_heads)
         if tensor <= config.cluster.devices_per_node and tensor not in tried
     ]
@@ -212,26 +202,20 @@ def _possible_nodes(config: RunConfig, fixed: Collection[str]) -> set[int]:
 
 def _possible_batches(config: RunConfig, nodes: int, fixed: Collection[str]) -> set[int]:
     parallel, world = config.recipe.parallel, nodes * config.cluster.devices_per_node
-    found: set[int] = set()
+    batches: set[int] = set()
     if "train.global_batch" in fixed:
-        return found
+        return batches
     for tensor, pipeline in model_degrees(config, nodes, fixed):
         data, rest = divmod(world, tensor * pipeline)
         interleaved = "parallel.virtual_pipeline" in fixed and parallel.virtual_pipeline > 1
         rounds = pipeline if interleaved else 1
         if not rest:
             unit = data * _at_once(config, fixed) * rounds
-            found.update(near_batches(config.recipe.train.global_batch, unit))
-    return found
+            batches.update(near_batches(config.recipe.train.global_batch, unit))
+    return batches
 
 
 def _at_once(config: RunConfig, fixed: Collection[str]) -> int:
-    """Sequences that a data-parallel worker takes at once, at least."""
+    """Return the sequences that a data-parallel worker takes at once, at least."""
     micro = config.recipe.train.micro_batch
     return 1 if micro == "auto" or "train.micro_batch" not in fixed else micro
-
-
-def with_value(config: RunConfig, section: str, name: str, value: int) -> RunConfig:
-    """A copy with another value of one setting of the recipe."""
-    changed = getattr(config.recipe, section).model_copy(update={name: value})
-    return replace(config, recipe=config.recipe.model_copy(update={section: changed}))

@@ -55,7 +55,7 @@ _ALLREDUCE_BUCKET, _ZERO_BUCKETS = GIB, 2 * 130 * 2**20
 
 
 def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int]:
-    """What one worker needs: bytes by part at the step's fullest moment, which add up to the peak.
+    """Return bytes by part at the step's fullest moment, which add up to the peak.
 
     All workers of a pipeline stage need the same.
 
@@ -70,17 +70,17 @@ def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
     width = formats(config)
     whole = parameter_counts(model, mesh.tensor, mesh.pipeline, stage, 1)
     share = parameter_counts(model, mesh.tensor, mesh.pipeline, stage, mesh.data if zero else 1)
-    has_master = zero or width.kept != width.computed
+    has_master = zero or width.stored != width.computed
     resting = {
         "weights": whole.total * width.computed,
-        "master_weights": share.total * width.kept * has_master,
-        "optimizer": 2 * share.total * width.kept,
+        "master_weights": share.total * width.stored * has_master,
+        "optimizer": 2 * share.total * width.stored,
     }
     gradients = whole.total * width.reduced
     moment = max(
         _backward(config, mesh, stage, gradients, whole.block * width.computed),
         {
-            "gradients": gradients + (share.total * width.kept if zero else gradients),
+            "gradients": gradients + (share.total * width.stored if zero else gradients),
             "buffers": min(_ZERO_BUCKETS if zero else _ALLREDUCE_BUCKET, gradients),
         },
         key=lambda parts: sum(parts.values()),
@@ -92,7 +92,7 @@ def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
 def _backward(
     config: RunConfig, mesh: Mesh, stage: int, gradients: int, block_gradients: int
 ) -> dict[str, int]:
-    """What the backward pass adds: at the loss, or in the first block."""
+    """Return what the backward pass adds: at the loss, or in the first block."""
     recipe = config.recipe
     model, recomputed = recipe.model, recipe.train.recomputed
     size = formats(config).computed
@@ -115,12 +115,12 @@ def _backward(
     buffers = block.passing(recomputed) + block_gradients
     largest = {"output": output} if output > buffers else {"buffers": buffers}
     batch = in_flight * batch_bytes(config, mesh)  # the rest of the step's is on the host
-    kept = {"activations": activations, "masks": masks, "batch": batch}
-    return {"gradients": gradients, **kept, **largest}
+    stored = {"activations": activations, "masks": masks, "batch": batch}
+    return {"gradients": gradients, **stored, **largest}
 
 
 def score_bytes(config: RunConfig, mesh: Mesh) -> int:
-    """Attention scores and their gradients, which exist at the same time in the backward pass."""
+    """Return the bytes of attention scores and their gradients, which exist together."""
     recipe = config.recipe
     size = formats(config).computed
     block = _block(
@@ -130,7 +130,7 @@ def score_bytes(config: RunConfig, mesh: Mesh) -> int:
 
 
 def _in_flight(mesh: Mesh, stage: int) -> int:
-    """Passes of a chunk whose backward pass is still to come, at most (NxD's schedules)."""
+    """Return passes of a chunk whose backward pass is still to come, at most (NxD's schedules)."""
     if mesh.pipeline == 1:
         return 1
     passes, after = mesh.accumulation * mesh.virtual_pipeline, mesh.pipeline - 1 - stage
@@ -152,13 +152,13 @@ class _BlockMemory(NamedTuple):
     widest: int  # gradients in the feed-forward layer, with inputs and outputs gathered
 
     def kept(self, recomputed: Collection[str]) -> int:
-        """From the forward to the backward pass."""
+        """Return the bytes from the forward to the backward pass."""
         if "block" in recomputed:
             return self.stream
         return self.outside + sum(n for part, n in self.parts.items() if part not in recomputed)
 
     def passing(self, recomputed: Collection[str]) -> int:
-        """Within the backward pass: what is recomputed, and gradients."""
+        """Return the bytes within the backward pass: what is recomputed, and gradients."""
         if "block" in recomputed:
             return self.kept(()) + max(self.scores, self.widest)
         core, mlp = (self.parts[part] * (part in recomputed) for part in ("core", "mlp"))
@@ -169,7 +169,7 @@ class _BlockMemory(NamedTuple):
 def _block(
     model: ModelConfig, tensor: int, micro_batch: int, sequence: bool, size: int, apart: bool
 ) -> _BlockMemory:
-    """One block's.
+    """Return the memory of one block.
 
     Args:
         tensor: Workers that share its matrices.

@@ -1,9 +1,14 @@
-"""The parameters of a model, counted without building it; torch-free."""
+"""The parameters of a decoder and the work of computing with them, counted; torch-free.
+
+Work is that of one worker, for the tokens of one micro batch, forward. The backward pass is twice
+the forward pass: each product's two gradients are products of the same size.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,7 +21,7 @@ _BEFORE_THE_BLOCKS = ("embed.weight", "positions.weight")
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Name → shape of every parameter of the whole model, padding of the vocabulary included."""
+    """Return name → shape of every parameter of the model, the padded vocabulary included."""
     rest = rest_shapes(model)
     shapes = {name: rest.pop(name) for name in list(rest) if name in _BEFORE_THE_BLOCKS}
     for layer in range(model.num_layers):
@@ -30,7 +35,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def rest_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Name → shape of every parameter outside the blocks."""
+    """Return name → shape of every parameter outside the blocks."""
     width, vocabulary = model.hidden_size, model.padded_vocab_size
     shapes: dict[str, Shape] = {"embed.weight": (vocabulary, width)}
     if FAMILIES[model.family].positions == "learned":
@@ -41,8 +46,8 @@ def rest_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def ends(name: str, model: ModelConfig, pipeline: int) -> set[int]:
-    """The pipeline stages that have a parameter outside the blocks."""
+def pipeline_stages_of(name: str, model: ModelConfig, pipeline: int) -> set[int]:
+    """Return the pipeline stages that have a parameter outside the blocks."""
     first, last = 0, pipeline - 1
     if name == "embed.weight":
         return {first, last} if model.tied_embeddings else {first}
@@ -56,7 +61,7 @@ def block_parameters(model: ModelConfig) -> int:
 
 @lru_cache(maxsize=256)
 def rest_parameters(model: ModelConfig, pipeline: int) -> int:
-    """Numbers outside the blocks, of the pipeline stage that has the most of them."""
+    """Return numbers outside the blocks, of the pipeline stage that has the most of them."""
     width, vocabulary = model.hidden_size, model.padded_vocab_size * model.hidden_size
     first = vocabulary
     if FAMILIES[model.family].positions == "learned":
@@ -69,12 +74,12 @@ def rest_parameters(model: ModelConfig, pipeline: int) -> int:
 
 
 def block_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Name inside a block → shape of each of its parameters."""
+    """Return name inside a block → shape of each of its parameters."""
     width, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_heads * model.head_width
     qkv = heads + 2 * model.kv_heads * model.head_width
     qk_norms: dict[str, Shape] = {}
     if model.qk_norm:
-        qk_norms = {f"attention.{one}_norm.weight": (model.head_width,) for one in "qk"}
+        qk_norms = {f"attention.{part}_norm.weight": (model.head_width,) for part in "qk"}
     up = ("mlp.gate_up", 2 * ffn) if model.gated else ("mlp.up", ffn)
     return {
         **_norm("attention_norm", model),
@@ -120,12 +125,12 @@ WHOLE = Share(None, ())
 
 
 def kv_copies(model: ModelConfig, tensor: int) -> int:
-    """Number of tensor-parallel workers that hold each key and value head."""
+    """Return number of tensor-parallel workers that hold each key and value head."""
     return max(1, tensor // model.kv_heads)
 
 
 def sharding(name: str, model: ModelConfig) -> Sharding:
-    """How the plan shares the module of a parameter, such as `layers.3.mlp.down.weight`."""
+    """Return how the plan shares the module of a parameter, such as `layers.3.mlp.down.weight`."""
     plan = sharding_plan(model.family, model.tied_embeddings, model.qk_norm)
     module = name.rpartition(".")[0]
     if module.startswith("layers."):
@@ -136,7 +141,7 @@ def sharding(name: str, model: ModelConfig) -> Sharding:
 def share_of(
     name: str, shape: tuple[int, ...], model: ModelConfig, tensor: int, rank: int
 ) -> Share:
-    """A tensor-parallel worker's part of a parameter, by name and shape in the whole model."""
+    """Return a tensor-parallel worker's part of a parameter, by name and whole shape."""
     how = sharding(name, model)
     bias = name.endswith(".bias")
     if how in ("sequence", "head") or (how == "row" and bias):
@@ -151,14 +156,14 @@ def share_of(
 
 
 def _place(model: ModelConfig, tensor: int, rank: int) -> tuple[int, int, int]:
-    """The worker's key-value head, its number among those that hold it, and its queries' count."""
+    """Return a worker's key-value head, its number among those with it, and its queries' count."""
     copies = kv_copies(model, tensor)
     queries = model.num_heads // model.kv_heads // copies
     return rank % model.kv_heads, rank // model.kv_heads, queries
 
 
 def _replicated(model: ModelConfig, tensor: int, rank: int) -> tuple[slice, slice]:
-    """Rows of the coalesced matrix: the worker's queries, then its key and its value."""
+    """Return rows of the coalesced matrix: the worker's queries, then its key and its value."""
     head, number, queries = _place(model, tensor, rank)
     group, width = model.num_heads // model.kv_heads, model.head_width
     first = head * (group + 2)
@@ -168,7 +173,7 @@ def _replicated(model: ModelConfig, tensor: int, rank: int) -> tuple[slice, slic
 
 
 def _heads(model: ModelConfig, tensor: int, rank: int) -> slice:
-    """The attention heads that the worker computes, as a range of the heads' dimensions."""
+    """Return the attention heads that the worker computes, as a range of the heads' dimensions."""
     head, number, queries = _place(model, tensor, rank)
     group, width = model.num_heads // model.kv_heads, model.head_width
     start = (head * group + number * queries) * width
@@ -177,7 +182,7 @@ def _heads(model: ModelConfig, tensor: int, rank: int) -> slice:
 
 @lru_cache(maxsize=256)
 def worker_shapes(model: ModelConfig, tensor: int) -> tuple[tuple[Shape, ...], Mapping[str, Shape]]:
-    """Shapes of a worker's parts: in a block, and by name outside the blocks."""
+    """Return shapes of a worker's parts: in a block, and by name outside the blocks."""
 
     def part(name: str, shape: Shape) -> Shape:
         share = share_of(name, shape, model, tensor, 0)
@@ -204,7 +209,7 @@ class ParameterCounts(NamedTuple):
 def parameter_counts(
     model: ModelConfig, tensor: int, pipeline: int, stage: int, workers: int, worker: int = 0
 ) -> ParameterCounts:
-    """What a worker of a stage has if `workers` share its part, each parameter by rows.
+    """Return what a worker of a stage has if `workers` share its part by rows.
 
     FSDP's pieces are equal, the last ones shorter or empty; ZeRO-1 of NxD pads them to the first.
     """
@@ -215,5 +220,94 @@ def parameter_counts(
 
     blocks, outside = worker_shapes(model, tensor)
     block = [count(shape) for shape in blocks]
-    rest = [count(shape) for name, shape in outside.items() if stage in ends(name, model, pipeline)]
+    of_stage = (name for name in outside if stage in pipeline_stages_of(name, model, pipeline))
+    rest = [count(outside[name]) for name in of_stage]
     return ParameterCounts(sum(block), sum(rest), model.num_layers // pipeline, max(block + rest))
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product [m, k] × [k, n]."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def numbers(self) -> int:
+        """That it reads and writes."""
+        return self.m * self.k + self.k * self.n + self.m * self.n
+
+    @property
+    def smallest(self) -> int:
+        """The dimension that limits how well a device's matrix units are filled."""
+        return min(self.m, self.n, self.k)
+
+
+@lru_cache(maxsize=4096)
+def block_products(model: ModelConfig, tokens: int, tensor: int) -> tuple[Product, ...]:
+    """Return the products of a block's four matrices on one of `tensor` workers."""
+    hidden = model.hidden_size
+    queries, keys = _head_widths(model, tensor)
+    return (
+        Product(tokens, queries + 2 * keys, hidden),
+        Product(tokens, hidden, queries),
+        Product(tokens, up_width(model) // tensor, hidden),
+        Product(tokens, hidden, model.ffn_hidden_size // tensor),
+    )
+
+
+def head_product(model: ModelConfig, tokens: int, tensor: int) -> Product:
+    """Return the logits of one of `tensor` workers."""
+    return Product(tokens, model.padded_vocab_size // tensor, model.hidden_size)
+
+
+def attention_flops(model: ModelConfig, tokens: int, tensor: int) -> int:
+    """Return scores and weighted values of a block, without the half that causality masks."""
+    queries, _ = _head_widths(model, tensor)
+    return 2 * 2 * tokens * (model.seq_len // 2) * queries
+
+
+@lru_cache(maxsize=4096)
+def block_elements(model: ModelConfig, tokens: int, tensor: int, sequence: bool) -> int:
+    """Return numbers that a block's elementwise work reads and writes.
+
+    Both norms (in, out) and both residual sums (two in, one out) work on the whole stream, or on
+    a worker's share of the sequence under sequence parallelism; rotary positions, norms of
+    queries and keys and the activation on the worker's heads and features.
+    """
+    stream = tokens * model.hidden_size // (tensor if sequence else 1)
+    queries, keys = _head_widths(model, tensor)
+    turned = 2 * (queries + keys) if model.rotary_pct > 0 else 0
+    if model.qk_norm:
+        turned += 2 * (queries + keys)
+    activated = (up_width(model) + model.ffn_hidden_size) // tensor
+    return 10 * stream + tokens * (turned + activated)
+
+
+def up_width(model: ModelConfig) -> int:
+    """Return features of the feed-forward layer's first matrix, gate included."""
+    return model.ffn_hidden_size * (2 if model.gated else 1)
+
+
+def _head_widths(model: ModelConfig, tensor: int) -> tuple[int, int]:
+    """Return the width of a worker's queries and keys; a head is copied if there are too few."""
+    keys = model.kv_heads * kv_copies(model, tensor) // tensor
+    return model.num_heads * model.head_width // tensor, keys * model.head_width
+
+
+def model_flops(model: ModelConfig, sequences: int) -> float:
+    """Return the FLOPs to train on `sequences` sequences, as MFU defines them.
+
+    6 for each weight of a matrix and token, and 12 · layers · hidden · length² a sequence for
+    attention, whose masked half counts too (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+    """
+    tokens = sequences * model.seq_len
+    block = sum(product.flops for product in block_products(model, 1, 1))
+    vocabulary = 2 * model.vocab_size * model.hidden_size  # padding is no work of the model
+    attention = 4 * model.seq_len * model.num_heads * model.head_width
+    return 3.0 * tokens * (model.num_layers * (block + attention) + vocabulary)

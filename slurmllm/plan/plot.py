@@ -1,4 +1,4 @@
-"""The pictures of a plan: throughput, dollars, memory; and of a calibration: matrix products."""
+"""The pictures of a plan: throughput, time, dollars, memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from slurmllm.display.pictures import (
     SubFigure,
     rc_context,
 )
-from slurmllm.plan.budget import PurchasePlan
+from slurmllm.format import format_plural
+from slurmllm.plan.budget import PurchasePlan, TimedPlan
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.explain import degrees
 from slurmllm.plan.recipe_plan import RecipePlan
 
 # Okabe and Ito 2008 ("Color universal design"): distinguishable with colour blindness.
 # Neighbours differ in lightness, for print.
-_COLORS = (
-    "#0072b2", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#56b4e9", "#cc79a7", "#000000",
-)  # fmt: skip
+COLORS = ["#0072b2", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#56b4e9", "#cc79a7", "#000000"]
 _HATCHES = ("", "///", "...")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+_OFFSET = "offset points"
 _BARS = 6  # layouts of which the memory is drawn, at most
 _WHOLE = StrMethodFormatter("{x:,.0f}")
 
@@ -60,10 +60,8 @@ def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Fi
     lines = 4.2 if panels else 0.0
     width = 14 if len(panels) == 3 else 11
     figure = Figure(figsize=(width, bars + lines), dpi=120, layout="constrained")
-    rows = figure.subfigures(
-        bool(panels) + bool(layouts), 1, squeeze=False,
-        height_ratios=[height for height in (lines, bars) if height],
-    )[:, 0]  # fmt: skip
+    heights = [height for height in (lines, bars) if height]
+    rows = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     if panels:
         drawn = rows[0].subplots(1, len(panels), squeeze=False)[0]
         for axes, (field, shown) in zip(drawn, panels.items(), strict=True):
@@ -86,7 +84,7 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
     label, power = _PANELS[field]
     for number, curve in enumerate(curves):
         values = getattr(curve, field)
-        color, marker = _COLORS[number % len(_COLORS)], _MARKERS[number % len(_MARKERS)]
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         axes.plot(curve.nodes, values, label=curve.label, color=color, marker=marker, lw=1.8)
         if power:
             ideal = [values[0] * (nodes / curve.nodes[0]) ** power for nodes in curve.nodes]
@@ -110,7 +108,7 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
 
 
 def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
-    """One stacked bar for each layout, with the limit."""
+    """Draw one stacked bar for each layout, with the limit."""
     axes: Axes = figure.subplots()
     labels, uses = list(layouts), list(layouts.values())
     left = [0.0] * len(uses)
@@ -118,19 +116,20 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
         widths = [use.parts.get(part, 0) / GIB for use in uses]
         if not any(widths):
             continue
-        axes.barh(
-            range(len(uses)), widths, left=left, label=part.replace("_", " "), height=0.7,
-            color=_COLORS[number % len(_COLORS)], edgecolor="white", linewidth=0.5,
-            hatch=_HATCHES[number // len(_COLORS) % len(_HATCHES)],
-        )  # fmt: skip
+        color, hatch = number % len(COLORS), number // len(COLORS) % len(_HATCHES)
+        look: dict[str, Any] = {
+            "color": COLORS[color],
+            "hatch": _HATCHES[hatch],
+            "edgecolor": "white",
+        }
+        label = part.replace("_", " ")
+        axes.barh(range(len(uses)), widths, 0.7, left, label=label, linewidth=0.5, **look)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     limits = [use.limit / GIB for use in uses]
     named = f"limit, {limits[0]:.4g} GiB" if len(set(limits)) == 1 else "limit"
     ends = [number + half for number in range(len(uses)) for half in (-0.5, 0.5)]
-    axes.plot(
-        [limit for limit in limits for _ in range(2)], ends, color="#b00020", linewidth=2.0,
-        label=named,
-    )  # fmt: skip
+    both_ends = [limit for limit in limits for _ in range(2)]
+    axes.plot(both_ends, ends, color="#b00020", linewidth=2.0, label=named)
     axes.set_xlim(0, 1.04 * max(*limits, *left))
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
@@ -139,55 +138,12 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     axes.grid(visible=False, axis="y")
 
 
-@rc_context(fname=PICTURE_STYLE)
-def draw_matrix_utilization(products: Sequence[Mapping[str, Any]], profile: str) -> Figure:
-    """Share of the peak by matrix size, as `plan --matrix-figure --json` has it.
-
-    Left: k and n grow together, as in feed-forward matrices; right, if measured: k for some n.
-    """
-    together, alone = dict[str, list[Mapping[str, Any]]](), dict[str, list[Mapping[str, Any]]]()
-    for row in products:
-        if row["n"] == 4 * row["k"]:
-            name = f"{row['precision']}, peak {row['peak_tflops']:.4g} TFLOP/s"
-            together.setdefault(name, []).append(row)
-        if row["precision"] == products[0]["precision"]:
-            alone.setdefault(f"n = {row['n']:,}", []).append(row)
-    most = max(map(len, alone.values()))
-    panels = {"4k": together}
-    if most > 1:
-        panels["n"] = {name: rows for name, rows in alone.items() if len(rows) == most}
-    figure = Figure(figsize=(1 + 6 * len(panels), 4.2), dpi=100, layout="constrained")
-    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (n, lines) in zip(drawn, panels.items(), strict=True):
-        _draw_shares(axes, lines)
-        axes.set_xlabel(f"k of products {products[0]['m']:,} × k × {n}")
-    figure.axes[0].set(ylabel="share of the peak, %", title=f"profile {profile}")
-    return figure
-
-
-def _draw_shares(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    for number, (name, rows) in enumerate(lines.items()):
-        widths, color = [one["k"] for one in rows], _COLORS[number]
-        for kind, marker, style in (("measured", _MARKERS[number], "-"), ("planner", "", ":")):
-            shares = [one[f"{kind}_utilization"] for one in rows]
-            if None not in shares:
-                percent = [100 * share for share in shares]
-                label = f"{name}, {kind}"
-                axes.plot(widths, percent, color=color, label=label, marker=marker, ls=style)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(widths, [f"{width:,}" for width in widths])
-    axes.xaxis.set_minor_locator(NullLocator())
-    # Above 100 % if the profile's peak is too low.
-    axes.set_ylim(0, max(100.0, axes.get_ylim()[1]))
-    axes.legend(frameon=False)
-
-
 # Marks of a logarithmic axis of time: hours → label.
 _TIMES = {
     **{minutes / 60: f"{minutes} min" for minutes in (1, 2, 4, 8, 15, 30)},
     **{float(hours): f"{hours} h" for hours in (1, 2, 4, 8)},
     **{24.0 * days: f"{days} d" for days in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)},
-}  # fmt: skip
+}
 
 
 def _time_ticks(least: float, most: float) -> tuple[list[float], list[str]]:
@@ -197,44 +153,25 @@ def _time_ticks(least: float, most: float) -> tuple[list[float], list[str]]:
 
 @rc_context(fname=PICTURE_STYLE)
 def draw_purchase(purchase: PurchasePlan) -> Figure:
-    """Time against dollars or nodes: a line per cluster profile, the front, and the limits."""
+    """Draw time against dollars or nodes: a line per cluster profile, the front, and the limits."""
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     axes: Axes = figure.subplots()
-    front, limits = purchase.front, purchase.limits
-    axes.plot(
-        [one.hours for one in front], [purchase.price(one) for one in front], color="#bbbbbb",
-        linewidth=8, alpha=0.6, solid_capstyle="round", zorder=1, label="Pareto front",
-    )  # fmt: skip
-    colors = [color for color in _COLORS if color != "#f0e442"]  # yellow lines are hard to see
-    for number, name in enumerate(dict.fromkeys(one.point.cluster for one in purchase.plans)):
-        own = [one for one in purchase.plans if one.point.cluster == name]
-        axes.plot(
-            [one.hours for one in own], [purchase.price(one) for one in own], label=name,
-            linewidth=1.6, color=colors[number % len(colors)],
-            marker=_MARKERS[number % len(_MARKERS)],
-        )  # fmt: skip
-        for one in own:
-            axes.annotate(
-                f"{one.point.nodes}", (one.hours, purchase.price(one)), textcoords="offset points",
-                xytext=(4, 5), fontsize=8, color="#444444",
-            )  # fmt: skip
+    _draw_plans(axes, purchase)
+    limits = purchase.limits
     if limits.usd is not None:
-        axes.axhline(
-            limits.usd, color="#b00020", linestyle="--", label=f"budget, ${limits.usd:,.0f}"
-        )
+        label = f"budget, ${limits.usd:,.0f}"
+        axes.axhline(limits.usd, color="#b00020", linestyle="--", label=label)
     if limits.hours is not None:
         label = f"deadline, {limits.deadline}"
         axes.axvline(limits.hours, color="#b00020", linestyle=":", linewidth=1.8, label=label)
-    for name, one in purchase.choices.items():
-        axes.annotate(
-            name, (one.hours, purchase.price(one)), textcoords="offset points", ha="center",
-            xytext=(0, 22 if name == "fastest" else -28), fontsize=9, fontweight="bold",
-            arrowprops={"arrowstyle": "-", "linewidth": 0.8},
-        )  # fmt: skip
-    axes.set(
-        xscale="log", yscale="log", xlabel=f"time to the end{purchase.where}; at the points: nodes",
-        ylabel="dollars to the end" if purchase.priced else "nodes",
-    )  # fmt: skip
+    for name, plan in purchase.choices.items():
+        point, shift = (plan.hours, purchase.price(plan)), 22 if name == "fastest" else -28
+        style: dict[str, Any] = {"ha": "center", "fontsize": 9, "fontweight": "bold"}
+        arrow = {"arrowstyle": "-", "linewidth": 0.8}
+        axes.annotate(name, point, (0, shift), textcoords=_OFFSET, arrowprops=arrow, **style)
+    unit = "dollars to the end" if purchase.priced else "nodes"
+    axes.set(xlabel=f"time to the end{purchase.where}; at the points: nodes", ylabel=unit)
+    axes.set(xscale="log", yscale="log")
     axes.margins(0.06, 0.16)
     axes.set_xticks(*_time_ticks(*axes.get_xlim()))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -245,39 +182,57 @@ def draw_purchase(purchase: PurchasePlan) -> Figure:
     return figure
 
 
-def draw(answers: Sequence[RecipePlan]) -> Figure:
-    """Throughput, time and dollars over the node counts, and the memory of the best layouts."""
-    return picture([_curve(found) for found in answers], _bars(answers))
+def _draw_plans(axes: Axes, purchase: PurchasePlan) -> None:
+    """Draw the front, and a line per profile with the nodes at its points."""
+
+    def coordinates(plans: Sequence[TimedPlan]) -> tuple[list[float], list[float]]:
+        return [plan.hours for plan in plans], [purchase.price(plan) for plan in plans]
+
+    look: dict[str, Any] = {"color": "#bbbbbb", "linewidth": 8, "alpha": 0.6, "zorder": 1}
+    front = coordinates(purchase.front)
+    axes.plot(*front, solid_capstyle="round", label="Pareto front", **look)
+    colors = [color for color in COLORS if color != "#f0e442"]  # yellow lines are hard to see
+    for number, name in enumerate(dict.fromkeys(plan.point.cluster for plan in purchase.plans)):
+        plans = [plan for plan in purchase.plans if plan.point.cluster == name]
+        color, marker = colors[number % len(colors)], MARKERS[number % len(MARKERS)]
+        axes.plot(*coordinates(plans), label=name, linewidth=1.6, color=color, marker=marker)
+        for plan in plans:
+            point = plan.hours, purchase.price(plan)
+            style: dict[str, Any] = {"fontsize": 8, "color": "#444444"}
+            axes.annotate(str(plan.point.nodes), point, (4, 5), textcoords=_OFFSET, **style)
 
 
-def _curve(found: RecipePlan) -> PlanCurve:
-    points = found.points()
-    fit = [(p.nodes, p.candidate, p.forecast.usd) for p in points if p.candidate and p.forecast]
-    dollars = [usd for _, _, usd in fit if usd is not None]
-    hours = [h for h in (p.forecast.hours for p in points if p.forecast) if h is not None]
+def draw(plans: Sequence[RecipePlan]) -> Figure:
+    """Draw throughput, time and dollars over the nodes, and the memory of the best layouts."""
+    return picture([_curve(plan) for plan in plans], _bars(plans))
+
+
+def _curve(plan: RecipePlan) -> PlanCurve:
+    points = [(p.candidate, p.forecast) for p in plan.points() if p.candidate and p.forecast]
+    dollars = [forecast.usd for _, forecast in points if forecast.usd is not None]
+    hours = [forecast.hours for _, forecast in points if forecast.hours is not None]
     return PlanCurve(
-        label=found.config.recipe.name,
-        nodes=[nodes for nodes, _, _ in fit],
-        tokens_per_s=[candidate.tokens_per_s for _, candidate, _ in fit],
-        usd=dollars if len(dollars) == len(fit) else None,
-        hours=hours if len(hours) == len(fit) else None,
+        label=plan.config.recipe.name,
+        nodes=[layout.mesh.nodes for layout, _ in points],
+        tokens_per_s=[layout.tokens_per_s for layout, _ in points],
+        usd=dollars if len(dollars) == len(points) else None,
+        hours=hours if len(hours) == len(points) else None,
     )
 
 
-def _bars(answers: Sequence[RecipePlan]) -> dict[str, MemoryUse]:
-    """Label → memory: the best layouts of one node count, or the best of each."""
-    every = [planned for found in answers for planned in found.node_plans]
-    if len(every) == 1:
-        return {f"{rank}: {_label(one)}": one.memory for rank, one in every[0].top(_BARS)}
-    labelled = {}
-    for one in (planned.best for planned in every):
-        if one is not None:
-            recipe = f"{one.config.recipe.name}, " if len(answers) > 1 else ""
-            nodes = f"{one.mesh.nodes} node{'s' * (one.mesh.nodes != 1)}"
-            labelled[f"{recipe}{nodes}: {_label(one)}"] = one.memory
-    return labelled
+def _bars(plans: Sequence[RecipePlan]) -> dict[str, MemoryUse]:
+    """Return label → memory: the best layouts of one node count, or the best of each."""
+    node_plans = [node_plan for plan in plans for node_plan in plan.node_plans]
+    if len(node_plans) == 1:
+        ranked = node_plans[0].top(_BARS)
+        return {f"{rank}: {_label(layout)}": layout.memory for rank, layout in ranked}
+    bars = {}
+    for best in filter(None, (node_plan.best for node_plan in node_plans)):
+        recipe = f"{best.config.recipe.name}, " if len(plans) > 1 else ""
+        bars[f"{recipe}{format_plural(best.mesh.nodes, 'node')}: {_label(best)}"] = best.memory
+    return bars
 
 
-def _label(one: LayoutEstimate) -> str:
-    how = one.config.recipe.train.checkpointing_text
-    return f"{degrees(one)}, micro batch {one.mesh.micro_batch}, {how}"
+def _label(layout: LayoutEstimate) -> str:
+    how = layout.config.recipe.train.checkpointing_text
+    return f"{degrees(layout)}, micro batch {layout.mesh.micro_batch}, {how}"

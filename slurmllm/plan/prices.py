@@ -1,4 +1,4 @@
-"""What a node costs: tables of prices by region and purchase option, each with date and source."""
+"""What a training costs: prices of nodes with date and source, time and dollars to the end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,16 @@ from slurmllm.config.profiles import shipped_dir
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.format import printable
+from slurmllm.format import format_plural, printable
+from slurmllm.plan.estimate import LayoutEstimate
 
+_HOUR_S = 3600.0
 OPTIONS = {
-    "on_demand": "on demand", "capacity_block": "capacity block", "1y": "1 year", "3y": "3 years",
-}  # fmt: skip
+    "on_demand": "on demand",
+    "capacity_block": "capacity block",
+    "1y": "1 year",
+    "3y": "3 years",
+}
 _ALIASES = {"reserved": "3y", "1yr": "1y", "3yr": "3y", "capacity_blocks": "capacity_block"}
 _FIRST_REGION = "us-east-1"  # whose price is used if no region is given
 _OLD_DAYS = 183  # AWS changed prices of GPU nodes by up to 44 % within a year (June 2025)
@@ -30,7 +36,12 @@ _DOLLARS = re.compile(
     r"\$?([0-9]{1,3}(?:,[0-9]{3})+|[0-9_]*)((?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?)([km]?)",
     re.ASCII | re.IGNORECASE,
 )
-_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6}
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# Digits in groups of any length, a fraction, an exponent that stays a number, a suffix.
+_COUNT = re.compile(
+    r"(?P<number>[0-9]+(?:[_,][0-9]+)*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)(?P<suffix>[KMBTkmbt]?)"
+)
+MOST_TOKENS = 10**18
 _KEYS = ("date", "currency", "source", "prices")
 
 
@@ -68,12 +79,15 @@ class NodePrice:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "usd_per_node_hour": self.usd, "option": self.option, "region": self.region,
-            "date": self.date, "source": self.source,
-        }  # fmt: skip
+            "usd_per_node_hour": self.usd,
+            "option": self.option,
+            "region": self.region,
+            "date": self.date,
+            "source": self.source,
+        }
 
     def warning(self, cluster: str, today: datetime.date | None = None) -> str | None:
-        """A warning if the price is older than six months."""
+        """Return a warning if the price is older than six months."""
         days = 0 if self.date is None else ((today or datetime.date.today()) - _day(self.date)).days
         if days <= _OLD_DAYS:
             return None
@@ -100,13 +114,14 @@ class PriceChoice:
 
 
 def parse_dollars(text: str) -> float | None:
-    """Dollars above 0: 21.50, $1,000, 12.5K, 1e9; None if it is anything else."""
-    found = _DOLLARS.fullmatch(text.strip())
+    """Return dollars above 0 (21.50, $1,000, 12.5K, 1e9); None if it is anything else."""
+    match = _DOLLARS.fullmatch(text.strip())
+    if match is None:
+        return None
     try:
-        usd = float(f"{found[1].replace(',', '')}{found[2]}") if found else 0.0
+        usd = float(f"{match[1].replace(',', '')}{match[2]}") * _FACTORS[match[3].upper()]
     except ValueError:  # no digit
         return None
-    usd *= _FACTORS[found[3].upper()] if found else 1
     return usd if 0 < usd < math.inf else None
 
 
@@ -140,7 +155,7 @@ def _option(name: str) -> str | None:
 def select_price(
     config: RunConfig, choice: PriceChoice | None, table: Sequence[NodePrice] | None = None
 ) -> NodePrice | None:
-    """The price of a node of a run's cluster.
+    """Return the price of a node of a run's cluster.
 
     Without a table it is the profile's own, else the shipped tables': of the given region, else of
     us-east-1, else of any; the newest. With `price: null` in the profile it is in no shipped table.
@@ -152,56 +167,55 @@ def select_price(
     Raises:
         ConfigError: there is no such price.
     """
-    wanted, cluster = choice or PriceChoice(), config.cluster
-    if wanted.usd is not None:
-        return NodePrice(wanted.usd, owned=cluster.instance_type is None)
-    own = [] if table is not None else _own(cluster)
+    request, cluster = choice or PriceChoice(), config.cluster
+    if request.usd is not None:
+        return NodePrice(request.usd, owned=cluster.instance_type is None)
+    of_profile = _profile_prices(cluster) if table is None else []
     names = {cluster.instance_type, cluster.name}
     shipped = () if cluster.price is None and config.is_set("cluster.price") else _shipped()
-    listed = [one for one in (shipped if table is None else table) if one.node in names]
-    if wanted.region is None and (found := [p for p in own if p.option == wanted.option]):
-        return found[0]
-    found = [
-        one for one in listed if one.option == wanted.option and wanted.region in (None, one.region)
-    ]
-    if found:
-        return max(found, key=lambda one: (one.region == _FIRST_REGION, one.date or ""))
+    listed = [price for price in (shipped if table is None else table) if price.node in names]
+    candidates = [*of_profile, *listed]
+    matching = [price for price in candidates if price.option == request.option]
+    if request.region is not None:
+        matching = [price for price in matching if price.region == request.region]
+    if matching:
+        in_profile = [price for price in matching if price in of_profile]
+        return max(in_profile or matching, key=lambda p: (p.region == _FIRST_REGION, p.date or ""))
     if choice is None and table is None:
         return None
-    known = dict.fromkeys(
-        f"{one.region}/{one.option}" if one.region else one.option for one in [*own, *listed]
-    )
-    name = f"{wanted.region}/{wanted.option}" if wanted.region else wanted.option
-    what = cluster.instance_type or cluster.name
+    names_of_prices = sorted({_price_name(price.region, price.option) for price in candidates})
+    available = f"known: {', '.join(names_of_prices)}" if candidates else "no price is known"
     raise ConfigError(
         f"cluster profile {cluster.name} has no such price",
         [
-            f"--price {name}: unknown for {what}; {'known: ' if known else 'no price is known'}"
-            f"{', '.join(sorted(known))}; or give dollars with --price, or a table with --prices"
+            f"--price {_price_name(request.region, request.option)}: unknown for "
+            f"{cluster.instance_type or cluster.name}; {available}; or give dollars with --price, "
+            "or a table with --prices"
         ],
     )
 
 
-def _own(cluster: Cluster) -> list[NodePrice]:
-    """The prices in the cluster profile itself."""
+def _price_name(region: str | None, option: str) -> str:
+    return f"{region}/{option}" if region else option
+
+
+def _profile_prices(cluster: Cluster) -> list[NodePrice]:
+    """Return the prices in the cluster profile itself."""
     price = cluster.price
     if price is None:
         return []
-    values = {"on_demand": price.on_demand, "3y": price.reserved}
+    source, owned = price.source or f"profile {cluster.name}", cluster.instance_type is None
     return [
-        NodePrice(
-            usd, option, None, price.date, price.source or f"profile {cluster.name}",
-            owned=cluster.instance_type is None,
-        )
-        for option, usd in values.items()
+        NodePrice(usd, option, None, price.date, source, owned=owned)
+        for option, usd in (("on_demand", price.on_demand), ("3y", price.reserved))
         if usd is not None
-    ]  # fmt: skip
+    ]
 
 
 @cache
 def _shipped() -> tuple[NodePrice, ...]:
     folder = shipped_dir() / "configs" / "prices"
-    return tuple(one for path in sorted(folder.glob("*.yaml")) for one in read_prices(path))
+    return tuple(price for path in sorted(folder.glob("*.yaml")) for price in read_prices(path))
 
 
 def read_prices(path: Path) -> list[NodePrice]:
@@ -215,7 +229,7 @@ def read_prices(path: Path) -> list[NodePrice]:
     tree = read_yaml(path, form=f"a table of prices has {', '.join(_KEYS)}")[0]
     faults = list(_faults(tree))
     if faults:
-        raise ConfigError(f"{path}: {len(faults)} fault(s) in the prices", faults)
+        raise ConfigError(f"{path}: {format_plural(len(faults), 'error')} in the prices", faults)
     return [
         NodePrice(float(usd), str(_option(option)), region, tree["date"], tree["source"], node)
         for region, options in tree["prices"].items()
@@ -250,16 +264,104 @@ def _faults(tree: Mapping[str, Any]) -> Iterable[str]:
             yield f"prices.{region}: {options!r}: must be option: {{instance type: dollars}}"
             continue
         for option, nodes in options.items():
+            path = f"prices.{region}.{option}"
             if _option(str(option)) is None or not isinstance(nodes, Mapping):
-                yield (
-                    f"prices.{region}.{option}: must be one of {', '.join(OPTIONS)}, with "
-                    "{instance type: dollars}"
-                )
+                choices = ", ".join(OPTIONS)
+                yield f"{path}: must be one of {choices}, with {{instance type: dollars}}"
                 continue
             for node, usd in nodes.items():
-                number = type(usd) in (int, float)
-                if not number or not 0 < usd < math.inf:
-                    yield (
-                        f"prices.{region}.{option}.{node}: {usd!r}: must be dollars for an hour of "
-                        "one node, above 0"
-                    )
+                if type(usd) not in (int, float) or not 0 < usd < math.inf:
+                    rule = "must be dollars for an hour of one node, above 0"
+                    yield f"{path}.{node}: {usd!r}: {rule}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time and cost of a run to its end; dollars are None without a price."""
+
+    steps: int  # optimizer steps, whole ones
+    tokens: int  # tokens of those steps, at least the requested number
+    hours: float  # wall time, lost time and waits in the queue included
+    node_hours: float  # lost time and spare nodes included
+    usd: float | None  # waits in the queue included if they are paid
+    waiting_usd: float | None  # of that, for waits in the queue; 0 if they are not paid
+    usd_per_hour: float | None  # price of all nodes for an hour, spare ones included
+    # Tokens per dollar without lost time, as AWS defines it in "Frugality meets accuracy:
+    # Cost-efficient training of GPT NeoX and Pythia models with AWS Trainium" (2023-12-12).
+    tokens_per_usd: float | None
+
+
+def cost(
+    candidate: LayoutEstimate,
+    tokens: int | None,
+    usd_per_node_hour: float | None,
+    effective: float = 1.0,
+    goodput: float | None = None,
+    waits_are_paid: bool = False,
+) -> Cost:
+    """Return time and dollars of training one layout.
+
+    Args:
+        tokens: Tokens to train on; None: the recipe's `train.steps`.
+        effective: Share of the node hours that trains, by `plan.lost_time`.
+        goodput: Share of the wall time that trains; None: no wait in the queue, as `effective`.
+        waits_are_paid: Whether nodes cost the same while the run waits in the queue.
+
+    Raises:
+        ValueError: a share is not above 0, or is above 1.
+    """
+    goodput = effective if goodput is None else goodput
+    if not (0 < effective <= 1 and 0 < goodput <= 1):
+        raise ValueError(f"effective {effective} and goodput {goodput} must be within (0, 1]")
+    recipe = candidate.config.recipe
+    nodes = candidate.mesh.nodes + recipe.slurm.spare_nodes
+    a_step = candidate.mesh.global_batch * recipe.model.seq_len
+    steps = recipe.train.steps if tokens is None else -(-tokens // a_step)
+    training_h = steps * candidate.step.total / _HOUR_S
+    node_hours = nodes * training_h / effective
+    hours = training_h / goodput
+    usd = waiting_usd = usd_per_hour = tokens_per_usd = None
+    if usd_per_node_hour is not None:
+        usd_per_hour = nodes * usd_per_node_hour
+        waiting_usd = (hours - training_h / effective) * usd_per_hour if waits_are_paid else 0.0
+        usd = node_hours * usd_per_node_hour + waiting_usd
+        tokens_per_usd = candidate.tokens_per_s * _HOUR_S / usd_per_hour
+    return Cost(
+        steps=steps,
+        tokens=steps * a_step,
+        hours=hours,
+        node_hours=node_hours,
+        usd=usd,
+        waiting_usd=waiting_usd,
+        usd_per_hour=usd_per_hour,
+        tokens_per_usd=tokens_per_usd,
+    )
+
+
+def scaling(rows: Sequence[tuple[int, float]]) -> list[float]:
+    """Return throughput per node relative to the fewest nodes', of (nodes, throughput of all)."""
+    if not rows:
+        return []
+    fewest, base = min(rows)
+    return [throughput / nodes * fewest / base for nodes, throughput in rows]
+
+
+def parse_tokens(text: str) -> int:
+    """Read the count of --tokens: 375M, 20B, 1.5T (powers of 10), 2e9 or 20_000_000_000.
+
+    Raises:
+        UserError: not a whole number of tokens from 1 to 10^18.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise UserError(
+            f"--tokens {text!r} is no count of tokens; write for instance 375M, 20B, 1.5T or 2e9"
+        )
+    # Exact: a float product may miss a whole number by its rounding error.
+    number = Decimal(re.sub("[_,]", "", match["number"])) * _FACTORS[match["suffix"].upper()]
+    if not 1 <= number <= MOST_TOKENS or number != int(number):
+        raise UserError(
+            f"--tokens {text!r} must be a whole number of tokens from 1 to {MOST_TOKENS:.0e}; "
+            "write for instance 375M, 20B or 1.5T"
+        )
+    return int(number)

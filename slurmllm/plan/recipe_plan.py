@@ -10,51 +10,36 @@ from typing import Literal
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_plural
-from slurmllm.plan.cost import Cost, cost
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
-from slurmllm.plan.lost_time import LostTime
-from slurmllm.plan.lost_time_assumptions import lost_time
+from slurmllm.plan.lost_time import LostTime, lost_time
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import FittingChange, fitting_changes, no_batch_reason, what_it_takes
-from slurmllm.plan.prices import NodePrice
+from slurmllm.plan.nearest import (
+    SettingSuggestion,
+    fitting_changes,
+    memory_shortfall,
+    no_batch_reason,
+)
+from slurmllm.plan.prices import Cost, NodePrice, cost
 from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
 
 Rank = Literal["speed", "lower"]
 
 
 @dataclass(frozen=True)
-class RecipeLayout:
-    """The recipe's own layout on a number of nodes."""
-
-    candidate: LayoutEstimate | None  # its estimate; None if it is impossible on these nodes
-    reason: str = ""  # why it is impossible
-
-    @property
-    def fault(self) -> str | None:
-        """Why it cannot be used; None if it fits."""
-        if self.candidate is None:
-            return self.reason
-        return None if self.candidate.fits else why_too_large(self.candidate.memory)
-
-
-@dataclass(frozen=True)
 class NodePlan:
     """All layouts of a recipe on one number of nodes."""
 
-    search: SearchResult
-    # The recipe's own layout; None if the recipe leaves it to the planner.
-    recipe_layout: RecipeLayout | None
+    nodes: int
+    refused: Mapping[str, int]  # reason → number of layouts that were not considered
+    # The recipe's own layout; why it is impossible; None if the recipe leaves it to the planner.
+    recipe_layout: LayoutEstimate | str | None
     # All layouts that fit into memory, the recipe's own included, the best first.
     fitting: tuple[LayoutEstimate, ...]
     too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
-    nearest: tuple[FittingChange, ...]  # what would fit; empty if a layout does
+    nearest: tuple[SettingSuggestion, ...]  # what would fit; empty if a layout does
     no_batch: str | None  # why no other batch is among these; None if one is, or a layout fits
-
-    @property
-    def nodes(self) -> int:
-        return self.search.nodes
 
     @property
     def best(self) -> LayoutEstimate | None:
@@ -67,25 +52,48 @@ class NodePlan:
         return [*lines, self.no_batch] if lines and self.no_batch else lines
 
     def rank(self, candidate: LayoutEstimate) -> int:
-        """Position among the fitting layouts; 1 is the best."""
-        return 1 + next(i for i, one in enumerate(self.fitting) if one is candidate)
+        """Return the position among the fitting layouts; 1 is the best."""
+        return 1 + next(i for i, layout in enumerate(self.fitting) if layout is candidate)
 
-    def is_recipe_layout(self, candidate: LayoutEstimate) -> bool:
-        return self.recipe_layout is not None and candidate is self.recipe_layout.candidate
+    def is_recipe_layout(self, candidate: LayoutEstimate | None) -> bool:
+        return candidate is not None and candidate is self.recipe_layout
+
+    @property
+    def recipe_fault(self) -> str | None:
+        """Why the recipe's own layout cannot be used; None if it fits or there is none."""
+        layout = self.recipe_layout
+        if isinstance(layout, LayoutEstimate):
+            return None if layout.fits else why_too_large(layout.memory)
+        return layout
 
     def top(self, count: int) -> list[tuple[int, LayoutEstimate]]:
-        """Select `count` layouts for a table; returns (rank, layout), by rank.
+        """Return `count` layouts for a table as (rank, layout), by rank.
 
         The best layout of each pair of tensor and pipeline degree is preferred to further layouts
         of the same pair. The recipe's own layout is always included, if necessary in addition.
         """
         ranked = list(enumerate(self.fitting, 1))
-        firsts: dict[tuple[int, int], int] = {}
-        for rank, candidate in ranked:
-            firsts.setdefault((candidate.mesh.tensor, candidate.mesh.pipeline), rank)
-        order = sorted(ranked, key=lambda row: row[0] not in firsts.values())
-        rows = order[:count] + [row for row in order[count:] if self.is_recipe_layout(row[1])]
+        firsts = set({_degrees(layout): rank for rank, layout in reversed(ranked)}.values())
+        preferred = sorted(ranked, key=lambda row: row[0] not in firsts)
+        rows = preferred[:count]
+        rows += [row for row in preferred[count:] if self.is_recipe_layout(row[1])]
         return sorted(rows, key=lambda row: row[0])
+
+    @property
+    def meshes_too_large(self) -> list[str]:
+        """The meshes of which no layout fits, those closest to fitting first."""
+        fitting = {_degrees(layout) for layout in self.fitting}
+        smallest = {_degrees(layout): layout for layout in reversed(self.too_large)}
+        layouts = [layout for layout in self.too_large if layout is smallest[_degrees(layout)]]
+        return [
+            f"{describe(layout)}: {why_too_large(layout.memory)}"
+            for layout in layouts
+            if _degrees(layout) not in fitting
+        ]
+
+
+def _degrees(layout: LayoutEstimate) -> tuple[int, int]:
+    return layout.mesh.tensor, layout.mesh.pipeline
 
 
 @dataclass(frozen=True)
@@ -109,17 +117,12 @@ class TrainingForecast:
         return self.cost.usd if self.lost_time else None
 
 
+@dataclass(frozen=True)
 class Forecaster:
-    """Forecasts time, dollars and lost time for layouts of one recipe.
+    """Forecasts of time, dollars and lost time for layouts of one recipe."""
 
-    Args:
-        price: What a node costs; None if that is unknown.
-        tokens: Tokens to train on; None: the recipe's own steps.
-    """
-
-    def __init__(self, price: NodePrice | None, tokens: int | None) -> None:
-        self.price = price
-        self.tokens = tokens
+    price: NodePrice | None  # what a node costs; None if that is unknown
+    tokens: int | None  # tokens to train on; None: the recipe's own steps
 
     def forecast(self, candidate: LayoutEstimate) -> TrainingForecast:
         price = None if self.price is None else self.price.usd
@@ -158,24 +161,27 @@ class RecipePlan:
     unsupported: Unsupported  # returns why the backend cannot train a configuration
     forecaster: Forecaster
     node_plans: tuple[NodePlan, ...]  # one for each node count, ascending
+    # How the command line names recipe and profile; None: the default profile.
+    recipe: str = ""
+    cluster: str | None = None
 
     @property
     def fits(self) -> bool:
-        return any(one.fitting for one in self.node_plans)
+        return any(plan.fitting for plan in self.node_plans)
 
     @property
     def warnings(self) -> list[str]:
         hardware, name = self.config.cluster.hardware, self.config.cluster.name
-        found = []
-        if hardware is not None and hardware.rough:
-            found.append(
-                f"the hardware figures of profile {name} are a guess: measure them with `slurmllm "
-                f"plan --calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster "
-                "FILE.yaml"
-            )
         price = self.forecaster.price
         old = None if price is None else price.warning(name)
-        return found if old is None else [*found, old]
+        warnings = [] if old is None else [old]
+        if hardware is not None and hardware.rough:
+            warnings.insert(
+                0,
+                f"the hardware figures of profile {name} are a guess: measure them with `slurmllm "
+                f"calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml",
+            )
+        return warnings
 
     @property
     def assumed(self) -> dict[str, float]:
@@ -185,54 +191,53 @@ class RecipePlan:
         return {name: float(getattr(hardware, name)) for name in names}
 
     def points(self, top: int = 1) -> list[ScalingPoint]:
-        """The `top` layouts on each node count."""
-        first = next(iter(scaled for scaled in self.node_plans if scaled.best), None)
-        base = first.best.seq_per_s / first.nodes if first and first.best else 0.0
-        found = []
+        """Return the `top` layouts on each node count."""
+        names = self.config.recipe.name, self.config.cluster.name
+        first = next((plan.best for plan in self.node_plans if plan.best), None)
+        points = []
         for plan in self.node_plans:
-            layouts = plan.top(top) if top > 1 else [(1, plan.best)]
-            found += [
-                ScalingPoint(
-                    self.config.recipe.name, self.config.cluster.name, plan.nodes, rank, one,
-                    self.forecaster.forecast(one) if one else None,
-                    one.seq_per_s / plan.nodes / base if one else None,
-                )
-                for rank, one in layouts or [(1, None)]
-            ]  # fmt: skip
-        return found
+            for rank, layout in plan.top(top) if top > 1 else enumerate(plan.fitting[:1], 1):
+                assert first is not None
+                efficiency = layout.seq_per_s / plan.nodes / (first.seq_per_s / first.mesh.nodes)
+                forecast = self.forecaster.forecast(layout)
+                points.append(ScalingPoint(*names, plan.nodes, rank, layout, forecast, efficiency))
+            if not plan.fitting:
+                points.append(ScalingPoint(*names, plan.nodes, 1, None, None, None))
+        return points
 
     def no_fit_error(self) -> ConfigError:
-        """The error for a plan in which no layout fits on any node count."""
-        config, fixed = self.config, fixed_settings(self.config)
-        counts = [one.nodes for one in self.node_plans]
-        title = (
-            f"no layout of {config.recipe.name} fits on {', '.join(map(str, counts))} "
-            f"node{'s' * (counts != [1])} of {config.cluster.name}"
-        )
-        smallest = [one.too_large[0] for one in self.node_plans if one.too_large]
-        if smallest:
-            closest = min(smallest, key=lambda one: one.memory.peak)
-            faults = [f"closest to fitting: {describe(closest)}: {why_too_large(closest.memory)}"]
-        else:
-            plan = self.node_plans[-1]
-            refused = most_refused(plan.search.refused)
-            faults = [f"{count} layout{'s' * (count != 1)}: {reason}" for reason, count in refused]
-            if {"parallel.tensor", "parallel.pipeline"} <= set(fixed):
-                try:
-                    make_mesh(config, plan.nodes)
-                except ConfigError as error:
-                    faults = list(error.faults)
-        several = len(counts) > 1
+        """Return the error for a plan in which no layout fits on any node count."""
+        config, last = self.config, self.node_plans[-1]
+        fixed = fixed_settings(config)
+        counts = [plan.nodes for plan in self.node_plans]
         near = [
-            f"{format_plural(plan.nodes, 'node')}: {one}" if several else str(one)
+            f"{format_plural(plan.nodes, 'node')}: {line}" if len(counts) > 1 else line
             for plan in self.node_plans
-            for one in plan.near_lines
+            for line in plan.near_lines
         ]
         if not near:
-            near = what_it_takes(config, counts[-1], self.unsupported, fixed)
+            near = memory_shortfall(config, last.nodes, self.unsupported, fixed)
             fixes = [f"leave {path} to the planner" for path in fixed]
             near.append("; or ".join([*fixes, "choose another --cluster"]))
-        return ConfigError(title, [*faults, *near])
+        return ConfigError(
+            f"no layout of {config.recipe.name} fits on {', '.join(map(str, counts))} "
+            f"node{'s' * (counts != [1])} of {config.cluster.name}",
+            [*self._misfit_reasons(fixed), *near],
+        )
+
+    def _misfit_reasons(self, fixed: Sequence[str]) -> Sequence[str]:
+        smallest = [plan.too_large[0] for plan in self.node_plans if plan.too_large]
+        if smallest:
+            closest = min(smallest, key=lambda layout: layout.memory.peak)
+            return [f"closest to fitting: {describe(closest)}: {why_too_large(closest.memory)}"]
+        last = self.node_plans[-1]
+        if {"parallel.tensor", "parallel.pipeline"} <= set(fixed):
+            try:
+                make_mesh(self.config, last.nodes)
+            except ConfigError as error:
+                return error.faults
+        refused = most_refused(last.refused)
+        return [f"{format_plural(count, 'layout')}: {reason}" for reason, count in refused]
 
 
 def plan_recipe(
@@ -253,56 +258,57 @@ def plan_recipe(
     Raises:
         ConfigError: the profile lacks hardware figures.
     """
-    forecaster = Forecaster(price, tokens)
     node_plans = []
     for count in counts:
         node_plans.append(_plan_nodes(config, count, unsupported, rank))
         on_planned()
-    return RecipePlan(config, unsupported, forecaster, tuple(node_plans))
+    return RecipePlan(config, unsupported, Forecaster(price, tokens), tuple(node_plans))
 
 
 def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: Rank) -> NodePlan:
-    found = search(config, nodes, unsupported, fixed_settings(config))
-    layout = None if config.recipe.parallel.auto else _recipe_layout(found, unsupported)
-    fitting, too_large = [*found.fitting], [*found.too_large]
-    of_recipe = None if layout is None else layout.candidate
-    if of_recipe and not any(one is of_recipe for one in (*fitting, *too_large)):
-        (fitting if of_recipe.fits else too_large).append(of_recipe)
+    fixed = fixed_settings(config)
+    result = search(config, nodes, unsupported, fixed)
+    layout = None if config.recipe.parallel.auto else _recipe_layout(result, unsupported)
+    fitting, too_large = [*result.fitting], [*result.too_large]
+    searched = any(other is layout for other in (*fitting, *too_large))
+    if isinstance(layout, LayoutEstimate) and not searched:
+        (fitting if layout.fits else too_large).append(layout)
         fitting.sort(key=order)
-        too_large.sort(key=lambda one: one.memory.peak)
+        too_large.sort(key=lambda layout: layout.memory.peak)
     if rank == "lower":
         # Stable: without published runs, the order of the predictions is kept.
-        fitting.sort(key=lambda one: -(evidence(one).lower or 0.0))
-    near: Sequence[FittingChange] = ()
+        fitting.sort(key=lambda layout: -(evidence(layout).lower or 0.0))
+    near: Sequence[SettingSuggestion] = ()
     no_batch = None
     if not fitting:
-        fixed = fixed_settings(config)
         near = fitting_changes(config, nodes, unsupported, fixed)
-        if not any("global_batch" in one.options[1] for one in near):
+        if not any("global_batch" in change.options[1] for change in near):
             no_batch = no_batch_reason(config, nodes, unsupported, fixed)
-    return NodePlan(found, layout, tuple(fitting), tuple(too_large), tuple(near), no_batch)
+    layouts = tuple(fitting), tuple(too_large)
+    return NodePlan(nodes, result.refused, layout, *layouts, tuple(near), no_batch)
 
 
-def _recipe_layout(found: SearchResult, unsupported: Unsupported) -> RecipeLayout:
-    config = found.config
+def _recipe_layout(result: SearchResult, unsupported: Unsupported) -> LayoutEstimate | str:
+    """Return the recipe's own layout, or why it is impossible."""
+    config = result.config
     try:
-        mesh = make_mesh(config, found.nodes)
+        mesh = make_mesh(config, result.nodes)
     except ConfigError as error:
-        return RecipeLayout(None, "; ".join(error.faults) or error.title)
+        return "; ".join(error.faults) or error.title
     reasons = unsupported(config)
     if reasons:
-        return RecipeLayout(None, reasons[0])
+        return reasons[0]
     predicted = predict(config, mesh)
     open_settings = {"micro_batch"} if mesh.unmeasured else set()
-    everything = (*found.fitting, *found.too_large)
-    same = [one for one in everything if differing_settings(one, predicted) <= open_settings]
+    layouts = (*result.fitting, *result.too_large)
+    same = [layout for layout in layouts if differing_settings(layout, predicted) <= open_settings]
     # `train.micro_batch: auto` is measured later; the fastest one that fits will be chosen.
-    fitting = [one for one in same if one.fits]
-    return RecipeLayout(max(fitting or same or [predicted], key=lambda one: one.seq_per_s))
+    fitting = [layout for layout in same if layout.fits]
+    return max(fitting or same or [predicted], key=lambda layout: layout.seq_per_s)
 
 
 def fixed_settings(config: RunConfig) -> tuple[str, ...]:
-    """The settings of `VARIED` that the user has fixed, which the search does not vary.
+    """Return the settings of `VARIED` that the user has fixed, which the search does not vary.
 
     A setting is fixed by --set or, in a recipe with `parallel: auto`, by a value of its own there.
     `train.micro_batch: auto` never counts as fixed.
@@ -320,7 +326,7 @@ def fixed_settings(config: RunConfig) -> tuple[str, ...]:
 
 
 def most_refused(refused: Mapping[str, int], limit: int = 4) -> list[tuple[str, int]]:
-    """The most frequent reasons for refused layouts, as (reason, number of layouts).
+    """Return the most frequent reasons for refused layouts, as (reason, number of layouts).
 
     Reasons that differ only in numbers are counted together. All beyond the first `limit`
     are added up in another row.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -20,10 +20,9 @@ from slurmllm.plan.estimate import LayoutEstimate, known_hardware, predict
 from slurmllm.plan.mesh import Mesh, measures_micro_batch, micro_batches
 
 # The settings that the search varies, unless `fixed` names them.
-VARIED = (
-    "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline", "parallel.sequence",
-    "parallel.zero", "train.micro_batch", "train.activation_checkpointing",
-)  # fmt: skip
+_DEGREES = ("tensor", "pipeline", "virtual_pipeline", "sequence", "zero")
+DEGREES = tuple(f"parallel.{name}" for name in _DEGREES)
+VARIED = (*DEGREES, "train.micro_batch", "train.activation_checkpointing")
 LARGEST = 4096  # nodes
 _LARGEST_MICRO_BATCH = 64
 # A tight layout is ranked as if it were slower by this: the next one is preferred if it costs less.
@@ -71,20 +70,11 @@ def search(
     fitting: list[LayoutEstimate] = []
     too_large: list[LayoutEstimate] = []
     for layout in _layouts(config, nodes, fixed):
-        reason = _reason(layout, nodes, unsupported)
-        if reason is not None:
-            refused[reason] += 1
+        reason = _refusal(layout, nodes, unsupported)
+        sizes = [] if reason else _micro_batches(layout, nodes, fixed)
+        if reason or not sizes:
+            refused[reason or _no_micro_batch(layout)] += 1
             continue
-        sizes = _micro_batches(layout, nodes, fixed)
-        if not sizes:
-            train, parallel = layout.recipe.train, layout.recipe.parallel
-            why = f"no micro batch makes whole rounds over {parallel.pipeline} stages"
-            if train.micro_batch != "auto" and parallel.virtual_pipeline == 1:
-                why = (
-                    f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
-                    f"train.global_batch {train.global_batch}"
-                )
-            refused[why] += 1
         overflows = False
         for size in sizes:
             mesh = _mesh(layout, nodes, size)
@@ -92,7 +82,7 @@ def search(
             # accumulate gradients. A measurement starts with the smallest and never gets there.
             if overflows and (mesh.accumulation > 1 or measures_micro_batch(config)):
                 continue
-            candidate = predict(_with_train(layout, "micro_batch", size), mesh)
+            candidate = predict(layout.with_settings("train", micro_batch=size), mesh)
             if candidate.fits:
                 fitting.append(candidate)
             elif not overflows:
@@ -102,13 +92,13 @@ def search(
         config,
         nodes,
         tuple(sorted(fitting, key=order)),
-        tuple(sorted(too_large, key=lambda one: one.memory.peak)),
+        tuple(sorted(too_large, key=lambda layout: layout.memory.peak)),
         dict(refused.most_common()),
     )
 
 
 def order(candidate: LayoutEstimate) -> tuple[float, int]:
-    """Sorts layouts that fit, the best first: by throughput, tight ones as if slower."""
+    """Return the key that sorts layouts, the best first: by throughput, tight ones as if slower."""
     cost = TIGHT_COST if candidate.memory.tight else 0.0
     return -candidate.seq_per_s * (1 - cost), candidate.memory.peak
 
@@ -116,27 +106,28 @@ def order(candidate: LayoutEstimate) -> tuple[float, int]:
 def some_fits(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> bool:
-    """Whether any layout fits; arguments as for `search`, of which this is the fast form."""
-    return any(one.fits for one in smallest_layouts(config, nodes, unsupported, fixed))
+    """Whether any layout fits; faster than `search`, with its arguments."""
+    return any(layout.fits for layout in smallest_layouts(config, nodes, unsupported, fixed))
 
 
 def smallest_layouts(
     config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
 ) -> Iterator[LayoutEstimate]:
-    """The layout of each mesh that needs the least memory; arguments as for `search`."""
+    """Yield the layout of each mesh that needs the least memory; arguments as for `search`."""
     for layout in _layouts(config, nodes, fixed, smallest=True):
-        if _reason(layout, nodes, unsupported) is None:
+        if _refusal(layout, nodes, unsupported) is None:
             sizes = _micro_batches(layout, nodes, fixed)
             # The largest may fit although smaller ones do not: it accumulates no gradients.
             ends = sizes[:1] if measures_micro_batch(config) else {*sizes[:1], *sizes[-1:]}
             for size in ends:
-                yield predict(_with_train(layout, "micro_batch", size), _mesh(layout, nodes, size))
+                changed = layout.with_settings("train", micro_batch=size)
+                yield predict(changed, _mesh(layout, nodes, size))
 
 
 def model_degrees(
     config: RunConfig, nodes: int, fixed: Collection[str]
 ) -> Iterator[tuple[int, int]]:
-    """The tensor and pipeline degrees that the search tries on up to a number of nodes."""
+    """Yield the tensor and pipeline degrees that the search tries on up to a number of nodes."""
     parallel, world = config.recipe.parallel, nodes * config.cluster.devices_per_node
     tensors = [parallel.tensor]
     if "parallel.tensor" not in fixed:
@@ -151,7 +142,7 @@ def model_degrees(
 def _layouts(
     config: RunConfig, nodes: int, fixed: Collection[str], smallest: bool = False
 ) -> Iterator[RunConfig]:
-    """All combinations but those of the micro batch.
+    """Yield all combinations but those of the micro batch.
 
     With `smallest` only the one of each mesh that needs the least memory.
     """
@@ -180,18 +171,14 @@ def _layouts(
             values("parallel.zero", parallel.zero, zeros),
             values("train.activation_checkpointing", train.activation_checkpointing, modes),
         )
-        for virtual, sequence, zero, mode in product(*options):
-            degrees = {
-                "tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual,
-                "sequence": sequence, "zero": zero,
-            }  # fmt: skip
-            changed = {"parallel": parallel.model_copy(update=degrees)}
-            layout = replace(config, recipe=config.recipe.model_copy(update=changed))
-            yield _with_train(layout, "activation_checkpointing", mode)
+        for *degrees, mode in product([tensor], [pipeline], *options):
+            settings = dict(zip(_DEGREES, degrees, strict=True))
+            layout = config.with_settings("parallel", **settings)
+            yield layout.with_settings("train", activation_checkpointing=mode)
 
 
 def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
-    """Degrees within a node, or across nodes if each has one worker."""
+    """Return degrees within a node, or across nodes if each has one worker."""
     per_node = config.cluster.devices_per_node
     most = per_node if per_node > 1 else world
     degrees = [t for t in divisors(config.recipe.model.num_heads) if t <= most]
@@ -200,7 +187,8 @@ def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
     return degrees
 
 
-def _reason(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | None:
+def _refusal(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | None:
+    """Return why a layout is not considered; None if it is."""
     recipe, per_node = layout.recipe, layout.cluster.devices_per_node
     world, model = nodes * per_node, recipe.parallel.tensor * recipe.parallel.pipeline
     if world % model:
@@ -219,14 +207,25 @@ def _reason(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | No
     return next(iter(unsupported(layout)), None)
 
 
+def _no_micro_batch(layout: RunConfig) -> str:
+    """Return why a layout has no micro batch."""
+    train, parallel = layout.recipe.train, layout.recipe.parallel
+    if train.micro_batch != "auto" and parallel.virtual_pipeline == 1:
+        return (
+            f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
+            f"train.global_batch {train.global_batch}"
+        )
+    return f"no micro batch makes whole rounds over {parallel.pipeline} stages"
+
+
 def _micro_batches(layout: RunConfig, nodes: int, fixed: Collection[str]) -> list[int]:
     train, parallel = layout.recipe.train, layout.recipe.parallel
     sequences = train.global_batch // _data(layout, nodes)
-    found = micro_batches(sequences, parallel.pipeline, parallel.virtual_pipeline)
+    sizes = micro_batches(sequences, parallel.pipeline, parallel.virtual_pipeline)
     if "train.micro_batch" not in fixed or train.micro_batch == "auto":
-        return [size for size in found if size <= _LARGEST_MICRO_BATCH]
+        return [size for size in sizes if size <= _LARGEST_MICRO_BATCH]
     size = train.micro_batch
-    rounds = parallel.virtual_pipeline == 1 or size in found  # else it leaves stages idle
+    rounds = parallel.virtual_pipeline == 1 or size in sizes  # else it leaves stages idle
     return [size] if sequences % size == 0 and rounds else []
 
 
@@ -238,13 +237,12 @@ def _data(layout: RunConfig, nodes: int) -> int:
 def _mesh(layout: RunConfig, nodes: int, micro_batch: int) -> Mesh:
     parallel = layout.recipe.parallel
     return Mesh(
-        nodes, layout.cluster.devices_per_node, parallel.tensor, parallel.pipeline,
-        _data(layout, nodes), layout.recipe.train.global_batch, micro_batch,
-        parallel.virtual_pipeline,
-    )  # fmt: skip
-
-
-def _with_train(config: RunConfig, name: str, value: int | Checkpointing) -> RunConfig:
-    """A copy with another setting of `train`."""
-    train = config.recipe.train.model_copy(update={name: value})
-    return replace(config, recipe=config.recipe.model_copy(update={"train": train}))
+        nodes=nodes,
+        devices_per_node=layout.cluster.devices_per_node,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        data=_data(layout, nodes),
+        global_batch=layout.recipe.train.global_batch,
+        micro_batch=micro_batch,
+        virtual_pipeline=parallel.virtual_pipeline,
+    )

@@ -1,6 +1,6 @@
 """Estimate of the duration of an optimizer step, by parts; torch-free.
 
-A worker's work in a micro batch is counted exactly (`flops.py`) and divided by the rate
+A worker's work in a micro batch is counted exactly (`parameters.py`) and divided by the rate
 of its device: matrix products at `matrix_efficiency` of the peak plus the time in which their
 operands and results pass through the memory, which is what makes products with a small dimension
 slow; attention at `attention_efficiency`; elementwise work at `memory_efficiency` of the memory's
@@ -26,16 +26,17 @@ from functools import lru_cache
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.flops import (
+from slurmllm.plan.mesh import Mesh, fsdp_disabled
+from slurmllm.plan.parameters import (
     Product,
     attention_flops,
     block_elements,
+    block_parameters,
     block_products,
     head_product,
+    rest_parameters,
     up_width,
 )
-from slurmllm.plan.mesh import Mesh, without_fsdp
-from slurmllm.plan.parameters import block_parameters, rest_parameters
 
 _BF16, _FP32 = 2, 4
 # Numbers a parameter that AdamW reads and writes: weight, gradient, both moments, and all but the
@@ -77,12 +78,12 @@ def tensor_group(mesh: Mesh) -> Group:
 
 
 def data_group(mesh: Mesh) -> Group:
-    """The group of workers that hold the same shard of the model."""
+    """Return the group of workers that hold the same shard of the model."""
     return group(mesh.tensor, mesh.data, mesh.devices_per_node)
 
 
 def rate(members: Group, hardware: Hardware) -> float:
-    """Bandwidth at which each worker of a group sends, bytes/s."""
+    """Return bandwidth at which each worker of a group sends, bytes/s."""
     inside = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
     if not members.whole_nodes:
         inside *= hardware.part_of_node
@@ -113,7 +114,7 @@ def _one_pass_s(size: float, members: Group, hardware: Hardware, efficiency: flo
 
 
 def latency_s(members: Group, hardware: Hardware) -> float:
-    """Latency of one collective, s: that of log2(workers) hops, as in a tree."""
+    """Return latency of one collective, s: that of log2(workers) hops, as in a tree."""
     hop_us = hardware.node_link_latency_us if members.within_node else hardware.network_latency_us
     return math.log2(members.size) * hop_us * 1e-6
 
@@ -150,7 +151,7 @@ class StepTime:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Name → seconds, in the order of a step."""
+        """Return name → seconds, in the order of a step."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -159,12 +160,12 @@ class Formats:
     """Bytes of one number."""
 
     computed: int  # activations and products
-    kept: int  # weights and moments in the optimizer
+    stored: int  # weights and moments in the optimizer
     reduced: int  # sums of gradients, and gradients between data-parallel workers
 
 
 def formats(config: RunConfig) -> Formats:
-    """Of a run's precision, on its backend."""
+    """Return the formats of a run's precision, on its backend."""
     precision = config.recipe.train.precision
     if precision == "fp32":
         return Formats(_FP32, _FP32, _FP32)
@@ -175,7 +176,7 @@ def formats(config: RunConfig) -> Formats:
 
 
 def peak_flops(config: RunConfig) -> float:
-    """Peak FLOP/s of one device in the run's precision."""
+    """Return peak FLOP/s of one device in the run's precision."""
     hardware = config.cluster.hardware
     assert hardware is not None, "the planner needs cluster.hardware"
     computes_fp32 = config.recipe.train.precision == "fp32"
@@ -194,7 +195,7 @@ class _Step:
         self.mesh, self.hardware = mesh, hardware
         self.model, self.recipe = config.recipe.model, config.recipe
         self.nxd = config.backend == "nxd"
-        self.without_fsdp = without_fsdp(config, mesh)
+        self.fsdp_disabled = fsdp_disabled(config, mesh)
         self.formats = formats(config)
         self.tokens = mesh.micro_batch * self.model.seq_len
         self.layers = self.model.num_layers // mesh.pipeline
@@ -202,44 +203,39 @@ class _Step:
         self.bandwidth = hardware.memory_gb_s * hardware.memory_efficiency * 1e9
 
     def time(self) -> StepTime:
-        """All parts, of the slowest pipeline stage: the last one, which has the head."""
+        """Return all parts, of the slowest pipeline stage: the last one, which has the head."""
         mesh, hardware, recipe = self.mesh, self.hardware, self.recipe
         micro_batches = mesh.accumulation
         recomputed, zero = recipe.train.recomputed, recipe.parallel.zero
         forward = self._forward_s()
-        again = forward if "block" in recomputed else sum(self._part_s(p) for p in recomputed)
+        recomputed_s = (
+            forward if "block" in recomputed else sum(self._part_s(p) for p in recomputed)
+        )
         block = 3 * forward + self._added_s(block_parameters(self.model) / mesh.tensor)
         logits = head_product(self.model, self.tokens, mesh.tensor)
         passes = _LOGITS * self.tokens * logits.n * _FP32 / self.bandwidth
         head = 3 * self._product_s(logits) + passes + self._added_s(logits.n * logits.k)
         collective = self._block_collectives_s()
         edge = 2 * self._sum_s()  # of embedding and head, forward and backward
-        launches = (
-            (3 + ("block" in recomputed)) * hardware.operator_us * 1e-6
-        )  # of a block's operators
-        compute, recompute = (
-            micro_batches * (self.layers * block + head),
-            micro_batches * self.layers * again,
-        )
-        stage = self.layers * (block + again + collective + launches)
-        stage_parameters = (
-            self.layers * block_parameters(self.model)
-            + rest_parameters(self.model, mesh.pipeline)
-        ) / mesh.tensor  # fmt: skip
+        # Of a block's operators.
+        launches = (3 + ("block" in recomputed)) * hardware.operator_us * 1e-6
+        stage = self.layers * (block + recomputed_s + collective + launches)
+        in_blocks = self.layers * block_parameters(self.model)
+        stage_parameters = (in_blocks + rest_parameters(self.model, mesh.pipeline)) / mesh.tensor
         stream = self._whole_stream() / (mesh.tensor if recipe.parallel.sequence else 1)
         crossing = 2 * stage_to_stage_s(stream, mesh, hardware)
         crossings = micro_batches * mesh.virtual_pipeline + mesh.pipeline - 1
         # NxD without ZeRO updates every parameter on every data-parallel worker.
         updated = stage_parameters / (1 if self.nxd and zero == 0 else mesh.data)
         return StepTime(
-            compute=compute,
-            recompute=recompute,
+            compute=micro_batches * (self.layers * block + head),
+            recompute=micro_batches * self.layers * recomputed_s,
             tensor=micro_batches * (self.layers * collective + edge),
             # Filling and draining: once through the other stages, the last of them with the head.
             bubble=(mesh.pipeline - 1) * stage / mesh.virtual_pipeline,
             transfer=crossing * crossings if mesh.pipeline > 1 else 0.0,
-            data=self._data_s(stage_parameters, block + again),
-            optimizer=_ADAMW * updated * self.formats.kept / self.bandwidth,
+            data=self._data_s(stage_parameters, block + recomputed_s),
+            optimizer=_ADAMW * updated * self.formats.stored / self.bandwidth,
             overhead=micro_batches * self.layers * launches + hardware.step_overhead_s,
         )
 
@@ -251,7 +247,7 @@ class _Step:
         return work + elements * self.formats.computed / self.bandwidth
 
     def _part_s(self, part: str) -> float:
-        """Forward pass of a part of a block (`config.recipe.PARTS`), as far as backward needs it.
+        """Return the forward pass of a part of a block, as far as the backward pass needs it.
 
         That is not the feed-forward layer's last matrix, whose product is no input of another.
         """
@@ -274,13 +270,13 @@ class _Step:
         return flops / (self.peak * self.hardware.attention_efficiency)
 
     def _added_s(self, numbers: float) -> float:
-        """Adding gradients to those of earlier micro batches."""
+        """Return the time to add gradients to those of earlier micro batches."""
         if self.mesh.accumulation == 1:
             return 0.0
         return _ADD * numbers * self.formats.reduced / self.bandwidth
 
     def _block_collectives_s(self) -> float:
-        """Tensor-parallel collectives of a block and micro batch.
+        """Return the time of the tensor-parallel collectives of a block and micro batch.
 
         Forward, attention and feed-forward each sum up their output, and backward the gradient of
         their input; under sequence parallelism they gather the one and scatter the other's sum, the
@@ -291,11 +287,11 @@ class _Step:
         """
         recomputed, sequence = self.recipe.train.recomputed, self.recipe.parallel.sequence
         passes = 3 if "block" in recomputed else 2
-        again = (2 * self.nxd + ("mlp" in recomputed)) * sequence
-        return 2 * passes * self._sum_s() + again * self._gathered_s()
+        gathers = (2 * self.nxd + ("mlp" in recomputed)) * sequence
+        return 2 * passes * self._sum_s() + gathers * self._gathered_s()
 
     def _sum_s(self) -> float:
-        """Partial sums of the stream added up for all workers, or scattered and gathered again."""
+        """Return the time to add up the stream's partial sums, or to scatter and gather them."""
         if self.recipe.parallel.sequence:
             return 2 * self._gathered_s()
         return all_reduce_s(self._whole_stream(), tensor_group(self.mesh), self.hardware)
@@ -304,11 +300,11 @@ class _Step:
         return gather_s(self._whole_stream(), tensor_group(self.mesh), self.hardware)
 
     def _whole_stream(self) -> int:
-        """Bytes of a micro batch's activations between two blocks."""
+        """Return bytes of a micro batch's activations between two blocks."""
         return self.tokens * self.model.hidden_size * self.formats.computed
 
     def _data_s(self, numbers: float, layer: float) -> float:
-        """Data-parallel communication of a worker's parameters that computing does not hide.
+        """Return the data-parallel communication that computing does not hide.
 
         `layer` is for how long a layer computes in a micro batch, forward and backward.
         """
@@ -318,10 +314,10 @@ class _Step:
         gathers = scatters = 1
         if not self.nxd and self.mesh.pipeline == 1 and zero > 1:
             gathers, scatters = (2 * micro_batches if zero == 3 else 1), micro_batches
-        if self.without_fsdp:
+        if self.fsdp_disabled:
             width = self.formats
-            converted = 0 if width.computed == width.kept else 1 + micro_batches
-            return converted * numbers * (width.kept + width.computed) / self.bandwidth
+            converted = 0 if width.computed == width.stored else 1 + micro_batches
+            return converted * numbers * (width.stored + width.computed) / self.bandwidth
         if members.size == 1:
             # Alone, FSDP2 still copies into and out of its buffers. With other workers, the copies
             # are part of the measured rate of the collectives.
@@ -342,7 +338,7 @@ class _Step:
 
 @lru_cache(maxsize=65536)
 def product_s(product: Product, peak: float, width: int, hardware: Hardware) -> float:
-    """Duration of a matrix product, s, by its work and memory traffic; `width` bytes a number."""
+    """Return the duration of a matrix product, s; `width` is bytes a number."""
     work = product.flops / (peak * hardware.matrix_efficiency)
     moved = product.numbers * width / (hardware.memory_gb_s * hardware.memory_efficiency * 1e9)
     if hardware.matrix_half:  # measured on whole products, their memory traffic included

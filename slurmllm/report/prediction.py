@@ -116,8 +116,8 @@ def check_run_prediction(
     warnings = [*steady.warnings, *used.warnings]
     if config.cluster.hardware is not None and config.cluster.hardware.rough:
         warnings.append(
-            f"the hardware figures of profile {config.cluster.name} are rough; `slurmllm plan "
-            "--calibrate` measures them"
+            f"the hardware figures of profile {config.cluster.name} are rough; `slurmllm "
+            "calibrate` measures them"
         )
     return PredictionCheck(
         run=run.name,
@@ -147,7 +147,7 @@ def _config(run: RunDir, cluster: str | None) -> RunConfig:
     if config.cluster.hardware is None:
         faults.append(
             f"cluster.hardware: missing in profile {config.cluster.name}; --cluster PROFILE takes "
-            "another's, and `slurmllm plan --calibrate --out FILE.yaml` measures one"
+            "another's, and `slurmllm calibrate --out FILE.yaml` measures one"
         )
     if faults:
         raise ConfigError(title, faults)

@@ -15,8 +15,8 @@ import numpy as np
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.metrics.curves import Curve, Flags, Floats
-from slurmllm.plan.cost import scaling
-from slurmllm.plan.flops import model_flops
+from slurmllm.plan.parameters import model_flops
+from slurmllm.plan.prices import scaling
 from slurmllm.plan.step import peak_flops
 from slurmllm.report.facts import Rate, RunFacts
 

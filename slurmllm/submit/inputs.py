@@ -116,7 +116,7 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     located = locate(config, root)
     if not located.missing and "corpus" in located.values:
         values = {"tokenizer": config.recipe.data.tokenizer, **located.values}
-        config = config.with_data(located.values["corpus"], values["tokenizer"], located.origins)
+        config = config.with_settings("data", located.origins, **values)
     data = config.recipe.data
     texts = config.recipe.eval.corpora
     paths = [("data.corpus", share.path) for share in data.corpora]
@@ -157,9 +157,9 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     from slurmllm.data.spec import StreamSpec
 
     evaluated = {name: absolute(path, 0) for name, path in texts.items()}
-    config = config.with_data(
-        corpora[0].path if isinstance(data.corpus, str) else corpora, tokenizer
-    ).with_evaluated(evaluated)
+    corpus = corpora[0].path if isinstance(data.corpus, str) else corpora
+    config = config.with_settings("data", corpus=corpus, tokenizer=tokenizer)
+    config = config.with_settings("eval", corpora=evaluated)
     spec = StreamSpec.of(config.recipe)
     # The built-in texts are shorter than a batch of the largest recipes, which repeats them.
     check_corpora(replace(spec, global_batch=1) if config.is_trial else spec)

@@ -215,7 +215,7 @@ def prepare(request: RunRequest) -> PreparedRun:
 
         source = Path(init_from).absolute()
         require_model(source, config.recipe.model)
-        config = config.with_init_from(str(source))
+        config = config.with_settings("train", init_from=str(source))
     located = locate(config, root)
     missing = missing_data(config, root, located)
     if request.fetch is not None and located.missing:

@@ -86,7 +86,7 @@ def test_one_worker_without_fsdp_has_the_same_bits(
     curves, weights = [], []
     for with_fsdp in (False, True):
         if with_fsdp:
-            monkeypatch.setattr(runtime, "without_fsdp", lambda config, mesh: False)
+            monkeypatch.setattr(runtime, "fsdp_disabled", lambda config, mesh: False)
         backend = new_backend(f"train.precision={precision}", f"train.micro_batch={micro_batch}")
         assert isinstance(backend, NativeBackend)
         curve = train(backend, 3, micro_batch=micro_batch)

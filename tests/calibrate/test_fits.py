@@ -14,21 +14,42 @@ from slurmllm.calibrate.fits import fit_link, fit_products, hardware_of
 from slurmllm.calibrate.node import Sample, Task
 from slurmllm.config.cluster import Hardware
 from slurmllm.errors import NodeError
-from slurmllm.plan.flops import Product
+from slurmllm.plan.parameters import Product
 from slurmllm.plan.step import gather_s, group, product_s
 
 TRUTH = Hardware(
     source="made up",
-    bf16_tflops=400.0, fp32_tflops=80.0, memory_gib=80.0, reserved_gib=2.0, memory_gb_s=2000.0,
-    node_link_gb_s=300.0, network_gb_s=50.0, matrix_efficiency=0.8, matrix_half=150.0,
-    attention_efficiency=0.4, memory_efficiency=0.7, node_link_efficiency=0.6,
-    network_efficiency=0.5, node_link_latency_us=10.0, network_latency_us=30.0, overlap=0.8,
-    operator_us=40.0, step_overhead_s=0.02,
-)  # fmt: skip
+    bf16_tflops=400.0,
+    fp32_tflops=80.0,
+    memory_gib=80.0,
+    reserved_gib=2.0,
+    memory_gb_s=2000.0,
+    node_link_gb_s=300.0,
+    network_gb_s=50.0,
+    matrix_efficiency=0.8,
+    matrix_half=150.0,
+    attention_efficiency=0.4,
+    memory_efficiency=0.7,
+    node_link_efficiency=0.6,
+    network_efficiency=0.5,
+    node_link_latency_us=10.0,
+    network_latency_us=30.0,
+    overlap=0.8,
+    operator_us=40.0,
+    step_overhead_s=0.02,
+)
 TASK = Task(
-    nodes=2, workers=8, sharing=8, cpus=None, device="cuda", address="n1", port=1,
-    precision="bf16", compiled=True, variables={},
-)  # fmt: skip
+    nodes=2,
+    workers=8,
+    sharing=8,
+    cpus=None,
+    device="cuda",
+    address="n1",
+    port=1,
+    precision="bf16",
+    compiled=True,
+    variables={},
+)
 GROUPS = {"node": group(1, 8, 8), "network": group(8, 2, 8)}
 
 
@@ -42,9 +63,11 @@ def made_up(hardware: Hardware) -> Iterator[Sample]:
             yield Sample(kind="product", of=precision, sizes=(8192, 4 * k, k), value=seconds)
     peak = hardware.bf16_tflops * 1e12
     yield Sample(
-        kind="attention", of="bf16", sizes=(10**12,),
+        kind="attention",
+        of="bf16",
+        sizes=(10**12,),
         value=10**12 / peak / hardware.attention_efficiency,
-    )  # fmt: skip
+    )
     bandwidth = hardware.memory_gb_s * 1e9
     yield Sample(kind="copy", sizes=(10**9,), value=1e9 / bandwidth)
     for of in ("block", "logits", "optimizer"):
@@ -69,15 +92,15 @@ def links(hardware: Hardware) -> Iterator[Sample]:
 
 def figures(hardware: Hardware) -> dict[str, Any]:
     """The numbers."""
-    found = hardware.model_dump(exclude={"source", "rough", "assumed"})
-    return {name: value for name, value in found.items() if value is not None}
+    result = hardware.model_dump(exclude={"source", "rough", "assumed"})
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def test_known_peaks_are_kept_and_shares_of_them_found() -> None:
-    found = hardware_of(list(made_up(TRUTH)), TASK, TRUTH, "here")
-    assert found.notes == ()
-    assert found.hardware.source == "here"
-    assert figures(found.hardware) == pytest.approx(figures(TRUTH), rel=0.001)
+    result = hardware_of(list(made_up(TRUTH)), TASK, TRUTH, "here")
+    assert result.notes == ()
+    assert result.hardware.source == "here"
+    assert figures(result.hardware) == pytest.approx(figures(TRUTH), rel=0.001)
 
 
 def test_without_known_peaks_what_is_reached_is_the_same() -> None:
@@ -86,8 +109,8 @@ def test_without_known_peaks_what_is_reached_is_the_same() -> None:
     assert hardware.matrix_efficiency == hardware.network_efficiency == 1.0
     for name in ("node_link", "network", "memory"):
         reached = [
-            getattr(one, f"{name}_gb_s") * getattr(one, f"{name}_efficiency")
-            for one in (hardware, TRUTH)
+            getattr(item, f"{name}_gb_s") * getattr(item, f"{name}_efficiency")
+            for item in (hardware, TRUTH)
         ]
         assert reached[0] == pytest.approx(reached[1], rel=0.02)
     for name in ("bf16_tflops", "fp32_tflops"):
@@ -96,21 +119,21 @@ def test_without_known_peaks_what_is_reached_is_the_same() -> None:
 
 def test_one_lone_worker() -> None:
     alone = [s for s in made_up(TRUTH) if s.of not in GROUPS]
-    found = hardware_of(alone, TASK, None, "here")
-    assert [note.split(":")[0] for note in found.notes] == ["node_link_…", "network_…"]
-    assert found.hardware.network_gb_s == found.hardware.memory_gb_s
-    kept = hardware_of(alone, TASK, TRUTH, "here")
-    assert (kept.hardware.network_gb_s, kept.hardware.network_latency_us) == (50.0, 30.0)
-    assert len(kept.notes) == 2
+    result = hardware_of(alone, TASK, None, "here")
+    assert [note.split(":")[0] for note in result.notes] == ["node_link_…", "network_…"]
+    assert result.hardware.network_gb_s == result.hardware.memory_gb_s
+    remaining = hardware_of(alone, TASK, TRUTH, "here")
+    assert (remaining.hardware.network_gb_s, remaining.hardware.network_latency_us) == (50.0, 30.0)
+    assert len(remaining.notes) == 2
 
 
 def test_what_was_measured_is_no_longer_assumed() -> None:
     names = ("matrix_efficiency", "overlap", "network_efficiency", "node_link_efficiency")
-    given = TRUTH.model_copy(update={"assumed": names})
+    profile = TRUTH.model_copy(update={"assumed": names})
     everything = list(made_up(TRUTH))
-    assert hardware_of(everything, TASK, given, "here").hardware.assumed == ("overlap",)
+    assert hardware_of(everything, TASK, profile, "here").hardware.assumed == ("overlap",)
     node = [sample for sample in everything if sample.of != "network"]
-    assumed = hardware_of(node, TASK, given, "here").hardware.assumed
+    assumed = hardware_of(node, TASK, profile, "here").hardware.assumed
     assert assumed == ("overlap", "network_efficiency")
 
 
@@ -136,11 +159,11 @@ def test_products(rate: float, half: float, noise: list[float]) -> None:
         Sample(kind="product", sizes=(8192, 4 * k, k), value=seconds(k) * (1 + off))
         for k, off in zip(widths, noise, strict=True)
     ]
-    fitted, found = fit_products(samples)
-    assert found >= 0
+    fitted, result = fit_products(samples)
+    assert result >= 0
     for k in widths:
-        again = 3 * Product(8192, 4 * k, k).flops / fitted * (1 + found / k)
-        assert again == pytest.approx(seconds(k), rel=0.12)
+        second = 3 * Product(8192, 4 * k, k).flops / fitted * (1 + result / k)
+        assert second == pytest.approx(seconds(k), rel=0.12)
 
 
 @given(

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 
 from slurmllm.calibrate.fits import matrix_figures
-from slurmllm.calibrate.matrix import is_device_here, measured_products, predicted_products
+from slurmllm.calibrate.matrix import (
+    draw_matrix_utilization,
+    is_device_here,
+    measured_products,
+    predicted_products,
+)
 from slurmllm.calibrate.node import Sample
 from slurmllm.calibrate.run import calibrate, run_task, task_of
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import NodeError
-from slurmllm.plan.plot import draw_matrix_utilization
 from slurmllm.supervise.allocation import LocalAllocation
 
 
@@ -50,11 +54,11 @@ def test_known_peaks_are_the_scale() -> None:
     # Half of the peak: 3 products of 2 m n k FLOP.
     seconds = 6 * 8192 * 4096 * 16384 / (hardware.bf16_tflops * 1e12 / 2)
     head = Sample(kind="product", of="bf16", sizes=(2048, 50304, 2048), value=1.0)
-    own = Sample(kind="product", of="bf16", sizes=(8192, 16384, 4096), value=seconds)
-    (row,) = measured_products(hardware, [head, own])
+    sample = Sample(kind="product", of="bf16", sizes=(8192, 16384, 4096), value=seconds)
+    (row,) = measured_products(hardware, [head, sample])
     assert row["measured_utilization"] == pytest.approx(0.5)
     curves = predicted_products(p5(), "cuda")
-    (curve,) = (one for one in curves if (one["k"], one["n"]) == (4096, 16384))
+    (curve,) = (item for item in curves if (item["k"], item["n"]) == (4096, 16384))
     assert curve == row | {"measured_tflops": None, "measured_utilization": None}
 
 
@@ -75,7 +79,7 @@ def test_the_picture_has_both() -> None:
     assert all(len(np.asarray(line.get_xdata())) == 6 for line in alone.lines)
     together, alone = draw_matrix_utilization(rows, "p5").axes
     assert (len(together.lines), len(alone.lines)) == (1, 3)
-    feed_forward = [row for row in measured if row["n"] == 4 * row["k"]]  # as --calibrate measures
+    feed_forward = [row for row in measured if row["n"] == 4 * row["k"]]  # as `calibrate` measures
     assert len(draw_matrix_utilization(feed_forward, "p5").axes) == 1
 
 

@@ -17,24 +17,24 @@ FOUND = Calibration(TRUTH, ("n1",), (), 60.0)
 
 @pytest.mark.parametrize("name", available(clusters_dir()))
 def test_it_is_the_given_one_with_other_figures(tmp_path: Path, name: str) -> None:
-    given, path = resolve("tiny_neox", name).cluster, tmp_path / "mine.yaml"
-    write_profile(given, FOUND, path)
-    assert resolve("tiny_neox", str(path)).cluster == given.model_copy(update={"hardware": TRUTH})
+    request, path = resolve("tiny_neox", name).cluster, tmp_path / "mine.yaml"
+    write_profile(request, FOUND, path)
+    assert resolve("tiny_neox", str(path)).cluster == request.model_copy(update={"hardware": TRUTH})
 
 
 def test_values_of_set_are_written(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    given = resolve("tiny_neox", "local", ["cluster.devices_per_node=4"]).cluster
-    write_profile(given, FOUND, path)
+    request = resolve("tiny_neox", "local", ["cluster.devices_per_node=4"]).cluster
+    write_profile(request, FOUND, path)
     assert resolve("tiny_neox", str(path)).cluster.devices_per_node == 4
 
 
 def test_a_file_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine")
-    given = resolve("tiny_neox", "local").cluster
+    request = resolve("tiny_neox", "local").cluster
     with pytest.raises(ConfigError, match="exists and is not overwritten"):
-        write_profile(given, FOUND, path)
+        write_profile(request, FOUND, path)
     assert path.read_text() == "mine"
 
 

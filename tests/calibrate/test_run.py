@@ -37,10 +37,10 @@ def test_this_machine() -> None:
     messages: list[str] = []
     overrides = ["train.compile=false", "cluster.devices_per_node=2", "cluster.cpus_per_node=2"]
     config = resolve("tiny_neox", "local", overrides)
-    found = calibrate(config, LocalAllocation(), messages.append, quick=True)
-    hardware = found.hardware
-    assert "by slurmllm plan --calibrate, 20" in hardware.source
-    network, *busy = found.notes
+    result = calibrate(config, LocalAllocation(), messages.append, quick=True)
+    hardware = result.hardware
+    assert "by slurmllm calibrate, 20" in hardware.source
+    network, *busy = result.notes
     assert network.startswith("network_…")
     assert all(note.startswith("local0: in use by others") for note in busy)
     assert hardware.rough == bool(busy), "nothing is refused on what others had a part in"
@@ -64,10 +64,12 @@ def test_neuron_devices_are_refused() -> None:
     [
         ("", "no output within"),
         ("raise SystemExit('RuntimeError: no such device')", "no such device"),
-        ("print('slurmllm-calibrate {\"kind\": \"copy\", \"sizes\": [8], \"value\": 1.0}')",
-         "did not measure"),
+        (
+            'print(\'slurmllm-calibrate {"kind": "copy", "sizes": [8], "value": 1.0}\')',
+            "did not measure",
+        ),
     ],
-)  # fmt: skip
+)
 def test_nodes_that_fail(script: str, message: str) -> None:
     with pytest.raises(NodeError, match=message):
         calibrate(resolve("tiny_neox"), Saying(script), print)
@@ -91,9 +93,9 @@ def test_which_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n7")
-    found = allocate_nodes(config, [], "x")
-    assert isinstance(found, SlurmAllocation)
-    assert found.nodes == ("n7",)
+    result = allocate_nodes(config, [], "x")
+    assert isinstance(result, SlurmAllocation)
+    assert result.nodes == ("n7",)
 
 
 def test_a_job_of_its_own(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
     script = (
         "from slurmllm.supervise.allocation import allocate_nodes\n"
         "from slurmllm.config.resolve import resolve\n"
-        "allocate_nodes(resolve('tiny_neox', 'p4d'), ['plan', '--calibrate'], 'x', nodes=2,"
+        "allocate_nodes(resolve('tiny_neox', 'p4d'), ['calibrate'], 'x', nodes=2,"
         " options={'account': 'a', 'time': None})"
     )
     path = f"{tmp_path}:{os.defpath}"
@@ -113,7 +115,7 @@ def test_a_job_of_its_own(tmp_path: Path) -> None:
     assert "--nodes=2" in output
     assert "--time=15" in output
     assert "--exclusive" in output
-    assert output.rstrip().endswith("slurmllm plan --calibrate")
+    assert output.rstrip().endswith("slurmllm calibrate")
 
 
 def test_no_torch_on_the_login_node() -> None:

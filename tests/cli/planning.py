@@ -17,5 +17,5 @@ def call(*arguments: str) -> Result:
 def answer(*arguments: str) -> dict[str, Any]:
     done = call(*arguments, "--json")
     assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result

@@ -35,53 +35,55 @@ def profile(folder: Path, name: str, **changes: object) -> str:
 
 
 def test_json_is_ranked_and_adds_up() -> None:
-    found = answer("neox_20b", "--nodes", "4", "--explain")
-    assert (found["recipe"], found["cluster"], found["nodes"]) == ("neox_20b", "trn1", 4)
-    fit = [one for one in found["candidates"] if one["fits"]]
-    rest = found["candidates"][len(fit) :]
-    rates = [one["seq_per_s"] * (0.97 if one["tight"] else 1) for one in fit]
+    result = answer("neox_20b", "--nodes", "4", "--explain")
+    assert (result["recipe"], result["cluster"], result["nodes"]) == ("neox_20b", "trn1", 4)
+    fit = [item for item in result["candidates"] if item["fits"]]
+    rest = result["candidates"][len(fit) :]
+    rates = [item["seq_per_s"] * (0.97 if item["tight"] else 1) for item in fit]
     assert rates == sorted(rates, reverse=True)
     assert all(
-        one["tight"] == (one["memory_bytes"] > 0.95 * one["memory_limit_bytes"]) for one in fit
+        item["tight"] == (item["memory_bytes"] > 0.95 * item["memory_limit_bytes"]) for item in fit
     )
     assert rest
-    assert not any(one["fits"] for one in rest)
-    for one in found["candidates"]:
-        assert one["tensor"] * one["pipeline"] * one["data"] == 4 * 32
-        assert one["data"] * one["micro_batch"] * one["accumulation"] == 256
-        assert sum(one["parts_s"].values()) == pytest.approx(one["step_s"])
-        assert one["seq_per_s"] == pytest.approx(256 / one["step_s"])
-        assert sum(one["memory"].values()) == one["memory_bytes"]
-        assert one["fits"] == (one["memory_bytes"] <= one["memory_limit_bytes"])
-        assert (one["reason"] is None) == one["fits"]
-        assert one["tokens_per_usd"] * one["usd_per_hour"] == pytest.approx(
-            3600 * one["tokens_per_s"]
+    assert not any(item["fits"] for item in rest)
+    for item in result["candidates"]:
+        assert item["tensor"] * item["pipeline"] * item["data"] == 4 * 32
+        assert item["data"] * item["micro_batch"] * item["accumulation"] == 256
+        assert sum(item["parts_s"].values()) == pytest.approx(item["step_s"])
+        assert item["seq_per_s"] == pytest.approx(256 / item["step_s"])
+        assert sum(item["memory"].values()) == item["memory_bytes"]
+        assert item["fits"] == (item["memory_bytes"] <= item["memory_limit_bytes"])
+        assert (item["reason"] is None) == item["fits"]
+        assert item["tokens_per_usd"] * item["usd_per_hour"] == pytest.approx(
+            3600 * item["tokens_per_s"]
         )
-        trained_h = one["tokens"] / one["tokens_per_s"] / 3600
-        assert one["usd"] == pytest.approx(trained_h * one["usd_per_hour"] / one["utilization"])
-        assert one["hours"] >= trained_h / one["utilization"]
-    (written,) = (one for one in found["candidates"] if one["recipe_layout"])
+        trained_h = item["tokens"] / item["tokens_per_s"] / 3600
+        assert item["usd"] == pytest.approx(trained_h * item["usd_per_hour"] / item["utilization"])
+        assert item["hours"] >= trained_h / item["utilization"]
+    (written,) = (item for item in result["candidates"] if item["recipe_layout"])
     assert (written["tensor"], written["pipeline"], written["data"]) == (8, 4, 4)
-    assert found["recipe_layouts"][0]["rank"] == found["candidates"].index(written) + 1
-    assert found["explanation"][0].startswith("best: TP ")
-    assert found["prices"]["trn1"]["usd_per_node_hour"] == 21.50
-    assert found["warnings"] == [w for w in found["warnings"] if "of 2023-12-12" in w]
+    assert result["recipe_layouts"][0]["rank"] == result["candidates"].index(written) + 1
+    assert result["explanation"][0].startswith("best: TP ")
+    assert result["prices"]["trn1"]["usd_per_node_hour"] == 21.50
+    assert result["warnings"] == [w for w in result["warnings"] if "of 2023-12-12" in w]
 
 
 def test_what_set_names_is_fixed_and_the_rest_is_free() -> None:
     free = answer("neox_20b", "--nodes", "4")["candidates"]
-    assert {one["tensor"] for one in free} > {8}
+    assert {item["tensor"] for item in free} > {8}
     overrides = ("parallel.tensor=8", "train.activation_checkpointing=full", "parallel.zero=0")
-    fixed = answer("neox_20b", "--nodes", "4", *(f"--set={one}" for one in overrides))["candidates"]
-    settings = {(one["tensor"], one["activation_checkpointing"], one["zero"]) for one in fixed}
+    fixed = answer("neox_20b", "--nodes", "4", *(f"--set={item}" for item in overrides))[
+        "candidates"
+    ]
+    settings = {(item["tensor"], item["activation_checkpointing"], item["zero"]) for item in fixed}
     assert settings == {(8, "full", 0)}
-    assert {one["pipeline"] for one in fixed} > {1, 4}
+    assert {item["pipeline"] for item in fixed} > {1, 4}
     # `parallel: auto` frees all degrees that are not set beside it, and has no layout of its own.
     auto = answer(
         "neox_20b", "--nodes", "4", "--set", "parallel=auto", "--set", "parallel.tensor=8"
     )
-    assert {one["tensor"] for one in auto["candidates"]} == {8}
-    assert not any(one["recipe_layout"] for one in auto["candidates"])
+    assert {item["tensor"] for item in auto["candidates"]} == {8}
+    assert not any(item["recipe_layout"] for item in auto["candidates"])
 
 
 def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> None:
@@ -92,13 +94,13 @@ def test_table_has_the_best_of_each_mesh_first_and_marks_the_recipes_own() -> No
     ranks = [int(row[0]) for row in rows]
     assert ranks[0] == 1
     assert ranks == sorted(ranks)
-    own = [row for row in rows if row[1] == "*"]
-    assert [(row[2], row[3]) for row in own] == [("8", "4")]
-    assert len(rows) - len(own) <= 2
+    marked = [row for row in rows if row[1] == "*"]
+    assert [(row[2], row[3]) for row in marked] == [("8", "4")]
+    assert len(rows) - len(marked) <= 2
     every = answer("neox_20b", "--nodes", "4")["candidates"]
     second = next(c for c in every if (c["tensor"], c["pipeline"]) != tuple(map(int, rows[0][1:3])))
     assert ranks[1] == every.index(second) + 1
-    assert f"{int(own[0][0])} of" in done.stdout
+    assert f"{int(marked[0][0])} of" in done.stdout
     assert "does not fit: " in done.stdout
     assert "price          $21.50 per node hour, on demand, 2023-12-12 (" in done.stdout
     assert "warning: the price of trn1 is of 2023-12-12" in done.stdout
@@ -110,9 +112,7 @@ def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
     command = line.split()[2:]
     assert "--set parallel.zero=0" in line
     assert line.endswith(" --fetch")  # the recipe's data are not there
-    sent = CliRunner().invoke(
-        cli, [*command, "--dry-run", "--json", "--runs-dir", str(tmp_path)]
-    )  # fmt: skip
+    sent = CliRunner().invoke(cli, [*command, "--dry-run", "--json", "--runs-dir", str(tmp_path)])
     assert sent.exit_code == 0, sent.output
     mesh = json.loads(sent.stdout)["mesh"]
     best = answer("neox_20b", "--nodes", "4", "--set", "parallel.zero=0")["candidates"][0]
@@ -122,8 +122,8 @@ def test_the_last_line_submits_what_was_found(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_is_submitted_too() -> None:
-    own = ("--set", "train.micro_batch=auto", "--tokens", "20B")
-    done = call("gpt3_125m", "--nodes", "1", *own)
+    options = ("--set", "train.micro_batch=auto", "--tokens", "20B")
+    done = call("gpt3_125m", "--nodes", "1", *options)
     assert done.stdout.rstrip().endswith(
         "--set train.micro_batch=auto --set train.steps=38147 --fetch"
     )
@@ -131,12 +131,12 @@ def test_what_is_asked_for_is_submitted_too() -> None:
 
 
 def test_several_node_counts_are_a_scaling_table() -> None:
-    found = answer("neox_20b", "--nodes", "16,4,8,4", "--price", "reserved")
-    rows = found["scaling"]
-    assert [row["nodes"] for row in rows] == found["nodes"] == [4, 8, 16]
+    result = answer("neox_20b", "--nodes", "16,4,8,4", "--price", "reserved")
+    rows = result["scaling"]
+    assert [row["nodes"] for row in rows] == result["nodes"] == [4, 8, 16]
     assert rows[0]["scaling_efficiency"] == 1
     for row in rows:
-        best = next(one for one in found["candidates"] if one["nodes"] == row["nodes"])
+        best = next(item for item in result["candidates"] if item["nodes"] == row["nodes"])
         assert row["seq_per_s"] == best["seq_per_s"]
         per_node = row["seq_per_s"] / row["nodes"]
         assert row["scaling_efficiency"] == pytest.approx(per_node * 4 / rows[0]["seq_per_s"])
@@ -153,24 +153,27 @@ def test_several_node_counts_are_a_scaling_table() -> None:
 
 
 def test_ranking_by_the_lower_end_of_the_interval() -> None:
-    found = answer("llama2_70b", "--nodes", "32", "--rank", "lower")
-    fit = [one for one in found["candidates"] if one["fits"]]
-    lower = [one["seq_per_s_interval"][0] for one in fit]
+    result = answer("llama2_70b", "--nodes", "32", "--rank", "lower")
+    fit = [item for item in result["candidates"] if item["fits"]]
+    lower = [item["seq_per_s_interval"][0] for item in fit]
     assert lower == sorted(lower, reverse=True)
-    assert {one["evidence"] for one in fit} <= {"interpolated", "extrapolated", "beyond"}
-    assert all(one["evidence_reasons"] for one in fit if one["evidence"] != "interpolated")
+    assert {item["evidence"] for item in fit} <= {"interpolated", "extrapolated", "beyond"}
+    assert all(item["evidence_reasons"] for item in fit if item["evidence"] != "interpolated")
     low, high = fit[0]["seq_per_s_by_network"]
     assert low < fit[0]["seq_per_s"] < high
 
 
 def test_days_and_dollars_by_model_and_node_count() -> None:
-    found = answer("gpt3_125m", "gpt3_1.3b", "--nodes", "1,4", "--tokens", "20B", "--top", "1")
-    assert found["recipe"] == ["gpt3_125m", "gpt3_1.3b"]
-    assert len(found["candidates"]) == 4
-    rows = found["scaling"]
+    result = answer("gpt3_125m", "gpt3_1.3b", "--nodes", "1,4", "--tokens", "20B", "--top", "1")
+    assert result["recipe"] == ["gpt3_125m", "gpt3_1.3b"]
+    assert len(result["candidates"]) == 4
+    rows = result["scaling"]
     assert [(row["recipe"], row["nodes"]) for row in rows] == [
-        ("gpt3_125m", 1), ("gpt3_125m", 4), ("gpt3_1.3b", 1), ("gpt3_1.3b", 4),
-    ]  # fmt: skip
+        ("gpt3_125m", 1),
+        ("gpt3_125m", 4),
+        ("gpt3_1.3b", 1),
+        ("gpt3_1.3b", 4),
+    ]
     for row in rows:
         assert 20e9 <= row["tokens"] < 20.01e9
         assert row["days"] >= row["tokens"] / row["tokens_per_s"] / 86400
@@ -181,11 +184,11 @@ def test_days_and_dollars_by_model_and_node_count() -> None:
 def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
     done = call("llama2_70b", "--nodes", "1", "--json")
     assert done.exit_code == 2
-    assert not any(one["fits"] for one in json.loads(done.stdout)["candidates"])
+    assert not any(item["fits"] for item in json.loads(done.stdout)["candidates"])
     assert "too much" in done.stderr
-    found = re.search(r"--nodes (\d+): .* nodes, the minimum; [\d.]+ seq/s predicted", done.stderr)
-    assert found
-    enough = int(found[1])
+    result = re.search(r"--nodes (\d+): .* nodes, the minimum; [\d.]+ seq/s predicted", done.stderr)
+    assert result
+    enough = int(result[1])
     assert f"for instance: slurmllm plan llama2_70b --nodes {enough}\n" in done.stderr
     (row,) = json.loads(done.stdout)["nearest"]
     assert (row["nodes"], row["would_fit"][0]["nodes"]) == (1, enough)
@@ -214,8 +217,10 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20c --nodes 4", "did you mean 'neox_20b'"),
         ("neox_20b --nodes 4 --set parallel.tensor=7", "7 does not divide 64 attention heads"),
         ("neox_20b --nodes 4 --set parallel.tensro=8", "did you mean 'tensor'"),
-        ("llama2_70b --nodes 3 --set parallel.tensor=32 --set parallel.pipeline=8",
-         "does not divide the 96 workers of 3 nodes × 32; choose 8 nodes, or"),
+        (
+            "llama2_70b --nodes 3 --set parallel.tensor=32 --set parallel.pipeline=8",
+            "does not divide the 96 workers of 3 nodes × 32; choose 8 nodes, or",
+        ),
         ("llama2_70b --nodes 32 --set parallel.zero=0", "--set parallel.zero=1"),
         ("neox_20b --nodes 4 --tokens many", "--tokens 'many'"),
         ("neox_20b --nodes 4 --tokens -1", "--tokens '-1'"),
@@ -240,23 +245,15 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --cluster local --budget 5 --nodes 1", "no price of local: plans cannot be"),
         ("neox_20b --nodes 4 --top 0", "--top"),
         ("neox_20b --nodes 4 --cluster nowhere", "unknown cluster profile 'nowhere'"),
-        ("neox_20b --nodes 4 --local", "only --calibrate measures"),
-        ("neox_20b --nodes 4 --partition p", "--partition: only --calibrate"),
         ("neox_20b --nodes 4 --against run", "are the run's"),
         ("--against run", "no run 'run'"),
         ("--against run --explain", "--against run with --explain: recipe, nodes and settings"),
         ("--against run --price 3y --nodes 4", "leave out --nodes, --price"),
-        ("--calibrate --local --nodelist n1", "leave out --nodelist"),
-        ("neox_20b --calibrate", "--calibrate with RECIPE: it measures nodes"),
-        ("--calibrate --tokens 5 --csv x", "leave out --tokens, --csv"),
-        ("--calibrate --nodes 2,4", "one number of nodes"),
-        ("--calibrate --local --plot x.pdf", "use x.png"),
         ("--against r --plot x.png", "leave out --plot"),
-        ("--calibrate --local --out x.txt", "ends in .yaml"),
         ("neox_20b --nodes 4 --set cluster.hardware.matrix_efficiency=1.3", "matrix_efficiency"),
         ("neox_20b --nodes 4 --set cluster.hardware.reserved_gib=16", "reserved_gib"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_serve_is_refused(arguments: str, message: str) -> None:
     done = call(*arguments.split())
     assert done.exit_code == 2, done.output
@@ -265,10 +262,7 @@ def test_what_cannot_serve_is_refused(arguments: str, message: str) -> None:
 
 
 def test_a_profile_without_figures_names_the_measurement(tmp_path: Path) -> None:
-    for name, message in (
-        ("p4d", "slurmllm plan --calibrate"),
-        ("trn1", "a shipped profile, trn1"),
-    ):
+    for name, message in (("p4d", "slurmllm calibrate"), ("trn1", "a shipped profile, trn1")):
         path = profile(tmp_path, name, hardware=None)
         done = call("neox_20b", "--nodes", "4", "--cluster", path)
         assert done.exit_code == 2
@@ -303,7 +297,7 @@ def test_a_run_that_never_gets_on_has_no_end(tmp_path: Path) -> None:
 def test_rough_figures_are_warned_of(tmp_path: Path) -> None:
     path = profile(tmp_path, "trn1", hardware={"rough": True})
     warning = answer("neox_20b", "--nodes", "4", "--cluster", path)["warnings"][0]
-    assert "slurmllm plan --calibrate" in warning
+    assert "slurmllm calibrate" in warning
     assert f"warning: {warning}" in call("neox_20b", "--nodes", "4", "--cluster", path).stdout
 
 
@@ -339,8 +333,11 @@ def test_thousands_of_nodes_are_answered_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, "plan", "llama2_70b", "--nodes", "4096"],
-        capture_output=True, text=True, cwd=tmp_path, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
     heavy, _, took = done.stderr.strip().rpartition(" ")
     assert heavy == "[]"
     assert float(took) < 1.5  # 0.5 on a busy machine
@@ -353,29 +350,45 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     run.config.write_text(config.to_yaml(), encoding="utf-8")
     save_mesh(make_mesh(config, 1), run.plan)
     same = {
-        "attempt": 0, "loss": 4.0, "grad_norm": 1.0, "param_norm": 1.0, "lr": 1e-3, "tokens": 1,
-        "seq_per_s": 1.0, "tokens_per_s": 1.0, "step_time_s": 0.5, "data_wait_s": 0.001,
-    }  # fmt: skip
+        "attempt": 0,
+        "loss": 4.0,
+        "grad_norm": 1.0,
+        "param_norm": 1.0,
+        "lr": 1e-3,
+        "tokens": 1,
+        "seq_per_s": 1.0,
+        "tokens_per_s": 1.0,
+        "step_time_s": 0.5,
+        "data_wait_s": 0.001,
+    }
     rows = ({"step": step, "time": 1e9 + step / 2, **same} for step in range(1, 30))
     run.metrics(0).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     AttemptRecord(
-        attempt=0, stage="train", job_id=None, nodes=("n0",), world_size=8, master_addr="n0",
-        master_port=1024, started_at=1e9, ended_at=1e9 + 15, ending="done",
-    ).save(run.attempt("train", 0).record)  # fmt: skip
+        attempt=0,
+        stage="train",
+        job_id=None,
+        nodes=("n0",),
+        world_size=8,
+        master_addr="n0",
+        master_port=1024,
+        started_at=1e9,
+        ended_at=1e9 + 15,
+        ending="done",
+    ).save(run.attempt("train", 0).record)
     where = ("--against", "measured", "--runs-dir", str(tmp_path))
-    found = {row["name"]: row for row in answer(*where)["rows"]}
+    result = {row["name"]: row for row in answer(*where)["rows"]}
     candidates = answer("pythia_160m", "--nodes", "1")["candidates"]
-    (own,) = (one for one in candidates if one["recipe_layout"])
-    assert found["step"]["predicted"] == pytest.approx(own["step_s"])
-    assert found["step"]["measured"] == 0.5
+    (recipe_layout,) = (item for item in candidates if item["recipe_layout"])
+    assert result["step"]["predicted"] == pytest.approx(recipe_layout["step_s"])
+    assert result["step"]["measured"] == 0.5
     table = call(*where).stdout
     assert table.startswith("measured: ")
-    assert f"{0.5 / own['step_s']:.3f}" in table
+    assert f"{0.5 / recipe_layout['step_s']:.3f}" in table
     rows_of_file = csv.DictReader(call(*where, "--csv", "-").stdout.splitlines())
-    assert [row["name"] for row in rows_of_file] == list(found)
+    assert [row["name"] for row in rows_of_file] == list(result)
     assert call(*where, "--markdown", "-").stdout.startswith("|  | predicted | measured |")
     # A time limit that the assumed start-ups would not keep: the run had shorter ones.
     short = resolve("pythia_160m", None, ["slurm.time=7"])
     run.config.write_text(short.to_yaml(), encoding="utf-8")
-    found = {row["name"]: row for row in answer(*where)["rows"]}
-    assert found["effective utilization"]["predicted"] is None
+    result = {row["name"]: row for row in answer(*where)["rows"]}
+    assert result["effective utilization"]["predicted"] is None

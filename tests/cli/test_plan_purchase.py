@@ -13,12 +13,16 @@ def test_profiles_are_compared(tmp_path: Path) -> None:
     arguments = ("gpt3_1.3b", "--nodes", "2", "--nodes", "1,2", "--cluster", "p5", "--cluster")
     done = call(*arguments, "p4d", "--csv", str(tmp_path / "a.csv"))
     assert [line.split()[:2] for line in done.stdout.splitlines()[:5]] == [
-        ["cluster", "nodes"], ["p5", "1"], ["p5", "2"], ["p4d", "1"], ["p4d", "2"],
-    ]  # fmt: skip
+        ["cluster", "nodes"],
+        ["p5", "1"],
+        ["p5", "2"],
+        ["p4d", "1"],
+        ["p4d", "2"],
+    ]
     rows = list(csv.DictReader((tmp_path / "a.csv").read_text("utf-8").splitlines()))
-    found = answer(*arguments, "p4d")["scaling"]
+    result = answer(*arguments, "p4d")["scaling"]
     assert [(row["cluster"], float(row["usd"])) for row in rows] == [
-        (one["cluster"], one["usd"]) for one in found
+        (item["cluster"], item["usd"]) for item in result
     ]
     everything = answer("gpt3_1.3b", "--nodes", "1", "--cluster", "all")
     assert set(everything["prices"]) == set(everything["cluster"]) >= {"p4d", "p5"}
@@ -44,15 +48,17 @@ def test_tables_as_files(tmp_path: Path) -> None:
     assert lines[1] == "|" + " --- |" * (lines[0].count("|") - 1)
     assert lines[2].split(" | ")[1:4] == done.stdout.splitlines()[2].split()[1:4]
     assert lines[-1].startswith("price of trn1: $21.50 per node hour")
-    several = call("neox_20b", "--nodes", "4,8", "--top", "2").stdout.splitlines()
-    assert several[0].split()[:2] == ["nodes", "#"]
-    assert {line.split()[0] for line in several[1:5]} == {"4", "8"}
+    many = call("neox_20b", "--nodes", "4,8", "--top", "2").stdout.splitlines()
+    assert many[0].split()[:2] == ["nodes", "#"]
+    assert {line.split()[0] for line in many[1:5]} == {"4", "8"}
 
 
 def test_names_of_parts_of_memory_are_explained() -> None:
     lines = call("llama2_70b", "--nodes", "32").stdout.splitlines()
     (line,) = (line for line in lines if line.startswith("  programs: instructions, DMA rings"))
-    assert lines.index(line) < next(at for at, one in enumerate(lines) if one.startswith("not con"))
+    assert lines.index(line) < next(
+        at for at, item in enumerate(lines) if item.startswith("not con")
+    )
 
 
 BUDGET = ("gpt3_1.3b", "--tokens", "20B", "--cluster", "p4d", "--cluster", "p5")
@@ -63,16 +69,16 @@ def test_a_job_for_the_budget(tmp_path: Path) -> None:
     limits = ("--budget", "1000", "--deadline", "10h")
     done = call(*BUDGET, *limits, "--plot", str(picture))
     assert done.exit_code == 0, done.output
-    found = answer(*BUDGET, *limits)["budget"]
-    assert (found["budget_usd"], found["deadline_hours"]) == (1000, 10)
-    front = found["front"]
-    assert [one["hours"] for one in front] == sorted(one["hours"] for one in front)
-    assert [one["usd"] for one in front] == sorted((one["usd"] for one in front), reverse=True)
-    meeting = [one for one in front if one["usd"] <= 1000 and one["hours"] <= 10]
-    assert [one for one in front if one["within_limits"]] == meeting
+    result = answer(*BUDGET, *limits)["budget"]
+    assert (result["budget_usd"], result["deadline_hours"]) == (1000, 10)
+    front = result["front"]
+    assert [item["hours"] for item in front] == sorted(item["hours"] for item in front)
+    assert [item["usd"] for item in front] == sorted((item["usd"] for item in front), reverse=True)
+    meeting = [item for item in front if item["usd"] <= 1000 and item["hours"] <= 10]
+    assert [item for item in front if item["within_limits"]] == meeting
     assert ("fastest" in meeting[0]["choice"], "cheapest" in meeting[-1]["choice"]) == (True, True)
-    for name, one in (("fastest", meeting[0]), ("cheapest", meeting[-1])):
-        where = f"--nodes {one['nodes']} --cluster {one['cluster']}"
+    for name, item in (("fastest", meeting[0]), ("cheapest", meeting[-1])):
+        where = f"--nodes {item['nodes']} --cluster {item['cluster']}"
         assert f"submit the {name}: slurmllm submit gpt3_1.3b {where} " in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -100,10 +106,10 @@ def test_what_would_meet_the_limits(limits: str, faults: list[str]) -> None:
         assert fault in done.output
     for line in done.output.splitlines()[1:]:  # what is named does it
         fix = line.partition("; ")[2].removesuffix(" would do").split()
-        again = limits.split()
+        second = limits.split()
         for option, value in zip(fix[::2], fix[1::2], strict=True):
-            again[again.index(option) + 1] = value
-        assert call(*BUDGET, *again).exit_code == 0, (line, again)
+            second[second.index(option) + 1] = value
+        assert call(*BUDGET, *second).exit_code == 0, (line, second)
 
 
 def test_what_to_do_when_nothing_fits_keeps_the_options_and_names_each_count() -> None:
@@ -116,9 +122,9 @@ def test_what_to_do_when_nothing_fits_keeps_the_options_and_names_each_count() -
         "--rank lower --set train.global_batch=1008"
     )
     assert call(*last.split()[4:]).exit_code == 0
-    several = call("neox_20b", "--nodes", "3,5").stderr
-    assert "  3 nodes: --nodes 4: 33 % more nodes" in several
-    assert "  5 nodes: --nodes 4: 20 % fewer nodes" in several
+    many = call("neox_20b", "--nodes", "3,5").stderr
+    assert "  3 nodes: --nodes 4: 33 % more nodes" in many
+    assert "  5 nodes: --nodes 4: 20 % fewer nodes" in many
 
 
 def test_a_number_is_no_price_of_several_profiles() -> None:
@@ -130,7 +136,9 @@ def test_a_number_is_no_price_of_several_profiles() -> None:
 
 def test_waits_that_are_paid_are_shown() -> None:
     reserved = ("gpt3_1.3b", "--cluster", "trn1", "--price", "3y", "--nodes")
-    (line,) = (one for one in call(*reserved, "4").stdout.splitlines() if one.startswith("waiting"))
+    (line,) = (
+        item for item in call(*reserved, "4").stdout.splitlines() if item.startswith("waiting")
+    )
     (best,) = answer(*reserved, "4", "--top", "1")["candidates"]
     assert f"${best['waiting_usd']:,.2f} of the cost is for nodes at the price" in line
     assert "\nwaiting: up to " in call(*reserved, "2,4").stdout

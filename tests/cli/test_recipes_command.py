@@ -44,9 +44,9 @@ def test_explain_names_the_family() -> None:
 
 
 def test_cluster_profiles(tmp_path: Path) -> None:
-    own = tmp_path / "mine.yaml"
-    own.write_text("extends: p5\nhardware: {network_gb_s: 100}\n")
-    arguments = ("--clusters", "--cluster", str(own))
+    this = tmp_path / "mine.yaml"
+    this.write_text("extends: p5\nhardware: {network_gb_s: 100}\n")
+    arguments = ("--clusters", "--cluster", str(this))
     rows = {row["name"]: row for row in json.loads(call(*arguments, "--json").stdout)["clusters"]}
     assert {"p4de", "p5e", "p5en", "p6-b200", "trn1n", "trn2", "a100_ib", "h100_ib"} < set(rows)
     assert rows["mine"]["network_gb_s"] == 100
@@ -64,3 +64,23 @@ def test_clusters_take_no_recipe() -> None:
     result = CliRunner().invoke(cli, ["recipes", "tiny_neox", "--clusters"])
     assert result.exit_code == 2
     assert "leave out NAME" in result.output
+
+
+def test_the_schemas_describe_every_field() -> None:
+    for arguments, title, example in (
+        (["--schema"], "Recipe", ("TrainConfig", "steps", "Optimizer steps to the run's end.")),
+        (["--schema", "--clusters"], "Cluster", ("Price", "source", "Where they come from.")),
+    ):
+        schema = json.loads(call(*arguments).stdout)
+        assert schema["title"] == title
+        section, field, description = example
+        assert schema["$defs"][section]["properties"][field]["description"] == description
+        for part in (schema, *schema["$defs"].values()):
+            for name, values in part["properties"].items():
+                if "$ref" not in values and (part["title"] != "Recipe" or name == "name"):
+                    assert values["description"].endswith("."), (part["title"], name)
+    recipe = json.loads(call("--schema").stdout)
+    assert "rotary_pct" not in recipe["$defs"]["ModelConfig"]["required"]  # the family has it
+    assert {"const": "auto"} in recipe["properties"]["parallel"]["anyOf"]
+    refused = CliRunner().invoke(cli, ["recipes", "neox_20b", "--schema"])
+    assert (refused.exit_code, "leave out NAME" in refused.stderr) == (2, True)

@@ -18,9 +18,13 @@ from slurmllm.run.rundir import RunDir
 def test_a_command_line_is_read_as_sbatch_reads_it() -> None:
     arguments = shlex.split("--constraint='a100|h100' -C v100 -G2 --hold --comment 'a b' --nice -s")
     assert parse_options(arguments) == {
-        "constraint": "v100", "gpus": "2", "hold": True, "comment": "a b", "nice": True,
+        "constraint": "v100",
+        "gpus": "2",
+        "hold": True,
+        "comment": "a b",
+        "nice": True,
         "oversubscribe": True,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,12 +69,12 @@ def with_directives(tmp_path: Path, directives: object) -> RunConfig:
 def test_a_recipe_has_options_for_each_stage(tmp_path: Path) -> None:
     train = {"constraint": "a100|h100", "nice": 5, "mail-type": ["END", "FAIL"], "hold": False}
     config = with_directives(tmp_path, {"train": train, "precompile": {"contiguous": True}})
-    found = config.recipe.slurm.directives
-    assert found.train == {"constraint": "a100|h100", "nice": "5", "mail-type": "END,FAIL"}
-    assert found.precompile == {"contiguous": True}
+    result = config.recipe.slurm.directives
+    assert result.train == {"constraint": "a100|h100", "nice": "5", "mail-type": "END,FAIL"}
+    assert result.precompile == {"contiguous": True}
     run = RunDir(tmp_path)
     save(config, run)
-    assert load(run.config).recipe.slurm.directives == found
+    assert load(run.config).recipe.slurm.directives == result
     changed = change(config, None, ["slurm.directives.train.nice=null"])
     assert "nice" not in changed.recipe.slurm.directives.train
 

@@ -84,8 +84,8 @@ def test_any_files_name_becomes_a_profiles_name(folder: Path) -> None:
 
 
 def test_without_other_figures_they_are_the_same_nodes(folder: Path) -> None:
-    base, own = resolve("tiny_neox", "p5").cluster, planned(folder / "partition.yaml").cluster
-    assert own == base.model_copy(update={"name": "partition", "partition": "gpu"})
+    base, partition = resolve("tiny_neox", "p5").cluster, planned(folder / "partition.yaml").cluster
+    assert partition == base.model_copy(update={"name": "partition", "partition": "gpu"})
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,7 @@ def test_without_other_figures_they_are_the_same_nodes(folder: Path) -> None:
     [
         ("loop", r"loop\.yaml extends .*back\.yaml extends .*loop\.yaml; remove one .*p5"),
         ("self", r"self\.yaml extends .*self\.yaml; remove"),
-        (
-            "unknown",
-            r"\(unknown\.yaml:2\): unknown cluster profile 'p55'; did you mean 'p5'",
-        ),
+        ("unknown", r"\(unknown\.yaml:2\): unknown cluster profile 'p55'; did you mean 'p5'"),
         ("begin", "did you mean 'p6-b200'"),
         ("list", r"extends \(list\.yaml:1\): \['p5'\]: must be a profile's name"),
         ("lost", "nowhere.yaml'; its path is relative to this file's"),

@@ -54,14 +54,25 @@ gpt3_46b           56 8192 64 64 32768 2048  1.5e-4 1e-5   750 300000 0.01  1024
 @pytest.mark.parametrize("line", FIGURES.strip().splitlines(), ids=lambda line: line.split()[0])
 def test_figures(line: str) -> None:
     name, *figures = line.split()
-    found = recipe(name)
-    model, train, optim, parallel = found.model, found.train, found.optim, found.parallel
+    result = recipe(name)
+    model, train, optim, parallel = result.model, result.train, result.optim, result.parallel
     assert [figure if figure == "auto" else float(figure) for figure in figures] == [
-        model.num_layers, model.hidden_size, model.num_heads, model.kv_heads,
-        model.ffn_hidden_size, model.seq_len,
-        optim.lr, optim.min_lr, optim.warmup_steps, train.steps, optim.weight_decay,
-        train.global_batch, parallel.tensor, parallel.pipeline, train.micro_batch,
-    ]  # fmt: skip
+        model.num_layers,
+        model.hidden_size,
+        model.num_heads,
+        model.kv_heads,
+        model.ffn_hidden_size,
+        model.seq_len,
+        optim.lr,
+        optim.min_lr,
+        optim.warmup_steps,
+        train.steps,
+        optim.weight_decay,
+        train.global_batch,
+        parallel.tensor,
+        parallel.pipeline,
+        train.micro_batch,
+    ]
 
 
 def test_every_recipe_but_the_tiny_ones_is_in_the_table() -> None:
@@ -72,15 +83,15 @@ def test_every_recipe_but_the_tiny_ones_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("name", available(recipes_dir()))
 def test_what_all_share(name: str) -> None:
-    found = recipe(name)
-    assert found.optim.grad_clip == 1
+    result = recipe(name)
+    assert result.optim.grad_clip == 1
     defaults = name in ("llama2_7b_finetune", "llama3_8b")
-    assert found.optim.betas == ((0.9, 0.999) if defaults else (0.9, 0.95))
+    assert result.optim.betas == ((0.9, 0.999) if defaults else (0.9, 0.95))
     small = name in ("llama2_13b", "qwen3_0.6b", "qwen3_8b")
-    assert found.model.norm_eps == (1e-6 if small else 1e-5)
-    assert bool(found.train.finetune) == name.endswith("_finetune")
+    assert result.model.norm_eps == (1e-6 if small else 1e-5)
+    assert bool(result.train.finetune) == name.endswith("_finetune")
     rotary = {"neox": 0.25, "llama": 1.0, "qwen3": 1.0, "gpt3": 0.0}
-    assert found.model.rotary_pct == rotary[found.model.family]
+    assert result.model.rotary_pct == rotary[result.model.family]
 
 
 def test_vocabularies() -> None:
@@ -108,31 +119,41 @@ def test_nemo_pads_to_a_multiple_of_the_tensor_degree_as_well(
     name: str, tokenizer: int, divisible_by: int, rows: int
 ) -> None:
     """As `_vocab_size_with_padding` of NeMo's megatron_base_model.py."""
-    found = recipe(name)
+    result = recipe(name)
     padded = tokenizer
-    while padded % (divisible_by * found.parallel.tensor):
+    while padded % (divisible_by * result.parallel.tensor):
         padded += 1
-    assert found.model.padded_vocab_size == padded == rows
+    assert result.model.padded_vocab_size == padded == rows
 
 
 def test_schedules_count_steps_as_their_source() -> None:
     counts = {name: recipe(name).optim.step_count for name in available(recipes_dir())}
     assert {name for name, count in counts.items() if count == "nemo"} == {
-        "neox_20b", "neox_20b_finetune", "pythia_6.9b", "llama2_7b_nemo", "llama2_13b",
-        "llama2_70b", "llama3_70b", "llama3.1_8b", "gpt3_23b", "gpt3_46b",
-    }  # fmt: skip
+        "neox_20b",
+        "neox_20b_finetune",
+        "pythia_6.9b",
+        "llama2_7b_nemo",
+        "llama2_13b",
+        "llama2_70b",
+        "llama3_70b",
+        "llama3.1_8b",
+        "gpt3_23b",
+        "gpt3_46b",
+    }
     # HLAT's scheduler.py and transformers' get_linear_schedule_with_warmup
     assert {name for name, count in counts.items() if count == "transformers"} == {
-        "llama2_7b", "llama2_7b_finetune", "llama3_8b",
-    }  # fmt: skip
+        "llama2_7b",
+        "llama2_7b_finetune",
+        "llama3_8b",
+    }
 
 
 def test_llama2_7b_is_hlats() -> None:
-    found = recipe("llama2_7b")
-    assert (found.model.init_std, found.model.scaled_init) == (0.021, True)
-    assert (found.optim.eps, found.optim.decay_steps) == (1e-5, 480_000)
-    assert found.optim.decay_norms_and_biases
-    assert (found.train.precision, found.parallel.zero) == ("bf16_sr", 0)
+    result = recipe("llama2_7b")
+    assert (result.model.init_std, result.model.scaled_init) == (0.021, True)
+    assert (result.optim.eps, result.optim.decay_steps) == (1e-5, 480_000)
+    assert result.optim.decay_norms_and_biases
+    assert (result.train.precision, result.parallel.zero) == ("bf16_sr", 0)
 
 
 @pytest.mark.parametrize("size", ["70m", "160m", "410m", "1b", "1.4b", "2.8b"])
@@ -145,13 +166,13 @@ def test_pythia_begins_as_gpt_neox_does(size: str) -> None:
 
 @pytest.mark.parametrize("size", ["125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b"])
 def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
-    found = recipe(f"gpt3_{size}")
-    a_step = found.train.global_batch * found.model.seq_len
-    assert found.optim.decay_steps is not None
+    result = recipe(f"gpt3_{size}")
+    a_step = result.train.global_batch * result.model.seq_len
+    assert result.optim.decay_steps is not None
     for steps, tokens in (
-        (found.optim.warmup_steps, 375e6),
-        (found.optim.decay_steps, 260e9),
-        (found.train.steps, 300e9),
+        (result.optim.warmup_steps, 375e6),
+        (result.optim.decay_steps, 260e9),
+        (result.train.steps, 300e9),
     ):
         assert steps == pytest.approx(tokens / a_step, abs=1)
 

@@ -47,15 +47,15 @@ def test_overrides_are_read_as_yaml_1_2() -> None:
 
 @pytest.mark.parametrize("where", ["env", "cluster.env"])
 def test_a_variables_value_is_a_text_whatever_it_looks_like(where: str, tmp_path: Path) -> None:
-    given = {"A": "1", "B": "007", "C": "true", "D": "", "E": "a=b: [c", "F": "null", "G": "1e-4"}
-    config = resolve("tiny_neox", overrides=[f"{where}.{name}={v}" for name, v in given.items()])
+    request = {"A": "1", "B": "007", "C": "true", "D": "", "E": "a=b: [c", "F": "null", "G": "1e-4"}
+    config = resolve("tiny_neox", overrides=[f"{where}.{name}={v}" for name, v in request.items()])
     holder = config.recipe if where == "env" else config.cluster
-    assert holder.env == given
+    assert holder.env == request
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
-    again = load(path)
-    assert (again.recipe.env, again.cluster.env) == (config.recipe.env, config.cluster.env)
-    assert again.origins[f"{where}.B"] == f"--set {where}.B=007"
+    second = load(path)
+    assert (second.recipe.env, second.cluster.env) == (config.recipe.env, config.cluster.env)
+    assert second.origins[f"{where}.B"] == f"--set {where}.B=007"
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_what_is_left_to_the_family_says_so(tmp_path: Path) -> None:
 
 
 def test_an_unknown_family_is_one_fault() -> None:
-    found = faults("model.family=gpt5")
-    assert found[0].startswith("model.family: 'gpt5' (--set model.family=gpt5): must be 'neox'")
-    assert all(fault.endswith("so the recipe must set it") for fault in found[1:])
+    result = faults("model.family=gpt5")
+    assert result[0].startswith("model.family: 'gpt5' (--set model.family=gpt5): must be 'neox'")
+    assert all(fault.endswith("so the recipe must set it") for fault in result[1:])
 
 
 def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     tree["optim"]["betas"] = [0.9]
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(tree))
-    found = faults(recipe=str(path))
+    result = faults(recipe=str(path))
     begins = (
         "model.num_heads: 7",
         "model.colour: unknown",
@@ -144,8 +144,8 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         "optim.betas",
     )
     for begin in begins:
-        assert any(fault.startswith(begin) for fault in found), (begin, found)
-    assert len(found) == len(begins)
+        assert any(fault.startswith(begin) for fault in result), (begin, result)
+    assert len(result) == len(begins)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_value_is_named_with_its_rule(override: str, message: str) -> None:
-    found = faults(override)
-    assert any(message in fault for fault in found), found
+    result = faults(override)
+    assert any(message in fault for fault in result), result
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,10 @@ def test_config_yaml_reads_back_equal(tmp_path: Path) -> None:
     config = resolve("neox_20b", "p4d", ["optim.lr=3e-4", "slurm.time=90"])
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
-    again = load(path)
-    assert again.recipe == config.recipe
-    assert again.cluster == config.cluster
-    assert again.rows() == config.rows()
+    second = load(path)
+    assert second.recipe == config.recipe
+    assert second.cluster == config.cluster
+    assert second.rows() == config.rows()
 
 
 @pytest.mark.parametrize(

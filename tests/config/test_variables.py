@@ -25,9 +25,20 @@ def recipe_with(folder: Path, *lines: str) -> str:
 
 @pytest.mark.parametrize(
     "name",
-    ["SLURMLLM_PYTHON", "SLURMLLM_RUN", "SLURMLLM_CACHE", "SLURM_JOB_ID", "SLURM_JOB_NODELIST",
-     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"],
-)  # fmt: skip
+    [
+        "SLURMLLM_PYTHON",
+        "SLURMLLM_RUN",
+        "SLURMLLM_CACHE",
+        "SLURM_JOB_ID",
+        "SLURM_JOB_NODELIST",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    ],
+)
 def test_reserved_names(name: str, tmp_path: Path) -> None:
     for arguments in (
         ("tiny_neox", "local", [f"env.{name}=/tmp/x"]),
@@ -49,11 +60,29 @@ def test_the_settings_of_users_stay() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "BASH_ENV", "CXX",
-     "TORCHINDUCTOR_CACHE_DIR", "NCCL_NET_PLUGIN", "HF_HOME", "NEURON_COMPILE_CACHE_URL",
-     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "HF_ALLOW_CODE_EVAL", "OPENSSL_CONF", "AWS_CONFIG_FILE",
-     "NCCL_DEBUG_FILE", "SSLKEYLOGFILE", "HF_ENDPOINT", "GIT_SSH_COMMAND", "TORCH_LOGS_OUT"],
-)  # fmt: skip
+    [
+        "LD_PRELOAD",
+        "LD_LIBRARY_PATH",
+        "PYTHONPATH",
+        "PYTHONSTARTUP",
+        "PATH",
+        "BASH_ENV",
+        "CXX",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "NCCL_NET_PLUGIN",
+        "HF_HOME",
+        "NEURON_COMPILE_CACHE_URL",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+        "HF_ALLOW_CODE_EVAL",
+        "OPENSSL_CONF",
+        "AWS_CONFIG_FILE",
+        "NCCL_DEBUG_FILE",
+        "SSLKEYLOGFILE",
+        "HF_ENDPOINT",
+        "GIT_SSH_COMMAND",
+        "TORCH_LOGS_OUT",
+    ],
+)
 def test_what_loads_code_is_not_set_by_a_recipe_file(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(recipe_with(tmp_path, f"{name}: /tmp/x"), "local")
@@ -90,10 +119,22 @@ def test_other_variables_load_no_code(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "DB_PASSWORD",
-     "MYSQL_PASSWD", "GITHUB_PAT", "hf_token", "OPENAI_APIKEY", "GOOGLE_CREDENTIALS", "NGC_KEY",
-     "BASIC_AUTH", "TOKEN2"],
-)  # fmt: skip
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "DB_PASSWORD",
+        "MYSQL_PASSWD",
+        "GITHUB_PAT",
+        "hf_token",
+        "OPENAI_APIKEY",
+        "GOOGLE_CREDENTIALS",
+        "NGC_KEY",
+        "BASIC_AUTH",
+        "TOKEN2",
+    ],
+)
 def test_secrets_by_name(name: str) -> None:
     assert is_secret(name)
 
@@ -171,3 +212,15 @@ def test_secrets_of_another_user_are_not_used(tmp_path: Path) -> None:
     save(resolve("tiny_neox", "local", ["env.HF_TOKEN=mine"]), run)
     os.chown(run.secrets, 12345, 12345)
     assert load(run.config).recipe.env == {"HF_TOKEN": "***"}
+
+
+def test_an_unchanged_configuration_is_read_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    save(resolve("tiny_neox", "local"), run)
+    config = load(run.config)
+    assert load(run.config) is config
+    save(resolve("tiny_neox", "local", ["optim.lr=1e-3"]), run)
+    assert load(run.config, trusted=True).recipe.optim.lr == 1e-3
+    run.config.chmod(0o666)
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        load(run.config, trusted=True)

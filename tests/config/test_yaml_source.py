@@ -25,15 +25,15 @@ TREES = st.dictionaries(
 
 def by_both(path: Path) -> list[object]:
     """What is read, or the message; by libyaml, and without it."""
-    found: list[object] = []
+    result: list[object] = []
     for loader in (yaml_source._FastLoader, yaml_source._Loader):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(yaml_source, "_FastLoader", loader)
             try:
-                found.append(read_yaml(path))
+                result.append(read_yaml(path))
             except ConfigError as error:
-                found.append(str(error))
-    return found
+                result.append(str(error))
+    return result
 
 
 @given(TREES)
@@ -49,12 +49,30 @@ def test_a_tree_comes_back(
 
 @pytest.mark.parametrize(
     "text",
-    ["a: [1\n", "a: b: c\n", "a:\n  b: 1\n c: 2\n", "a:\tb\n", "a:\n\tb: 1\n", "a: @b\n", "a: *b\n",
-     "? [a]\n: b\n", "a: !!python/name:os.system\n", "a: \x01\n", "a: 1\n---\nb: 2\n",
-     "a: " + "[" * 3000 + "]" * 3000, "a: !\n", "a: |#\n b\n", "a: {b?: 1,<, c: }\n",
-     "a:\n\ufeffb: 1\n", "\ufeffa: 1\n", "a: &x {b: 1}\n<<: *x\n<<: *x\n",
-     "a: \"b\n", "%X\n", "a:\n  " + "- " * 200_000],
-)  # fmt: skip
+    [
+        "a: [1\n",
+        "a: b: c\n",
+        "a:\n  b: 1\n c: 2\n",
+        "a:\tb\n",
+        "a:\n\tb: 1\n",
+        "a: @b\n",
+        "a: *b\n",
+        "? [a]\n: b\n",
+        "a: !!python/name:os.system\n",
+        "a: \x01\n",
+        "a: 1\n---\nb: 2\n",
+        "a: " + "[" * 3000 + "]" * 3000,
+        "a: !\n",
+        "a: |#\n b\n",
+        "a: {b?: 1,<, c: }\n",
+        "a:\n\ufeffb: 1\n",
+        "\ufeffa: 1\n",
+        "a: &x {b: 1}\n<<: *x\n<<: *x\n",
+        'a: "b\n',
+        "%X\n",
+        "a:\n  " + "- " * 200_000,
+    ],
+)
 def test_faults_are_told_in_the_same_words(text: str, tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(text)
@@ -84,5 +102,10 @@ def test_shipped_files_and_their_lines() -> None:
 def test_scalars_of_the_command_line() -> None:
     texts = ("1e-4", "1:30", "[1, a]", "null", "x: [", "[" * 3000)
     assert [parse_scalar(text) for text in texts] == [
-        1e-4, "1:30", [1, "a"], None, "x: [", "[" * 3000,
-    ]  # fmt: skip
+        1e-4,
+        "1:30",
+        [1, "a"],
+        None,
+        "x: [",
+        "[" * 3000,
+    ]

@@ -111,7 +111,7 @@ def test_versions_and_variables_of_this_shell(monkeypatch: pytest.MonkeyPatch) -
     ("changed", "native", "nxd"),
     [
         ("model/decoder.py", True, True), ("plan/mesh.py", True, True),
-        ("plan/parameters.py", True, True), ("plan/cost.py", False, False),
+        ("plan/parameters.py", True, True), ("plan/budget.py", False, False),
         ("config/families/llama.py", True, True), ("backends/nxd/model.py", False, True),
         ("backends/native/precision.py", True, False), ("cli/main.py", False, False),
         ("config/recipe.py", False, False),

@@ -38,12 +38,18 @@ def refused(recipe: str, nodes: int, *overrides: str) -> ConfigError:
     nodes=st.sampled_from([1, 2, 3, 4, 8, 12, 64, 100]),
     overrides=st.sets(
         st.sampled_from(
-            ["parallel.tensor=8", "parallel.pipeline=2",
-             "parallel.sequence=true", "parallel.zero=1", "train.micro_batch=auto",
-             "train.micro_batch=2", ROOMY]
+            [
+                "parallel.tensor=8",
+                "parallel.pipeline=2",
+                "parallel.sequence=true",
+                "parallel.zero=1",
+                "train.micro_batch=auto",
+                "train.micro_batch=2",
+                ROOMY,
+            ]
         )
     ),
-)  # fmt: skip
+)
 def test_what_is_chosen_fits_and_keeps_what_is_set(
     recipe: str, cluster: str, nodes: int, overrides: set[str]
 ) -> None:
@@ -76,16 +82,16 @@ def test_sources_tell_what_the_planner_chose(tmp_path: Path) -> None:
     config = resolve("llama2_7b", overrides=[AUTO, "parallel.tensor=8", "train.micro_batch=auto"])
     path = tmp_path / "config.yaml"
     path.write_text(settled(config, 4).to_yaml())
-    found = load(path)
+    result = load(path)
     for name in ("pipeline", "virtual_pipeline", "sequence", "zero"):
         assert re.match(
-            r"planner: best of \d+ layouts .* 4 nodes", found.origins[f"parallel.{name}"]
+            r"planner: best of \d+ layouts .* 4 nodes", result.origins[f"parallel.{name}"]
         )
-    assert found.origins["train.micro_batch"].startswith("planner: ")
-    assert found.origins["parallel.tensor"] == "--set parallel.tensor=8"
-    assert found.origins["parallel.auto"] == "planner: resolved; auto by --set parallel=auto"
-    assert found.open_degrees() == []
-    anew = settled(change(found, None, [AUTO, TIGHT.replace("=1", "=16")]), 64)
+    assert result.origins["train.micro_batch"].startswith("planner: ")
+    assert result.origins["parallel.tensor"] == "--set parallel.tensor=8"
+    assert result.origins["parallel.auto"] == "planner: resolved; auto by --set parallel=auto"
+    assert result.open_degrees() == []
+    anew = settled(change(result, None, [AUTO, TIGHT.replace("=1", "=16")]), 64)
     assert anew.recipe.parallel.tensor in (1, 2, 8, 32)
     assert isinstance(anew.recipe.train.micro_batch, int)
 
@@ -134,4 +140,4 @@ def test_no_nodes(nodes: int) -> None:
 
 
 def test_without_figures_calibration_is_named() -> None:
-    assert "slurmllm plan --calibrate" in str(refused("gpt3_125m", 4, "cluster.hardware=null"))
+    assert "slurmllm calibrate" in str(refused("gpt3_125m", 4, "cluster.hardware=null"))

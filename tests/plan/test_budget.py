@@ -33,12 +33,16 @@ def compared(usd: float | None = None, hours: float | None = None) -> PurchasePl
 @pytest.mark.parametrize(
     ("budget", "deadline", "limits"),
     [
-        ("5000", None, Limits(5000, None)), ("$12,500.5", "90m", Limits(12500.5, 1.5)),
-        ("12.5K", "48h", Limits(12500, 48)), (None, "7d", Limits(None, 168)),
-        ("1_000", "5400 s", Limits(1000, 1.5)), (None, "2d12h", Limits(None, 60)),
-        ("1e9", None, Limits(1e9, None)), (None, "1w 1 d 0.5h", Limits(None, 192.5)),
+        ("5000", None, Limits(5000, None)),
+        ("$12,500.5", "90m", Limits(12500.5, 1.5)),
+        ("12.5K", "48h", Limits(12500, 48)),
+        (None, "7d", Limits(None, 168)),
+        ("1_000", "5400 s", Limits(1000, 1.5)),
+        (None, "2d12h", Limits(None, 60)),
+        ("1e9", None, Limits(1e9, None)),
+        (None, "1w 1 d 0.5h", Limits(None, 192.5)),
     ],
-)  # fmt: skip
+)
 def test_limits(budget: str | None, deadline: str | None, limits: Limits) -> None:
     assert parse_limits(budget, deadline) == limits
 
@@ -57,24 +61,24 @@ def test_what_is_no_limit(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"),
+    ("text", "shown"),
     [("1s", "1 s"), ("90m", "90 min"), ("2d12h", "2 d 12 h"), ("1w", "1 w"), ("2.5 d", "2.5 d")],
 )
-def test_a_deadline_is_printed_as_given(given: str, shown: str) -> None:
-    assert str(parse_limits("5K", given)) == f"budget $5,000, deadline {shown}"
+def test_a_deadline_is_printed_as_given(text: str, shown: str) -> None:
+    assert str(parse_limits("5K", text)) == f"budget $5,000, deadline {shown}"
 
 
 def test_the_front_has_every_plan_that_no_other_beats() -> None:
-    found = compared()
-    assert len(found.plans) == 6
-    for one in found.plans:
+    result = compared()
+    assert len(result.plans) == 6
+    for item in result.plans:
         beaten = any(
-            other.hours <= one.hours and other.usd <= one.usd and other is not one
-            for other in found.plans
+            other.hours <= item.hours and other.usd <= item.usd and other is not item
+            for other in result.plans
         )
-        assert (one in found.front) == (not beaten)
-    assert found.choices["fastest"] is min(found.plans, key=lambda one: one.hours)
-    assert found.choices["cheapest"] is min(found.plans, key=lambda one: one.usd)
+        assert (item in result.front) == (not beaten)
+    assert result.choices["fastest"] is min(result.plans, key=lambda item: item.hours)
+    assert result.choices["cheapest"] is min(result.plans, key=lambda item: item.usd)
 
 
 def test_choices_are_within_the_limits() -> None:
@@ -87,7 +91,7 @@ def test_choices_are_within_the_limits() -> None:
     assert in_time == {"fastest": front[0], "cheapest": middle}
     both = compared(middle.usd, middle.hours)
     assert both.choices == {"fastest": middle, "cheapest": middle}
-    assert [both.meets(one) for one in front[:3]] == ["over the budget", "yes", "too late"]
+    assert [both.meets(item) for item in front[:3]] == ["over the budget", "yes", "too late"]
     assert not compared(middle.usd, front[0].hours).choices
 
 
@@ -110,7 +114,7 @@ def test_a_deadline_needs_no_price(prices: tuple[float | None, float | None]) ->
         for price in [None if usd is None else NodePrice(usd)]
     ]
     every = purchase_plan(some, Limits(None, 1e6))
-    nodes = [one.point.nodes for one in every.front]
+    nodes = [item.point.nodes for item in every.front]
     assert nodes == sorted(set(nodes), reverse=True)
     assert every.choices == {"fastest": every.front[0], "smallest": every.front[-1]}
     assert every.choices["smallest"].point.nodes == 1
@@ -128,13 +132,13 @@ def test_a_deadline_needs_no_price(prices: tuple[float | None, float | None]) ->
 
 def test_rank_lower_compares_the_lower_end_of_the_interval() -> None:
     every = purchase_plan(plans(), Limits(None, 1e6), "lower")
-    for one, row in zip(every.front, every.rows(), strict=True):
-        assert row["hours_compared"] == one.hours
+    for item, row in zip(every.front, every.rows(), strict=True):
+        assert row["hours_compared"] == item.hours
         slower = row["seq_per_s"] / row["seq_per_s_interval"][0]
         # What a run loses to start-ups does not grow with its steps.
-        assert row["hours"] < one.hours < slower * row["hours"]
+        assert row["hours"] < item.hours < slower * row["hours"]
         assert row["usd"] < row["usd_compared"] < slower * row["usd"]
-        assert every.table().rows[every.front.index(one)][-2] == f"{one.usd:,.0f}"
+        assert every.table().rows[every.front.index(item)][-2] == f"{item.usd:,.0f}"
     fastest = every.front[0]
     predicted = every.rows()[0]["hours"]
     between = Limits(None, (predicted + fastest.hours) / 2)
@@ -146,25 +150,29 @@ def test_rank_lower_compares_the_lower_end_of_the_interval() -> None:
     local = plan_recipe(resolve("tiny_neox", "p5"), [1], lambda _: (), None, None, "lower")
     candidate = local.points()[0].candidate
     assert candidate is not None
-    cpu = replace(candidate.config, cluster=candidate.config.cluster.model_copy(
-        update={"device": "cpu"}))  # fmt: skip
+    cpu = replace(
+        candidate.config, cluster=candidate.config.cluster.model_copy(update={"device": "cpu"})
+    )
     unknown = replace(candidate, config=cpu)
     assert at_lower_end(unknown) is unknown
 
 
 def test_the_picture_has_a_line_per_profile_and_the_limits() -> None:
-    found = compared(50, 10)
-    (axes,) = draw_purchase(found).axes
+    result = compared(50, 10)
+    (axes,) = draw_purchase(result).axes
     lines = {str(line.get_label()): line for line in axes.get_lines()}
     assert list(lines) == ["Pareto front", "p4d", "p5", "budget, $50", "deadline, 10 h"]
-    own = [one for one in found.plans if one.point.cluster == "p4d"]
-    assert list(lines["p4d"].get_xdata()) == [one.hours for one in own]
-    assert list(lines["p4d"].get_ydata()) == [one.usd for one in own]
+    p4d_plans = [item for item in result.plans if item.point.cluster == "p4d"]
+    assert list(lines["p4d"].get_xdata()) == [item.hours for item in p4d_plans]
+    assert list(lines["p4d"].get_ydata()) == [item.usd for item in p4d_plans]
     texts = [text.get_text() for text in axes.texts]
     assert texts[:6] == ["1", "2", "4"] * 2
 
 
 def test_times_below_a_day_are_in_hours() -> None:
     assert [format_days(hours) for hours in (0.5, 23.9, 24, 36)] == [
-        "0.5 h", "23.9 h", "1 day", "1.5 days",
-    ]  # fmt: skip
+        "0.5 h",
+        "23.9 h",
+        "1 day",
+        "1.5 days",
+    ]

@@ -21,11 +21,15 @@ KNOWN = resolve("llama2_70b").cluster.hardware
 assert KNOWN is not None
 PLAIN = KNOWN.model_copy(
     update={
-        "node_link_gb_s": 100.0, "node_link_efficiency": 1.0, "part_of_node": 0.5,
-        "network_gb_s": 100.0, "network_efficiency": 0.5,
-        "node_link_latency_us": 0.0, "network_latency_us": 0.0,
+        "node_link_gb_s": 100.0,
+        "node_link_efficiency": 1.0,
+        "part_of_node": 0.5,
+        "network_gb_s": 100.0,
+        "network_efficiency": 0.5,
+        "node_link_latency_us": 0.0,
+        "network_latency_us": 0.0,
     }
-)  # fmt: skip
+)
 
 
 def mesh(tensor: int, pipeline: int, data: int) -> Mesh:

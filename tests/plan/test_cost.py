@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError, UserError
-from slurmllm.plan.cost import Cost, cost, parse_tokens, scaling
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.prices import Cost, cost, parse_tokens, scaling
 from slurmllm.plan.step import StepTime
 
 RESERVED = 7.59  # trn1.32xlarge, dollars an hour: AWS's post of 2023-12-12
@@ -31,11 +31,11 @@ def candidate(recipe: str, nodes: int, seq_per_s: float, *overrides: str) -> Lay
 def test_tokens_per_dollar_of_the_aws_post() -> None:
     """3.2 million for GPT-NeoX 20B, says the post, whose own throughput and price make 3.30."""
     neox = candidate("neox_20b", 4, 13.6)
-    found = cost(neox, None, RESERVED)
-    assert found.tokens_per_usd == pytest.approx(13.6 * 2048 * 3600 / (4 * 7.59))
-    assert found.tokens_per_usd == pytest.approx(3.2e6, rel=0.04)
-    assert found.usd_per_hour == pytest.approx(30.36)
-    assert cost(neox, None, RESERVED, effective=0.9).tokens_per_usd == found.tokens_per_usd
+    result = cost(neox, None, RESERVED)
+    assert result.tokens_per_usd == pytest.approx(13.6 * 2048 * 3600 / (4 * 7.59))
+    assert result.tokens_per_usd == pytest.approx(3.2e6, rel=0.04)
+    assert result.usd_per_hour == pytest.approx(30.36)
+    assert cost(neox, None, RESERVED, effective=0.9).tokens_per_usd == result.tokens_per_usd
 
 
 def test_spare_nodes_cost_what_the_others_do() -> None:
@@ -59,21 +59,26 @@ def test_a_billion_tokens_on_demand(
 ) -> None:
     """The table of docs/parallelcluster.md, of throughputs that AWS published."""
     layout = candidate(recipe, nodes, seq_per_s)
-    found = cost(layout, 10**9, 21.50)
-    assert found.hours == pytest.approx(hours, rel=0.05)
-    assert found.usd == pytest.approx(usd, rel=0.03)
+    result = cost(layout, 10**9, 21.50)
+    assert result.hours == pytest.approx(hours, rel=0.05)
+    assert result.usd == pytest.approx(usd, rel=0.03)
 
 
 def test_mpt_7b() -> None:
     """MosaicML, "Introducing MPT-7B" (2023-05-05): a trillion tokens in 9.5 days on 440 A100 for
     about $200,000, which is $2 an hour for each."""
     layout = candidate(
-        "pythia_6.9b", 55, 1e12 / (9.5 * 86400) / 2048, "train.global_batch=1760",
-        "train.micro_batch=4", "cluster.devices_per_node=8", "parallel.tensor=1",
-    )  # fmt: skip
-    found = cost(layout, parse_tokens("1T"), 8 * 2.0)
-    assert found.days == pytest.approx(9.5, rel=1e-4)
-    assert found.usd == pytest.approx(200_000, rel=0.01)
+        "pythia_6.9b",
+        55,
+        1e12 / (9.5 * 86400) / 2048,
+        "train.global_batch=1760",
+        "train.micro_batch=4",
+        "cluster.devices_per_node=8",
+        "parallel.tensor=1",
+    )
+    result = cost(layout, parse_tokens("1T"), 8 * 2.0)
+    assert result.hours == pytest.approx(24 * 9.5, rel=1e-4)
+    assert result.usd == pytest.approx(200_000, rel=0.01)
 
 
 def test_losses_are_bought_and_waits_are_not() -> None:
@@ -103,16 +108,16 @@ def test_waits_are_bought_where_nodes_are_paid_while_waiting() -> None:
 
 
 def test_without_a_price() -> None:
-    found = cost(candidate("neox_20b", 4, 13.6), 10**9, None)
-    assert found.hours > 0
-    assert found.usd is found.usd_per_hour is found.tokens_per_usd is None
+    result = cost(candidate("neox_20b", 4, 13.6), 10**9, None)
+    assert result.hours > 0
+    assert result.usd is result.usd_per_hour is result.tokens_per_usd is None
 
 
 @given(st.integers(1, 10**15))
 def test_whole_steps(tokens: int) -> None:
-    found: Cost = cost(candidate("tiny_neox", 1, 100.0), tokens, 1.0)
-    a_step = found.tokens // found.steps
-    assert found.tokens - a_step < tokens <= found.tokens
+    result: Cost = cost(candidate("tiny_neox", 1, 100.0), tokens, 1.0)
+    a_step = result.tokens // result.steps
+    assert result.tokens - a_step < tokens <= result.tokens
 
 
 def test_scaling_of_the_aws_post() -> None:
@@ -125,11 +130,19 @@ def test_scaling_of_the_aws_post() -> None:
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        ("20B", 20 * 10**9), ("375M", 375 * 10**6), ("1.5T", 15 * 10**11), ("2e9", 2 * 10**9),
-        ("20_000_000_000", 20 * 10**9), ("20,000", 20_000), (" 3k ", 3000), ("1", 1),
-        ("1.5e+3M", 15 * 10**8), ("0.3B", 3 * 10**8), ("1000000T", 10**18),
+        ("20B", 20 * 10**9),
+        ("375M", 375 * 10**6),
+        ("1.5T", 15 * 10**11),
+        ("2e9", 2 * 10**9),
+        ("20_000_000_000", 20 * 10**9),
+        ("20,000", 20_000),
+        (" 3k ", 3000),
+        ("1", 1),
+        ("1.5e+3M", 15 * 10**8),
+        ("0.3B", 3 * 10**8),
+        ("1000000T", 10**18),
     ],
-)  # fmt: skip
+)
 def test_counts_of_tokens(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens
 
@@ -137,10 +150,27 @@ def test_counts_of_tokens(text: str, tokens: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "B", "-5B", "0", "0T", "nan", "inf", "20 B", "20GB", "1.5", "1.2345K", "1e-3T", "1e99",
-        "1e999999999", "1000001T", "0x10", "1__0", "twenty", "٣B",
+        "",
+        "B",
+        "-5B",
+        "0",
+        "0T",
+        "nan",
+        "inf",
+        "20 B",
+        "20GB",
+        "1.5",
+        "1.2345K",
+        "1e-3T",
+        "1e99",
+        "1e999999999",
+        "1000001T",
+        "0x10",
+        "1__0",
+        "twenty",
+        "٣B",
     ],
-)  # fmt: skip
+)
 def test_no_counts_of_tokens(text: str) -> None:
     with pytest.raises(UserError, match="375M") as caught:
         parse_tokens(text)
@@ -150,10 +180,10 @@ def test_no_counts_of_tokens(text: str) -> None:
 @given(st.text())
 def test_any_text_is_a_count_or_a_fault(text: str) -> None:
     try:
-        found = parse_tokens(text)
+        result = parse_tokens(text)
     except UserError:
         return
-    assert 1 <= found <= 10**18
+    assert 1 <= result <= 10**18
 
 
 @pytest.mark.parametrize(

@@ -27,23 +27,23 @@ def layout(recipe: str, nodes: int, *overrides: str, cluster: str | None = None)
 
 
 def test_a_published_layout_is_interpolated() -> None:
-    one = layout("neox_20b", 16, "train.global_batch=16384")
-    found = evidence(one)
-    assert (found.status, found.reasons) == ("interpolated", ())
-    assert found.nearest is not None
-    assert (found.nearest.model, found.nearest.nodes) == ("GPT-NeoX-20B", 16)
-    assert found.lower is not None
-    assert found.upper is not None
-    assert found.lower < 54.3 < found.upper, "as AWS published"
-    assert found.lower * found.upper == pytest.approx(one.seq_per_s**2)
+    item = layout("neox_20b", 16, "train.global_batch=16384")
+    result = evidence(item)
+    assert (result.status, result.reasons) == ("interpolated", ())
+    assert result.nearest is not None
+    assert (result.nearest.model, result.nearest.nodes) == ("GPT-NeoX-20B", 16)
+    assert result.lower is not None
+    assert result.upper is not None
+    assert result.lower < 54.3 < result.upper, "as AWS published"
+    assert result.lower * result.upper == pytest.approx(item.seq_per_s**2)
 
 
 def test_the_interval_is_wider_the_farther_away() -> None:
     def width(nodes: int) -> float:
-        found = evidence(layout("neox_20b", nodes, f"train.global_batch={1024 * nodes}"))
-        assert found.lower is not None
-        assert found.upper is not None
-        return math.log(found.upper / found.lower)
+        result = evidence(layout("neox_20b", nodes, f"train.global_batch={1024 * nodes}"))
+        assert result.lower is not None
+        assert result.upper is not None
+        return math.log(result.upper / result.lower)
 
     assert width(4) == pytest.approx(width(16))
     assert width(128) == pytest.approx(1.5 * width(64)), "an octave more than any row"
@@ -56,15 +56,15 @@ def test_the_interval_is_wider_the_farther_away() -> None:
 
 def test_more_than_anyone_published_is_marked() -> None:
     fast = layout("neox_20b", 4, "train.global_batch=16384", "cluster.hardware.memory_gb_s=2000")
-    found = evidence(fast)
-    assert found.status == "beyond"
-    assert "is above the highest published on this hardware for models of half" in found.reasons[0]
+    result = evidence(fast)
+    assert result.status == "beyond"
+    assert "is above the highest published on this hardware for models of half" in result.reasons[0]
 
 
 def test_hardware_without_published_runs() -> None:
-    known = evidence(layout("gpt3_1.3b", 2, cluster="p5"))
+    names_of = evidence(layout("gpt3_1.3b", 2, cluster="p5"))
     other = evidence(layout("gpt3_1.3b", 2, "cluster.name=mine", cluster="p5"))
-    assert known.nearest is not None
+    assert names_of.nearest is not None
     assert (other.status, other.nearest) == ("beyond", None)
     assert other.reasons == ("no published run on mine",)
     none = evidence(layout("tiny_neox", 1, cluster="local"))
@@ -74,7 +74,7 @@ def test_hardware_without_published_runs() -> None:
 def test_nine_of_ten_left_out_rows_are_inside() -> None:
     runs, hits = published_runs(), []
     for run in runs:
-        others = [one for one in runs if one.model != run.model and one.profile == run.profile]
+        others = [item for item in runs if item.model != run.model and item.profile == run.profile]
         octaves = sum(outside(run.point, others).values())
         hits.append(abs(math.log(run.left_out)) <= half_width(others, octaves))
     assert 0.85 <= sum(hits) / len(hits) <= 0.95
@@ -100,7 +100,7 @@ def test_an_assumed_network_gives_a_range() -> None:
 def test_ranking_by_the_lower_end() -> None:
     config = resolve("llama2_70b")
     plan = plan_recipe(config, [32], lambda _: [], None, None, "lower")
-    found = [evidence(one).lower or 0 for one in plan.node_plans[0].fitting]
-    assert found == sorted(found, reverse=True)
-    speeds = [one.seq_per_s for one in plan.node_plans[0].fitting]
+    result = [evidence(item).lower or 0 for item in plan.node_plans[0].fitting]
+    assert result == sorted(result, reverse=True)
+    speeds = [item.seq_per_s for item in plan.node_plans[0].fitting]
     assert speeds != sorted(speeds, reverse=True)

@@ -43,35 +43,37 @@ def plan(recipe: str, nodes: int, cluster: str, *overrides: str) -> SearchResult
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_order_is_explained_by_its_own_figures(data: st.DataObject) -> None:
-    found = plan(*data.draw(st.sampled_from(PLANS)))
-    first = data.draw(st.integers(0, len(found.fitting) - 1))
-    ranked = found.fitting[first:]
+    result = plan(*data.draw(st.sampled_from(PLANS)))
+    first = data.draw(st.integers(0, len(result.fitting) - 1))
+    ranked = result.fitting[first:]
     best = ranked[0]
-    lines = explain(ranked, found.too_large)
+    lines = explain(ranked, result.too_large)
     assert lines[0].startswith(f"best: {describe(best)}: {best.seq_per_s:.4g} seq/s")
-    own = [line for line in lines[1:] if line.startswith("  ")]
-    tensor = next(line for line in own if line.startswith("  tensor parallel"))
+    indented = [line for line in lines[1:] if line.startswith("  ")]
+    tensor = next(line for line in indented if line.startswith("  tensor parallel"))
     assert ("inside the node" in tensor) == (
         best.mesh.tensor > 1 and tensor_group(best.mesh).nodes == 1
     )
-    assert ("  bubble: " in "\n".join(own[:4])) == (best.mesh.pipeline > 1)
-    others = [one for one in ranked[1:] if describe(one) != describe(best)]
+    assert ("  bubble: " in "\n".join(indented[:4])) == (best.mesh.pipeline > 1)
+    others = [item for item in ranked[1:] if describe(item) != describe(best)]
     assert sum(line.startswith("runner-up: ") for line in lines) == min(2, len(others))
     for line in lines:
         if "too much" in line:
-            assert any(why_too_large(one.memory) in line for one in found.too_large)
+            assert any(why_too_large(item.memory) in line for item in result.too_large)
 
 
 @pytest.mark.parametrize("case", PLANS)
 def test_a_runner_up_is_slower_by_the_parts_that_are_named(case: tuple[str, int, str]) -> None:
-    found = plan(*case)
-    by_name = {describe(one): one for one in found.fitting}
-    lines = explain(found.fitting, found.too_large)
-    best = found.fitting[0]
+    result = plan(*case)
+    by_name = {describe(item): item for item in result.fitting}
+    lines = explain(result.fitting, result.too_large)
+    best = result.fitting[0]
     for line, following in pairwise(lines):
         if not line.startswith("runner-up: "):
             continue
-        other = next(one for name, one in by_name.items() if line.startswith(f"runner-up: {name}:"))
+        other = next(
+            item for name, item in by_name.items() if line.startswith(f"runner-up: {name}:")
+        )
         named = DIFFERENCE.findall(following)
         apart = {name: float(f"{sign}{number}") * UNITS[unit] for name, sign, number, unit in named}
         for name, seconds in apart.items():
@@ -84,39 +86,45 @@ def test_a_runner_up_is_slower_by_the_parts_that_are_named(case: tuple[str, int,
 
 
 def test_what_would_need_more_memory_is_said() -> None:
-    found = plan("llama2_70b", 16, "trn1")
-    text = "\n".join(explain(found.fitting, found.too_large))
-    best = found.fitting[0]
+    result = plan("llama2_70b", 16, "trn1")
+    text = "\n".join(explain(result.fitting, result.too_large))
+    best = result.fitting[0]
     larger = [
-        one
-        for one in (*found.fitting, *found.too_large)
-        if differing_settings(one, best) == {"micro_batch"}
-        and one.mesh.micro_batch > best.mesh.micro_batch
+        item
+        for item in (*result.fitting, *result.too_large)
+        if differing_settings(item, best) == {"micro_batch"}
+        and item.mesh.micro_batch > best.mesh.micro_batch
     ]
     assert larger
-    assert f"micro batch {min(one.mesh.micro_batch for one in larger)} would" in text
+    assert f"micro batch {min(item.mesh.micro_batch for item in larger)} would" in text
 
 
 def test_bytes_are_those_of_the_step() -> None:
     """NeoX 20B at TP 8, PP 4, DP 4 on links without latency: seconds are bytes over the rate."""
     hardware = ("network_latency_us=0", "node_link_latency_us=0", "overlap=0")
-    found = plan("neox_20b", 4, "trn1", *(f"cluster.hardware.{one}" for one in hardware))
-    one = next(
-        one
-        for one in (*found.fitting, *found.too_large)
-        if settings(one) == settings(one) | {
-            "tensor": 8, "pipeline": 4, "data": 4, "micro_batch": 1, "sequence": True,
+    result = plan("neox_20b", 4, "trn1", *(f"cluster.hardware.{item}" for item in hardware))
+    item = next(
+        item
+        for item in (*result.fitting, *result.too_large)
+        if settings(item)
+        == settings(item)
+        | {
+            "tensor": 8,
+            "pipeline": 4,
+            "data": 4,
+            "micro_batch": 1,
+            "sequence": True,
             "virtual_pipeline": 1,
         }
-    )  # fmt: skip
-    figures, moved = one.config.cluster.hardware, traffic(one)
+    )
+    figures, moved = item.config.cluster.hardware, traffic(item)
     assert figures is not None
     for bytes_moved, seconds, members in (
-        (moved.tensor, one.step.tensor, tensor_group(one.mesh)),
-        (moved.data, one.step.data, data_group(one.mesh)),
+        (moved.tensor, item.step.tensor, tensor_group(item.mesh)),
+        (moved.data, item.step.data, data_group(item.mesh)),
     ):
         assert bytes_moved / rate(members, figures) == pytest.approx(seconds)
-    assert moved.data_s == pytest.approx(one.step.data)
+    assert moved.data_s == pytest.approx(item.step.data)
     # 64 micro batches of 2,048 tokens, 6,144 wide, bf16, shared by 8, there and back.
     assert moved.stages == 2 * 64 * 2048 * 6144 * 2 / 8
     # A quarter of 20.6 billion parameters on 8 workers; gradients and weights in bf16, three
@@ -125,10 +133,10 @@ def test_bytes_are_those_of_the_step() -> None:
 
 
 def test_what_computing_hides_is_told_apart() -> None:
-    one = plan("gpt3_1.3b", 2, "p4d", "cluster.hardware.overlap=0.5").fitting[0]
+    item = plan("gpt3_1.3b", 2, "p4d", "cluster.hardware.overlap=0.5").fitting[0]
     # Half of it, but none of the first layer's.
-    layers = one.config.recipe.model.num_layers
-    assert one.step.data == pytest.approx(
-        traffic(one).data_s * (1 - 0.5 * (layers - 1) / layers), rel=0.01
+    layers = item.config.recipe.model.num_layers
+    assert item.step.data == pytest.approx(
+        traffic(item).data_s * (1 - 0.5 * (layers - 1) / layers), rel=0.01
     )
-    assert "overlap with computation" in "\n".join(explain([one], []))
+    assert "overlap with computation" in "\n".join(explain([item], []))

@@ -15,9 +15,9 @@ WASTEFUL = ("parallel.pipeline=32", "cluster.hardware.memory_gib=4000", "train.m
 
 
 def looked(config: RunConfig, nodes: int, **how: bool) -> FitCheck:
-    found = check_fit(config, nodes, load_environment(config.backend).unsupported, **how)
-    assert found is not None
-    return found
+    result = check_fit(config, nodes, load_environment(config.backend).unsupported, **how)
+    assert result is not None
+    return result
 
 
 def configured(*overrides: str, recipe: str = "pythia_6.9b") -> RunConfig:
@@ -32,11 +32,11 @@ def with_options(message: str, *overrides: str) -> RunConfig:
 
 
 def test_a_good_mesh_is_passed() -> None:
-    found = looked(configured(), 4)
-    assert (found.refusals, found.warnings, found.chosen) == ((), (), False)
-    assert found.best is not None
-    assert found.candidate.fits
-    shown = json.loads(json.dumps(found.to_json()))
+    result = looked(configured(), 4)
+    assert (result.refusals, result.warnings, result.chosen) == ((), (), False)
+    assert result.best is not None
+    assert result.candidate.fits
+    shown = json.loads(json.dumps(result.to_json()))
     assert shown["tensor"] == 8
     assert shown["best"]["seq_per_s"] * SLOW <= shown["seq_per_s"]
     assert sum(shown["memory"].values()) == shown["memory_bytes"] <= shown["memory_limit_bytes"]
@@ -44,28 +44,28 @@ def test_a_good_mesh_is_passed() -> None:
     assert re.match(
         r"tensor 8, pipeline 1, data 16, micro batch 2: [\d.,]+ seq/s predicted, MFU \d+ %, "
         r"[\d.]+ of [\d.]+ GiB a worker$",
-        found.line(),
+        result.line(),
     )
 
 
 def test_a_mesh_far_from_the_best_is_warned_of() -> None:
-    found = looked(configured(*WASTEFUL), 8)
-    assert found.refusals == ()
-    (message,) = found.warnings
-    assert found.best is not None
-    assert found.candidate.seq_per_s < SLOW * found.best.seq_per_s
+    result = looked(configured(*WASTEFUL), 8)
+    assert result.refusals == ()
+    (message,) = result.warnings
+    assert result.best is not None
+    assert result.candidate.seq_per_s < SLOW * result.best.seq_per_s
     assert re.search(r"[\d.]+ seq/s predicted, \d+ % of the best on these nodes: --set", message)
     better = looked(with_options(message, *WASTEFUL), 8)
     assert better.warnings == ()
-    assert better.candidate.seq_per_s == pytest.approx(found.best.seq_per_s)
+    assert better.candidate.seq_per_s == pytest.approx(result.best.seq_per_s)
     # What training is like is not the planner's to change.
     assert "train." not in message
 
 
 def test_a_mesh_that_does_not_fit_is_refused() -> None:
     config = configured("parallel.tensor=1")
-    found = looked(config, 4)
-    why, instead = found.refusals
+    result = looked(config, 4)
+    why, instead = result.refusals
     assert re.search(r"predicted to need [\d.]+ of [\d.]+ GiB: .*; [\d.]+ GiB too much$", why)
     for part in ("optimizer", "weights", "gradients"):
         assert re.search(rf"{part} [\d.]+[,;]", why)
@@ -77,17 +77,17 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
 
 
 def test_more_nodes_are_named_where_nothing_fits_these() -> None:
-    found = looked(configured("parallel.pipeline=1", recipe="llama2_70b"), 1)
-    assert found.best is None
-    assert re.search(r"^--nodes \d+: .*--set parallel=auto$", found.refusals[-1])
+    result = looked(configured("parallel.pipeline=1", recipe="llama2_70b"), 1)
+    assert result.best is None
+    assert re.search(r"^--nodes \d+: .*--set parallel=auto$", result.refusals[-1])
 
 
 @pytest.mark.parametrize("why", ["cluster.hardware.rough=true", "backend=rehearsal"])
 def test_rough_figures_refuse_nothing(why: str) -> None:
     for overrides in (("parallel.tensor=1", "train.micro_batch=1"), WASTEFUL):
-        found = looked(configured(why, *overrides), 8)
-        assert (found.refusals, found.warnings, found.best) == ((), (), None)
-        assert found.line().endswith("by rough figures") == found.rough == ("rough" in why)
+        result = looked(configured(why, *overrides), 8)
+        assert (result.refusals, result.warnings, result.best) == ((), (), None)
+        assert result.line().endswith("by rough figures") == result.rough == ("rough" in why)
 
 
 def test_nothing_is_predicted_without_figures_or_backend() -> None:
@@ -99,9 +99,9 @@ def test_nothing_is_predicted_without_figures_or_backend() -> None:
 def test_a_micro_batch_to_be_measured_is_the_fastest_that_fits() -> None:
     auto = ("parallel.tensor=8", "train.micro_batch=auto")
     config = resolve("pythia_6.9b", "p4d", auto)
-    found = looked(config, 4)
-    assert found.candidate.mesh.micro_batch > 1
-    assert not any("train." in message for message in found.warnings)
+    result = looked(config, 4)
+    assert result.candidate.mesh.micro_batch > 1
+    assert not any("train." in message for message in result.warnings)
     unsupported = load_environment(config.backend).unsupported
     measured = check_fit(config, 4, unsupported, measured=1)
     assert measured is not None

@@ -8,14 +8,16 @@ import pytest
 from published_rows import FOLDER, configuration
 
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.flops import (
+from slurmllm.plan.parameters import (
     attention_flops,
     block_elements,
+    block_parameters,
     block_products,
     head_product,
     model_flops,
+    parameters,
+    rest_parameters,
 )
-from slurmllm.plan.parameters import block_parameters, parameters, rest_parameters
 
 PEAK = {"A100-40GB": 312e12, "A100-80GB": 312e12, "H100-80GB": 989.5e12}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -22,10 +23,14 @@ from slurmllm.plan.lost_time import (
     Durations,
     LostTime,
     SaveCost,
+    assumed,
     best_interval_s,
     expected_losses,
+    lost_time,
+    noticing,
+    published_failures,
+    restarts,
 )
-from slurmllm.plan.lost_time_assumptions import PUBLISHED, assumed, lost_time, noticing, restarts
 from slurmllm.plan.parameters import parameters
 from slurmllm.status.utilization import account_node_hours
 
@@ -61,21 +66,27 @@ def test_the_simulation_comes_to_the_same(
     )
     scenario = Scenario(
         # Two nodes that fail as often as all of them keep the simulation quick.
-        config.recipe, 2, STEP_S, min(500 * mtbf_hours * HOUR_S, 200 * DAY_S), USUAL, save,
-        RandomFailures({"network": 1 / (2 * mtbf_hours)}), node_mtbf_hours=2 * mtbf_hours,
+        config.recipe,
+        2,
+        STEP_S,
+        min(500 * mtbf_hours * HOUR_S, 200 * DAY_S),
+        USUAL,
+        save,
+        RandomFailures({"network": 1 / (2 * mtbf_hours)}),
+        node_mtbf_hours=2 * mtbf_hours,
         time_limit_s=limit_h and limit_h * HOUR_S,
-    )  # fmt: skip
-    several = [simulate(scenario, seed) for seed in range(2)]
-    used = [account_node_hours(history) for history in several]
-    failed = sum(a.ending == "node_failure" for history in several for a in history.attempts)
+    )
+    many = [simulate(scenario, seed) for seed in range(2)]
+    used = [account_node_hours(history) for history in many]
+    failed = sum(a.ending == "node_failure" for history in many for a in history.attempts)
     # At the rate that was drawn.
-    seen_hours = sum(one.node_hours for one in used) / 2 * nodes / max(failed, 1)
+    seen_hours = sum(item.node_hours for item in used) / 2 * nodes / max(failed, 1)
     leaves_s = limit_h and limit_h * HOUR_S - config.recipe.slurm.signal_lead_s
-    found = expected_losses(nodes, STEP_S, save, USUAL, seen_hours, every, leaves_s)
-    tolerance = 0.005 if found.effective > 0.8 else 0.015
-    for part, share in found.shares.items():
+    result = expected_losses(nodes, STEP_S, save, USUAL, seen_hours, every, leaves_s)
+    tolerance = 0.005 if result.effective > 0.8 else 0.015
+    for part, share in result.shares.items():
         assert share == pytest.approx(np.mean([u.shares[part] for u in used]), abs=tolerance), part
-    assert found.goodput == pytest.approx(np.mean([u.goodput for u in used]), abs=tolerance)
+    assert result.goodput == pytest.approx(np.mean([u.goodput for u in used]), abs=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -87,24 +98,36 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
     config = resolve(
         "tiny_llama",
         overrides=[
-            "checkpoint.every_steps=auto", f"slurm.time={limit_h}:00:00",
-            f"slurm.spare_nodes={spares}", f"cluster.node_mtbf_hours={16 * mtbf_hours}", *NO_STOPS,
+            "checkpoint.every_steps=auto",
+            f"slurm.time={limit_h}:00:00",
+            f"slurm.spare_nodes={spares}",
+            f"cluster.node_mtbf_hours={16 * mtbf_hours}",
+            *NO_STOPS,
         ],
-    )  # fmt: skip
-    mix, save = PUBLISHED["llama3"], SaveCost(2.0, 60.0)
+    )
+    mix, save = published_failures()["llama3"], SaveCost(2.0, 60.0)
     faster = mix.node_mtbf_hours / (16 * mtbf_hours)
     scenario = Scenario(
-        config.recipe, 16, STEP_S, 300 * mtbf_hours * HOUR_S, USUAL, save,
+        config.recipe,
+        16,
+        STEP_S,
+        300 * mtbf_hours * HOUR_S,
+        USUAL,
+        save,
         RandomFailures({kind: faster * rate for kind, rate in mix.per_node_hour.items()}),
-        node_mtbf_hours=16 * mtbf_hours, time_limit_s=limit_h * HOUR_S, engineer_s=0.0,
+        node_mtbf_hours=16 * mtbf_hours,
+        time_limit_s=limit_h * HOUR_S,
+        engineer_s=0.0,
         repair_s=HOUR_S,
-    )  # fmt: skip
+    )
     histories = [simulate(scenario, seed) for seed in range(2)]
     used = [account_node_hours(history) for history in histories]
     actions = [
-        attempt.action for history in histories for attempt in history.attempts
+        attempt.action
+        for history in histories
+        for attempt in history.attempts
         if attempt.ending not in ("advance_signal", "done")
-    ]  # fmt: skip
+    ]
     leaves_s = limit_h * HOUR_S - config.recipe.slurm.signal_lead_s
     share = restarts(config, 16, leaves_s)
     assert least < share < 1
@@ -127,37 +150,70 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
 
 @settings(max_examples=200)
 @given(
-    st.integers(1, 4096), st.floats(0.01, 300), st.floats(0, 900), st.floats(0, 1800),
-    st.floats(0.1, 1e6), st.none() | st.integers(1, 10**6), st.none() | st.floats(1, 1e6),
-    st.none() | st.floats(1, 1e8), st.sampled_from([0.0, 0.3, 1.0]),
-)  # fmt: skip
+    st.integers(1, 4096),
+    st.floats(0.01, 300),
+    st.floats(0, 900),
+    st.floats(0, 1800),
+    st.floats(0.1, 1e6),
+    st.none() | st.integers(1, 10**6),
+    st.none() | st.floats(1, 1e6),
+    st.none() | st.floats(1, 1e8),
+    st.sampled_from([0.0, 0.3, 1.0]),
+)
 def test_the_shares_add_up(
-    nodes: int, step_s: float, waited_s: float, written_s: float, mtbf_hours: float,
-    every: int | None, leaves_s: float | None, training_s: float | None, restarts: float,
-) -> None:  # fmt: skip
+    nodes: int,
+    step_s: float,
+    waited_s: float,
+    written_s: float,
+    mtbf_hours: float,
+    every: int | None,
+    leaves_s: float | None,
+    training_s: float | None,
+    restarts: float,
+) -> None:
     save = SaveCost(waited_s, waited_s + written_s)
-    found = expected_losses(
-        nodes, step_s, save, USUAL, mtbf_hours, every, leaves_s, training_s,
-        DetectionDelay(251, 40), restarts,
-    )  # fmt: skip
-    assert sum(found.shares.values()) == pytest.approx(1)
-    assert min(found.shares.values()) >= -1e-9
-    assert 0 <= found.goodput <= found.effective + 1e-12 <= 1 + 1e-9
-    assert found.interval_steps == (every or found.auto_steps) >= 1
+    result = expected_losses(
+        nodes,
+        step_s,
+        save,
+        USUAL,
+        mtbf_hours,
+        every,
+        leaves_s,
+        training_s,
+        DetectionDelay(251, 40),
+        restarts,
+    )
+    assert sum(result.shares.values()) == pytest.approx(1)
+    assert min(result.shares.values()) >= -1e-9
+    assert 0 <= result.goodput <= result.effective + 1e-12 <= 1 + 1e-9
+    assert result.interval_steps == (every or result.auto_steps) >= 1
 
 
 def test_youngs_formula() -> None:
     """A save an interval and half an interval a failure: sqrt(2·cost/MTBF) at the best."""
-    found = expected_losses(100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000)
-    assert 1 - found.effective == pytest.approx((2 * 10 / (100 * HOUR_S)) ** 0.5, rel=0.01)
-    assert found.auto_steps == pytest.approx(best_interval_s(10.0, 100 * HOUR_S) / 0.1, rel=1e-4)
+    result = expected_losses(100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000)
+    assert 1 - result.effective == pytest.approx((2 * 10 / (100 * HOUR_S)) ** 0.5, rel=0.01)
+    assert result.auto_steps == pytest.approx(best_interval_s(10.0, 100 * HOUR_S) / 0.1, rel=1e-4)
     halves = [
         expected_losses(
-            100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000, round(found.auto_steps * factor)
+            100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000, round(result.auto_steps * factor)
         )
         for factor in (0.5, 0.9, 1.1, 2)
     ]
-    assert found.effective > max(one.effective for one in halves)
+    assert result.effective > max(item.effective for item in halves)
+
+
+@pytest.mark.parametrize("mtbf_hours", [0.1, 10.0, 1e3, 1e6])
+@pytest.mark.parametrize("save", [SaveCost(10.0, 10.0), SaveCost(2.0, 60.0), SaveCost(1.0, 900.0)])
+def test_the_sum_over_the_saves_is_a_geometric_series(mtbf_hours: float, save: SaveCost) -> None:
+    """Without a limit, an interval is kept if its save counts before the failure."""
+    interval_s, mtbf_s = 300.0, mtbf_hours * HOUR_S
+    cycle_s = max(interval_s + save.waited_s, save.total_s)
+    first = math.exp(-(interval_s + save.total_s) / mtbf_s)
+    kept_s = interval_s * first / -math.expm1(-cycle_s / mtbf_s)
+    result = expected_losses(1, 0.1, save, NOTHING, mtbf_hours, 3000)
+    assert result.effective == pytest.approx(kept_s / mtbf_s, rel=2e-5)
 
 
 def test_a_run_that_is_soon_done_has_paid_for_its_start_up() -> None:
@@ -173,9 +229,9 @@ def test_a_run_that_is_soon_done_has_paid_for_its_start_up() -> None:
 
 def test_bad_figures() -> None:
     for bad in ({"nodes": 0}, {"step_s": 0.0}, {"node_mtbf_hours": 0.0}, {"every_steps": -1}):
-        given: dict[str, Any] = {"nodes": 4, "step_s": 1.0, "node_mtbf_hours": 100.0} | bad
+        arguments: dict[str, Any] = {"nodes": 4, "step_s": 1.0, "node_mtbf_hours": 100.0} | bad
         with pytest.raises(ValueError, match="must all be above 0"):
-            expected_losses(save=SaveCost(1.0, 1.0), durations=USUAL, **given)
+            expected_losses(save=SaveCost(1.0, 1.0), durations=USUAL, **arguments)
 
 
 @pytest.mark.parametrize("model", sorted(month.PRESETS))
@@ -201,12 +257,20 @@ def test_the_month_as_it_was_simulated() -> None:
     leaves_s = 2 * DAY_S - 300
     for rates, rows in (("llama3", (98.92, 96.82, 98.50)), ("opt", (97.69, 93.93, 95.58))):
         saves = ((preset.asynchronous, None), (preset.blocking, None), (preset.asynchronous, 200))
+        mtbf_hours = published_failures()[rates].node_mtbf_hours
         for (save, every), row in zip(saves, rows, strict=True):
-            found = expected_losses(
-                128, 14.3, save, preset.durations, PUBLISHED[rates].node_mtbf_hours, every,
-                leaves_s, noticing=noticing(config, 14.3), restarts=restarts(config, 128, leaves_s),
-            )  # fmt: skip
-            assert found.effective == pytest.approx(row / 100, abs=0.001)
+            result = expected_losses(
+                128,
+                14.3,
+                save,
+                preset.durations,
+                mtbf_hours,
+                every,
+                leaves_s,
+                noticing=noticing(config, 14.3),
+                restarts=restarts(config, 128, leaves_s),
+            )
+            assert result.effective == pytest.approx(row / 100, abs=0.001)
 
 
 def run_lost_time(*overrides: str, nodes: int = 64, steps: int | None = None) -> LostTime:
@@ -219,12 +283,15 @@ def test_losses_of_a_configuration() -> None:
     assert usual.interval_steps == usual.auto_steps
     assert run_lost_time("checkpoint.every_steps=1000").interval_steps == 1000
     worse = (
-        ("checkpoint.asynchronous=false",), ("checkpoint.every_steps=1000",),
-        ("cluster.node_mtbf_hours=500",), ("slurm.time=2:00:00",), ("watchdog.enabled=false",),
-    )  # fmt: skip
-    for one in worse:
-        overrides = ("checkpoint.every_steps=auto", *one)
-        assert run_lost_time(*overrides).effective < usual.effective, one
+        ("checkpoint.asynchronous=false",),
+        ("checkpoint.every_steps=1000",),
+        ("cluster.node_mtbf_hours=500",),
+        ("slurm.time=2:00:00",),
+        ("watchdog.enabled=false",),
+    )
+    for item in worse:
+        overrides = ("checkpoint.every_steps=auto", *item)
+        assert run_lost_time(*overrides).effective < usual.effective, item
     assert run_lost_time(nodes=512).effective < usual.effective
     # Restarts in the job spare waits in the queue, and reach the time limit more often.
     queued, spared = (

@@ -16,25 +16,32 @@ def memory(recipe: str, nodes: int, *overrides: str, rank: int = 0) -> WorkerMem
 
 
 def test_one_worker_has_everything() -> None:
-    found = memory("tiny_neox", 1, "train.micro_batch=8")
+    result = memory("tiny_neox", 1, "train.micro_batch=8")
     count = parameters(resolve("tiny_neox").recipe.model)
-    assert (found.weights, found.optimizer) == (4 * count, 8 * count)
-    assert (found.gradients, found.whole_weights) == (4 * count, 0)
+    assert (result.weights, result.optimizer) == (4 * count, 8 * count)
+    assert (result.gradients, result.whole_weights) == (4 * count, 0)
     mixed = memory("tiny_neox", 1, "train.micro_batch=8", "train.precision=bf16_mixed")
     assert (mixed.gradients, mixed.whole_weights) == (4 * count, 2 * count)
-    assert found.whole_gradients == 0, "one micro batch carries none on"
+    assert result.whole_gradients == 0, "one micro batch carries none on"
 
 
 def test_llama_70b_as_published_runs_shard_it() -> None:
     # 32 nodes of 32: TP 8 × PP 8 × DP 16; 16 bytes a parameter, divided by all workers.
-    found = memory(
-        "llama2_70b", 32, "parallel.tensor=8", "parallel.pipeline=8", "parallel.virtual_pipeline=1",
-        "train.precision=bf16_mixed", "train.global_batch=1024", "train.micro_batch=1",
-        "cluster.devices_per_node=32", rank=16 * 8,
-    )  # fmt: skip
+    result = memory(
+        "llama2_70b",
+        32,
+        "parallel.tensor=8",
+        "parallel.pipeline=8",
+        "parallel.virtual_pipeline=1",
+        "train.precision=bf16_mixed",
+        "train.global_batch=1024",
+        "train.micro_batch=1",
+        "cluster.devices_per_node=32",
+        rank=16 * 8,
+    )
     each = parameters(resolve("llama2_70b").recipe.model) / (8 * 8 * 16)
     # A middle stage has no embedding; norms are not shared by tensor parallelism.
-    assert found.weights + found.optimizer == pytest.approx(12 * each, rel=0.02)
+    assert result.weights + result.optimizer == pytest.approx(12 * each, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +68,9 @@ def test_what_saves_memory(smaller: tuple[str, ...], larger: tuple[str, ...]) ->
 
 def test_zero_stages() -> None:
     both = ("cluster.devices_per_node=4", "train.global_batch=32")
-    one, two, three = (memory("tiny_neox", 1, *both, f"parallel.zero={z}") for z in (1, 2, 3))
-    assert one.at_rest == two.at_rest == three.at_rest
-    assert one.whole_gradients > two.whole_gradients
+    item, two, three = (memory("tiny_neox", 1, *both, f"parallel.zero={z}") for z in (1, 2, 3))
+    assert item.at_rest == two.at_rest == three.at_rest
+    assert item.whole_gradients > two.whole_gradients
     assert two.whole_weights > three.whole_weights
 
 
@@ -82,8 +89,8 @@ def test_masks_between_documents() -> None:
     assert masked.peak - plain.peak == masked.masks + masked.batch - plain.batch
     # Each micro batch in flight has its own.
     stages = ("cluster.devices_per_node=4", "parallel.pipeline=4", "data.mask=document")
-    found = [memory("tiny_neox", 1, *stages, rank=rank).masks for rank in range(4)]
-    assert found == [masked.masks // 2 * count for count in (4, 3, 2, 1)]
+    result = [memory("tiny_neox", 1, *stages, rank=rank).masks for rank in range(4)]
+    assert result == [masked.masks // 2 * count for count in (4, 3, 2, 1)]
     # On GPUs, grouped keys and values are copied for a kernel that takes masks.
     grouped = [memory("qwen3_8b", 1, f"data.mask={mask}") for mask in ("none", "document")]
     assert grouped[1].activations > grouped[0].activations
@@ -91,10 +98,10 @@ def test_masks_between_documents() -> None:
 
 def test_earlier_stages_hold_more_in_flight() -> None:
     stages = ("cluster.devices_per_node=4", "parallel.pipeline=4")
-    found = [memory("tiny_neox", 1, *stages, rank=rank) for rank in range(4)]
-    blocks = [stage.activations for stage in found[:3]]
+    result = [memory("tiny_neox", 1, *stages, rank=rank) for rank in range(4)]
+    blocks = [stage.activations for stage in result[:3]]
     assert blocks == sorted(blocks, reverse=True)
     assert blocks[0] == 4 * blocks[2] // 2
-    assert [stage.output > 0 for stage in found] == [False, False, False, True]
+    assert [stage.output > 0 for stage in result] == [False, False, False, True]
     tied = [memory("tiny_gpt3", 1, *stages, rank=rank).weights for rank in (0, 1, 3)]
     assert tied[0] > tied[1] < tied[2], "both ends have the embedding"

@@ -107,16 +107,18 @@ def test_micro_batches_that_fit_a_pipeline(pipeline: int, virtual: int, fitting:
     [
         ([AUTO], 3, "8 sequences are not a multiple of 3 data-parallel workers; choose 2 or 4"),
         (
-            ["parallel.virtual_pipeline=2", "train.micro_batch=4"], 4,
+            ["parallel.virtual_pipeline=2", "train.micro_batch=4"],
+            4,
             "micro batches in rounds of 2 (parallel.pipeline), and train.micro_batch 4 makes 1 a "
             "step; choose 1 or 2",
         ),
         (
-            [AUTO, "parallel.virtual_pipeline=2", "train.global_batch=6"], 4,
+            [AUTO, "parallel.virtual_pipeline=2", "train.global_batch=6"],
+            4,
             "gives each of 2 data-parallel workers 3 sequences; make it a multiple of 4",
         ),
     ],
-)  # fmt: skip
+)
 def test_batches_that_do_not_fit(overrides: list[str], nodes: int, message: str) -> None:
     pipeline = ["parallel.pipeline=2"] if "virtual" in "".join(overrides) else []
     with pytest.raises(ConfigError) as caught:
@@ -125,18 +127,21 @@ def test_batches_that_do_not_fit(overrides: list[str], nodes: int, message: str)
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "per_node", "nodes", "wanted"),
+    ("tensor", "pipeline", "per_node", "nodes", "expected"),
     [(1, 1, 8, 4, 1), (8, 1, 8, 4, 1), (8, 4, 8, 8, 4), (2, 2, 1, 4, 4), (2, 3, 4, 6, 3)],
 )
 def test_precompile_takes_whole_replicas(
-    tensor: int, pipeline: int, per_node: int, nodes: int, wanted: int
+    tensor: int, pipeline: int, per_node: int, nodes: int, expected: int
 ) -> None:
     overrides = [
-        f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}",
-        f"cluster.devices_per_node={per_node}", "model.num_layers=12", "model.num_heads=8",
-    ]  # fmt: skip
+        f"parallel.tensor={tensor}",
+        f"parallel.pipeline={pipeline}",
+        f"cluster.devices_per_node={per_node}",
+        "model.num_layers=12",
+        "model.num_heads=8",
+    ]
     config = resolve("tiny_neox", overrides=overrides)
-    assert load_environment("native").precompile_nodes(config, nodes) == wanted
+    assert load_environment("native").precompile_nodes(config, nodes) == expected
     assert load_environment("nxd").precompile_nodes(config, nodes) == nodes
 
 

@@ -10,7 +10,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.fit_check import mesh_fixes
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.nearest import FittingChange, fitting_changes, what_it_takes
+from slurmllm.plan.nearest import SettingSuggestion, fitting_changes, memory_shortfall
 from slurmllm.plan.output import plan_json
 from slurmllm.plan.recipe_plan import plan_recipe
 from slurmllm.plan.search import search, some_fits
@@ -18,7 +18,7 @@ from slurmllm.plan.search import search, some_fits
 RECIPES = ("neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_6.7b", "llama3_8b")
 
 
-def near(config: RunConfig, nodes: int, *fixed: str) -> list[FittingChange]:
+def near(config: RunConfig, nodes: int, *fixed: str) -> list[SettingSuggestion]:
     return fitting_changes(config, nodes, load_environment(config.backend).unsupported, fixed)
 
 
@@ -29,15 +29,15 @@ def test_every_node_count_has_a_plan_or_the_nearest_that_do(recipe: str, stride:
     unsupported = load_environment(config.backend).unsupported
     fits = {n: some_fits(config, n, unsupported, ()) for n in range(1, 129)}
     for nodes in [n for n, fit in fits.items() if not fit][::stride]:
-        found = near(config, nodes)
-        assert found, nodes
-        counts = [one.nodes for one in found if one.options[0] == "--nodes"]
+        result = near(config, nodes)
+        assert result, nodes
+        counts = [item.nodes for item in result if item.options[0] == "--nodes"]
         # No count between the two, of which one may be above 128.
         low, high = min(counts) if min(counts) < nodes else 0, max(counts)
         assert not any(fits[n] for n in range(low + 1, min(high, 129)))
-        for one in found[nodes % 8 :: 8]:  # one or none: all would take minutes
-            mesh = one.best.mesh
-            assert one.best.fits
+        for item in result[nodes % 8 :: 8]:  # one or none: all would take minutes
+            mesh = item.best.mesh
+            assert item.best.fits
             assert mesh.nodes * mesh.devices_per_node == mesh.tensor * mesh.pipeline * mesh.data
             assert mesh.global_batch == mesh.data * mesh.micro_batch * mesh.accumulation
 
@@ -46,14 +46,14 @@ def test_every_node_count_has_a_plan_or_the_nearest_that_do(recipe: str, stride:
 def test_a_batch_on_either_side_of_what_the_nodes_cannot_share(nodes: int) -> None:
     config = resolve("neox_20b")
     unsupported = load_environment("nxd").unsupported
-    batches = [one for one in near(config, nodes) if "global_batch" in one.options[1]]
-    below, above = (one.best.mesh.global_batch for one in batches[:2])  # a third: farther, faster
+    batches = [item for item in near(config, nodes) if "global_batch" in item.options[1]]
+    below, above = (item.best.mesh.global_batch for item in batches[:2])  # a third: farther, faster
     assert below < 256 < above
     for batch in range(below, above + 1):
         changed = resolve("neox_20b", overrides=[f"train.global_batch={batch}"])
         assert bool(search(changed, nodes, unsupported).fitting) == (batch in (below, above))
-    for one, percent in zip(batches[:2], (256 - below, above - 256), strict=True):
-        assert str(one).startswith(f"--set {one.options[1]}: {100 * percent / 256:.2g} % ")
+    for item, percent in zip(batches[:2], (256 - below, above - 256), strict=True):
+        assert str(item).startswith(f"--set {item.options[1]}: {100 * percent / 256:.2g} % ")
 
 
 def test_the_issue_s_batch_of_264_on_12_nodes() -> None:
@@ -65,12 +65,16 @@ def test_the_issue_s_batch_of_264_on_12_nodes() -> None:
 def test_a_fixed_micro_batch_and_chunks_are_kept() -> None:
     settings = ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.micro_batch=2"]
     config = resolve("tiny_neox", overrides=[*settings, "cluster.devices_per_node=4"])
-    fixed = ("parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline",
-             "train.micro_batch")  # fmt: skip
-    found = near(config, 3, *fixed)
-    assert [one.options[1] for one in found] == ["1", "train.global_batch=24"]
-    for one in found:
-        mesh = make_mesh(one.config, one.nodes)
+    fixed = (
+        "parallel.tensor",
+        "parallel.pipeline",
+        "parallel.virtual_pipeline",
+        "train.micro_batch",
+    )
+    result = near(config, 3, *fixed)
+    assert [item.options[1] for item in result] == ["1", "train.global_batch=24"]
+    for item in result:
+        mesh = make_mesh(item.config, item.nodes)
         assert (mesh.micro_batch, mesh.accumulation % mesh.pipeline) == (2, 0)
 
 
@@ -93,7 +97,7 @@ def test_sequences_too_long_for_a_core() -> None:
     longer = ["model.seq_len=32768"]
     config = resolve("llama2_7b", overrides=longer)
     assert not near(config, 4)
-    least, scores, shorter = what_it_takes(config, 4, load_environment("nxd").unsupported)
+    least, scores, shorter = memory_shortfall(config, 4, load_environment("nxd").unsupported)
     assert re.search(r"TP 16 × PP 32 .*; a device with [\d.]+ GiB more would do$", least)
     assert scores.startswith("attention scores are 24.00 GiB of it: the nxd backend")
     options = re.findall(r"(?:--set|--nodes) (\S+)", shorter.removesuffix(":"))
@@ -122,20 +126,20 @@ def test_why_no_batch_helps(
     config = resolve(recipe, cluster, settings)
     unsupported = load_environment(config.backend).unsupported
     plan = plan_recipe(config, [nodes], unsupported, None, None)
-    (found,) = plan.node_plans
+    (result,) = plan.node_plans
     if reason is None:
-        assert found.no_batch is None
+        assert result.no_batch is None
         return
-    assert found.no_batch is not None
-    assert re.search(f"^no other global batch fits on {nodes} nodes?: {reason}$", found.no_batch)
-    assert found.no_batch in plan.no_fit_error().faults
-    assert plan_json([plan], None, False)["nearest"][0]["no_batch"] == found.no_batch
+    assert result.no_batch is not None
+    assert re.search(f"^no other global batch fits on {nodes} nodes?: {reason}$", result.no_batch)
+    assert result.no_batch in plan.no_fit_error().faults
+    assert plan_json([plan], None, False)["nearest"][0]["no_batch"] == result.no_batch
 
 
 def test_a_faster_batch_within_five_percent_is_added() -> None:
     config = resolve("llama2_7b", "p5")
     lines = near(config, 3)
-    speeds = {one.options[1]: one.best.seq_per_s for one in lines}
+    speeds = {item.options[1]: item.best.seq_per_s for item in lines}
     assert [*speeds][2:] == [f"train.global_batch={batch}" for batch in (1023, 1026, 1008)]
     closest = max(speeds["train.global_batch=1023"], speeds["train.global_batch=1026"])
     assert speeds["train.global_batch=1008"] > 1.03 * closest

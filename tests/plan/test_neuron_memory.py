@@ -87,8 +87,8 @@ neox_20b     4   8 1  1 bf16_mixed full      1
 
 def sized(name: str) -> ModelConfig:
     *shape, vocabulary, seq_len = _SIZES[name]
-    given = {key: value for key, value in zip(_NAMES, shape, strict=True) if value is not None}
-    return ModelConfig(**given, vocab_size=vocabulary, seq_len=seq_len, vocab_pad_multiple=128)
+    fields = {key: value for key, value in zip(_NAMES, shape, strict=True) if value is not None}
+    return ModelConfig(**fields, vocab_size=vocabulary, seq_len=seq_len, vocab_pad_multiple=128)
 
 
 def run(model: ModelConfig, mesh: Mesh, **changes: Any) -> RunConfig:
@@ -117,9 +117,15 @@ def layout(row: str) -> tuple[RunConfig, Mesh]:
     mesh = Mesh(n, _CORES, t, p, n * _CORES // (t * p), 1024 * n, m)
     how = tuple(mode.split("+")) if "+" in mode else mode
     config = run(
-        sized(name), mesh, precision=precision, activation_checkpointing=how, zero=int(zero),
-        tensor=t, pipeline=p, sequence=not rest,
-    )  # fmt: skip
+        sized(name),
+        mesh,
+        precision=precision,
+        activation_checkpointing=how,
+        zero=int(zero),
+        tensor=t,
+        pipeline=p,
+        sequence=not rest,
+    )
     return config, mesh
 
 
@@ -155,14 +161,17 @@ def test_bytes_a_parameter(precision: str, zero: int, expected: tuple[float, ...
     mesh = Mesh(4, _CORES, 8, 4, 4, 64, 8)  # so large a micro batch that the loss is the peak
     model = sized("llama2_13b")
     config = run(model, mesh, precision=precision, zero=zero, sequence=True)
-    found = neuron_memory(config, mesh, rank=_CORES)
-    held = sum(
-        math.prod(shape) / (1 if "norm" in name else 8)
-        for name, shape in parameter_shapes(model).items()
-        if name.startswith("layers.")
-    ) / 4  # fmt: skip
-    resting = found.get("master_weights", 0) + found["optimizer"]
-    assert (found["weights"] / held, resting / held, found["gradients"] / held) == pytest.approx(
+    result = neuron_memory(config, mesh, rank=_CORES)
+    held = (
+        sum(
+            math.prod(shape) / (1 if "norm" in name else 8)
+            for name, shape in parameter_shapes(model).items()
+            if name.startswith("layers.")
+        )
+        / 4
+    )
+    resting = result.get("master_weights", 0) + result["optimizer"]
+    assert (result["weights"] / held, resting / held, result["gradients"] / held) == pytest.approx(
         expected
     )
 
@@ -220,9 +229,9 @@ def test_weights_and_moments_are_the_sum_of_the_shards(
         rows = math.ceil(part[0] / data) if zero else part[0]
         weights += copies * 4 * math.prod(part)
         moments += copies * 8 * rows * math.prod(part[1:])
-    found = [neuron_memory(config, mesh, stage * tensor * data) for stage in range(pipeline)]
-    assert sum(parts["weights"] for parts in found) == weights
-    assert sum(parts["optimizer"] for parts in found) == moments
+    result = [neuron_memory(config, mesh, stage * tensor * data) for stage in range(pipeline)]
+    assert sum(parts["weights"] for parts in result) == weights
+    assert sum(parts["optimizer"] for parts in result) == moments
 
 
 @settings(max_examples=100)

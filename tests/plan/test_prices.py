@@ -26,13 +26,15 @@ from slurmllm.plan.prices import (
 )
 
 TABLE: dict[str, Any] = {
-    "date": "2026-11-01", "currency": "USD", "source": "our contract",
+    "date": "2026-11-01",
+    "currency": "USD",
+    "source": "our contract",
     "prices": {"eu-north-1": {"1y": {"p5.48xlarge": 30.5, "mine": 9}, "on-demand": {"mine": 11.0}}},
-}  # fmt: skip
+}
 
 
 def cluster(name: str, *overrides: str) -> Any:
-    return resolve("neox_20b", name, [f"cluster.{one}" for one in overrides])
+    return resolve("neox_20b", name, [f"cluster.{item}" for item in overrides])
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -60,10 +62,10 @@ def write(folder: Path, **changes: Any) -> Path:
 def test_which_price_is_used(
     profile: str, price: str | None, usd: float, region: str | None, day: str | None
 ) -> None:
-    found = select_price(cluster(profile), None if price is None else parse_price(price))
-    assert found is not None
-    assert (found.usd, found.region, found.date) == (usd, region, day)
-    assert str(found).startswith(f"${usd:,.2f} per node hour, ")
+    result = select_price(cluster(profile), None if price is None else parse_price(price))
+    assert result is not None
+    assert (result.usd, result.region, result.date) == (usd, region, day)
+    assert str(result).startswith(f"${usd:,.2f} per node hour, ")
 
 
 def test_profiles_have_the_newest_prices_of_the_tables() -> None:
@@ -76,7 +78,7 @@ def test_profiles_have_the_newest_prices_of_the_tables() -> None:
         assert (profile.price.on_demand, profile.price.date) == (listed.usd, listed.date), name
         assert profile.price.source
     assert select_price(cluster("local"), None) is None
-    assert all(0 < one.usd < 1000 and one.source and one.date for one in _shipped())
+    assert all(0 < item.usd < 1000 and item.source and item.date for item in _shipped())
 
 
 def test_a_profile_without_a_price_has_that_of_its_instance_type(tmp_path: Path) -> None:
@@ -84,15 +86,15 @@ def test_a_profile_without_a_price_has_that_of_its_instance_type(tmp_path: Path)
     del values["price"]
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    found = select_price(cluster(str(path)), None)
-    assert found is not None
-    assert (found.usd, found.region) == (21.957642, "us-east-1")
+    result = select_price(cluster(str(path)), None)
+    assert result is not None
+    assert (result.usd, result.region) == (21.957642, "us-east-1")
 
 
-@pytest.mark.parametrize("own", ["", "instance_type: p5.48xlarge\n", "devices_per_node: 4\n"])
-def test_null_is_no_price(tmp_path: Path, own: str) -> None:
+@pytest.mark.parametrize("changes", ["", "instance_type: p5.48xlarge\n", "devices_per_node: 4\n"])
+def test_null_is_no_price(tmp_path: Path, changes: str) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(f"extends: p5\nprice: null\n{own}")
+    path.write_text(f"extends: p5\nprice: null\n{changes}")
     config = cluster(str(path))
     assert select_price(config, None) is None
     with pytest.raises(ConfigError, match="no price is known"):
@@ -113,12 +115,12 @@ def test_null_is_no_price(tmp_path: Path, own: str) -> None:
 
 def test_which_nodes_are_paid_while_they_wait(tmp_path: Path) -> None:
     def billed(profile: str, price: str | None) -> bool:
-        found = select_price(cluster(profile), None if price is None else parse_price(price))
-        assert found is not None
-        return found.bills_waiting
+        result = select_price(cluster(profile), None if price is None else parse_price(price))
+        assert result is not None
+        return result.bills_waiting
 
-    assert not any(billed(*one) for one in (("p5", None), ("p4d", "on_demand"), ("p5", "40")))
-    assert all(billed(*one) for one in (("trn1", "3y"), ("p5", "capacity_block")))
+    assert not any(billed(*item) for item in (("p5", None), ("p4d", "on_demand"), ("p5", "40")))
+    assert all(billed(*item) for item in (("trn1", "3y"), ("p5", "capacity_block")))
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: p5\ndevices_per_node: 4\nprice: {on_demand: 20, date: 2026-11-20}\n")
     assert all(billed(str(mine), price) for price in (None, "12"))
@@ -139,9 +141,20 @@ def test_an_unknown_price_names_the_known_ones() -> None:
 
 @pytest.mark.parametrize(
     ("text", "usd"),
-    [("21.5", 21.5), ("$21.5", 21.5), ("1,000", 1000), ("$1,234,567.8", 1234567.8), ("1e9", 1e9),
-     ("5k", 5000), ("1.5M", 1.5e6), ("1_000", 1000), (".5", 0.5), ("2.", 2), (" 3 ", 3)],
-)  # fmt: skip
+    [
+        ("21.5", 21.5),
+        ("$21.5", 21.5),
+        ("1,000", 1000),
+        ("$1,234,567.8", 1234567.8),
+        ("1e9", 1e9),
+        ("5k", 5000),
+        ("1.5M", 1.5e6),
+        ("1_000", 1000),
+        (".5", 0.5),
+        ("2.", 2),
+        (" 3 ", 3),
+    ],
+)
 def test_amounts_of_dollars(text: str, usd: float) -> None:
     assert parse_dollars(text) == usd
     assert parse_price(text) == PriceChoice(usd)
@@ -177,10 +190,10 @@ def test_what_is_no_price(text: str) -> None:
 @given(st.text())
 def test_any_text_is_a_price_or_a_fault(text: str) -> None:
     try:
-        found = parse_price(text)
+        result = parse_price(text)
     except UserError:
         return
-    assert found.usd is None or found.usd > 0
+    assert result.usd is None or result.usd > 0
 
 
 def test_old_prices_are_warned_of() -> None:
@@ -192,11 +205,13 @@ def test_old_prices_are_warned_of() -> None:
 
 def test_a_table_of_ones_own(tmp_path: Path) -> None:
     table = read_prices(write(tmp_path))
-    found = select_price(cluster("p5"), parse_price("1y"), table)
-    assert found == NodePrice(30.5, "1y", "eu-north-1", "2026-11-01", "our contract", "p5.48xlarge")
-    own = select_price(cluster("p4d", "name=mine"), None, table)  # by the profile's name
-    assert own is not None
-    assert own.usd == 11.0
+    result = select_price(cluster("p5"), parse_price("1y"), table)
+    assert result == NodePrice(
+        30.5, "1y", "eu-north-1", "2026-11-01", "our contract", "p5.48xlarge"
+    )
+    price = select_price(cluster("p4d", "name=mine"), None, table)  # by the profile's name
+    assert price is not None
+    assert price.usd == 11.0
     with pytest.raises(ConfigError, match="--price on_demand: unknown for p5"):
         select_price(cluster("p5"), None, table)  # neither the profile's nor a shipped one
 
@@ -218,7 +233,7 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
         ({"prices": {"r-1": {"1y": {"x": True}}}}, "True: must be dollars"),
         ({"regions": {}}, "regions: unknown; known here: date"),
     ],
-)  # fmt: skip
+)
 def test_faults_of_a_table(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_prices(write(tmp_path, **changes))

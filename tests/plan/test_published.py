@@ -15,15 +15,15 @@ from slurmllm.plan.evidence import published_runs
 @pytest.mark.parametrize("group", ["trn1", "gpu"])
 def test_the_shipped_table_is_of_the_shipped_model(group: str) -> None:
     """Rows and constants are those that `planner.py --write` saw, and none is near a bound."""
-    found = [case for case in planner.all_cases(group) if planner.is_evidence(case)]
-    kept = {run.name: run for run in published_runs()}
-    for case in found:
-        assert kept[case.row.name].seq_per_s == pytest.approx(case.row.measured, rel=1e-3)
+    answer = [case for case in planner.all_cases(group) if planner.is_evidence(case)]
+    remaining = {run.name: run for run in published_runs()}
+    for case in answer:
+        assert remaining[case.row.name].seq_per_s == pytest.approx(case.row.measured, rel=1e-3)
     # The table's errors are of constants fitted without the model: close to those of all rows.
-    off = [abs(case.ratio() - kept[case.row.name].left_out) for case in found]
+    off = [abs(case.ratio() - remaining[case.row.name].left_out) for case in answer]
     assert statistics.median(off) < 0.02
     for constant, value in zip(
-        planner.CONSTANTS[group], planner.shipped(group, found), strict=True
+        planner.CONSTANTS[group], planner.shipped(group, answer), strict=True
     ):
         assert constant.bounds[0] <= value <= constant.bounds[1]
 
@@ -39,8 +39,8 @@ def test_models_left_out_are_predicted(kind: str) -> None:
 
 
 def test_layouts_of_trn1_left_out_are_predicted() -> None:
-    found = [case for case in planner.all_cases("trn1") if planner.is_evidence(case)]
-    results = planner.leave_out("trn1", planner.layouts(found), planner.layouts(found))
+    answer = [case for case in planner.all_cases("trn1") if planner.is_evidence(case)]
+    results = planner.leave_out("trn1", planner.layouts(answer), planner.layouts(answer))
     assert len(results) == 17
     off = statistics.mean(abs(result.left_out - 1) for result in results)
     assert off <= planner.GOALS["trn1 layouts"]
@@ -56,6 +56,6 @@ def test_stages_as_pytorch_names_them(cell: str, stage: int) -> None:
 
 
 def test_meshes_that_aws_chose() -> None:
-    found = planner_meshes.judged()
-    assert sum("skipped" not in one for one in found) > 20
-    assert [one["name"] for one in found if one.get("wrong")] == []
+    answer = planner_meshes.judged()
+    assert sum("skipped" not in item for item in answer) > 20
+    assert [item["name"] for item in answer if item.get("wrong")] == []

@@ -35,20 +35,22 @@ def test_every_candidate_is_a_run_that_could_be_submitted(
     recipe: str, cluster: str, nodes: int
 ) -> None:
     config = resolve(recipe, cluster)
-    found = plan(config, nodes)
-    assert len(found.fitting) > 3
-    rates = [one.seq_per_s * (0.97 if one.memory.tight else 1) for one in found.fitting]
+    result = plan(config, nodes)
+    assert len(result.fitting) > 3
+    rates = [item.seq_per_s * (0.97 if item.memory.tight else 1) for item in result.fitting]
     assert rates == sorted(rates, reverse=True)
     unsupported = load_environment(config.backend).unsupported
-    for one in found.fitting:
-        assert make_mesh(one.config, nodes) == one.mesh
-        values = {path: value for path, value, _ in one.config.rows()}
+    for item in result.fitting:
+        assert make_mesh(item.config, nodes) == item.mesh
+        values = {path: value for path, value, _ in item.config.rows()}
         assert not list(broken_rules(values))
-        assert not unsupported(one.config)
-        assert one.memory.peak <= one.memory.limit
-    assert all(one.memory.peak > one.memory.limit for one in found.too_large)
-    layouts = [(one.mesh, one.config.recipe.parallel, one.config.recipe.train) for one in
-               (*found.fitting, *found.too_large)]  # fmt: skip
+        assert not unsupported(item.config)
+        assert item.memory.peak <= item.memory.limit
+    assert all(item.memory.peak > item.memory.limit for item in result.too_large)
+    layouts = [
+        (item.mesh, item.config.recipe.parallel, item.config.recipe.train)
+        for item in (*result.fitting, *result.too_large)
+    ]
     assert len(layouts) == len({str(layout) for layout in layouts}), "each once"
 
 
@@ -59,16 +61,16 @@ def test_every_candidate_is_a_run_that_could_be_submitted(
 def test_a_tight_layout_is_the_best_only_if_the_next_is_3_percent_slower(
     recipe: str, cluster: str, nodes: int, preferred: bool
 ) -> None:
-    found = plan(resolve(recipe, cluster), nodes)
-    fastest = max(found.fitting, key=lambda one: one.seq_per_s)
+    result = plan(resolve(recipe, cluster), nodes)
+    fastest = max(result.fitting, key=lambda item: item.seq_per_s)
     assert fastest.memory.tight
     assert fastest.memory.peak > 0.95 * fastest.memory.limit
-    best, roomy = found.fitting[0], [one for one in found.fitting if not one.memory.tight]
-    assert max(one.memory.peak for one in roomy) <= 0.95 * best.memory.limit
+    best, roomy = result.fitting[0], [item for item in result.fitting if not item.memory.tight]
+    assert max(item.memory.peak for item in roomy) <= 0.95 * best.memory.limit
     assert (best is fastest) == best.memory.tight == preferred
-    cost = 1 - max(one.seq_per_s for one in roomy) / fastest.seq_per_s
+    cost = 1 - max(item.seq_per_s for item in roomy) / fastest.seq_per_s
     assert (cost > 0.03) == preferred
-    lines = "\n".join(explain(found.fitting, found.too_large))
+    lines = "\n".join(explain(result.fitting, result.too_large))
     assert ("  tight: " in lines, "ranked lower because tight: " in lines) == (
         preferred,
         not preferred,
@@ -77,27 +79,27 @@ def test_a_tight_layout_is_the_best_only_if_the_next_is_3_percent_slower(
 
 def test_what_is_fixed_stays() -> None:
     config = resolve("llama2_7b", overrides=["parallel.tensor=8", "train.micro_batch=2"])
-    found = plan(config, 16, {"parallel.tensor", "train.micro_batch"})
-    every = (*found.fitting, *found.too_large)
-    assert {(one.mesh.tensor, one.mesh.micro_batch) for one in every} == {(8, 2)}
-    assert len({one.mesh.pipeline for one in every}) > 3
+    result = plan(config, 16, {"parallel.tensor", "train.micro_batch"})
+    every = (*result.fitting, *result.too_large)
+    assert {(item.mesh.tensor, item.mesh.micro_batch) for item in every} == {(8, 2)}
+    assert len({item.mesh.pipeline for item in every}) > 3
     as_written = plan(resolve("llama2_7b"), 16, VARIED)
     assert len(as_written.fitting) == 1
-    own = resolve("llama2_7b")
-    assert as_written.fitting[0] == predict(own, make_mesh(own, 16))
+    recipe_config = resolve("llama2_7b")
+    assert as_written.fitting[0] == predict(recipe_config, make_mesh(recipe_config, 16))
 
 
 def test_a_micro_batch_that_needs_no_sum_of_gradients_is_not_missed() -> None:
     """In fp32 that sum takes more than what a micro batch of twice the size adds."""
     settings = ["cluster.hardware.memory_gib=34", "model.seq_len=512", "train.global_batch=16"]
-    own = ["train.precision=bf16_mixed", "parallel.tensor=1", "parallel.zero=1"]
-    config = resolve("llama2_7b", "p5", [*settings, *own, "parallel.sequence=false"])
+    other_settings = ["train.precision=bf16_mixed", "parallel.tensor=1", "parallel.zero=1"]
+    config = resolve("llama2_7b", "p5", [*settings, *other_settings, "parallel.sequence=false"])
     fixed = {"parallel.tensor", "parallel.pipeline", "parallel.zero"}
-    found = plan(config, 1, fixed)
-    modes = {one.config.recipe.train.activation_checkpointing for one in found.fitting}
+    result = plan(config, 1, fixed)
+    modes = {item.config.recipe.train.activation_checkpointing for item in result.fitting}
     assert modes == {*CHECKPOINTING}
-    assert {one.mesh.micro_batch for one in found.fitting} == {2}
-    assert {one.mesh.micro_batch for one in found.too_large} == {1}
+    assert {item.mesh.micro_batch for item in result.fitting} == {2}
+    assert {item.mesh.micro_batch for item in result.too_large} == {1}
     assert fits(config, 1, fixed)
     auto = change(config, None, ["train.micro_batch=auto"])
     assert not plan(auto, 1, fixed).fitting, "a measurement begins with the smallest"
@@ -133,7 +135,7 @@ def test_faults() -> None:
     with pytest.raises(ConfigError, match="--nodes: 0 is less than 1"):
         plan(resolve("llama2_7b"), 0)
     bare = resolve("tiny_neox", overrides=["cluster.hardware=null"])
-    with pytest.raises(ConfigError, match="plan --calibrate"):
+    with pytest.raises(ConfigError, match="slurmllm calibrate"):
         plan(bare, 1)
 
 
@@ -144,12 +146,16 @@ def test_faults() -> None:
     gib=st.sampled_from([2, 6, 10, 16, 34, 80]),
     more=st.sets(
         st.sampled_from(
-            ["train.micro_batch=auto", "train.global_batch=240", "data.mask=document",
-             "model.seq_len=4096"]
+            [
+                "train.micro_batch=auto",
+                "train.global_batch=240",
+                "data.mask=document",
+                "model.seq_len=4096",
+            ]
         )
     ),
     fixed=st.sampled_from([(), ("parallel.tensor",), ("train.activation_checkpointing",)]),
-)  # fmt: skip
+)
 def test_the_fast_form_answers_as_the_search(
     recipe: str, nodes: int, gib: int, more: set[str], fixed: tuple[str, ...]
 ) -> None:

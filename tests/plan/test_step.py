@@ -16,25 +16,25 @@ def step(recipe: str, nodes: int, *overrides: str, cluster: str | None = None) -
 
 
 def test_the_parts_are_the_step() -> None:
-    found = step("neox_20b", 4)
-    assert found.total == pytest.approx(sum(found.parts().values()))
-    assert all(seconds >= 0 for seconds in found.parts().values())
-    assert found.bubble > 0, "four stages"
+    result = step("neox_20b", 4)
+    assert result.total == pytest.approx(sum(result.parts().values()))
+    assert all(seconds >= 0 for seconds in result.parts().values())
+    assert result.bubble > 0, "four stages"
     config = resolve("neox_20b")
     candidate = predict(config, make_mesh(config, 4))
-    assert candidate.seq_per_s == pytest.approx(256 / found.total)
+    assert candidate.seq_per_s == pytest.approx(256 / result.total)
     assert 0.2 < candidate.mfu < 0.4, "as published runs are on trn1"
 
 
 def test_the_bubble_is_stages_less_one_over_micro_batches() -> None:
     # Narayanan et al. 2021, section 2.2: (p - 1) / m of the time that a stage works.
     free = ("cluster.hardware.network_gb_s=1e9", "cluster.hardware.network_latency_us=0")
-    found = step("llama2_70b", 64, *free)
-    work = found.compute + found.recompute + found.tensor
+    result = step("llama2_70b", 64, *free)
+    work = result.compute + result.recompute + result.tensor
     # Head and loss, which the last stage alone has, are in the turns and not in the bubble.
-    assert found.bubble / work == pytest.approx(7 / 128, rel=0.06)
-    again = step("llama2_70b", 64, *free, "parallel.virtual_pipeline=2")
-    assert again.bubble == pytest.approx(found.bubble / 2)
+    assert result.bubble / work == pytest.approx(7 / 128, rel=0.06)
+    second = step("llama2_70b", 64, *free, "parallel.virtual_pipeline=2")
+    assert second.bubble == pytest.approx(result.bubble / 2)
     assert step("llama2_70b", 64, "parallel.pipeline=1").bubble == 0
 
 
@@ -61,10 +61,10 @@ def test_sequence_parallelism_shares_the_elementwise_work() -> None:
 
 def test_data_parallel_traffic() -> None:
     batch = ("train.global_batch=512", "train.micro_batch=4", "train.precision=bf16_mixed")
-    one, two, three = (
+    item, two, three = (
         step("gpt3_1.3b", 4, f"parallel.zero={stage}", *batch, cluster="p4d") for stage in (1, 2, 3)
     )
-    assert one.data < two.data < three.data, "once a step, and with each micro batch"
+    assert item.data < two.data < three.data, "once a step, and with each micro batch"
     assert step("pythia_6.9b", 1).data < step("pythia_6.9b", 4).data, "beyond the node"
     hidden = step("pythia_6.9b", 4, "cluster.hardware.overlap=1")
     assert 0 < hidden.data < step("pythia_6.9b", 4).data, "in the last micro batch's layers"

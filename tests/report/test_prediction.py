@@ -255,7 +255,7 @@ def test_another_profile_brings_the_figures(tmp_path: Path) -> None:
     assert row(found, "step").predicted == predict(config, mesh).step.total
     rough = HARDWARE.model_copy(update={"rough": True}).model_dump(mode="json")
     found = check_run_prediction(run.dir, profile(tmp_path, config_of(), hardware=rough))
-    assert "`slurmllm plan --calibrate` measures them" in found.warnings[-1]
+    assert "`slurmllm calibrate` measures them" in found.warnings[-1]
 
 
 def test_a_profile_of_other_nodes_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from reported_runs import make_reported_run
 from training_rows import make_row, write_rows
 
 from slurmllm.config.load import load
-from slurmllm.plan.flops import model_flops
+from slurmllm.plan.parameters import model_flops
 from slurmllm.plan.prices import PriceChoice
 from slurmllm.report.facts import RunFacts
 from slurmllm.report.sources import make_names_unique, read_run_facts

@@ -132,7 +132,7 @@ def test_only_sound_figures_refuse(fake: FakeSlurm, how: tuple[str, ...]) -> Non
 def test_auto_that_cannot_be_settled(fake: FakeSlurm) -> None:
     none = submit("--set=parallel=auto", "--set=cluster.hardware=null")
     assert none.exit_code == 2
-    assert "slurmllm plan --calibrate" in none.stderr
+    assert "slurmllm calibrate" in none.stderr
     tight = submit("--set=parallel=auto", "--set", NOT_ENOUGH)
     assert tight.exit_code == 2
     assert re.search(r"closest to fitting: .* needs [\d.]+ of [\d.]+ GiB", tight.stderr)

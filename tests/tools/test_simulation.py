@@ -16,8 +16,14 @@ from hypothesis import strategies as st
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost, best_interval_s
-from slurmllm.plan.lost_time_assumptions import PUBLISHED, FailureKind
+from slurmllm.plan.lost_time import (
+    HOUR_S,
+    Durations,
+    FailureKind,
+    SaveCost,
+    best_interval_s,
+    published_failures,
+)
 from slurmllm.status.history import RunHistory
 from slurmllm.status.utilization import account_node_hours, break_down_time
 
@@ -207,7 +213,7 @@ def test_auto_learns_the_rate() -> None:
 
 
 def test_published_rates() -> None:
-    assert sum(PUBLISHED["llama3"].counts.values()) == 419
+    assert sum(published_failures()["llama3"].counts.values()) == 419
     names = ("llama3", "meta-rsc1", "opt")
-    per_1000_node_days = [24_000 / PUBLISHED[name].node_mtbf_hours for name in names]
+    per_1000_node_days = [24_000 / published_failures()[name].node_mtbf_hours for name in names]
     assert per_1000_node_days == pytest.approx([3.79, 6.50, 14.1], abs=0.02)

@@ -26,8 +26,7 @@ from _month.simulation import simulate
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmllmError
-from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost
-from slurmllm.plan.lost_time_assumptions import PUBLISHED, Published
+from slurmllm.plan.lost_time import HOUR_S, Durations, Published, SaveCost, published_failures
 from slurmllm.run.records import TIME_PARTS as PARTS
 from slurmllm.status.utilization import Utilization, account_node_hours
 
@@ -100,7 +99,7 @@ def _months(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rows = []
     for name in options.rates.split(","):
-        published = PUBLISHED[name]
+        published = published_failures()[name]
         for variant, scenario in _variants(published, preset, options):
             row = _row(scenario, options.seeds)
             rows.append({"rates": name, **variant, **row})
@@ -215,7 +214,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--days", type=float, default=30.0)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--model", choices=sorted(PRESETS), default="llama2_70b")
-    parser.add_argument("--rates", default=",".join(PUBLISHED))
+    parser.add_argument("--rates", default=",".join(published_failures()))
     parser.add_argument("--spares", type=int, default=4, help="nodes beyond those of the run")
     parser.add_argument("--time-limit", type=float, default=48.0, help="of the job, hours")
     parser.add_argument("--start-up", type=float, help="seconds, resume included")

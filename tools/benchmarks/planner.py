@@ -31,8 +31,7 @@ from typing import Any
 from published_rows import Row, chosen_meshes, rows
 
 from slurmllm.plan.evidence import COLUMNS, FILE, MeasuredRun, half_width, outside
-from slurmllm.plan.flops import model_flops
-from slurmllm.plan.parameters import parameters
+from slurmllm.plan.parameters import model_flops, parameters
 from slurmllm.plan.step import peak_flops, step_time
 
 GOALS = {"trn1 layouts": 0.05, "A100": 0.04, "H100": 0.04}  # mean error, left out
@@ -387,7 +386,9 @@ def _write(runs: Sequence[MeasuredRun]) -> None:
     with FILE.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(COLUMNS)
-        writer.writerows(run.cells() for run in runs)
+        for run in runs:
+            values = [getattr(run, name) for name in COLUMNS]
+            writer.writerow([f"{v:.4g}" if isinstance(v, float) else v for v in values])
     print(f"{FILE.name}: {len(runs)} rows")
 
 

@@ -48,7 +48,7 @@ from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize, local_part
-from slurmllm.plan.mesh import Mesh, pipelines, without_fsdp
+from slurmllm.plan.mesh import Mesh, fsdp_disabled, pipelines
 from slurmllm.run.host_memory import Memory, host_memory
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or
@@ -125,7 +125,7 @@ class NativeBackend(Backend):
             "mp_policy": precision.sharding_policy(recipe.train.precision),
             "reshard_after_forward": recipe.parallel.zero == 3,
         }
-        unsharded = without_fsdp(self.config, mesh)
+        unsharded = fsdp_disabled(self.config, mesh)
         for chunk in self.chunks:
             if not unsharded:
                 for block in chunk.blocks():

@@ -40,7 +40,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Makes a family known by its name; ValueError if its name or defaults are wrong."""
+    """Make a family known by its name; raise ValueError if its name or defaults are wrong."""
     if FAMILIES.get(family.name, family) is not family:
         raise ValueError(f"model family {family.name!r}: already registered; rename one of them")
     missing = [name for name in CHOSEN if name not in family.defaults]
@@ -55,7 +55,7 @@ BUILT_IN = frozenset(FAMILIES)
 
 
 def find_family(name: str, modules: Sequence[str] = ()) -> Family | None:
-    """Returns a family, one of another package too, which is imported at first; None if unknown.
+    """Return a family, of another package too, which is imported at first; None if unknown.
 
     Args:
         modules: The recipe's `plugins`.
@@ -71,25 +71,26 @@ def find_family(name: str, modules: Sequence[str] = ()) -> Family | None:
         plugins.import_modules(modules)
         if not plugins.is_known("models", name):
             return None
-    found = plugins.find("models", name, "model.family")
-    if not isinstance(found, Family) or found.name != name:
-        raise ConfigError(f"model.family: {name!r} is {found!r}, and must be a Family of this name")
+    family = plugins.find("models", name, "model.family")
+    if not isinstance(family, Family) or family.name != name:
+        fault = f"{name!r} is {family!r}, and must be a Family of this name"
+        raise ConfigError(f"model.family: {fault}")
     try:
-        register(found)
+        register(family)
     except ValueError as error:
         raise ConfigError(f"model.family: {error}") from error
-    return found
+    return family
 
 
 def _known(name: str) -> str:
     try:
-        found = find_family(name)
+        family = find_family(name)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    if found is None:
-        known = [repr(one) for one in FAMILIES]
+    if family is None:
+        names = list(map(repr, FAMILIES))
         raise ValueError(
-            f"must be {', '.join(known[:-1])} or {known[-1]}, or a family of an installed package "
+            f"must be {', '.join(names[:-1])} or {names[-1]}, or a family of an installed package "
             "or of a module in plugins"
         )
     return name
@@ -119,7 +120,7 @@ class ShardingPlan:
 
 
 def sharding_plan(family: str, tied_embeddings: bool, qk_norm: bool) -> ShardingPlan:
-    """The one sharding plan of a family, for every backend.
+    """Return the one sharding plan of a family, for every backend.
 
     Biases of column-parallel modules are shared with their rows; those of row-parallel ones are
     whole on every worker and are added once, after the sum.

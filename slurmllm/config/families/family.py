@@ -72,7 +72,7 @@ class HuggingFaceModel:
     always_biased: tuple[str, ...] = ()
 
     def current_name(self, name: str) -> str | None:
-        """Returns the name that `modules` has, None for a buffer."""
+        """Return the name that `modules` has, None for a buffer."""
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
         return None if re.search(self.buffers, name) else name
@@ -126,7 +126,7 @@ LATER_KEYS: dict[str, tuple[str, Any]] = {
 
 
 def gate_block(ffn_hidden_size: int) -> int:
-    """Rows of gate and of up that alternate in the coalesced matrix of a gated family.
+    """Return the rows of gate and of up that alternate in the coalesced matrix.
 
     Blocks, so that a contiguous share of the rows holds matching gates and ups; 16 is what one
     vector register holds of fp32.

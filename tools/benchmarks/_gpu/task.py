@@ -8,8 +8,8 @@ from typing import Any
 
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.plan.estimate import predict
-from slurmllm.plan.flops import model_flops
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.parameters import model_flops
 from slurmllm.plan.step import peak_flops
 
 LR = 3e-4

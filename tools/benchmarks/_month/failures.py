@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from slurmllm.plan.lost_time_assumptions import FailureKind
+from slurmllm.plan.lost_time import FailureKind
 from slurmllm.run.records import EndingClass
 
 # The ending that the supervisor gives each kind.

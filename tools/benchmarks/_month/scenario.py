@@ -15,9 +15,9 @@ from slurmllm.plan.lost_time import (
     SLURMD_TIMEOUT_S,
     UNWATCHED_S,
     Durations,
+    FailureKind,
     SaveCost,
 )
-from slurmllm.plan.lost_time_assumptions import FailureKind
 
 DAY_S = 24 * HOUR_S
 

@@ -1,18 +1,24 @@
-"""`slurmllm plan --calibrate` and `--matrix-figure`: profiles and pictures of what is measured."""
+"""`slurmllm calibrate`: profiles and pictures of what is measured."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.planning import answer, call
+from click.testing import CliRunner, Result
 
 from slurmllm.calibrate.node import Sample
 from slurmllm.calibrate.run import Calibration
+from slurmllm.cli.main import cli
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.supervise.allocation import Allocation
+
+
+def call(*arguments: str, verb: str = "calibrate") -> Result:
+    return CliRunner().invoke(cli, [verb, *arguments])
 
 
 def test_what_was_measured_becomes_a_profile(
@@ -21,7 +27,7 @@ def test_what_was_measured_becomes_a_profile(
     """The measuring itself is in tests/calibrate; here it is done at once."""
     hardware = resolve("neox_20b", "p4d").cluster.hardware
     assert hardware is not None
-    given = Hardware.model_validate(hardware.model_dump() | {"bf16_tflops": 123.0})
+    figures = Hardware.model_validate(hardware.model_dump() | {"bf16_tflops": 123.0})
 
     def measure(
         config: RunConfig, allocation: Allocation, show: Callable[[str], None]
@@ -31,24 +37,26 @@ def test_what_was_measured_becomes_a_profile(
             Sample(kind="product", of="bf16", sizes=(4000, 4 * k, k), value=seconds)
             for k, seconds in ((1000, 0.012), (2000, 0.024))
         )
-        return Calibration(given, tuple(allocation.nodes), ("a note",), 1.0, products)
+        return Calibration(figures, tuple(allocation.nodes), ("a note",), 1.0, products)
 
     monkeypatch.setattr("slurmllm.calibrate.run.calibrate", measure)
     monkeypatch.setenv("SLURMLLM_LOCAL_NODES", "1")
     path = tmp_path / "mine.yaml"
-    done = call("--calibrate", "--local", "--cluster", "p4d", "--out", str(path))
+    done = call("--local", "--cluster", "p4d", "--out", str(path))
     assert done.exit_code == 0, done.output
-    assert resolve("neox_20b", str(path)).cluster.hardware == given
+    assert resolve("neox_20b", str(path)).cluster.hardware == figures
     assert "measuring" in done.stderr
     assert "note: a note" in done.stderr
-    assert call("gpt3_125m", "--nodes", "1", "--cluster", str(path)).exit_code == 0
-    again = call("--calibrate", "--local", "--cluster", "p4d", "--out", str(path))
-    assert again.exit_code == 2
-    assert "is not overwritten" in again.stderr
-    shown = call("--calibrate", "--local", "--cluster", "p4d")
+    assert call("gpt3_125m", "--nodes", "1", "--cluster", str(path), verb="plan").exit_code == 0
+    second = call("--local", "--cluster", "p4d", "--out", str(path))
+    assert second.exit_code == 2
+    assert "is not overwritten" in second.stderr
+    shown = call("--local", "--cluster", "p4d")
     assert shown.stdout == path.read_text(encoding="utf-8")
     picture = tmp_path / "products.png"
-    measured = answer("--calibrate", "--local", "--cluster", "p4d", "--plot", str(picture))
+    drawn = call("--local", "--cluster", "p4d", "--plot", str(picture), "--json")
+    measured = json.loads(drawn.stdout)
+    assert (measured["plot"], measured["notes"]) == (str(picture), ["a note"])
     assert measured["hardware"]["bf16_tflops"] == 123
     assert [product["k"] for product in measured["products"]] == [1000, 2000]
     # Three products of 2 m n k FLOP: 6 · 4000 · 4000 · 1000 in 12 ms.
@@ -59,12 +67,12 @@ def test_what_was_measured_becomes_a_profile(
 def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> None:
     picture = tmp_path / "matrix.png"
     arguments = ("--matrix-figure", str(picture), "--cluster", "trn1")
-    found = answer(*arguments)
-    assert found["measured"] is False
+    answer = json.loads(call(*arguments, "--json").stdout)
+    assert answer["measured"] is False
     widths = [256, 512, 1024, 2048, 4096, 8192]
     for rows in (
-        [row for row in found["products"] if row["n"] == 8192],
-        [row for row in found["products"] if row["n"] == 4 * row["k"]],
+        [row for row in answer["products"] if row["n"] == 8192],
+        [row for row in answer["products"] if row["n"] == 4 * row["k"]],
     ):
         assert [row["k"] for row in rows] == widths
         shares = [row["planner_utilization"] for row in rows]
@@ -87,23 +95,24 @@ def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("neox_20b", "--nodes", "4", "--matrix-figure", "p.png"), "not take RECIPE, --nodes;"),
-        (("--calibrate", "--matrix-figure", "p.png"), "does not take --calibrate;"),
-        (("--matrix-figure", "p.pdf"), "--matrix-figure p.pdf: pictures are PNG files"),
-        (
-            ("--matrix-figure", "absent/p.png"),
-            "--matrix-figure absent/p.png: the folder absent does not exist",
-        ),
-        (
-            ("neox_20b", "--nodes", "4", "--plot", "absent/p.png"),
-            "the folder absent does not exist",
-        ),
+        ("--nodes 4 --out a.yaml --matrix-figure p.png", "does not take --nodes, --out;"),
+        ("--matrix-figure p.png --time 5 --local", "does not take --local, --time;"),
+        ("--matrix-figure p.pdf", "--matrix-figure p.pdf: pictures are PNG files"),
+        ("--matrix-figure absent/p.png", "--matrix-figure absent/p.png: the folder absent does no"),
+        ("--local --plot absent/p.png", "the folder absent does not exist"),
+        ("--local --plot x.pdf", "use x.png"),
+        ("--local --nodelist n1 --qos q", "leave out --nodelist, --qos"),
+        ("--nodes 2,4", "--nodes"),
+        ("--nodes 0", "--nodes"),
+        ("--local --out x.txt", "ends in .yaml"),
+        ("--local --cluster trn1", "cannot be calibrated"),
+        ("neox_20b", "unexpected extra argument"),
     ],
 )
-def test_pictures_that_are_refused(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_refused(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = call(*arguments)
+    done = call(*arguments.split())
     assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
     assert message in done.stderr
