@@ -15,7 +15,7 @@ from slurmllm import __version__
 from slurmllm.cli.options import open_outputs
 from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
 from slurmllm.format import printable
-from slurmllm.run.safe_files import reason
+from slurmllm.run.safe_files import os_error_text
 
 EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 # Verb → its module, in the order of a run. Only the module of the verb that is called is imported:
@@ -108,7 +108,7 @@ def main() -> None:
         code = UserError.exit_code
     except OSError as error:
         what = "write the output" if error.filename is None else f"read {error.filename}"
-        click.echo(f"error: cannot {what}: {reason(error)}", err=True)
+        click.echo(f"error: cannot {what}: {os_error_text(error)}", err=True)
         code = StorageError.exit_code
     except Exception:
         traceback.print_exc()

@@ -191,7 +191,7 @@ def remove_submitted(run: RunDir, nodes: Sequence[str]) -> None:
 
 
 def archive_files(cache: Path, without: Iterable[str] = ()) -> list[Path]:
-    """The files of a cache that belong into an archive: no locks, and nothing in `without`."""
+    """Return the files of a cache for an archive: no locks, and nothing in `without`."""
     excluded = frozenset(without)
     return [
         path
@@ -255,7 +255,7 @@ def make_own_folder(folder: Path) -> None:
 
 
 def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
-    """The manifest of a run's own archive.
+    """Return the manifest of a run's own archive.
 
     Raises:
         StorageError: One of both is missing or damaged, or others may have written it.
@@ -265,10 +265,13 @@ def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
         open_trusted(run.graphs_archive(manifest.archive), group).close()
         return manifest
     except (StorageError, OSError) as error:
-        again = f"`slurmllm resume {run.name} --precompile always` compiles the graphs again"
         if isinstance(error, OSError):
             error = StorageError(f"cannot use {error.filename}: {error.strerror}")
-        raise StorageError(f"{error}; {again}") from error
+        raise StorageError(f"{error}; {_compile_again(run)}") from error
+
+
+def _compile_again(run: RunDir) -> str:
+    return f"`slurmllm resume {run.name} --precompile always` compiles the graphs again"
 
 
 @contextmanager
@@ -371,8 +374,8 @@ def _open_source(
         return open_archive(source, manifest.archive_sha256, group), "shared"
     except (OSError, ValueError) as error:
         raise NodeError(
-            f"{source} is not used: {getattr(error, 'strerror', None) or error}; `slurmllm resume "
-            f"{run.name} --precompile always` compiles the graphs again"
+            f"{source} is not used: {getattr(error, 'strerror', None) or error}; "
+            f"{_compile_again(run)}"
         ) from error
 
 
@@ -386,7 +389,7 @@ class IncompleteGraphsError(RunError):
 
 
 def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
-    """Why an archive is incomplete, one line each; empty if it is complete."""
+    """Return why an archive is incomplete, one line each."""
     if manifest.complete:
         return ()
     lines = []

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
 from slurmllm.run.rundir import RUN_NAME, RunDir, write_atomic
-from slurmllm.run.safe_files import LARGEST_RECORD, open_trusted, read_limited, reason
+from slurmllm.run.safe_files import LARGEST_RECORD, open_trusted, os_error_text, read_limited
 
 EndingClass = Literal[
     "done",  # the final step was reached
@@ -86,7 +86,7 @@ class Record(BaseModel):
         try:
             return cls.model_validate_json(read_limited(path))
         except OSError as error:
-            raise StorageError(f"cannot read {path}: {reason(error)}") from error
+            raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
         except ValidationError as error:
             raise StorageError(
                 f"{path} is damaged: {first_problem(error)}; restore it or start a new run"
@@ -114,7 +114,7 @@ class Record(BaseModel):
             with open_trusted(path, group) as stream:
                 return cls.model_validate_json(stream.read(LARGEST_RECORD))
         except OSError as error:
-            raise StorageError(f"cannot use {path}: {reason(error)}") from error
+            raise StorageError(f"cannot use {path}: {os_error_text(error)}") from error
         except ValidationError as error:
             raise StorageError(f"{path} is damaged: {first_problem(error)}") from error
 
@@ -133,9 +133,8 @@ class Record(BaseModel):
             errors = error.__cause__.errors()
             unknown = {str(e["loc"][0]): e.get("input") for e in errors if e["loc"]}
             try:
-                held = json.loads(read_limited(path))
-                known = {key: value for key, value in held.items() if key not in unknown}
-                record = cls.model_validate(known, strict=False)
+                fields = json.loads(read_limited(path)).items()
+                record = cls.model_validate({k: v for k, v in fields if k not in unknown})
             except (OSError, ValueError, AttributeError, RecursionError):
                 raise error from error.__cause__
         return record, tuple(f"{name} is {value!r:.40}" for name, value in unknown.items())
@@ -189,9 +188,9 @@ class Submission(Record):
     @property
     def jobs(self) -> dict[str, str]:
         """Its present Slurm jobs: precompile, train, successor → job id."""
-        found = (self.precompile_job, self.train_job, self.successor_job)
         names = ("precompile", "train", "successor")
-        return {name: job for name, job in zip(names, found, strict=True) if job is not None}
+        jobs = {name: getattr(self, f"{name}_job") for name in names}
+        return {name: job for name, job in jobs.items() if job is not None}
 
 
 class JobsRecord(Record):
@@ -229,7 +228,8 @@ class SweepRecord(Record):
         """Dotted path of each value → its last part, or the path if several have that part."""
         paths = list(dict.fromkeys(path for case in self.cases for path in case.values))
         last = [path.rpartition(".")[2] for path in paths]
-        return {p: one if last.count(one) == 1 else p for p, one in zip(paths, last, strict=True)}
+        pairs = zip(paths, last, strict=True)
+        return {path: name if last.count(name) == 1 else path for path, name in pairs}
 
 
 class LockRecord(Record):
@@ -328,10 +328,10 @@ class SkipsRecord(Record):
 class Event(Record):
     """One line of `events/attempt_NNN.jsonl`: something that happened apart from the steps."""
 
-    kind: Literal[
-        "save", "save_skipped", "copied", "spike", "spike_over", "not_finite", "interval", "memory",
-        "evaluation",
-    ]  # fmt: skip
+    kind: (
+        Literal["save", "save_skipped", "copied", "evaluation", "memory"]
+        | Literal["spike", "spike_over", "not_finite", "interval"]
+    )
     step: int
     attempt: int
     time: float  # Unix time, s

@@ -33,8 +33,8 @@ from slurmllm.plan.mesh import (
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.run.safe_files import (
+    group_error,
     read_limited,
-    why_no_member,
 )
 from slurmllm.slurm.setup import setup_faults, setup_warnings
 from slurmllm.submit.inputs import locate, missing_data, resolve_inputs
@@ -288,7 +288,7 @@ def _unreachable(config: RunConfig, local: bool) -> list[str]:
     faults += _container_faults(config, local)
     for warning in setup_warnings(config.cluster.setup):
         log.warning("%s", warning)
-    if config.cluster.runs_group and (reason := why_no_member(config.cluster.runs_group)):
+    if config.cluster.runs_group and (reason := group_error(config.cluster.runs_group)):
         faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
     if (name := notify.webhook) is not None:
         url = config.variable(name)
@@ -378,21 +378,21 @@ def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | N
     """
     nodes, local, group = request.nodes, request.local, config.cluster.trusted_group
     if request.precompile == "always":
-        reuse.forget(run)
+        reuse.delete_manifest(run)
         return None
     if os.path.lexists(run.graphs_manifest):
         try:
             load_manifest(run, group)
         except StorageError as error:
             log.warning("ignoring the compiled graphs of %s: %s", run.name, error)
-            reuse.forget(run)
+            reuse.delete_manifest(run)
     # `compile` trains with an incomplete archive: what is missing is compiled on the way.
     any_ok = config.recipe.train.incomplete_graphs == "compile" and run.graphs_manifest.is_file()
-    if any_ok or reuse.serves(config, nodes, local, run, run):
+    if any_ok or reuse.has_all_graphs(config, nodes, local, run, run):
         return GraphManifest.load(run.graphs_manifest).reused_from or run.name
     refused = []
     for source in reuse.find(config, nodes, local, run):
-        reason = reuse.adopt(source, run, group)
+        reason = reuse.link_or_copy_graphs(source, run, group)
         if not reason:
             return GraphManifest.load(run.graphs_manifest).reused_from
         refused.append(f"run {source.name!r}, which has them: {reason}")

@@ -10,7 +10,7 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
 from slurmllm.run.rundir import RUN_NAME, RunDir, is_run
-from slurmllm.run.safe_files import give_to_group, user_name, why_untrusted
+from slurmllm.run.safe_files import give_to_group, untrusted_error, user_name
 
 
 def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
@@ -96,7 +96,7 @@ def require_own(run: RunDir, group: str | None) -> None:
             "train.init_from=CHECKPOINT`"
         )
     for folder in (run.path, run.script("train").parent):
-        if folder.exists() and (why := why_untrusted(folder.stat(), group)):
+        if folder.exists() and (why := untrusted_error(folder.stat(), group)):
             raise RunError(
                 f"{folder}: {why}, and could have it run a program as you; look at what is in it, "
                 f"then `chmod -R go-w {run.path}`, or set cluster.trusted_group"

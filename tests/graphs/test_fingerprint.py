@@ -194,7 +194,7 @@ def test_the_newest_run_that_serves_is_found(tmp_path: Path) -> None:
 def test_an_archive_is_shared_and_outlives_its_first_run(tmp_path: Path) -> None:
     source, run = run_with_graphs(tmp_path, "first"), RunDir(tmp_path / "second")
     run.path.mkdir()
-    assert reuse.adopt(source, run) == ""
+    assert reuse.link_or_copy_graphs(source, run) is None
     assert run.graphs_archive().samefile(source.graphs_archive())
     manifest = GraphManifest.load(run.graphs_manifest)
     assert manifest.reused_from == "first"
@@ -202,7 +202,7 @@ def test_an_archive_is_shared_and_outlives_its_first_run(tmp_path: Path) -> None
     assert graph_cache.install_archive(tmp_path / "node", run, manifest) == "shared"
     third = RunDir(tmp_path / "third")
     third.path.mkdir()
-    assert reuse.adopt(run, third) == ""
+    assert reuse.link_or_copy_graphs(run, third) is None
     assert GraphManifest.load(third.graphs_manifest).reused_from == "first"
 
 
@@ -212,7 +212,7 @@ def test_a_damaged_archive_is_not_taken(tmp_path: Path) -> None:
     data = bytearray(source.graphs_archive().read_bytes())
     data[600] ^= 1
     source.graphs_archive().write_bytes(data)
-    assert "does not match its manifest" in reuse.adopt(source, run)
+    assert "does not match its manifest" in str(reuse.link_or_copy_graphs(source, run))
     assert not run.graphs_manifest.exists()
 
 
@@ -223,6 +223,6 @@ def test_a_measured_micro_batch_comes_along(tmp_path: Path) -> None:
     assert find(tmp_path, auto) == "first"
     run = RunDir(tmp_path / "new")
     run.path.mkdir()
-    assert reuse.adopt(source, run) == ""
+    assert reuse.link_or_copy_graphs(source, run) is None
     assert reuse.measured_micro_batch(run) == 2
-    assert reuse.serves(resolve("tiny_neox", overrides=[auto]), 2, False, run, run)
+    assert reuse.has_all_graphs(resolve("tiny_neox", overrides=[auto]), 2, False, run)

@@ -29,7 +29,7 @@ from slurmllm.run.safe_files import (
     open_trusted,
     read_limited,
     unpack_tar,
-    why_untrusted,
+    untrusted_error,
 )
 from slurmllm.run.worker_files import EventLog
 from slurmllm.supervise.watchdog import Heartbeats
@@ -71,9 +71,9 @@ def test_another_users_file_needs_a_group_that_is_trusted(tmp_path: Path) -> Non
     group = grp.getgrgid(NOBODY.pw_gid).gr_name
     with pytest.raises(PermissionError, match=r"belongs to nobody .*, not to you:"):
         open_trusted(path)
-    assert why_untrusted(path.stat(), group) == ""
-    assert "not to you or the group sys" in why_untrusted(path.stat(), "sys")
-    assert "not to you or the group no-such" in why_untrusted(path.stat(), "no-such")
+    assert untrusted_error(path.stat(), group) is None
+    assert "not to you or the group sys" in str(untrusted_error(path.stat(), "sys"))
+    assert "not to you or the group no-such" in str(untrusted_error(path.stat(), "no-such"))
 
 
 @only_root

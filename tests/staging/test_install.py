@@ -16,7 +16,7 @@ from slurmllm.run.artifact_records import EnvironmentManifest
 from slurmllm.run.safe_files import open_lock
 from slurmllm.staging import archive, install
 from slurmllm.staging.archive import ensure_archive
-from slurmllm.staging.contents import Contents, StagedFile, own_contents
+from slurmllm.staging.contents import Contents, StagedFile, environment_contents
 from slurmllm.staging.install import MARKER, install_environment, read_marker
 
 
@@ -50,7 +50,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     site = Site(tmp_path)
-    monkeypatch.setattr(archive, "own_contents", site.contents)
+    monkeypatch.setattr(archive, "environment_contents", site.contents)
     monkeypatch.setattr(install, "_test", lambda staged, backend: site.tested.append(staged.root))
     yield site
     for staged in site.installed:
@@ -89,7 +89,7 @@ def test_a_source_that_changes_while_it_is_packed_is_refused(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = iter((site.contents(), site.contents()))
-    monkeypatch.setattr(archive, "own_contents", lambda: next(found))
+    monkeypatch.setattr(archive, "environment_contents", lambda: next(found))
     monkeypatch.setattr(
         Contents, "difference", lambda self, other: "path/0/module.py", raising=True
     )
@@ -214,7 +214,7 @@ def test_old_archives_are_removed(site: Site, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_own_environment_has_what_a_worker_needs() -> None:
-    names = {file.name for file in own_contents().files}
+    names = {file.name for file in environment_contents().files}
     assert any(name.endswith("/slurmllm/train/worker.py") for name in names)
     assert any(name.endswith("/slurmllm/run/error_patterns.yaml") for name in names)
     assert any(name.endswith("/numpy/__init__.py") for name in names)
