@@ -184,8 +184,8 @@ def run_on_slurm(
             at_once=at_once,
             options=options,
             resources=resources,
-            what="the evaluation jobs",
-            instead="evaluate on this machine without --slurm",
+            description="the evaluation jobs",
+            alternative="evaluate on this machine without --slurm",
         )
         array = array_of(tasks)
         on_submit(f"Slurm job {array}: {len(part):,} checkpoint(s), {at_once:,} at a time")
