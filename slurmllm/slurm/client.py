@@ -376,4 +376,4 @@ def _run(
         raise SlurmError(
             f"{command[0]} failed with exit code {done.returncode}: {output or 'no message'}"
         )
-    return done.stdout
+    return str(done.stdout)

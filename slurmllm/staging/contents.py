@@ -152,8 +152,8 @@ def _complete_folders(base: Path, environment: Path, prefix: str) -> dict[str, P
     trees: dict[str, Path] = {}
     if not _is_system(base):
         libraries = (sysconfig.get_path("stdlib"), base / sys.platlibdir / PYTHON)
-        for path in map(Path, (*libraries, sysconfig.get_path("include"))):
-            if path.is_dir():
+        for library in (*libraries, sysconfig.get_path("include")):
+            if (path := Path(library)).is_dir():
                 trees[f"base/{path.relative_to(base)}"] = path
     for path in map(Path, (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))):
         if path.is_dir() and not _is_system(path):

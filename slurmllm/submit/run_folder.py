@@ -14,7 +14,7 @@ from slurmllm.run.safe_files import give_to_group, untrusted_error, user_name
 
 
 def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
-    """The directory of a new run: `name`, or the recipe's name with the next free number.
+    """Return the directory of a new run: `name`, or the recipe's name with the next free number.
 
     Raises:
         RunError: the name is taken or invalid.

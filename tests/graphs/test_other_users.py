@@ -168,7 +168,7 @@ def test_a_submit_that_fails_leaves_the_name_free(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(reuse, "serves", refuse)
+    monkeypatch.setattr(reuse, "has_all_graphs", refuse)
     with pytest.raises(PermissionError):
         prepare_new(tmp_path, *data)
     assert not (tmp_path / "mine").exists()

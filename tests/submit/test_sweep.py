@@ -154,7 +154,7 @@ def test_graphs_of_a_sweep_are_found_by_later_runs(
 ) -> None:
     submit(inputs, *GRID)
     compiled = RunDir(Path("runs/s/s-lr3e-4-seed1").absolute())
-    monkeypatch.setattr(reuse, "serves", lambda *given: given[-1] == compiled)
+    monkeypatch.setattr(reuse, "has_all_graphs", lambda *needs, **_: needs[-1] == compiled)
     compiled.graphs.mkdir()
     compiled.graphs_manifest.write_text("{}")
     own = RunDir(Path("runs/s/graphs/s-graphs-1").absolute())
