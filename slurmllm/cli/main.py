@@ -21,18 +21,31 @@ EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 # Verb → its module, in the order of a run. Only the module of the verb that is called is imported:
 # a launcher or a worker, of which a run has thousands, reads few files of the environment.
 _MODULES = {
-    "doctor": "diagnose", "health": "diagnose", "recipes": "recipes", "plan": "plan",
-    "submit": "submit", "status": "status", "logs": "logs", "cancel": "cancel", "resume": "submit",
-    "data": "data", "tokenizer": "data", "checkpoint": "checkpoint", "compare": "compare",
-    "spikes": "spikes", "report": "report", "profile": "profile", "evaluate": "evaluate",
-    "track": "track", "drill": "drill",
-    "shell": "shell", "run-stage": "shell",
-}  # fmt: skip
+    "doctor": "diagnose",
+    "health": "diagnose",
+    "recipes": "recipes",
+    "plan": "plan",
+    "submit": "submit",
+    "status": "status",
+    "logs": "logs",
+    "cancel": "cancel",
+    "resume": "submit",
+    "data": "data",
+    "tokenizer": "data",
+    "checkpoint": "checkpoint",
+    "compare": "compare",
+    "spikes": "spikes",
+    "report": "report",
+    "profile": "profile",
+    "evaluate": "evaluate",
+    "track": "track",
+    "drill": "drill",
+    "shell": "shell",
+    "run-stage": "shell",
+}
 # Called on the nodes; they write logs.
-_HIDDEN = {
-    "supervise": "hidden", "launch": "hidden", "worker": "hidden", "check-node": "diagnose",
-    "allreduce": "diagnose",
-}  # fmt: skip
+_HIDDEN = dict.fromkeys(("supervise", "launch", "worker"), "hidden")
+_HIDDEN |= dict.fromkeys(("check-node", "allreduce"), "diagnose")
 
 
 class _Failure(click.ClickException):
@@ -67,8 +80,8 @@ class _Verbs(click.Group):
         if module is None:
             return None
         verbs = importlib.import_module(f"slurmllm.cli.{module}")
-        found: click.Command = getattr(verbs, cmd_name.replace("-", "_"))
-        return found
+        verb: click.Command = getattr(verbs, cmd_name.replace("-", "_"))
+        return verb
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})

@@ -120,16 +120,15 @@ def _completions(names: Sequence[str], begin: str) -> list[CompletionItem]:
     return [CompletionItem(name) for name in names] or [CompletionItem(begin, type="file")]
 
 
-def set_option(text: str) -> Callable[[Any], Any]:
-    return click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help=text)
-
-
 def _runs_root(_: click.Context, __: click.Parameter, folder: str | None) -> Path:
     from slurmllm.run.rundir import runs_root
 
     return runs_root(folder)
 
 
+set_option = functools.partial(
+    click.option, "--set", "overrides", multiple=True, metavar="PATH=VALUE"
+)
 runs_dir = click.option(
     "--runs-dir",
     metavar="DIR",
@@ -144,21 +143,18 @@ price = click.option(
     "(us-east-1/1y); or, with one profile, dollars for an hour of one node.  [default: on_demand]",
 )
 set_value = set_option(
-    "Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable. "
+    help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable. "
     "env.NAME without a value passes on a variable of this shell."
 )
-
-
-def _profile(text: str) -> Callable[[F], F]:
-    return click.option("--cluster", metavar="PROFILE", shell_complete=complete_recipe, help=text)
-
-
+_profile = functools.partial(
+    click.option, "--cluster", metavar="PROFILE", shell_complete=complete_recipe
+)
 cluster = _profile(
-    "Cluster profile, by name or .yaml file.  "
+    help="Cluster profile, by name or .yaml file.  "
     "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]"
 )
 site = _profile(
-    "Cluster profile whose setup, interpreter and partition the Slurm jobs use.  "
+    help="Cluster profile whose setup, interpreter and partition the Slurm jobs use.  "
     "[default: $SLURMLLM_CLUSTER, else none]"
 )
 tags = click.option(
@@ -222,17 +218,7 @@ def _node_counts(
     return fewest, most
 
 
-def nodes(text: str, default: str | None = None) -> Callable[[F], F]:
-    """--nodes, a number or a range."""
-    shown = default is not None
-    return click.option(
-        "--nodes",
-        metavar="N[-M]",
-        callback=_node_counts,
-        help=text,
-        default=default,
-        show_default=shown,
-    )
+nodes = functools.partial(click.option, "--nodes", metavar="N[-M]", callback=_node_counts)
 
 
 def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
@@ -324,9 +310,7 @@ def run_options(time: str) -> Callable[[F], F]:
         precompile,
         runs_dir,
         _flag("--local", "Run both stages on this machine, without Slurm."),
-        _flag(
-            "--in-allocation", "Run the stages here and now, on the nodes of this salloc."
-        ),
+        _flag("--in-allocation", "Run the stages here and now, on the nodes of this salloc."),
         _flag("--force", "Submit even if the planner predicts that the run exceeds device memory."),
         as_json,
     )

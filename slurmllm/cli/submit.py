@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("recipe", shell_complete=options.complete_recipe)
-@options.nodes("Nodes of the train job; 2-4: at least 2, at most 4.", default="1")
+@options.nodes(
+    help="Nodes of the train job; 2-4: at least 2, at most 4.", default="1", show_default=True
+)
 @click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
 @options.cluster
@@ -282,10 +284,10 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
 
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
-@options.nodes("Number of nodes, or a range.  [default: as before]")
+@options.nodes(help="Number of nodes, or a range.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @options.set_option(
-    "Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
+    help="Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
     "batch cannot change: the checkpoints depend on them."
 )
 @click.option(

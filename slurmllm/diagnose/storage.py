@@ -95,9 +95,9 @@ def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
     elif kind in SHARED_TYPES:
         message = f"{folder} is on {kind}, which all nodes share; choose a disk of the node's own"
         yield warn("node-local disk", free, required, message)
-    elif message := replaceable_error(folder, cluster.trusted_group):
+    elif risk := replaceable_error(folder, cluster.trusted_group):
         # The workers would refuse to make their caches there.
-        yield fail("node-local disk", free, required, message)
+        yield fail("node-local disk", free, required, risk)
     else:
         yield ok("node-local disk", free, required or "")
 
@@ -130,8 +130,8 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Findi
         yield fail("shared file system", seconds, limit, message)
     elif seconds > SLOW_WRITE_S:
         yield warn("shared file system", seconds, limit or SLOW_WRITE_S, message)
-    elif message := replaceable_error(folder, cluster.trusted_group):
-        yield warn("shared file system", seconds, limit or "", message)
+    elif risk := replaceable_error(folder, cluster.trusted_group):
+        yield warn("shared file system", seconds, limit or "", risk)
     else:
         yield ok("shared file system", seconds, limit or "")
 

@@ -59,9 +59,6 @@ def empty_cache_once(cache: Path, attempt: str) -> None:
     """Empty a node's cache folder for an attempt that cannot use the archive.
 
     The launchers of --local share the folder; by the name of the attempt only the first empties it.
-
-    Raises:
-        NodeError: The node-local disk refuses.
     """
     with node_disk(f"empty {cache}"), _locked(cache):
         if _read_marker(cache) != attempt:
@@ -96,9 +93,6 @@ def pack_archive(
         cache: The node-local folder, with the graphs of all nodes.
         versions: Of this node, and what its graphs are made for.
         expected: Whether an archive without any graph is incomplete.
-
-    Raises:
-        StorageError: The shared file system refuses.
     """
     graphs = load_environment(backend).graphs(cache)
     with archiving(run):
@@ -143,11 +137,7 @@ def remove_old_archives(run: RunDir, current: str) -> None:
 
 
 def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = ()) -> None:
-    """Leave a node's graphs for the first precompile node, except folders that another submits.
-
-    Raises:
-        StorageError: The shared file system refuses.
-    """
+    """Leave a node's graphs for the first precompile node, except folders that another submits."""
     with archiving(run):
         write_archive(cache, run.graphs_of_node(node), without=without)
 
@@ -163,9 +153,6 @@ def collect_graphs(
 
     There is no time limit, because compilers take hours, and not equally long on all nodes:
     `has_failed` returns whether a node will submit nothing.
-
-    Raises:
-        StorageError: The shared file system refuses.
     """
     missing = []
     for node in nodes:
@@ -255,11 +242,7 @@ def make_own_folder(folder: Path) -> None:
 
 
 def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
-    """Return the manifest of a run's own archive.
-
-    Raises:
-        StorageError: One of both is missing or damaged, or others may have written it.
-    """
+    """Return the manifest of a run's own archive; StorageError if one of both is unusable."""
     try:
         manifest = GraphManifest.load_trusted(run.graphs_manifest, group)
         open_trusted(run.graphs_archive(manifest.archive), group).close()
@@ -345,11 +328,7 @@ def install_archive(
 
 @contextmanager
 def installing(cache: Path, node: str) -> Iterator[Path]:
-    """Yield a file that the workers of a node, which are started inside, wait for.
-
-    It is written when the cache is installed; until then a worker must not compile: the folder is
-    replaced.
-    """
+    """Yield a file for which the workers of a node wait, written when the cache is installed."""
     # By the node's name: the launchers of --local share the disk.
     installed = cache.with_name(f"{cache.name}.installed-{node}")
     installed.unlink(missing_ok=True)
@@ -413,11 +392,7 @@ def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
 
 
 def require_complete(manifest: GraphManifest, run: RunDir, incomplete_graphs: str) -> None:
-    """Refuse to train on an incomplete archive.
-
-    Raises:
-        IncompleteGraphsError: Names the graphs, their logs and the ways to continue.
-    """
+    """Raise IncompleteGraphsError if the archive is incomplete and the recipe requires it."""
     if manifest.complete or incomplete_graphs == "compile":
         return
     lines = "\n  ".join(faults(manifest, run))

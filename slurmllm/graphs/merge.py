@@ -43,11 +43,10 @@ def submit_new_graphs(
 ) -> tuple[str, ...]:
     """Submit the graphs that a node's cache has and the archive lacks; returns their names.
 
-    `nodes` are those of the attempt, `manifest` is the one with which it began, `versions` those
-    of this node with what its graphs are made for.
-
-    Raises:
-        StorageError: The shared file system refuses.
+    Args:
+        nodes: Of the attempt.
+        manifest: With which the attempt began.
+        versions: Of this node, with what its graphs are made for.
     """
     compiled = set() if manifest.unusable(versions) else _compiled(manifest.states)
     graphs = load_environment(manifest.backend).graphs(cache)
@@ -83,9 +82,6 @@ def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
 
     No launcher may be running. Files of others than this user and the members of `group` are
     ignored.
-
-    Raises:
-        StorageError: The shared file system refuses.
     """
     folder = run.new_graphs
     if not folder.is_dir() or folder.is_symlink() or not run.graphs_manifest.is_file():

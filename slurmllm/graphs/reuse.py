@@ -100,9 +100,6 @@ def link_or_copy_graphs(source: RunDir, run: RunDir, group: str | None = None) -
 
     Returns:
         Why that archive is not used, and then nothing is written; None if it is.
-
-    Raises:
-        StorageError: The shared file system refuses.
     """
     try:
         manifest = GraphManifest.load_trusted(source.graphs_manifest, group)

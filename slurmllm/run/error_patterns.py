@@ -1,8 +1,6 @@
 """The error messages of runtimes and libraries, and their meaning for a run.
 
-They are in error_patterns.yaml: a pattern, its meaning, the source of the message, and an example.
-The failing worker and the supervisor that classifies the attempt both use them; the tests check
-every row.
+error_patterns.yaml has a pattern, its meaning, the source of the message, and an example.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The schemas of the files that stages exchange through the run directory.
-
-Every record is a small frozen model. `save` writes it whole or not at all; `load` raises a
-StorageError with the file's name if the file is damaged.
-"""
+"""The schemas of the files that stages exchange through the run directory."""
 
 from __future__ import annotations
 
@@ -105,11 +101,7 @@ class Record(BaseModel):
 
     @classmethod
     def load_trusted(cls, path: Path, group: str | None = None) -> Self:
-        """Read a record that only this user, or members of `group`, can have written.
-
-        Raises:
-            StorageError: As `load`, or others may have written it.
-        """
+        """Read a record that only this user, or members of `group`, can have written."""
         try:
             with open_trusted(path, group) as stream:
                 return cls.model_validate_json(stream.read(LARGEST_RECORD))
@@ -120,11 +112,7 @@ class Record(BaseModel):
 
     @classmethod
     def load_known(cls, path: Path) -> tuple[Self, tuple[str, ...]]:
-        """Read a record that a newer version may have written; raises as `load` does.
-
-        Returns:
-            The record without the fields whose values this version does not know, and these fields.
-        """
+        """Read a record of a newer version, without its unknown values; returns these too."""
         try:
             return cls.load(path), ()
         except StorageError as error:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Generic, Literal, TypeVar, get_args
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.run.safe_files import os_error_text, write_whole
@@ -31,11 +31,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a file atomically: temporary name, fsync, rename, fsync of the folder.
-
-    Raises:
-        StorageError: the file system refused (full, read-only, quota).
-    """
+    """Write a file atomically: temporary name, fsync, rename, fsync of the folder."""
     fix = "free space or fix the file system and try again"
     write_bytes(path, text.encode(), f"cannot write {path}", fix, mode)
 
@@ -48,11 +44,7 @@ def report_path(kind: str, names: Sequence[str], run: Path | None, suffix: str =
 
 
 def write_bytes(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o644) -> None:
-    """Write a file as `write_atomic` does; `fault` and `fix` make the error message.
-
-    Raises:
-        StorageError: the file system refused.
-    """
+    """Write a file as `write_atomic` does; `fault` and `fix` make the error message."""
     try:
         write_whole(path, content, mode)
     except OSError as error:
@@ -60,10 +52,9 @@ def write_bytes(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o
 
 
 def read_all(read: Callable[[K], V], items: Iterable[K]) -> list[V]:
-    """Read many small files, several at a time, and return what was read in the given order.
+    """Read many small files at a time: on a shared file system each waits for its server.
 
-    On a shared file system each of them waits for its server: a thousand, one after the other, take
-    seconds. The first error in that order is raised.
+    The first error, in the order of the items, is raised.
     """
     paths = list(items)
     if len(paths) < _FEW:
@@ -96,6 +87,16 @@ class FixedPath:
         return owner.path / self._name
 
 
+class PathOf(Generic[K]):
+    """A function that returns the file of a node, a rank, a step or the like in a directory."""
+
+    def __init__(self, form: str) -> None:
+        self._form = form
+
+    def __get__(self, owner: AttemptDir | RunDir, kind: type) -> Callable[[K], Path]:
+        return lambda key: owner.path / self._form.format(key)
+
+
 @dataclass(frozen=True)
 class AttemptDir:
     """The files of one attempt of one stage."""
@@ -105,39 +106,23 @@ class AttemptDir:
     record = FixedPath("attempt.json")  # nodes, ending and reasons (`AttemptRecord`)
     hang = FixedPath("hang.json")  # launchers then dump stacks (`HangRecord`)
     log_requests = FixedPath("log_requests")  # which workers' logs `slurmllm logs` waits for
+    # By the name of a node:
+    node = PathOf[str]("nodes/{}.json")  # its launcher and its workers (`NodeRecord`)
+    health = PathOf[str]("health/{}.json")  # its preflight checks (`NodeHealth`)
+    heartbeat = PathOf[str]("heartbeats/{}.json")  # phases of its workers (`Heartbeat`)
+    # By rank:
+    failure = PathOf[int]("failures/rank_{:05d}.json")  # why a worker failed (`FailureRecord`)
+    stacks = PathOf[int]("stacks/rank_{:05d}.txt")  # Python stacks of an attempt that hung
+    worker = PathOf[int]("workers/rank_{:05d}.json")  # of a node's first one (`WorkerRecord`)
 
     @property
     def number(self) -> int:
         """The attempt's number, from 0."""
         return int(self.path.name)
 
-    def node(self, name: str) -> Path:
-        """Return the record of a node's launcher and its workers (`NodeRecord`)."""
-        return self.path / "nodes" / f"{name}.json"
-
-    def health(self, name: str) -> Path:
-        """Return the preflight checks of a node (`NodeHealth`)."""
-        return self.path / "health" / f"{name}.json"
-
-    def failure(self, rank: int) -> Path:
-        """Return why a worker failed (`FailureRecord`)."""
-        return self.path / "failures" / f"rank_{rank:05d}.json"
-
-    def heartbeat(self, name: str) -> Path:
-        """Return the phases of a node's workers (`Heartbeat`)."""
-        return self.path / "heartbeats" / f"{name}.json"
-
     def log_request(self, rank: int | None) -> Path:
         """Return a request for the log of a worker, or with None for the logs of all."""
         return self.log_requests / ("all" if rank is None else f"rank_{rank:05d}")
-
-    def stacks(self, rank: int) -> Path:
-        """Return the Python stacks of a worker of an attempt that hung."""
-        return self.path / "stacks" / f"rank_{rank:05d}.txt"
-
-    def worker(self, rank: int) -> Path:
-        """Return the start-up and graph cache of a node's first worker (`WorkerRecord`)."""
-        return self.path / "workers" / f"rank_{rank:05d}.json"
 
 
 class ProfileFiles:
@@ -186,17 +171,19 @@ class RunDir:
     report = FixedPath("reports/report.html")  # as `slurmllm report` names it
     trackers = FixedPath("trackers")  # the records of trackers, W&B's own files
     track_log = FixedPath("logs/track.log")  # of the process that sends to trackers
+    script = PathOf[Stage]("scripts/{}.sbatch")  # of a stage, as submitted
+    stage_log = PathOf[Stage]("logs/{}.log")  # batch script and rank 0, of all attempts
+    graph_log = PathOf[str]("graphs/failed/{}.log")  # the compiler's, of a graph that failed
+    graphs_of_node = PathOf[str]("graphs/from_{}.tar")  # of precompile, until they are archived
+    checkpoint = PathOf[int]("checkpoints/step_{:08d}")  # after so many optimizer steps
+    metrics = PathOf[int]("metrics/attempt_{:03d}.jsonl")  # a line per step (`MetricsRow`)
+    events = PathOf[int]("events/attempt_{:03d}.jsonl")  # of an attempt (`Event`)
+    tracker = PathOf[str]("trackers/{}.json")  # the run's run there (`track.sync.TrackerRecord`)
+    evaluation_suite = PathOf[str]("evaluations/suites/{}.yaml")  # the user's (`Suite`)
 
     @property
     def name(self) -> str:
         return self.path.name
-
-    def script(self, stage: Stage) -> Path:
-        return self.path / "scripts" / f"{stage}.sbatch"
-
-    def stage_log(self, stage: Stage) -> Path:
-        """Return the output of the batch script and of rank 0; every attempt appends to it."""
-        return self.logs / f"{stage}.log"
 
     def worker_log(self, stage: Stage, attempt: int, rank: int) -> Path:
         """Return the output of a worker other than rank 0, as far as it has been collected."""
@@ -216,33 +203,13 @@ class RunDir:
         """Return an archive of compiled graphs; the manifest names the current one."""
         return self.graphs / name
 
-    def graph_log(self, graph: str) -> Path:
-        """Return the compiler's log of a graph that failed."""
-        return self.graphs / "failed" / f"{graph}.log"
-
-    def graphs_of_node(self, name: str) -> Path:
-        """Return the graphs of one of several precompile nodes, until they are archived."""
-        return self.graphs / f"from_{name}.tar"
-
-    def checkpoint(self, step: int) -> Path:
-        """Return the checkpoint after `step` optimizer steps."""
-        return self.checkpoints / f"step_{step:08d}"
-
     def checkpoint_steps(self) -> list[int]:
         """Return the steps of all checkpoint folders, oldest first, verified or not."""
         return [step for step, _ in _numbered(self.checkpoints, _STEP)]
 
-    def metrics(self, attempt: int) -> Path:
-        """Return the metrics of one attempt, a JSON line per step (`MetricsRow`)."""
-        return self.path / "metrics" / f"attempt_{attempt:03d}.jsonl"
-
     def metrics_files(self) -> list[Path]:
         """Return the metrics of all attempts, oldest attempt first."""
         return [path for _, path in _numbered(self.path / "metrics", _METRICS)]
-
-    def events(self, attempt: int) -> Path:
-        """Return the events of an attempt, a JSON line each (`Event`)."""
-        return self.path / "events" / f"attempt_{attempt:03d}.jsonl"
 
     def hook_rows(self, hook: str, attempt: int) -> Path:
         """Return the output of a plugin's hook in an attempt, JSON lines (`HookContext.write`)."""
@@ -260,26 +227,13 @@ class RunDir:
                 profiles.setdefault(attempt, []).append(ProfileFiles(trace.parent, rank))
         return profiles
 
-    def tracker(self, name: str) -> Path:
-        """Return the run's run in a tracker (`track.sync.TrackerRecord`)."""
-        return self.trackers / f"{name}.json"
-
     def evaluation(self, checksum: str, key: str) -> Path:
-        """Return the scores of a checkpoint in a task (`EvaluationRecord`).
-
-        Args:
-            checksum: Of the checkpoint.
-            key: Of the task as it was set up.
-        """
+        """Return the scores of a checkpoint, by its checksum, in a task (`EvaluationRecord`)."""
         return self.evaluations / checksum[:16] / f"{key}.json"
 
     def evaluation_files(self) -> list[Path]:
         """Return all score files, sorted by name."""
         return sorted(self.evaluations.glob("*/*.json"))
-
-    def evaluation_suite(self, name: str) -> Path:
-        """Return a suite of the user's (`evaluate.suites.Suite`)."""
-        return self.evaluations / "suites" / f"{name}.yaml"
 
     def evaluation_suites(self) -> list[Path]:
         """Return all suites of the user's, sorted by name."""
@@ -336,11 +290,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """Yield possible run directories, including those inside sweeps.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Yield possible run directories, including those inside sweeps."""
     for entry in root.iterdir():
         yield entry
         if is_sweep(entry):
@@ -372,11 +322,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_run(run: str, root: Path) -> RunDir:
-    """Find a run by its name under `root` or in a sweep there, or by its directory.
-
-    Raises:
-        RunError: No such run; the message lists those that exist.
-    """
+    """Find a run by its name under `root` or in a sweep there, or by its directory."""
     if find_sweep(run, root) is not None:
         raise RunError(
             f"{run} is a sweep of several runs; name one of them (`slurmllm status {run}` lists "

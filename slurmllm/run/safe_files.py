@@ -36,16 +36,13 @@ LONGEST_LINE = 1 << 20  # of a record in a file of lines; a step's metrics have 
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
-    """Open a file to read it, without waiting for the writer of a pipe.
+    """Open a regular file to read it, without waiting for the writer of a pipe.
 
     Another user's link may lead to files of that user and to those of root that everybody may read:
     what is read of any other file could end up where that user can read it.
 
     Args:
         follow: Whether `path` itself may be a symbolic link.
-
-    Raises:
-        OSError: It is no regular file, or a link.
     """
     # Without O_NONBLOCK, opening a pipe waits for its writer; for regular files it has no effect.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -80,13 +77,10 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
 
 
 def read_limited(path: Path, limit: int = LARGEST_RECORD, *, trusted: bool = False) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes.
+    """Return the content of a regular file of at most `limit` bytes; OSError if it is larger.
 
     Args:
         trusted: Whether only this user and root may have written it.
-
-    Raises:
-        OSError: It is larger, no regular file, or not trusted.
     """
     with open_trusted(path) if trusted else open_regular(path) as stream:
         content = stream.read(limit + 1)
@@ -96,11 +90,7 @@ def read_limited(path: Path, limit: int = LARGEST_RECORD, *, trusted: bool = Fal
 
 
 def read_lines(stream: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[bytes]:
-    """Yield the lines of a file from where it is.
-
-    Raises:
-        OSError: A line has more than `longest` bytes.
-    """
+    """Yield the lines of a file; OSError if one has more than `longest` bytes."""
     while line := stream.readline(longest + 1):
         if len(line) > longest:
             raise OSError(errno.EFBIG, f"a line of more than {longest:,} bytes", stream.name)
@@ -120,13 +110,10 @@ def os_error_text(error: OSError) -> str:
 
 
 def open_trusted(path: Path, group: str | None = None) -> BufferedReader:
-    """Open a file that only trusted users can have written.
+    """Open a regular file, no link, that only trusted users can have written; OSError else.
 
     Args:
         group: Name of the group whose members are trusted too; None: nobody else.
-
-    Raises:
-        OSError: It is a link, no regular file, or `untrusted_error` has a reason.
     """
     stream = open_regular(path, follow=False)
     if error := untrusted_error(os.fstat(stream.fileno()), group):
@@ -224,9 +211,6 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
 
     Args:
         durable: Whether it must survive a crash of the machine: with fsync of file and folder.
-
-    Raises:
-        OSError: The file system refuses, or the folder is reached by another user's link.
     """
     folder = open_folder(path.parent)
     # In the same folder: rename is atomic only within a file system.
@@ -260,21 +244,12 @@ def open_append(path: Path) -> int:
 
 
 def open_update(path: Path) -> int:
-    """Return a descriptor to overwrite this user's own file in place; it is made if it is missing.
-
-    Raises:
-        OSError: The file is a link, not regular, or another user's, or its folder is reached by
-            another user's link.
-    """
+    """Return a descriptor to overwrite this user's own file in place, made if it is missing."""
     return _check_own(_open_in_folder(path, os.O_WRONLY), path)
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """Open this user's own lock file, made if it is not there; never through a link.
-
-    Raises:
-        OSError: Somebody else made it, or it is a link or no regular file.
-    """
+    """Open this user's own lock file, made if it is missing; never through a link."""
     return os.fdopen(_check_own(os.open(path, os.O_RDWR | _NEW_OR_PLAIN, 0o600), path), "r+b")
 
 
@@ -304,12 +279,7 @@ def _check_own(descriptor: int, path: Path) -> int:
 def unpack_tar(
     archive: tarfile.TarFile, folder: Path, members: Sequence[tarfile.TarInfo] | None = None
 ) -> None:
-    """Unpack files, folders and links that stay inside a folder, as `filter="data"` does.
-
-    Raises:
-        tarfile.TarError: A member is something else, or leads outside.
-        OSError: The disk refuses.
-    """
+    """Unpack files, folders and links that stay inside a folder, as `filter="data"` does."""
     if hasattr(tarfile, "data_filter"):
         archive.extractall(folder, members=members, filter="data")
         return
@@ -333,9 +303,6 @@ def make_private_folder(path: Path) -> Path:
 
     The folder has mode 0700. Whoever uses it later calls `check_private_folder` again. The name of
     the second one cannot be guessed; it is found and used again.
-
-    Raises:
-        OSError: The disk refuses.
     """
     try:
         path.mkdir(mode=0o700)
@@ -369,11 +336,7 @@ def give_to_group(folder: Path, group: str) -> None:
 
 
 def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
-    """Return a folder that several runs share: `name`, or this user's own next to another's.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Return a folder that several runs share: `name`, or this user's own next to another's."""
     folder = parent / name
     # A link of one's own has mode 777: its owner counts, and the folder that it names.
     if os.path.lexists(folder) and (
@@ -385,11 +348,7 @@ def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
 
 
 def check_private_folder(path: Path) -> None:
-    """Refuse a folder that is a link, is not this user's, or that others may enter.
-
-    Raises:
-        PermissionError: With the reason.
-    """
+    """Refuse a folder that is a link, is not this user's, or that others may enter."""
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         error = "not a folder"

@@ -30,8 +30,6 @@ def local_copy(path: Path) -> Path:
 def once_a_node(paths: Sequence[Path], identity: str, compute: Callable[[], str]) -> str:
     """Return a text that depends on files, which the first worker of a node computes for all.
 
-    Without a folder of copies every worker computes it.
-
     Args:
         identity: Distinguishes what is computed from the same files.
     """

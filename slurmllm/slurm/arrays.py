@@ -73,9 +73,6 @@ def submit_array(
 
     Returns:
         submitit's jobs, in the order of the arguments.
-
-    Raises:
-        SlurmError: Slurm refused the array.
     """
     import submitit
 

@@ -248,31 +248,19 @@ class SlurmClient:
         return [row[0].strip() for row in rows if len(row) == 2 and row[1].strip() == name]
 
     def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Reduce a running job to some of its nodes, and end its steps on the others.
-
-        Raises:
-            SlurmError: slurm.conf has SchedulerParameters=disable_job_shrink.
-        """
+        """Reduce a running job to some of its nodes, if SchedulerParameters permit it."""
         command = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}"]
         with tempfile.TemporaryDirectory() as folder:  # scontrol leaves scripts in its folder
             _run(command, cwd=folder)
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Exclude nodes from the next start of a job on; an empty list clears it.
-
-        Raises:
-            SlurmError: the job is running; Slurm accepts the list once a requeue has begun.
-        """
+        """Exclude nodes from the next start of a job on; Slurm refuses it for running jobs."""
         command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"]
         # Called by a process of the job itself, after a requeue.
         _run(command, through_sigterm=True)
 
     def delay(self, job_id: str, seconds: float) -> None:
-        """Delay the start of a pending job by at least `seconds`; never moves it earlier.
-
-        Raises:
-            SlurmError: the job is running or unknown.
-        """
+        """Delay the start of a pending job by at least `seconds`; never moves it earlier."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
         match = re.search(r"\bEligibleTime=(\S+)", output)
         eligible = to_unix(match[1]) if match else None
@@ -352,9 +340,6 @@ def _run(
     Args:
         through_sigterm: Whether it survives the end of the job that it is called from.
         options: Further ones of `subprocess.run`.
-
-    Raises:
-        SlurmError: the command is missing, timed out or failed; contains its error message.
     """
     if shutil.which(command[0]) is None:
         raise SlurmError(

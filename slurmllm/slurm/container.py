@@ -58,14 +58,10 @@ def in_container(command: Sequence[str]) -> list[str]:
 
 
 def check_container(version: str, paths: Sequence[Path]) -> None:
-    """Start the job's container once on this node.
+    """Start the job's container once; ConfigError if it does not have slurmllm of `version`.
 
     Args:
-        version: Of slurmllm out here.
         paths: The image and the mounts, as far as they are paths.
-
-    Raises:
-        ConfigError: it cannot be started, or has no slurmllm of this version.
     """
     prefix, node = shlex.split(os.environ.get(CONTAINER, "")), os.uname().nodename
     if missing := [str(path) for path in paths if not path.exists()]:

@@ -45,11 +45,7 @@ def ensure_archive(
 
     Args:
         runs: The folder of all runs.
-        stop: Polled while packing; True ends it.
-
-    Raises:
-        StorageError: A file of the environment cannot be read, the archive cannot be written, or
-            the packing was stopped.
+        stop: Polled while packing; True ends it with a StorageError.
     """
     folder = own_folder(runs, ".environments", group)
     try:
@@ -162,11 +158,7 @@ def _write_tar(
 
 
 def unpack(stream: BinaryIO, name: str, folder: Path) -> None:
-    """Unpack an archive that has been checked; `name` is the archive's.
-
-    Raises:
-        OSError: The disk refuses, or the archive is damaged.
-    """
+    """Unpack an archive that has been checked; `name` is the archive's."""
     try:
         with stream:
             source: pa.NativeFile | BinaryIO = stream

@@ -102,11 +102,7 @@ class Contents:
 
 
 def environment_contents() -> Contents:
-    """List the files of the environment that this process runs in.
-
-    Raises:
-        OSError: A folder cannot be read.
-    """
+    """List the files of the environment that this process runs in."""
     base, environment = Path(sys.base_prefix), Path(sys.prefix)
     staged_base = not _is_system(base)
     prefix = "base" if staged_base and base == environment else "env"

@@ -100,9 +100,6 @@ def install_environment(
         folder: For all environments, in the user's private folder.
         path: The manifest, on the shared file system.
         broadcast: The archive on this node's own disk, if there is one.
-
-    Raises:
-        StorageError: It cannot be used; says why.
     """
     manifest = EnvironmentManifest.load_trusted(path, group)
     root = folder / manifest.fingerprint

@@ -38,11 +38,7 @@ class LocatedData(NamedTuple):
 
 
 def locate(config: RunConfig, root: Path) -> LocatedData:
-    """Find corpus and tokenizer of a recipe's `data.source`, if `data.corpus` is not set.
-
-    Raises:
-        ConfigError: an unknown data set.
-    """
+    """Find corpus and tokenizer of a recipe's `data.source`, if `data.corpus` is not set."""
     data, located = config.recipe.data, LocatedData({}, {}, [])
     for name in data.sources if data.corpus is None else ():
         source, site = read_source(name), config.cluster.data.get(name)
@@ -66,11 +62,7 @@ def _exists(path: Path) -> bool:
 
 
 def missing_data(config: RunConfig, root: Path, located: LocatedData) -> list[str]:
-    """Return why a run has no training data, with what to do; empty if it has.
-
-    Args:
-        root: The folder of all runs.
-    """
+    """Return why a run has no training data, with what to do; empty if it has."""
     data = config.recipe.data
     if data.corpus is not None or ("corpus" in located.values and not located.missing):
         return []

@@ -72,11 +72,7 @@ def _git_commit() -> str | None:
 
 
 def check_dependency(text: str, client: SlurmClient) -> list[str]:
-    """Look up the jobs of an sbatch dependency; returns warnings of unknown ones.
-
-    Raises:
-        SlurmError: a job has ended so that the dependency can never be met.
-    """
+    """Raise SlurmError if a dependency can never be met; returns warnings of unknown jobs."""
     jobs = re.findall(r"\d+", re.sub(r"\+\d+", "", text))
     queue = client.queue(jobs)
     states = {row.job_id: row.state for row in client.accounting(*jobs)}
@@ -227,8 +223,7 @@ def run_locally(
 class LocalJob:
     """A batch script on this machine, started again as long as its supervisor asks for it.
 
-    Its text is run, not its file, which others could replace where they may write to the folder of
-    all runs.
+    Its text is run, not its file, which others may be able to replace.
     """
 
     run: RunDir

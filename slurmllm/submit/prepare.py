@@ -115,7 +115,6 @@ def prepare(request: RunRequest) -> PreparedRun:
         ConfigError: the layout does not fit, or the backend cannot train the run.
         DataError: an input is unusable.
         RunError: the name is taken, or the initial weights are no checkpoint of this model.
-        StorageError: the file system fails.
     """
     _require_access(request)
     folder = request.folder or request.root

@@ -24,19 +24,12 @@ log = logging.getLogger(__name__)
 
 
 class Changes(NamedTuple):
-    """What a resume changes of a run.
+    """What a resume changes of a run: the arguments of `config.resolve.change`, and its start."""
 
-    Attributes:
-        cluster: Another cluster profile, by name or file.
-        overrides: `path=value`, as for --set.
-        options: Dotted path → (option, value), as for `resolve`.
-        from_scratch: Whether the run starts again from step 0, without its checkpoints.
-    """
-
-    cluster: str | None = None
-    overrides: Sequence[str] = ()
-    options: Mapping[str, tuple[str, Any]] = {}
-    from_scratch: bool = False
+    cluster: str | None
+    overrides: Sequence[str]
+    options: Mapping[str, tuple[str, Any]]
+    from_scratch: bool  # whether it starts again from step 0, without the checkpoints
 
 
 def require_ended(run: RunDir, client: SlurmClient) -> Submission | None:
@@ -63,9 +56,6 @@ def prepare_resume(
         changes: What is changed of it.
         last: The run's last submission.
         client: Slurm, if jobs are submitted: nodes that failed the run are then excluded.
-
-    Raises:
-        SlurmllmError: as `prepare`, or a change is refused.
     """
     assert request.run is not None
     run, before = request.run, request.config

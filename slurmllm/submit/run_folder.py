@@ -14,11 +14,7 @@ from slurmllm.run.safe_files import give_to_group, untrusted_error, user_name
 
 
 def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
-    """Return the directory of a new run: `name`, or the recipe's name with the next free number.
-
-    Raises:
-        RunError: the name is taken or invalid.
-    """
+    """Return the directory of a new run, by default the recipe's name with the next number."""
     if name is None:
         taken = {entry.name for entry in root.iterdir()} if root.is_dir() else set()
         number = next(n for n in range(1, 10**6) if f"{recipe}-{n:03d}" not in taken)
@@ -48,7 +44,6 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
 
     Raises:
         RunError: the name is taken.
-        StorageError: the directory cannot be created.
     """
     limit_umask(cluster)
     while True:

@@ -3,8 +3,7 @@
 Runs of equal graph fingerprints share one precompile job, that of a run of its own (`graphs/` in
 the sweep's directory): any of the others may be cancelled or fail. With a limit, the train jobs are
 dealt out to as many lanes. The jobs of a lane have one name and the dependency `singleton`, so that
-Slurm itself starts one after the other, whether the one before was finished, failed, was cancelled
-while it ran or before, or was requeued in between.
+Slurm itself starts one after the other, however the one before ended.
 """
 
 from __future__ import annotations
@@ -73,12 +72,7 @@ class PreparedSweep:
 
 
 def grid(options: Sequence[str]) -> list[Case]:
-    """Return all combinations of `path=value,value,…`, the last path changing fastest.
-
-    Raises:
-        UserError: an option is no such list, a path or a value is given twice, or there are too
-            many combinations.
-    """
+    """Return all combinations of `path=value,value,…`, the last path changing fastest."""
     axes: dict[str, list[str]] = {}
     for option in options:
         path, equals, text = option.partition("=")
@@ -96,12 +90,7 @@ def grid(options: Sequence[str]) -> list[Case]:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """Read the cases of a YAML file: a mapping from the end of each run's name to its values.
-
-    Raises:
-        UserError: the file has another form, or there are too many cases.
-        ConfigError: it is no YAML, or has a name twice.
-    """
+    """Read the cases of a YAML file: a mapping from the end of each run's name to its values."""
     entries, _ = read_yaml(path)
     _require_number(len(entries))
     cases = []
@@ -140,11 +129,7 @@ def resolve_cases(
     overrides: Sequence[str],
     options: Mapping[str, tuple[str, Any]],
 ) -> list[RunConfig]:
-    """Return the configuration of each case; the arguments are those of `resolve`.
-
-    Raises:
-        ConfigError: with the faults of all cases.
-    """
+    """Return the configuration of each case; the arguments are those of `resolve`."""
     configs, faults = [], dict[str, None]()
     for case in cases:
         secret = [path for path, value in case.values.items() if is_secret_at(path, value)]
@@ -212,10 +197,6 @@ def prepare_sweep(
         cases: What each of them changes.
         configs: Their configurations.
         max_running: How many may train at a time; None: any number.
-
-    Raises:
-        UserError: of two equal names.
-        SlurmllmError: as `prepare`.
     """
     recipe = configs[0].recipe.name
     place = request.root, request.name, f"{recipe}-sweep"
