@@ -102,7 +102,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The console script; exit code 1 is reserved for failed checks of a verb."""
+    """Run the console script; exit code 1 is reserved for failed checks of a verb."""
     if not _HIDDEN.keys() & set(sys.argv[1:2]):
         open_outputs()
         # A command reads many small records at once, none of which it frees before it ends.

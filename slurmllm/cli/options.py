@@ -80,7 +80,7 @@ def open_outputs() -> None:
 
 
 def ignore_output_errors() -> None:
-    """From here on a closed or full standard output is no failure of the verb."""
+    """Ignore a closed or full standard output from here on."""
     if isinstance(sys.stdout, StandardStream):
         sys.stdout.tolerant = True
 
@@ -222,7 +222,7 @@ nodes = functools.partial(click.option, "--nodes", metavar="N[-M]", callback=_no
 
 
 def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
-    """Some options of Slurm jobs, in this order; `texts` are of other meaning for the verb."""
+    """Add options of Slurm jobs, in this order; `texts` are of other meaning for the verb."""
 
     def add(verb: F) -> F:
         for name in reversed(names.split()):
@@ -294,7 +294,7 @@ class RunOptions(NamedTuple):
 
 
 def run_options(time: str) -> Callable[[F], F]:
-    """Options of submit and resume, which the verb gets as `shared`; `time`: the default."""
+    """Add the options of submit and resume, which the verb gets as `shared`."""
     precompile = click.option(
         "--precompile",
         type=click.Choice(["auto", "always"]),

@@ -67,9 +67,9 @@ def submit(
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.sweep import resolve_cases
 
-    settings = {**shared.settings, "slurm.min_nodes": ("--nodes M-N", nodes[0])}
     if shared.local and nodes[0] is not None:
         raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
+    settings = {**shared.settings, "slurm.min_nodes": ("--nodes M-N", nodes[0])}
     if sweep.max_running is not None and settings["slurm.dependency"][1] is not None:
         raise click.UsageError("--dependency and --max-running exclude each other; give one")
     cases = sweeps.read_cases(sweep, shared.local)
@@ -81,10 +81,8 @@ def submit(
         is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT
         allocation, count = _held_nodes(None if is_default else count, refused)
     settings |= _data_settings(data, fetch)
-    if cases:
-        configs = resolve_cases(cases, recipe, cluster, overrides, settings)
-    else:
-        configs = [resolve(recipe, cluster, overrides, settings)]
+    sources = (recipe, cluster, overrides, settings)
+    configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if not dry_run:
         options.ignore_output_errors()
     request = RunRequest(

@@ -26,7 +26,7 @@ from slurmllm.run.safe_files import open_trusted
 
 
 def measured_micro_batch(run: RunDir) -> int | None:
-    """The micro batch that an earlier precompile stage has measured, if any."""
+    """Return the micro batch that an earlier precompile stage has measured, if any."""
     with suppress(StorageError):  # damaged: measure again
         if record := MicroBatchRecord.find(run.micro_batch):
             return record.micro_batch

@@ -188,7 +188,7 @@ class JobsRecord(Record):
 
     @classmethod
     def of(cls, run: RunDir) -> Self:
-        """The record of a run; empty if it was never submitted. Raises as `load` does."""
+        """Return the record of a run, empty if it was never submitted; raises as `load` does."""
         return cls.find(run.jobs) or cls()
 
     @property

@@ -338,7 +338,7 @@ def give_to_group(folder: Path, group: str) -> None:
 def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
     """Return a folder that several runs share: `name`, or this user's own next to another's."""
     folder = parent / name
-    # A link of one's own has mode 777: its owner counts, and the folder that it names.
+    # Every link has mode 777: its owner counts, and the folder that it names.
     if os.path.lexists(folder) and (
         folder.lstat().st_uid not in (0, os.geteuid())
         or (folder.exists() and untrusted_error(folder.stat(), group))
@@ -388,7 +388,7 @@ def _replaceable_error(folder: Path, group: str | None) -> str | None:
 
 
 def _is_unmapped(uid: int) -> bool:
-    """Whether this container shows an owner of outside, such as root, as this id."""
+    """Return whether this container shows an owner of outside, such as root, as this id."""
     overflow, users = (Path("/proc", p) for p in ("sys/kernel/overflowuid", "self/uid_map"))
     return uid == int(overflow.read_text()) and int(users.read_text().split()[2]) < 2**32 - 1
 
@@ -424,7 +424,7 @@ def _group_name(gid: int) -> str:
 
 
 def _private_group() -> int | None:
-    """This user's own group, of which nobody else is a member, as Debian and Red Hat make it."""
+    """Return this user's own group without other members, as Debian and Red Hat make it."""
     try:
         user = pwd.getpwuid(os.geteuid())
         group = grp.getgrgid(user.pw_gid)

@@ -65,11 +65,9 @@ def submit_array(
     Args:
         function: A function that the nodes can import.
         arguments: Arguments of each call, at most `MOST_TASKS`.
-        logs: Folder on a file system that the nodes share, for the array's own folder with
-            submitit's files and the logs.
+        logs: Shared folder for the array's own folder, with submitit's files and the logs.
         at_once: Maximum number of jobs that run simultaneously.
-        description: What the jobs do, for the error message.
-        alternative: What to do without Slurm, for the error message.
+        description: What the jobs do, for the error message, as `alternative` to Slurm.
 
     Returns:
         submitit's jobs, in the order of the arguments.

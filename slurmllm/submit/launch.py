@@ -196,7 +196,7 @@ def run_locally(
         prepared: The run.
         quiet: Whether the stages' logs do not go to the terminal too.
         stages: By default those that the run needs.
-        allocation: Slurm job that holds the nodes, instead of this machine alone.
+        allocation: Slurm job that holds the nodes, instead of this machine.
         once: Whether a stage is not started again, whatever its supervisor asks for.
     """
     run, stages = prepared.run, stages or prepared.stages

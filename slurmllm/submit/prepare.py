@@ -314,7 +314,7 @@ def _most_nodes(config: RunConfig, nodes: int) -> int:
 
 
 def site_faults(config: RunConfig, local: bool) -> list[str]:
-    """Return the faults of what a run uses of this site, as far as they are known here."""
+    """Return the faults of a run's settings for this site that are known on this machine."""
     notify, faults = config.recipe.slurm.notify, setup_faults(config.cluster.setup)
     faults += _container_faults(config, local)
     for warning in setup_warnings(config.cluster.setup):

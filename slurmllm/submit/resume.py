@@ -44,10 +44,7 @@ def require_ended(run: RunDir, client: SlurmClient) -> Submission | None:
 
 
 def prepare_resume(
-    request: RunRequest,
-    changes: Changes,
-    last: Submission | None,
-    client: SlurmClient | None,
+    request: RunRequest, changes: Changes, last: Submission | None, client: SlurmClient | None
 ) -> PreparedRun:
     """Prepare a run to be continued.
 

@@ -63,7 +63,7 @@ class PreparedSweep:
         return [graphs for graphs in self.graphs if graphs.graphs_from is None]
 
     def lane(self, place: int) -> str | None:
-        """The lane of a run; None without a limit."""
+        """Return the lane of a run; None without a limit."""
         if self.record.max_running is None:
             return None
         # Sweeps of one name may be in several folders.

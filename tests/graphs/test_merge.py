@@ -45,9 +45,12 @@ def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
 
 
 def submit(
-    run: RunDir, tmp_path: Path, node: str, manifest: GraphManifest,
+    run: RunDir,
+    tmp_path: Path,
+    node: str,
+    manifest: GraphManifest,
     versions: Mapping[str, str] = VERSIONS,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     return merge.submit_new_graphs(tmp_path / node, run, 0, NODES, node, manifest, versions)
 
 

@@ -195,8 +195,8 @@ def test_a_damaged_manifest_is_forgotten_and_the_graphs_compiled_again(
     made = run_with_graphs(tmp_path / "elsewhere", "made")
     made.graphs.rename(run.graphs)
     config = resolve("tiny_neox", overrides=data)
-    again = RunRequest(config, 2, tmp_path, run=run)
-    assert prepare(again).graphs_from == "mine"
+    repeated = RunRequest(config, 2, tmp_path, run=run)
+    assert prepare(repeated).graphs_from == "mine"
     if harm == "no archive":
         run.graphs_archive().unlink()
     else:
@@ -206,7 +206,7 @@ def test_a_damaged_manifest_is_forgotten_and_the_graphs_compiled_again(
             run.graphs_manifest.mkdir()
         else:
             run.graphs_manifest.write_text(text[:99] if harm == "cut" else "[1]")
-    assert prepare(again).graphs_from is None
+    assert prepare(repeated).graphs_from is None
     assert caplog.messages[-1].startswith("ignoring the compiled graphs of mine: ")
     assert not run.graphs_manifest.exists()
 
@@ -266,8 +266,8 @@ def test_a_cache_that_another_user_prepared_is_not_used(tmp_path: Path, disk: Pa
     assert not (cache / "graph").exists()
     assert stat.S_IMODE(cache.parent.stat().st_mode) == 0o700
     # The next attempt finds it: the disk does not fill up with folders.
-    again = make_cache_folder(config, run)
-    assert graph_cache.install_archive(again, run, manifest) == "present"
+    repeated = make_cache_folder(config, run)
+    assert graph_cache.install_archive(repeated, run, manifest) == "present"
     assert len(list(disk.iterdir())) == 2
     with pytest.raises(NodeError, match="belongs to nobody"):
         graph_cache.install_archive(planned, run, manifest)

@@ -193,9 +193,7 @@ def pack(partition: MixedPartition, folder: Path, versions: Mapping[str, str]) -
 
 
 @x86
-def test_a_partition_with_two_generations_of_processors(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_partition_with_two_generations_of_processors(caplog: pytest.LogCaptureFixture) -> None:
     with tempfile.TemporaryDirectory(prefix="slurmllm-test-") as name:
         folder, partition = Path(name), MixedPartition(Path(name))
         environment = load_environment("native")

@@ -23,9 +23,9 @@ def test_a_row_matches_its_example(row: Row) -> None:
         "n2": NodeRecord(node="n2", pids={1: 1}, exit_codes={1: 70}, stopped_ranks=[1]),
     }
     # In the log of a worker that aborted without a record …
-    found = classify(Evidence(("n1", "n2"), nodes, log_tails={0: ["step 7", row.example]}))
-    assert (found.ending, found.blamed_nodes) == (ending, ("n1",) if blamed else ())
-    assert row.example.strip()[:400] in found.evidence[0]
+    verdict = classify(Evidence(("n1", "n2"), nodes, log_tails={0: ["step 7", row.example]}))
+    assert (verdict.ending, verdict.blamed_nodes) == (ending, ("n1",) if blamed else ())
+    assert row.example.strip()[:400] in verdict.evidence[0]
     # … and in its exception.
     name, _, message = (
         row.example.partition(" ") if "Inductor" in row.example else ("Error", "", "")
