@@ -18,34 +18,19 @@ from slurmllm.format import printable
 from slurmllm.run.safe_files import os_error_text
 
 EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
-# Verb → its module, in the order of a run. Only the module of the verb that is called is imported:
-# a launcher or a worker, of which a run has thousands, reads few files of the environment.
-_MODULES = {
-    "doctor": "diagnose",
-    "health": "diagnose",
-    "recipes": "recipes",
-    "plan": "plan",
-    "submit": "submit",
-    "status": "status",
-    "logs": "logs",
-    "cancel": "cancel",
-    "resume": "submit",
-    "data": "data",
-    "tokenizer": "data",
-    "checkpoint": "checkpoint",
-    "compare": "compare",
-    "spikes": "spikes",
-    "report": "report",
-    "profile": "profile",
-    "evaluate": "evaluate",
-    "track": "track",
-    "drill": "drill",
-    "shell": "shell",
-    "run-stage": "shell",
-}
+# In the order of a run. Only the module of the verb that is called is imported: a launcher or a
+# worker, of which a run has thousands, reads few files of the environment.
+_VERBS = (
+    *("doctor", "health", "recipes", "plan", "submit", "status", "logs", "cancel", "resume"),
+    *("data", "tokenizer", "checkpoint", "compare", "spikes", "report", "profile", "evaluate"),
+    *("track", "drill", "shell", "run-stage"),
+)
 # Called on the nodes; they write logs.
-_HIDDEN = dict.fromkeys(("supervise", "launch", "worker"), "hidden")
-_HIDDEN |= dict.fromkeys(("check-node", "allreduce"), "diagnose")
+_HIDDEN = ("supervise", "launch", "worker", "check-node", "allreduce")
+# The modules that have another name than their verb.
+_MODULES = dict.fromkeys(("supervise", "launch", "worker"), "hidden")
+_MODULES |= dict.fromkeys(("doctor", "health", "check-node", "allreduce"), "diagnose")
+_MODULES |= {"resume": "submit", "tokenizer": "data", "run-stage": "shell"}
 
 
 class _Failure(click.ClickException):
@@ -73,13 +58,12 @@ class _Verbs(click.Group):
             ctx.exit(EXIT_BROKEN_PIPE)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_MODULES, *_HIDDEN]
+        return [*_VERBS, *_HIDDEN]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module = {**_MODULES, **_HIDDEN}.get(cmd_name)
-        if module is None:
+        if cmd_name not in self.list_commands(ctx):
             return None
-        verbs = importlib.import_module(f"slurmllm.cli.{module}")
+        verbs = importlib.import_module(f"slurmllm.cli.{_MODULES.get(cmd_name, cmd_name)}")
         verb: click.Command = getattr(verbs, cmd_name.replace("-", "_"))
         return verb
 
@@ -103,7 +87,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the console script; exit code 1 is reserved for failed checks of a verb."""
-    if not _HIDDEN.keys() & set(sys.argv[1:2]):
+    if not {*_HIDDEN} & {*sys.argv[1:2]}:
         open_outputs()
         # A command reads many small records at once, none of which it frees before it ends.
         gc.set_threshold(200_000)
