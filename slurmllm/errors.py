@@ -5,7 +5,7 @@
     │   ├── ConfigError                2  user             recipe, --set, cluster profile, mesh
     │   ├── DataError                  2  user             corpus, tokenizer, input files
     │   ├── RunError                   2  user             run names, run directories, metrics files
-    │   └── PluginError                2  user             a hook of one's own that raised
+    │   └── PluginError                2  user             a plugin's hook that raised
     ├── InfrastructureError            3  infrastructure
     │   ├── SlurmError                 3  infrastructure   commands absent, failing or refusing
     │   ├── NodeError                  3  infrastructure   a node, its disk or the network

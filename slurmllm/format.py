@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, tzinfo
 
 ABSENT = "-"
 # What a terminal executes or hides: CSI, OSC, DCS, SOS, PM and APC sequences (ECMA-48; with their
@@ -23,17 +22,16 @@ _STYLE = re.compile(r"\x1b\[(?:(?:[0-2]|22|3[0-79]|9[0-7])(?:;(?=\d)|(?=m)))*m")
 
 
 def printable(text: str, styles: bool = False) -> str:
-    """Text from a file or another program without what would steer a terminal.
+    """Remove from a text what would steer a terminal; lines and tabs stay.
 
     Args:
-        text: The text; lines and tabs stay.
         styles: Whether bold, dim and coloured text stays.
     """
 
-    def replacement(found: re.Match[str]) -> str:
-        if "\ud800" <= found[0] <= "\udfff":
+    def replacement(match: re.Match[str]) -> str:
+        if "\ud800" <= match[0] <= "\udfff":
             return "\ufffd"
-        return found[0] if styles and _STYLE.fullmatch(found[0]) else ""
+        return match[0] if styles and _STYLE.fullmatch(match[0]) else ""
 
     return text if text.isascii() and text.isprintable() else _UNPRINTABLE.sub(replacement, text)
 
@@ -55,10 +53,9 @@ def format_count(number: float | None) -> str:
     """`1.23B`: parameters, tokens, tokens per dollar."""
     if number is None:
         return ABSENT
-    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= unit:
-            return f"{number / unit:.3g}{letter}"
-    return f"{number:.3g}"
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1, ""))
+    unit, letter = next((unit for unit in units if number >= unit[0]), units[-1])
+    return f"{number / unit:.3g}{letter}"
 
 
 def format_plural(number: int, noun: str) -> str:
@@ -78,12 +75,11 @@ def format_dollars(usd: float | None, decimals: int = 2) -> str:
 
 def format_bytes(num_bytes: float | None) -> str:
     """`1.25 GB`, of 10^9 bytes."""
-    if num_bytes is None:
-        return ABSENT
-    for unit, letters in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {letters}"
-    return f"{num_bytes:.0f} B"
+    if num_bytes is None or num_bytes < 1e3:
+        return ABSENT if num_bytes is None else f"{num_bytes:.0f} B"
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    unit, letters = next(unit for unit in units if num_bytes >= unit[0])
+    return f"{num_bytes / unit:.3g} {letters}"
 
 
 def format_gib(num_bytes: float) -> str:
@@ -137,18 +133,17 @@ def format_age(seconds: float) -> str:
 
 def format_time(unix_s: float) -> str:
     """`2026-11-23 08:31` in the time zone of this machine."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
-    except (OverflowError, ValueError, OSError):  # a damaged record's time
-        return f"{unix_s:g}"
+    return _format_time(unix_s, "%Y-%m-%d %H:%M")
 
 
 def format_utc(unix_s: float | None) -> str:
     """`2026-11-23 08:31:05 UTC`, for pages that travel between time zones."""
-    if unix_s is None:
-        return ABSENT
+    return ABSENT if unix_s is None else _format_time(unix_s, "%Y-%m-%d %H:%M:%S UTC", UTC)
+
+
+def _format_time(unix_s: float, form: str, zone: tzinfo | None = None) -> str:
     try:
-        return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        return f"{datetime.fromtimestamp(unix_s, zone):{form}}"
     except (OverflowError, ValueError, OSError):  # a damaged record's time
         return f"{unix_s:g}"
 

@@ -80,27 +80,27 @@ def setup_logging(rank: int | None = None) -> None:
     handler = _StderrHandler()
     handler.setFormatter(_Formatter(node or socket.gethostname(), rank))
     root.addHandler(handler)
-    wanted = os.environ.get(LEVEL) or "info"
-    own = logging.getLogger("slurmllm")
-    own.setLevel(LEVELS.get(wanted.lower(), logging.INFO))
-    if wanted.lower() not in LEVELS:
-        own.warning("%s=%s is not a level; choose %s; using info", LEVEL, wanted, ", ".join(LEVELS))
+    level, logger = os.environ.get(LEVEL) or "info", logging.getLogger("slurmllm")
+    logger.setLevel(LEVELS.get(level.lower(), logging.INFO))
+    if level.lower() not in LEVELS:
+        levels = ", ".join(LEVELS)
+        logger.warning("%s=%s is not a level; choose %s; using info", LEVEL, level, levels)
 
 
 def parse_line(text: str) -> LogLine | None:
     """Parse a line of a log; None if it is not a log record, such as a library's output."""
-    found = _LINE.match(text)
-    if found is None:
+    match = _LINE.match(text)
+    if match is None:
         return None
     try:
-        rank = int(found["rank"]) if found["rank"] is not None else None
-        time = datetime.fromisoformat(found["time"]).timestamp()
+        rank = int(match["rank"]) if match["rank"] is not None else None
+        time = datetime.fromisoformat(match["time"]).timestamp()
     except (ValueError, OverflowError):  # month 13, a rank of 5,000 digits
         return None
-    return LogLine(time, found["level"], found["node"], rank, found["component"], found["message"])
+    return LogLine(time, match["level"], match["node"], rank, match["component"], match["message"])
 
 
 def message_of(text: str) -> str:
-    """The message of a log line without its prefix; other lines are returned unchanged."""
-    found = _LINE.match(text)
-    return found["message"] if found is not None else text
+    """Return the message of a log line without its prefix; other lines unchanged."""
+    match = _LINE.match(text)
+    return match["message"] if match is not None else text

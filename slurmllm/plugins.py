@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -86,21 +87,22 @@ def find(kind: Kind, name: str, path: str, modules: Sequence[str] = ()) -> objec
     """
     key = (kind, name)
     torch_loaded = "torch" in sys.modules
-    what = f"{path}: {name!r}"
+    part = f"{path}: {name!r}"
     if key not in _registered and (entry := entry_point(kind, name)) is not None:
-        _registered[key] = _load(entry.load, f"{what} of {_distribution(entry)}")
+        package = "a package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+        _registered[key] = _load(entry.load, f"{part} of {package}")
     elif key not in _registered:
         import_modules(modules)
     if key not in _registered:
-        known = sorted({n for k, n in _registered if k == kind} | set(installed(kind)))
+        names = sorted({n for k, n in _registered if k == kind} | set(installed(kind)))
         raise ConfigError(
-            f"{what} is unknown: no installed package has it in entry-point group {group(kind)} "
-            f"(known: {', '.join(known) or 'none'}), and no module in plugins registers it; "
+            f"{part} is unknown: no installed package has it in entry-point group {group(kind)} "
+            f"(known: {', '.join(names) or 'none'}), and no module in plugins registers it; "
             "install its package where slurmllm is installed, or add its module to plugins"
         )
     if kind in _WITHOUT_TORCH and not torch_loaded and "torch" in sys.modules:
         raise ConfigError(
-            f"{what}: its module imports torch, and commands on the login node use {group(kind)} "
+            f"{part}: its module imports torch, and commands on the login node use {group(kind)} "
             "without; import torch inside functions, or move the part to a module of its own"
         )
     return _registered[key]
@@ -123,9 +125,9 @@ def build(
             that is no `expected`.
     """
     part = find(kind, name, path)
-    known = check_settings(part, f"{path}: {name!r}", settings, len(arguments))
+    checked = check_settings(part, f"{path}: {name!r}", settings, len(arguments))
     try:
-        made = part(*arguments, **known)  # type: ignore[operator]
+        made = part(*arguments, **checked)  # type: ignore[operator]
     except SlurmllmError:
         raise
     except Exception as error:
@@ -168,22 +170,22 @@ def check_settings(
             f"as keywords: {error}; see docs/plugins.md for its interface"
         ) from error
     fields: dict[str, Any] = {
-        name: (hints.get(name, Any), ... if one.default is one.empty else one.default)
-        for name, one in _keywords(signature).items()
+        name: (hints.get(name, Any), ... if setting.default is setting.empty else setting.default)
+        for name, setting in _keywords(signature).items()
     }
     model = create_model("Settings", __config__=ConfigDict(extra="forbid"), **fields)
     try:
         checked = model.model_validate(dict(settings))
     except ValidationError as error:
         faults = []
-        for one in error.errors():
-            name = ".".join(map(str, one["loc"]))
-            if one["type"] == "extra_forbidden":
+        for fault in error.errors():
+            name = ".".join(map(str, fault["loc"]))
+            if fault["type"] == "extra_forbidden":
                 faults.append(f"{name}: unknown setting; known: {', '.join(fields) or 'none'}")
-            elif one["type"] == "missing":
+            elif fault["type"] == "missing":
                 faults.append(f"{name}: missing; it has no default")
             else:
-                faults.append(f"{name}: {one['input']!r}: {one['msg']}")
+                faults.append(f"{name}: {fault['input']!r}: {fault['msg']}")
         raise ConfigError(f"{what}: {len(faults)} invalid setting(s)", faults) from error
     return {name: getattr(checked, name) for name in fields}
 
@@ -208,8 +210,8 @@ def split_prefix(corpus: str) -> tuple[str | None, str]:
 def absolute(corpus: str | Path) -> str:
     """Return a corpus with an absolute path, its prefix kept."""
     name, path = split_prefix(str(corpus))
-    found = str(Path(path).absolute())
-    return found if name is None else f"{name}:{found}"
+    whole = str(Path(path).absolute())
+    return whole if name is None else f"{name}:{whole}"
 
 
 def group(kind: Kind) -> str:
@@ -222,8 +224,7 @@ def installed(kind: Kind) -> list[str]:
 
 
 def entry_point(kind: Kind, name: str) -> EntryPoint | None:
-    found = list(entry_points(group=group(kind), name=name))
-    return found[0] if found else None
+    return next(iter(entry_points(group=group(kind), name=name)), None)
 
 
 def versions(parts: Iterable[PluginRef], modules: Sequence[str]) -> dict[str, str]:
@@ -231,25 +232,24 @@ def versions(parts: Iterable[PluginRef], modules: Sequence[str]) -> dict[str, st
 
     Nothing is imported; what is not installed here is left out.
     """
-    found = {}
+    by_name = {}
     for part in parts:
         entry = entry_point(part.kind, part.name)
         if entry is not None and entry.dist is not None:
-            found[entry.dist.name] = entry.dist.version
+            by_name[entry.dist.name] = entry.dist.version
     for name in modules:
         if (file := module_file(name)) is not None:
             with suppress(OSError):
-                found[name] = f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
-    return found
+                by_name[name] = f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+    return by_name
 
 
 def module_file(name: str) -> Path | None:
     """Return a module's file; unlike importlib.util.find_spec, this imports no parent package."""
     folders: Sequence[str] | None = None
     spec = None
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:count]), folders)
+    for package in accumulate(name.split("."), "{}.{}".format):
+        spec = PathFinder.find_spec(package, folders)
         if spec is None:
             return None
         folders = list(spec.submodule_search_locations or ())
@@ -270,7 +270,3 @@ def _load(load: Callable[[], T], what: str) -> T:
 
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return "a package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"

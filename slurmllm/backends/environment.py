@@ -20,7 +20,7 @@ from slurmllm.config.variables import mask
 from slurmllm.errors import NodeError
 from slurmllm.plan.mesh import Mesh
 from slurmllm.run.rundir import RunDir
-from slurmllm.run.safe_files import make_private_folder, why_replaceable
+from slurmllm.run.safe_files import make_private_folder, replaceable_error
 
 BROADCAST = "SLURMLLM_BROADCAST"  # the path of the broadcast archive on the nodes
 _OUTPUT_S = 20.0  # nvidia-smi takes some seconds if the driver has to wake the GPUs up
@@ -151,7 +151,7 @@ def make_cache_folder(config: RunConfig, run: RunDir) -> Path:
     parent = planned.parent.parent
     with node_disk(f"make {planned}"):
         parent.mkdir(parents=True, exist_ok=True)
-        if reason := why_replaceable(parent, config.cluster.trusted_group):
+        if reason := replaceable_error(parent, config.cluster.trusted_group):
             raise PermissionError(errno.EPERM, reason)
         return make_private_folder(planned.parent) / planned.name
 

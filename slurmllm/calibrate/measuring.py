@@ -190,8 +190,8 @@ def elementwise(
 ) -> Iterator[Item]:
     """Yield a block without its products, the passes over the logits, the optimizer's update.
 
-    Bytes are those that the planner counts for the same work (`plan/parameters.py`, `plan/step.py`), so
-    that what a processor's caches spare it is part of what is measured.
+    Bytes are those that the planner counts for the same work (`plan/parameters.py`,
+    `plan/step.py`), so that what a processor's caches spare it is part of what is measured.
     """
 
     def made(function: Callable[..., Any]) -> Any:

@@ -28,7 +28,7 @@ from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.records import first_problem
 from slurmllm.run.rundir import RunDir, fsync_dir
-from slurmllm.run.safe_files import why_untrusted
+from slurmllm.run.safe_files import untrusted_error
 
 _STEP = re.compile(r"^step_([0-9]{8,18})$")
 _CHUNK_BYTES = 16 * 2**20  # of a download, hashed as it arrives
@@ -58,7 +58,7 @@ class Replica:
         with _storage_errors("use", self.folder):
             Path(self.folder).mkdir(parents=True, exist_ok=True)
             info = os.lstat(self.folder)
-            why = why_untrusted(info, group) if stat.S_ISDIR(info.st_mode) else "it is a link"
+            why = untrusted_error(info, group) if stat.S_ISDIR(info.st_mode) else "it is a link"
             if why:
                 why += "; `chmod go-w` it if it is yours, else choose another folder"
                 raise PermissionError(errno.EPERM, why, self.folder)

@@ -38,9 +38,9 @@ def cancel(run: str, runs_dir: Path) -> None:
 def _require_own_record(run: RunDir) -> None:
     """Raise RunError if others may have written what is to be cancelled."""
     from slurmllm.errors import RunError
-    from slurmllm.run.safe_files import why_untrusted
+    from slurmllm.run.safe_files import untrusted_error
 
-    if why := why_untrusted(run.jobs.stat()):
+    if why := untrusted_error(run.jobs.stat()):
         raise RunError(
             f"{run.jobs}: {why}; it may name any job or process of yours. Whose run it is can "
             "cancel it; an administrator uses `scancel`"

@@ -80,7 +80,7 @@ def drill(
     found = find_run(run, runs_dir)
     if nodes is not None and nodes < 1:
         raise RunError(f"--nodes {nodes}: must be 1 or more")
-    wanted, here = options.as_before(JobsRecord.of(found).last, nodes, local)
+    wanted, here = options.nodes_and_mode(JobsRecord.of(found).last, nodes, local)
     plan = make_plan(
         found, load(found.config, trusted=True), wanted, here, parse_kinds(kinds, wanted),
         steps=steps, seed=seed, overrides=overrides,

@@ -15,25 +15,33 @@ from slurmllm import __version__
 from slurmllm.cli.options import open_outputs
 from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
 from slurmllm.format import printable
-from slurmllm.run.safe_files import reason
+from slurmllm.run.safe_files import os_error_text
 
 EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
-# Verb → its module, in the order of a run. Only the module of the verb that is called is imported:
-# a launcher or a worker, of which a run has thousands, reads few files of the environment.
-_MODULES = {
-    "doctor": "diagnose", "health": "diagnose", "recipes": "recipes", "plan": "plan",
-    "calibrate": "calibrate",
-    "submit": "submit", "status": "status", "logs": "logs", "cancel": "cancel", "resume": "submit",
-    "data": "data", "tokenizer": "data", "checkpoint": "checkpoint", "compare": "compare",
-    "spikes": "spikes", "report": "report", "profile": "profile", "evaluate": "evaluate",
-    "track": "track", "drill": "drill",
-    "shell": "shell", "run-stage": "shell",
-}  # fmt: skip
+# In the order of a run. Only the module of the verb that is called is imported: a launcher or a
+# worker, of which a run has thousands, reads few files of the environment.
+_VERBS = (
+    *(
+        "doctor",
+        "health",
+        "recipes",
+        "plan",
+        "calibrate",
+        "submit",
+        "status",
+        "logs",
+        "cancel",
+        "resume",
+    ),
+    *("data", "tokenizer", "checkpoint", "compare", "spikes", "report", "profile", "evaluate"),
+    *("track", "drill", "shell", "run-stage"),
+)
 # Called on the nodes; they write logs.
-_HIDDEN = {
-    "supervise": "hidden", "launch": "hidden", "worker": "hidden", "check-node": "diagnose",
-    "allreduce": "diagnose",
-}  # fmt: skip
+_HIDDEN = ("supervise", "launch", "worker", "check-node", "allreduce")
+# The modules that have another name than their verb.
+_MODULES = dict.fromkeys(("supervise", "launch", "worker"), "hidden")
+_MODULES |= dict.fromkeys(("doctor", "health", "check-node", "allreduce"), "diagnose")
+_MODULES |= {"resume": "submit", "tokenizer": "data", "run-stage": "shell"}
 
 
 class _Failure(click.ClickException):
@@ -61,15 +69,14 @@ class _Verbs(click.Group):
             ctx.exit(EXIT_BROKEN_PIPE)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_MODULES, *_HIDDEN]
+        return [*_VERBS, *_HIDDEN]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module = {**_MODULES, **_HIDDEN}.get(cmd_name)
-        if module is None:
+        if cmd_name not in self.list_commands(ctx):
             return None
-        verbs = importlib.import_module(f"slurmllm.cli.{module}")
-        found: click.Command = getattr(verbs, cmd_name.replace("-", "_"))
-        return found
+        verbs = importlib.import_module(f"slurmllm.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        verb: click.Command = getattr(verbs, cmd_name.replace("-", "_"))
+        return verb
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,8 +97,8 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The console script; exit code 1 is reserved for failed checks of a verb."""
-    if not _HIDDEN.keys() & set(sys.argv[1:2]):
+    """Run the console script; exit code 1 is reserved for failed checks of a verb."""
+    if not {*_HIDDEN} & {*sys.argv[1:2]}:
         open_outputs()
         # A command reads many small records at once, none of which it frees before it ends.
         gc.set_threshold(200_000)
@@ -109,7 +116,7 @@ def main() -> None:
         code = UserError.exit_code
     except OSError as error:
         what = "write the output" if error.filename is None else f"read {error.filename}"
-        click.echo(f"error: cannot {what}: {reason(error)}", err=True)
+        click.echo(f"error: cannot {what}: {os_error_text(error)}", err=True)
         code = StorageError.exit_code
     except Exception:
         traceback.print_exc()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -10,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
     from slurmllm.plan.output import PlanTable
     from slurmllm.run.records import Submission
     from slurmllm.slurm.arrays import SlurmOptions
+    from slurmllm.submit.prepare import Precompile
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
 # For terminals and files without Unicode (LC_ALL=C)
-_ASCII = str.maketrans({
-    "…": "...", "→": "->", "←": "<-", "–": "-", "─": "-", "×": "x", "·": ".", "≤": "<=", "≥": ">=",
-    "├": "|", "└": "`", "│": "|", "“": '"', "”": '"', "’": "'",
-})  # fmt: skip
+_ASCII = str.maketrans(
+    {"…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "×": "x", "·": "."}
+    | dict(zip("–─├└│“”’", '--|`|""\'', strict=True))
+)
 
 
 class StandardStream(io.TextIOWrapper):
@@ -78,7 +80,7 @@ def open_outputs() -> None:
 
 
 def ignore_output_errors() -> None:
-    """From here on a closed or full standard output is no failure of the verb."""
+    """Ignore a closed or full standard output from here on."""
     if isinstance(sys.stdout, StandardStream):
         sys.stdout.tolerant = True
 
@@ -93,20 +95,20 @@ def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -
 
 
 def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[CompletionItem]:
-    """Names of runs for the shell, or its own completion of paths if none begins so."""
+    """Complete names of runs, or leave paths to the shell if none begins so."""
     from slurmllm.run.rundir import RUN_NAME, is_run, is_sweep, run_folders, runs_root
 
-    found: list[str] = []
+    names: list[str] = []
     with contextlib.suppress(OSError):
         entries = run_folders(runs_root(ctx.params.get("runs_dir")))
         # A shell inserts names as they are: those that it would interpret are left out.
-        named = [e for e in entries if e.name.startswith(begin) and RUN_NAME.fullmatch(e.name)]
-        found = sorted(one.name for one in named if is_run(one) or is_sweep(one))
-    return _completions(found, begin)
+        runs = [e for e in entries if e.name.startswith(begin) and RUN_NAME.fullmatch(e.name)]
+        names = sorted(run.name for run in runs if is_run(run) or is_sweep(run))
+    return _completions(names, begin)
 
 
 def complete_recipe(_: click.Context, param: click.Parameter, begin: str) -> list[CompletionItem]:
-    """Names of the shipped recipes, or of the profiles for --cluster."""
+    """Complete names of the shipped recipes, or of the profiles for --cluster."""
     from slurmllm.config.profiles import available
     from slurmllm.config.resolve import clusters_dir, recipes_dir
 
@@ -118,72 +120,71 @@ def _completions(names: Sequence[str], begin: str) -> list[CompletionItem]:
     return [CompletionItem(name) for name in names] or [CompletionItem(begin, type="file")]
 
 
-def set_option(text: str) -> Callable[[Any], Any]:
-    return click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help=text)
-
-
 def _runs_root(_: click.Context, __: click.Parameter, folder: str | None) -> Path:
     from slurmllm.run.rundir import runs_root
 
     return runs_root(folder)
 
 
+set_option = functools.partial(
+    click.option, "--set", "overrides", multiple=True, metavar="PATH=VALUE"
+)
 runs_dir = click.option(
-    "--runs-dir", metavar="DIR", callback=_runs_root,
+    "--runs-dir",
+    metavar="DIR",
+    callback=_runs_root,
     help="Folder of all runs, on the shared file system.  [default: $SLURMLLM_RUNS, else ./runs]",
-)  # fmt: skip
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 price = click.option(
-    "--price", metavar="NAME|USD",
+    "--price",
+    metavar="NAME|USD",
     help="on_demand, capacity_block, 1y or 3y, with a region before it if needed "
     "(us-east-1/1y); or, with one profile, dollars for an hour of one node.  [default: on_demand]",
-)  # fmt: skip
+)
 set_value = set_option(
-    "Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable. "
+    help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable. "
     "env.NAME without a value passes on a variable of this shell."
 )
-precompile = click.option(
-    "--precompile", type=click.Choice(["auto", "always"]), default="auto", show_default=True,
-    help="auto: skip the precompile stage if this or an earlier run has compiled the graphs; "
-    "always: compile again.",
-)  # fmt: skip
-cluster = click.option(
-    "--cluster", metavar="PROFILE", shell_complete=complete_recipe,
+_profile = functools.partial(
+    click.option, "--cluster", metavar="PROFILE", shell_complete=complete_recipe
+)
+cluster = _profile(
     help="Cluster profile, by name or .yaml file.  "
-    "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]",
-)  # fmt: skip
-site = click.option(
-    "--cluster", metavar="PROFILE", shell_complete=complete_recipe,
+    "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]"
+)
+site = _profile(
     help="Cluster profile whose setup, interpreter and partition the Slurm jobs use.  "
-    "[default: $SLURMLLM_CLUSTER, else none]",
-)  # fmt: skip
+    "[default: $SLURMLLM_CLUSTER, else none]"
+)
 tags = click.option(
-    "--tag", "tags", multiple=True, metavar="METRIC=TAG",
+    "--tag",
+    "tags",
+    multiple=True,
+    metavar="METRIC=TAG",
     help="Tag, column or key of another framework's log that holds a metric, such as "
     "loss=train/my_loss; A:loss=… for the first source only; repeatable.",
-)  # fmt: skip
+)
 patterns = click.option(
-    "--pattern", "patterns", multiple=True, metavar="REGEX",
+    "--pattern",
+    "patterns",
+    multiple=True,
+    metavar="REGEX",
     help="Line of a text log, with named groups (?P<step>…), (?P<loss>…), (?P<grad_norm>…); "
     "A:REGEX for the first source only; repeatable.",
-)  # fmt: skip
+)
 from_step = click.option(
-    "--from-step", type=click.IntRange(min=0),
+    "--from-step",
+    type=click.IntRange(min=0),
     is_eager=True,  # parsed before --to-step, whose callback reads it
     help="First step to read.  [default: the first]",
-)  # fmt: skip
+)
 to_step = click.option(
-    "--to-step", type=click.IntRange(min=0), callback=_after_from_step,
+    "--to-step",
+    type=click.IntRange(min=0),
+    callback=_after_from_step,
     help="Last step to read, inclusive.  [default: the last]",
-)  # fmt: skip
-in_allocation = click.option(
-    "--in-allocation", is_flag=True,
-    help="Run the stages here and now, on the nodes of the allocation (salloc) of this shell.",
-)  # fmt: skip
-force = click.option(
-    "--force", is_flag=True,
-    help="Submit even if the planner predicts that the run exceeds device memory.",
-)  # fmt: skip
+)
 
 
 # Options of Slurm jobs; None leaves the choice to the profile or to Slurm.
@@ -206,30 +207,22 @@ _JOB = {
 def _node_counts(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> tuple[int | None, int] | None:
-    """`4`, or `2-4` → (2, 4): the fewest nodes, None without a range, and the most."""
+    """Parse `4`, or `2-4` → (2, 4): the fewest nodes, None without a range, and the most."""
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", value or "")
     if value is None:
         return None
-    least, dash, most = value.partition("-")
-    try:
-        found = (int(least), int(most)) if least and dash else (None, int(value))
-    except ValueError:
-        found = (0, 0)
-    if not 1 <= (found[1] if found[0] is None else found[0]) <= found[1]:
+    fewest, most = (int(count) if count else None for count in match.groups()) if match else (0, 0)
+    if most is None or not 1 <= (most if fewest is None else fewest) <= most:
         text = f"{value!r} is neither a number of nodes, 1 or more, nor a range, such as 2-4"
         raise click.BadParameter(text, ctx, param)
-    return found
+    return fewest, most
 
 
-def nodes(text: str, default: str | None = None) -> Callable[[F], F]:
-    """--nodes, a number or a range."""
-    return click.option(
-        "--nodes", metavar="N[-M]", callback=_node_counts, help=text, default=default,
-        show_default=default is not None,
-    )  # fmt: skip
+nodes = functools.partial(click.option, "--nodes", metavar="N[-M]", callback=_node_counts)
 
 
 def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
-    """Some options of Slurm jobs, in this order; `texts` are of other meaning for the verb."""
+    """Add options of Slurm jobs, in this order; `texts` are of other meaning for the verb."""
 
     def add(verb: F) -> F:
         for name in reversed(names.split()):
@@ -241,14 +234,14 @@ def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
 
 def slurm_options(
     cluster: str | None,
-    given: Mapping[str, Any],
+    fields: Mapping[str, Any],
     directives: Mapping[str, str | bool] | None = None,
 ) -> SlurmOptions:
-    """Options of an array, with what the profile `cluster`, or $SLURMLLM_CLUSTER, has for jobs.
+    """Return options of an array, with what the profile `cluster`, or $SLURMLLM_CLUSTER, has.
 
     Args:
         cluster: The profile's name or file.
-        given: Fields of the result, by name; None leaves one out.
+        fields: Of the result, by name; None leaves one out.
         directives: Further options of sbatch.
 
     Raises:
@@ -256,7 +249,7 @@ def slurm_options(
     """
     from slurmllm.slurm.arrays import SlurmOptions
 
-    found = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in fields.items() if value is not None}
     if cluster or os.environ.get("SLURMLLM_CLUSTER"):
         from slurmllm.config.container import container_arguments
         from slurmllm.config.directives import parse_options
@@ -267,53 +260,104 @@ def slurm_options(
         profile = resolve("tiny_neox", cluster).cluster  # the recipe is not used
         if faults := setup_faults(profile.setup):
             raise ConfigError(f"cluster profile {profile.name}", faults)
-        own = {"partition": profile.partition, "setup": profile.setup, "python": profile.python}
-        found = {**own, **found}
+        defaults = {"partition": profile.partition, "setup": profile.setup}
+        values = {**defaults, "python": profile.python, **values}
         if (container := profile.container) is not None:
             shown = (Path.cwd(), profile.node_local)
-            found |= {
-                "python": container.python,
-                "container": lambda folders: container_arguments(
-                    container, profile.device, [*folders, *shown]
-                ),
-                "by_srun": container.srun_runs_it,
-            }
+            values |= {"python": container.python, "by_srun": container.srun_runs_it}
+            values["container"] = lambda folders: container_arguments(
+                container, profile.device, [*folders, *shown]
+            )
         directives = {**parse_options(profile.directives), **(directives or {})}
-    return SlurmOptions(**found, directives=directives or {})
+    return SlurmOptions(**values, directives=directives or {})
 
 
 # Of submit and resume: fields of the recipe's section slurm, and options of both jobs.
-FIELDS = "partition account qos time reservation exclude dependency"
-DIRECTIVES = "constraint gres mem nodelist mail-type"
-sbatch_options = click.argument(
-    "sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[-- SBATCH-OPTION...]"
-)
+_FIELDS = ("partition", "account", "qos", "time", "reservation", "exclude", "dependency")
+_DIRECTIVES = ("constraint", "gres", "mem", "nodelist", "mail-type")
 
 
-def slurm_settings(
-    given: Mapping[str, str | None], more: Sequence[str]
+class RunOptions(NamedTuple):
+    """The options that submit and resume share.
+
+    Attributes:
+        settings: Dotted path → (option, value), as for `resolve`, of the options of Slurm jobs.
+    """
+
+    settings: dict[str, tuple[str, Any]]
+    local: bool
+    in_allocation: bool
+    force: bool
+    precompile: Precompile
+    runs_dir: Path
+    as_json: bool
+
+
+def run_options(time: str) -> Callable[[F], F]:
+    """Add the options of submit and resume, which the verb gets as `shared`."""
+    precompile = click.option(
+        "--precompile",
+        type=click.Choice(["auto", "always"]),
+        default="auto",
+        show_default=True,
+        help="auto: skip the precompile stage if this or an earlier run has compiled the graphs; "
+        "always: compile again.",
+    )
+    text = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
+    options = (
+        click.argument("sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[-- SBATCH-OPTION...]"),
+        job_options(" ".join((*_FIELDS, *_DIRECTIVES)), time=text),
+        precompile,
+        runs_dir,
+        _flag("--local", "Run both stages on this machine, without Slurm."),
+        _flag("--in-allocation", "Run the stages here and now, on the nodes of this salloc."),
+        _flag("--force", "Submit even if the planner predicts that the run exceeds device memory."),
+        as_json,
+    )
+
+    def add(verb: F) -> F:
+        @functools.wraps(verb)
+        def call(*arguments: Any, sbatch: Sequence[str], **values: Any) -> Any:
+            slurm = {name: values.pop(name.replace("-", "_")) for name in (*_FIELDS, *_DIRECTIVES)}
+            shared = {name: values.pop(name) for name in RunOptions._fields[1:]}
+            settings = _slurm_settings(slurm, sbatch)
+            return verb(*arguments, **values, shared=RunOptions(settings, **shared))
+
+        for option in reversed(options):
+            call = option(call)
+        return cast(F, call)
+
+    return add
+
+
+def _flag(name: str, text: str) -> Callable[[F], F]:
+    return click.option(name, is_flag=True, help=text)
+
+
+def _slurm_settings(
+    options: Mapping[str, str | None], more: Sequence[str]
 ) -> dict[str, tuple[str, Any]]:
-    """Dotted path → (option, value) for `resolve`, of the options above and of those after `--`."""
+    """Return the settings of the options above, by name, and of those after `--`."""
     from slurmllm.config.directives import parse_options
     from slurmllm.errors import UserError
 
-    found: dict[str, tuple[str, Any]] = {
-        f"slurm.{name}": (f"--{name}", given[name]) for name in FIELDS.split()
+    settings: dict[str, tuple[str, Any]] = {
+        f"slurm.{name}": (f"--{name}", options[name]) for name in _FIELDS
     }
-    options: dict[str, Any] = {n: given[n.replace("-", "_")] for n in DIRECTIVES.split()}
+    directives: dict[str, Any] = {name: options[name] for name in _DIRECTIVES}
     try:
-        options |= parse_options(more)
+        directives |= parse_options(more)
     except ValueError as error:
         raise UserError(str(error)) from error
     for stage in ("train", "precompile"):
-        found |= {f"slurm.directives.{stage}.{n}": (f"--{n}", v) for n, v in options.items()}
-    return found
+        settings |= {f"slurm.directives.{stage}.{n}": (f"--{n}", v) for n, v in directives.items()}
+    return settings
 
 
-def as_before(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
-    """Nodes, and whether they are launchers on this machine; by default as the last submission."""
-    wanted = nodes if nodes is not None else last.nodes if last else 1
-    return wanted, local or (last is not None and last.local and last.allocation is None)
+def nodes_and_mode(last: Submission | None, nodes: int | None, local: bool) -> tuple[int, bool]:
+    """Return nodes, and whether they are launchers on this machine, by default as before."""
+    count = nodes if nodes is not None else last.nodes if last else 1
+    return count, local or (last is not None and last.local and last.allocation is None)
 
 
 def echo_json(value: Any, indent: int | None = 2) -> None:
@@ -354,10 +398,16 @@ def check_folder(option: str, path: str | None) -> None:
         )
 
 
+def _csv_cell(value: Any) -> Any:
+    return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
 def write_tables(
-    outputs: Mapping[str, str | None], rows: Sequence[Mapping[str, Any]],
-    tables: Sequence[PlanTable], notes: Sequence[str] = (),
-) -> None:  # fmt: skip
+    outputs: Mapping[str, str | None],
+    rows: Sequence[Mapping[str, Any]],
+    tables: Sequence[PlanTable],
+    notes: Sequence[str] = (),
+) -> None:
     """Write what --csv and --markdown ask for; `-` is standard output."""
     from slurmllm.config.yaml_source import flatten
     from slurmllm.display.tables import csv_text, markdown_table
@@ -367,13 +417,10 @@ def write_tables(
         if path is None:
             continue
         if option == "--csv":
-            text = csv_text([
-                {key: "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
-                 for key, value in flatten(row).items()}
-                for row in rows
-            ])  # fmt: skip
+            flat = [flatten(row) for row in rows]
+            text = csv_text([{key: _csv_cell(cell) for key, cell in row.items()} for row in flat])
         else:
-            text = "\n".join(markdown_table(*one) for one in tables)
+            text = "\n".join(markdown_table(*table) for table in tables)
             text += "".join(f"\n{note}\n" for note in notes)
         if path == "-":
             click.echo(text, nl=False)
@@ -385,7 +432,7 @@ def write_tables(
 def source_options(
     tags: Sequence[str], patterns: Sequence[str], count: int
 ) -> tuple[list[dict[str, str]], list[str | None]]:
-    """Returns tags and pattern of each of `count` sources: `B:VALUE` is for one, VALUE for all."""
+    """Return tags and pattern of each of `count` sources: `B:VALUE` is for one, VALUE for all."""
     from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
     from slurmllm.metrics.tags import parse_tags
@@ -399,28 +446,27 @@ def source_options(
     mappings: list[dict[str, str]] = []
     expressions: list[str | None] = []
     for letter in letters:
-        own_tags, own_patterns = (
-            [
-                value.removeprefix(f"{letter}:")
-                for value in values
-                if value.startswith(f"{letter}:") or not _SIDE.match(value)
-            ]
-            for values in (tags, patterns)
-        )
-        mappings.append(parse_tags(own_tags))
-        for pattern in own_patterns:
-            check_pattern(pattern)
-        if len(set(own_patterns)) > 1:
+        mappings.append(parse_tags(_values_of(letter, tags)))
+        regexes = _values_of(letter, patterns)
+        for regex in regexes:
+            check_pattern(regex)
+        if len(set(regexes)) > 1:
             raise UserError(
-                f"--pattern '{own_patterns[1]}': there is '{own_patterns[0]}' already; give one "
+                f"--pattern '{regexes[1]}': there is '{regexes[0]}' already; give one "
                 "for each log, such as A:REGEX"
             )
-        expressions.append(own_patterns[0] if own_patterns else None)
+        expressions.append(regexes[0] if regexes else None)
     return mappings, expressions
 
 
+def _values_of(letter: str, values: Sequence[str]) -> list[str]:
+    """Return the values for one source, without its letter, and those for all."""
+    prefix = f"{letter}:"
+    return [v.removeprefix(prefix) for v in values if v.startswith(prefix) or not _SIDE.match(v)]
+
+
 def refuse_unused(curves: Sequence[Curve], values: Sequence[str]) -> None:
-    """Raises UserError if a tag or pattern is for our own runs only, which need none."""
+    """Raise UserError if a tag or pattern is for our own runs only, which need none."""
     from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
 

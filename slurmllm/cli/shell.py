@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 @click.argument("run", shell_complete=options.complete_run)
 @click.argument("command", metavar="[-- COMMAND …]", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "--rank", type=click.IntRange(min=0), default=0, show_default=True,
-    help="Worker whose node is entered.",
-)  # fmt: skip
+    "--rank", type=click.IntRange(min=0), default=0, help="Enter this worker's node.  [default: 0]"
+)
 @options.runs_dir
 def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None:
     """Open a shell on a node of RUN's running job, or run COMMAND there.
@@ -42,32 +41,31 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     from slurmllm.submit.render import shared_folders
     from slurmllm.supervise.allocation import export_site, task_command
 
-    found, client = find_run(run, runs_dir), SlurmClient()
-    config = load(found.config, trusted=True)
-    job, node = _node_of(found, rank, config.cluster.devices_per_node, client)
+    run_dir = find_run(run, runs_dir)
+    config = load(run_dir.config, trusted=True)
+    job, node = _node_of(run_dir, rank, config.cluster.devices_per_node, SlurmClient())
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not command and not on_terminal:
         raise UserError("a shell needs a terminal; give a command: `slurmllm shell RUN -- COMMAND`")
-    export_site(config, shared_folders(config, found), on_terminal)
+    export_site(config, shared_folders(config, run_dir), on_terminal)
     # srun would take the variables of a surrounding job for its own options.
-    kept = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_") or n == "SLURM_CONF"}
-    own = {name: variable.value for name, variable in worker_environment(config, found).items()}
-    own |= {"SLURMLLM_RUN": str(found.path), "SLURMLLM_CACHE": node_local_cache(config, found)}
-    srun = [
-        "srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}",
-        "--cpu-bind=none", f"--chdir={found.path}", *(["--pty"] if on_terminal else []),
-        *shlex.split(os.environ.get(SRUN_OPTIONS, "")), *task_command(command or ("bash",)),
-    ]  # fmt: skip
+    shell = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_") or n == "SLURM_CONF"}
+    workers = {name: value.value for name, value in worker_environment(config, run_dir).items()}
+    cache = node_local_cache(config, run_dir)
+    names = {"SLURMLLM_RUN": str(run_dir.path), "SLURMLLM_CACHE": cache}
+    srun = ["srun", f"--jobid={job}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--overlap"]
+    srun += ["--cpu-bind=none", f"--chdir={run_dir.path}", *(["--pty"] if on_terminal else [])]
+    srun += [*shlex.split(os.environ.get(SRUN_OPTIONS, "")), *task_command(command or ("bash",))]
     try:
         # Secrets too: the environment, unlike the command line, is this user's only.
-        environment = {**kept, **own, **config.worker_secrets()}
+        environment = {**shell, **workers, **names, **config.worker_secrets()}
         os.execvpe("srun", srun, environment)  # noqa: S606 (no shell)
     except OSError as error:
         raise SlurmError(f"srun cannot be started: {error}") from error
 
 
 def _node_of(run: RunDir, rank: int, workers_per_node: int, client: SlurmClient) -> tuple[str, str]:
-    """The running job of a run, and the node of a worker.
+    """Return the running job of a run, and the node of a worker.
 
     Raises:
         UserError: no job is running, or it has no such worker.
@@ -79,10 +77,8 @@ def _node_of(run: RunDir, rank: int, workers_per_node: int, client: SlurmClient)
     last = JobsRecord.of(run).last
     if last is not None and last.local and last.allocation is None:
         raise UserError(f"{run.name} was started with --local: its workers run on {last.host}")
-    jobs: list[str] = []
-    if last is not None:
-        named = (last.train_job, last.precompile_job, last.allocation)
-        jobs = [job for job in named if job is not None]
+    ids = [] if last is None else [last.train_job, last.precompile_job, last.allocation]
+    jobs = [job for job in ids if job is not None]
     queue = client.queue(jobs)
     running = [job for job in jobs if job in queue and queue[job].state == "RUNNING"]
     if not running:
@@ -94,7 +90,7 @@ def _node_of(run: RunDir, rank: int, workers_per_node: int, client: SlurmClient)
     job = running[0]
     # The workers' own order, if they have started.
     attempts = [*load_attempts(run, "precompile"), *load_attempts(run, "train")]
-    started = [one.nodes for one in attempts if one.job_id == job and one.ended_at is None]
+    started = [a.nodes for a in attempts if a.job_id == job and a.ended_at is None]
     nodes = started[-1] if started else client.hostnames(queue[job].nodes)
     if rank >= len(nodes) * workers_per_node:
         workers = f"{len(nodes) * workers_per_node} workers"
@@ -119,31 +115,30 @@ def run_stage(
     been requeued.
     """
     from slurmllm.config.load import load
-    from slurmllm.errors import RunError
-    from slurmllm.run.records import JobsRecord
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import record_local, run_locally
     from slurmllm.submit.prepare import RunRequest, prepare
+    from slurmllm.submit.resume import require_ended
     from slurmllm.supervise.allocation import held_allocation
     from slurmllm.supervise.run_lock import locked
 
-    found, client, allocation = find_run(run, runs_dir), SlurmClient(), None
-    with locked(found, "run-stage"):
-        last = JobsRecord.of(found).last
-        if last is not None and is_active(found, client):
-            raise RunError(
-                f"{found.name} is pending or running; `slurmllm cancel {found.name}` first"
-            )
-        wanted = nodes or (last.nodes if last else 1)
+    run_dir, client, allocation = find_run(run, runs_dir), SlurmClient(), None
+    with locked(run_dir, "run-stage"):
+        last = require_ended(run_dir, client)
+        count = nodes or (last.nodes if last else 1)
         if not local:
-            allocation, wanted = held_allocation(client, wanted)
-        prepared = prepare(
-            RunRequest(
-                config=load(found.config, trusted=True), nodes=wanted, root=runs_dir, run=found,
-                local=local, check_layout=False, check_weights=False, find_graphs=False,
-            )
-        )  # fmt: skip
+            allocation, count = held_allocation(client, count)
+        request = RunRequest(
+            config=load(run_dir.config, trusted=True),
+            nodes=count,
+            root=runs_dir,
+            run=run_dir,
+            local=local,
+            check_layout=False,
+            check_weights=False,
+            find_graphs=False,
+        )
+        prepared = prepare(request)
         record_local(prepared, allocation=allocation)
     ctx.exit(run_locally(prepared, stages=[stage], allocation=allocation, once=True))

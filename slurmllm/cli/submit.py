@@ -1,75 +1,57 @@
-"""`slurmllm submit`, `resume` and `cancel`: start, continue and end a run."""
+"""`slurmllm submit` and `resume`: start and continue a run."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.cli import sweep as sweeps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
-    from slurmllm.config.recipe import Recipe
-    from slurmllm.config.resolve import RunConfig
+    from slurmllm.cli.options import RunOptions
+    from slurmllm.cli.sweep import SweepOptions
     from slurmllm.run.records import Submission
-    from slurmllm.submit.prepare import Precompile, PreparedRun
-
-
-log = logging.getLogger(__name__)
+    from slurmllm.submit.prepare import PreparedRun, RunRequest
 
 
 @click.command()
 @click.argument("recipe", shell_complete=options.complete_recipe)
-@options.sbatch_options
-@options.nodes("Nodes of the train job; 2-4: as many as Slurm has.", default="1")
+@options.nodes(
+    help="Nodes of the train job; 2-4: at least 2, at most 4.", default="1", show_default=True
+)
 @click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
 @options.cluster
-@options.job_options(
-    f"{options.FIELDS} {options.DIRECTIVES}",
-    time="Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: the recipe's]",
-)
 @click.option(
-    "--data", "data", metavar="builtin|NAME",
+    "--data",
+    metavar="builtin|NAME",
     help="builtin: train on the source files of this machine's Python, for a first trial; else a "
     "published data set (`slurmllm data fetch --list`).",
-)  # fmt: skip
+)
 @click.option("--fetch", is_flag=True, help="First download the recipe's data if they are missing.")
-@options.precompile
-@options.runs_dir
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
-@click.option("--local", is_flag=True, help="Run both stages on this machine, without Slurm.")
-@options.in_allocation
-@click.option(
-    "--sweep", multiple=True, metavar="PATH=V1,V2",
-    help="Submit a run for each value, such as optim.lr=1e-4,3e-4; repeatable: for each "
-    "combination.",
-)  # fmt: skip
-@click.option(
-    "--sweep-file",
-    metavar="FILE.yaml",
-    help="Submit a run for each case of the file, such as `low: {optim.lr: 1e-4}`.",
-)
-@click.option(
-    "--max-running", type=int, help="Runs of a sweep that train at a time.  [default: all]"
-)
-@click.option("--yes", is_flag=True, help="Do not ask before a sweep of more than 100 runs.")
-@options.force
-@options.as_json
+@sweeps.sweep_options
+@options.run_options("the recipe's")
 @click.pass_context
 def submit(
-    ctx: click.Context, /, recipe: str, sbatch: tuple[str, ...],
-    nodes: tuple[int | None, int], name: str | None, overrides: tuple[str, ...],
-    cluster: str | None, data: str | None, fetch: bool, precompile: Precompile, runs_dir: Path,
-    dry_run: bool, local: bool,
-    in_allocation: bool, sweep: tuple[str, ...], sweep_file: str | None,
-    max_running: int | None, yes: bool,
-    force: bool, as_json: bool, **slurm: str | None,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    recipe: str,
+    nodes: tuple[int | None, int],
+    name: str | None,
+    overrides: tuple[str, ...],
+    cluster: str | None,
+    data: str | None,
+    fetch: bool,
+    dry_run: bool,
+    sweep: SweepOptions,
+    shared: RunOptions,
+) -> None:
     """Train RECIPE on N nodes.
 
     Submits a precompile job, then a train job that depends on it.
@@ -80,70 +62,82 @@ def submit(
     With --sweep or --sweep-file several runs are submitted, in a directory of their own; NAME is
     the sweep's.
     """
-    import contextlib
-    from dataclasses import replace
-
-    from slurmllm.cli import sweep as sweeps
     from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import resolve
-    from slurmllm.submit.launch import record_local, submit_jobs
-    from slurmllm.submit.prepare import RunRequest, prepare
+    from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.sweep import resolve_cases
-    from slurmllm.supervise.run_lock import locked
 
-    given = options.slurm_settings(slurm, sbatch)
-    given["slurm.min_nodes"], most = ("--nodes M-N", nodes[0]), nodes[1]
-    given |= _data_settings(data, fetch)
-    if local and nodes[0] is not None:
+    if shared.local and nodes[0] is not None:
         raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
-    if max_running is not None and slurm["dependency"] is not None:
+    settings = {**shared.settings, "slurm.min_nodes": ("--nodes M-N", nodes[0])}
+    if sweep.max_running is not None and settings["slurm.dependency"][1] is not None:
         raise click.UsageError("--dependency and --max-running exclude each other; give one")
-    cases = sweeps.read_cases(sweep, sweep_file, max_running, local)
+    cases = sweeps.read_cases(sweep, shared.local)
     if cases and not dry_run:
-        sweeps.confirm(len(cases), yes)
-    allocation = None
-    if in_allocation:
-        refused = {"--local": local, "--sweep": cases, **dict(given.values())}
-        given_nodes = ctx.get_parameter_source("nodes") is not click.core.ParameterSource.DEFAULT
-        allocation, most = _held_nodes(most if given_nodes else None, refused)
-    configs = (
-        resolve_cases(cases, recipe, cluster, overrides, given)
-        if cases
-        else [resolve(recipe, cluster, overrides, given)]
-    )
+        sweeps.confirm(len(cases), sweep.yes)
+    allocation, count = None, nodes[1]
+    if shared.in_allocation:
+        refused = {"--local": shared.local, "--sweep": cases, **dict(settings.values())}
+        is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT
+        allocation, count = _held_nodes(None if is_default else count, refused)
+    settings |= _data_settings(data, fetch)
+    sources = (recipe, cluster, overrides, settings)
+    configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if not dry_run:
         options.ignore_output_errors()
     request = RunRequest(
         config=configs[0],
-        nodes=most,
-        root=runs_dir,
+        nodes=count,
+        root=shared.runs_dir,
         name=name,
-        local=local,
-        precompile=precompile,
-        force=force,
+        local=shared.local,
+        precompile=shared.precompile,
+        force=shared.force,
         dry_run=dry_run,
         fetch=fetch_sources if fetch else None,
     )
     if cases:
-        ctx.exit(sweeps.submit(request, cases, configs, max_running, as_json))
-    with contextlib.ExitStack() as held:
-        prepared = prepare(
-            replace(request, claimed=lambda run: held.enter_context(locked(run, "submit")))
-        )
+        ctx.exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
+    _submit_run(ctx, request, shared, allocation)
+
+
+def _submit_run(
+    ctx: click.Context, request: RunRequest, shared: RunOptions, allocation: str | None
+) -> None:
+    """Prepare a new run, then submit its jobs, run it here, or show what would be submitted."""
+    from slurmllm.submit.prepare import prepare
+    from slurmllm.supervise.run_lock import locked
+
+    with contextlib.ExitStack() as locks:
+        claimed = lambda run: locks.enter_context(locked(run, "submit"))  # noqa: E731
+        prepared = prepare(replace(request, claimed=claimed))
         print_warnings(prepared)
-        if dry_run:
-            _print_dry_run(prepared, as_json)
+        if request.dry_run:
+            _print_dry_run(prepared, shared.as_json)
             prepared.require_data()
             return
-        here = local or in_allocation
-        sent = record_local(prepared, allocation=allocation) if here else submit_jobs(prepared)
-    if here:
-        ctx.exit(run_and_report(prepared, as_json, allocation))
+        sent = _start(prepared, shared.local or shared.in_allocation, allocation)
+    _finish(ctx, prepared, sent, shared.as_json)
+
+
+def _start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> Submission:
+    """Submit the jobs of a run, or record that this process runs its stages."""
+    from slurmllm.submit.launch import record_local, submit_jobs
+
+    if at_once:
+        return record_local(prepared, allocation=allocation)
+    return submit_jobs(prepared)
+
+
+def _finish(ctx: click.Context, prepared: PreparedRun, sent: Submission, as_json: bool) -> None:
+    """Run a recorded run's stages here, or print the jobs that were submitted."""
+    if sent.local:
+        ctx.exit(run_and_report(prepared, as_json, sent.allocation))
     print_submission(prepared, sent, as_json)
 
 
 def _data_settings(data: str | None, fetch: bool) -> dict[str, tuple[str, Any]]:
-    """Return what --data sets: dotted path → (option, value)."""
+    """Return the settings of --data."""
     from slurmllm.config.resolve import TRIAL
     from slurmllm.submit.inputs import STDLIB
 
@@ -155,7 +149,7 @@ def _data_settings(data: str | None, fetch: bool) -> dict[str, tuple[str, Any]]:
 
 
 def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
-    """The allocation that this command runs in and the nodes to use; `refused`: option → value."""
+    """Return the allocation of this command, and the nodes to use; `refused`: option → value."""
     from slurmllm.errors import UserError
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.supervise.allocation import held_allocation
@@ -182,20 +176,18 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
     for reason in prepared.refusals:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
     if as_json:
-        shown = {
+        environment = [{"name": name, **value._asdict()} for name, value in variables.items()]
+        summary = {
             "run_dir": str(run.path),
             "config": config.values(),
             "mesh": mesh.to_json(),
-            "scripts": {str(stage): text for stage, text in prepared.scripts.items()},
-            "environment": [
-                {"name": name, "value": variable.value, "source": variable.source}
-                for name, variable in variables.items()
-            ],
+            "scripts": prepared.scripts,
+            "environment": environment,
             "backend_arguments": arguments,
             "planner": _planner_json(prepared),
             "refusals": [*prepared.refusals, *prepared.missing_data],
         }
-        options.echo_json(shown, indent=None)
+        options.echo_json(summary, indent=None)
         return
     import yaml
 
@@ -217,7 +209,6 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
 
 def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> None:
     """Print job ids, directory, mesh and the next commands."""
-
     run, mesh = prepared.run, prepared.mesh
     if as_json:
         jobs = {"precompile": sent.precompile_job, "train": sent.train_job}
@@ -291,34 +282,26 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
 
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
-@options.sbatch_options
-@options.nodes("Number of nodes, or a range.  [default: as before]")
+@options.nodes(help="Number of nodes, or a range.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
 @options.set_option(
-    "Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
+    help="Change a value, such as parallel.tensor=8; repeatable. Model, data, seed and global "
     "batch cannot change: the checkpoints depend on them."
 )
-@options.job_options(
-    f"{options.FIELDS} {options.DIRECTIVES}",
-    time="Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: as before]",
-)
-@click.option("--local", is_flag=True, help="Continue on this machine, without Slurm.")
-@options.in_allocation
 @click.option(
     "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."
 )
-@options.force
-@options.precompile
-@options.runs_dir
-@options.as_json
+@options.run_options("as before")
 @click.pass_context
 def resume(
-    ctx: click.Context, /, run: str, sbatch: tuple[str, ...],
-    nodes: tuple[int | None, int] | None, cluster: str | None, overrides: tuple[str, ...],
-    local: bool, in_allocation: bool, from_scratch: bool, force: bool, precompile: Precompile,
-    runs_dir: Path, as_json: bool,
-    **slurm: str | None,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    run: str,
+    nodes: tuple[int | None, int] | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    from_scratch: bool,
+    shared: RunOptions,
+) -> None:
     """Continue RUN after it was cancelled or stopped.
 
     Training continues in the same directory, as its next attempt. The number of nodes, the cluster
@@ -328,123 +311,39 @@ def resume(
     The precompile stage runs again if compiled graphs are missing or would change. A run that was
     started with --local continues locally.
     """
-    from dataclasses import replace
-
-    from slurmllm.checkpoint.catalogue import require_recorded, usable_steps
-    from slurmllm.checkpoint.state import require_same_settings
     from slurmllm.config.load import load
-    from slurmllm.config.resolve import change, changed_settings
-    from slurmllm.errors import RunError
-    from slurmllm.run.records import JobsRecord
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import is_active, run_state
-    from slurmllm.submit.launch import record_local, submit_jobs
-    from slurmllm.submit.prepare import RunRequest, prepare
-    from slurmllm.supervise.exclusion import to_avoid
+    from slurmllm.submit.prepare import RunRequest
+    from slurmllm.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.supervise.run_lock import locked
-    from slurmllm.train.schedules import check_decay_start, moved_decay_end
 
-    found = find_run(run, runs_dir)
-    client = SlurmClient()
-    with locked(found, "resume"):
-        last = JobsRecord.of(found).last
-        if last is not None and is_active(found, client):
-            raise RunError(
-                f"{found.name} is pending or running; follow it with `slurmllm status "
-                f"{found.name}` or `slurmllm cancel {found.name}` first"
-            )
-        config = before = load(found.config, trusted=True)
-        # The job that the last submission waited for has ended.
-        if config.recipe.slurm.dependency is not None:
-            overrides = ("slurm.dependency=null", *overrides)
-        given = options.slurm_settings(slurm, sbatch)
-        least, most = nodes or (None, None)
-        given["slurm.min_nodes"] = ("--nodes M-N", least)
-        if most is not None and config.recipe.slurm.min_nodes is not None:
-            overrides = ("slurm.min_nodes=null", *overrides)
-        overrides = _keep_warmup(before.recipe, overrides, from_scratch)
-        if cluster is not None or overrides or any(value for _, value in given.values()):
-            config = change(config, cluster, overrides, given)
-        trained, train = before.recipe.train, config.recipe.train
-        usable = set() if from_scratch else usable_steps(found)
-        if not from_scratch:
-            newest = found.checkpoint(max(usable)) if usable else None
-            require_same_settings(found, config.recipe, newest)
-        if usable:
-            check_decay_start(before.recipe, config.recipe, max(usable))
-            if warning := moved_decay_end(before.recipe, config.recipe, max(usable)):
-                log.warning("%s", warning)
-            earlier, later = before.recipe.eval, config.recipe.eval
-            if later.every_steps and earlier.every_steps and earlier.sequences != later.sequences:
-                log.warning(
-                    "eval.sequences: changed from %d to %d; losses of evaluations before and after "
-                    "are means over different sequences", earlier.sequences, later.sequences,
-                )  # fmt: skip
-        if run_state(found, client).state == "done" and train.steps <= trained.steps:
-            raise RunError(
-                f"{found.name} is done: it has trained all its {trained.steps} steps; --set "
-                "train.steps=… with more of them continues it"
-            )
-        if not from_scratch and config.recipe.checkpoint.replica is None:
-            require_recorded(found)  # a worker finds out too, hours in the queue later
-        allocation = None
-        wanted, here = options.as_before(last, most, local)
-        if in_allocation:
-            as_before = most or (last.nodes if last else None)
-            here, (allocation, wanted) = False, _held_nodes(as_before, {"--local": local})
-        at_once = here or in_allocation
-        excluded = [] if at_once else to_avoid(client, found, config, wanted)
-        prepared = prepare(
-            RunRequest(
-                config=config,
-                nodes=wanted,
-                root=runs_dir,
-                run=found,
-                local=here,
-                precompile=precompile,
-                force=force,
-                # A layout that has trained before has shown that it fits.
-                check_layout=last is None
-                or wanted != last.nodes
-                or _layout(config) != _layout(before),
-                check_weights=train.init_from != trained.init_from,
-                exclude=excluded,
-            )
+    run_dir, client, settings = find_run(run, shared.runs_dir), SlurmClient(), shared.settings
+    if nodes is not None:
+        settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
+    with locked(run_dir, "resume"):
+        last, config = require_ended(run_dir, client), load(run_dir.config, trusted=True)
+        most, allocation = None if nodes is None else nodes[1], None
+        count, local = options.nodes_and_mode(last, most, shared.local)
+        if shared.in_allocation:
+            before = most or (last.nodes if last else None)
+            local, (allocation, count) = False, _held_nodes(before, {"--local": shared.local})
+        at_once = local or shared.in_allocation
+        request = RunRequest(
+            config=config,
+            nodes=count,
+            root=shared.runs_dir,
+            run=run_dir,
+            local=local,
+            precompile=shared.precompile,
+            force=shared.force,
         )
-        changes = changed_settings(before, prepared.config)
-        prepared = replace(prepared, from_scratch=from_scratch, changes=changes)
+        changes = Changes(cluster, overrides, settings, from_scratch)
+        prepared = prepare_resume(request, changes, last, None if at_once else client)
         print_warnings(prepared)
-        if excluded:
-            click.echo(
-                f"excluded: {' '.join(excluded)}, which failed the run; see status", err=True
-            )
+        if prepared.excluded:
+            names = " ".join(prepared.excluded)
+            click.echo(f"excluded: {names}, which failed the run; see status", err=True)
         options.ignore_output_errors()
-        sent = (
-            record_local(prepared, allocation=allocation)
-            if at_once
-            else submit_jobs(prepared, client)
-        )
-    if at_once:
-        ctx.exit(run_and_report(prepared, as_json, allocation))
-    print_submission(prepared, sent, as_json)
-
-
-def _keep_warmup(recipe: Recipe, overrides: tuple[str, ...], from_scratch: bool) -> tuple[str, ...]:
-    """The overrides, with the warm-up's number of steps if another train.steps would change it."""
-    optim = recipe.optim
-    names = {override.partition("=")[0].strip() for override in overrides}
-    own = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
-    if optim.warmup_ratio is None or from_scratch or own or "train.steps" not in names:
-        return overrides
-    steps = optim.warmup(recipe.train.steps)
-    return ("optim.warmup_ratio=null", f"optim.warmup_steps={steps}", *overrides)
-
-
-def _layout(config: RunConfig) -> tuple[Any, ...]:
-    """The settings that a run's memory and speed depend on and that a resume may change."""
-    train = config.recipe.train
-    return (
-        config.cluster, config.backend, config.recipe.parallel, train.micro_batch,
-        train.activation_checkpointing, train.precision,
-    )  # fmt: skip
+        sent = _start(prepared, at_once, allocation)
+    _finish(ctx, prepared, sent, shared.as_json)

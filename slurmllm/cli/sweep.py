@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -20,13 +21,48 @@ if TYPE_CHECKING:
 MANY = 100  # cases that are submitted without a question
 
 
-def read_cases(
-    sweep: Sequence[str], sweep_file: str | None, max_running: int | None, local: bool
-) -> list[Case]:
-    """The cases of --sweep or --sweep-file; none without these options."""
-    from slurmllm.errors import UserError
-    from slurmllm.submit import sweep as stage
+class SweepOptions(NamedTuple):
+    """The options of `submit` for sweeps."""
 
+    sweep: tuple[str, ...]
+    sweep_file: str | None
+    max_running: int | None
+    yes: bool
+
+
+def sweep_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options for sweeps to a verb, which gets them as `sweep`, a `SweepOptions`."""
+
+    @click.option(
+        "--sweep",
+        multiple=True,
+        metavar="PATH=V1,V2",
+        help="Submit a run for each value, such as optim.lr=1e-4,3e-4; repeatable: for each "
+        "combination.",
+    )
+    @click.option(
+        "--sweep-file",
+        metavar="FILE.yaml",
+        help="Submit a run for each case of the file, such as `low: {optim.lr: 1e-4}`.",
+    )
+    @click.option(
+        "--max-running", type=int, help="Runs of a sweep that train at a time.  [default: all]"
+    )
+    @click.option("--yes", is_flag=True, help="Do not ask before a sweep of more than 100 runs.")
+    @functools.wraps(verb)
+    def call(*arguments: Any, **values: Any) -> Any:
+        sweep = SweepOptions(*(values.pop(name) for name in SweepOptions._fields))
+        return verb(*arguments, **values, sweep=sweep)
+
+    return call
+
+
+def read_cases(options: SweepOptions, local: bool) -> list[Case]:
+    """Return the cases of --sweep or --sweep-file; none without these options."""
+    from slurmllm.errors import UserError
+    from slurmllm.submit.sweep import grid, read_cases
+
+    sweep, sweep_file, max_running, _ = options
     if sweep and sweep_file is not None:
         raise UserError("--sweep and --sweep-file exclude each other; give one of them")
     if not sweep and sweep_file is None:
@@ -36,7 +72,7 @@ def read_cases(
     if max_running is not None and (local or max_running < 1):
         why = "the runs of a local sweep are one after the other" if local else "must be 1 or more"
         raise UserError(f"--max-running {max_running}: {why}")
-    return stage.grid(sweep) if sweep_file is None else stage.read_cases(Path(sweep_file))
+    return grid(sweep) if sweep_file is None else read_cases(Path(sweep_file))
 
 
 def confirm(count: int, yes: bool) -> None:
@@ -53,9 +89,12 @@ def confirm(count: int, yes: bool) -> None:
 
 
 def submit(
-    request: RunRequest, cases: Sequence[Case], configs: Sequence[RunConfig],
-    max_running: int | None, as_json: bool,
-) -> int:  # fmt: skip
+    request: RunRequest,
+    cases: Sequence[Case],
+    configs: Sequence[RunConfig],
+    max_running: int | None,
+    as_json: bool,
+) -> int:
     """Submit a sweep or run it here; returns the exit code."""
     from slurmllm.errors import EXIT_OK
     from slurmllm.slurm.client import SlurmClient
@@ -65,8 +104,8 @@ def submit(
     for warning in dict.fromkeys(w for run in prepared.runs if run.fit for w in run.fit.warnings):
         click.echo(f"warning: {warning}", err=True)
     for run in prepared.runs:
-        for reason in run.refusals:
-            click.echo(f"warning: submit would refuse {run.run.name}: {reason}", err=True)
+        for refusal in run.refusals:
+            click.echo(f"warning: submit would refuse {run.run.name}: {refusal}", err=True)
     if request.dry_run:
         _print_prepared(prepared, [], as_json)
         click.echo("dry run: nothing was written, nothing submitted", err=True)
@@ -90,64 +129,67 @@ def _print_prepared(
     prepared: PreparedSweep, jobs: Sequence[str], as_json: bool, **more: Any
 ) -> None:
     """Print the runs of a sweep with their jobs, as `submit_sweep` yields them, and graphs."""
-    name = prepared.sweep.name
-    train_jobs: list[str | None] = [*jobs[len(prepared.precompiles) :]]
-    train_jobs = train_jobs or [None] * len(prepared.runs)
-    by_graphs = {g.run.name: job for g, job in zip(prepared.precompiles, jobs, strict=False)}
-    labels = prepared.record.labels
+    count = len(prepared.precompiles)
+    train_jobs: list[str | None] = [*jobs[count:]] or [None] * len(prepared.runs)
+    pairs = zip(prepared.precompiles, jobs, strict=False)
+    precompile_jobs = {graphs.run.name: job for graphs, job in pairs}
     if as_json:
-        found = {
-            "sweep": name,
-            "sweep_dir": str(prepared.sweep.path),
-            "max_running": prepared.record.max_running,
-            "graphs": [
-                {
-                    "run_dir": str(g.run.path),
-                    "graphs_from": g.graphs_from,
-                    "precompile_job": by_graphs.get(g.run.name),
-                }
-                for g in prepared.graphs
-            ],
-            "runs": [
-                {
-                    "run": run.run.name,
-                    "run_dir": str(run.run.path),
-                    "values": case.values,
-                    "graphs": run.graphs_from,
-                    "lane": prepared.lane(place),
-                    "train_job": job,
-                    "refusals": [*run.refusals, *run.missing_data],
-                }
-                for place, (run, case, job) in enumerate(
-                    zip(prepared.runs, prepared.record.cases, train_jobs, strict=True)
-                )
-            ],
-            **more,
-        }
-        options.echo_json(found, indent=None)
+        summary = _sweep_json(prepared, precompile_jobs, train_jobs)
+        options.echo_json({**summary, **more}, indent=None)
         return
     from slurmllm.display.tables import print_table
 
-    limit = prepared.record.max_running
-    click.echo(
-        f"sweep      {name}: {len(prepared.runs)} runs" + f", {limit} at a time" * bool(limit)
-    )
+    name, record = prepared.sweep.name, prepared.record
+    at_a_time = "" if record.max_running is None else f", {record.max_running} at a time"
+    click.echo(f"sweep      {name}: {len(prepared.runs)} runs{at_a_time}")
     click.echo(f"directory  {prepared.sweep.path}")
     for graphs in prepared.graphs:
         source = f"compiled by run {graphs.graphs_from} already"
         if graphs.graphs_from is None:
-            job = by_graphs.get(graphs.run.name)
+            job = precompile_jobs.get(graphs.run.name)
             source = f"precompile job {job}" if job else "one precompile stage"
         users = sum(run.graphs_from == graphs.run.name for run in prepared.runs)
         click.echo(f"graphs     {source}, for {users} runs")
+    labels = record.labels
     rows = [
         (run.run.name, *(case.values.get(path, "") for path in labels), *([job] if job else []))
-        for run, case, job in zip(prepared.runs, prepared.record.cases, train_jobs, strict=True)
+        for run, case, job in zip(prepared.runs, record.cases, train_jobs, strict=True)
     ]
     print_table(("run", *labels.values(), *(["train job"] if jobs else [])), rows)
     if jobs:
         for number, verb in enumerate(("status", "compare", "cancel")):
             click.echo(f"{'' if number else 'next':<10} slurmllm {verb} {name}")
+
+
+def _sweep_json(
+    prepared: PreparedSweep, precompile_jobs: Mapping[str, str], train_jobs: Sequence[str | None]
+) -> dict[str, Any]:
+    cases = zip(prepared.runs, prepared.record.cases, train_jobs, strict=True)
+    return {
+        "sweep": prepared.sweep.name,
+        "sweep_dir": str(prepared.sweep.path),
+        "max_running": prepared.record.max_running,
+        "graphs": [
+            {
+                "run_dir": str(graphs.run.path),
+                "graphs_from": graphs.graphs_from,
+                "precompile_job": precompile_jobs.get(graphs.run.name),
+            }
+            for graphs in prepared.graphs
+        ],
+        "runs": [
+            {
+                "run": run.run.name,
+                "run_dir": str(run.run.path),
+                "values": case.values,
+                "graphs": run.graphs_from,
+                "lane": prepared.lane(place),
+                "train_job": job,
+                "refusals": [*run.refusals, *run.missing_data],
+            }
+            for place, (run, case, job) in enumerate(cases)
+        ],
+    }
 
 
 def print_table_of(sweep: SweepDir, as_json: bool) -> None:
@@ -164,7 +206,7 @@ def print_table_of(sweep: SweepDir, as_json: bool) -> None:
 
 
 def ranking_json(state: SweepState, ranked: Sequence[RankedRun]) -> dict[str, Any]:
-    runs = [{"rank": place, **one.to_json()} for place, one in enumerate(ranked, 1)]
+    runs = [{"rank": place, **run.to_json()} for place, run in enumerate(ranked, 1)]
     return {**state.to_json(), "runs": runs}
 
 
@@ -174,24 +216,24 @@ def print_ranking(state: SweepState, ranked: Sequence[RankedRun]) -> None:
 
     labels = state.record.labels
     click.echo(f"sweep {state.sweep.name}, {state.summary}")
-    has_price = any(one.state.usd is not None for one in ranked)
+    has_price = any(run.state.usd is not None for run in ranked)
 
     def shown(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
     rows = [
         (
-            *(str(place), one.state.name, *(one.values.get(path, "") for path in labels)),
-            *(one.state.state, f"{one.state.step}/{one.state.steps}", shown(one.loss, ".4f")),
-            *(shown(one.state.loss, ".4f"), shown(one.state.seq_per_s, ".1f")),
-            *(format_hours(one.state.node_hours), str(one.state.restarts)),
-            *([shown(one.state.usd, ",.2f")] if has_price else []),
+            *(str(place), run.state.name, *(run.values.get(path, "") for path in labels)),
+            *(run.state.state, f"{run.state.step}/{run.state.steps}", shown(run.loss, ".4f")),
+            *(shown(run.state.loss, ".4f"), shown(run.state.seq_per_s, ".1f")),
+            *(format_hours(run.state.node_hours), str(run.state.restarts)),
+            *([shown(run.state.usd, ",.2f")] if has_price else []),
         )
-        for place, one in enumerate(ranked, 1)
+        for place, run in enumerate(ranked, 1)
     ]
     headings = ("rank", "run", *labels.values(), "state", "step", "loss", "last loss", "seq/s")
     print_table((*headings, "node h", "restarts", *(["usd"] if has_price else [])), rows)
     click.echo("loss: mean over the last tenth of a run's steps")
-    for one in ranked:
-        if one.state.reason and one.state.state in ("stopped", "interrupted", "damaged"):
-            click.echo(f"{one.state.name}: {one.state.reason}")
+    for run in ranked:
+        if run.state.reason and run.state.state in ("stopped", "interrupted", "damaged"):
+            click.echo(f"{run.state.name}: {run.state.reason}")

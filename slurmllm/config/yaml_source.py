@@ -17,7 +17,7 @@ import yaml
 
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_plural
-from slurmllm.run.safe_files import read_limited, reason
+from slurmllm.run.safe_files import os_error_text, read_limited
 
 # PyYAML's implicit types that are replaced below; a timestamp stays a string.
 _TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
@@ -105,7 +105,8 @@ def read_yaml(
     except OSError as error:
         fix = "; `chmod go-w` it if it is yours, else start a run of your own"
         raise ConfigError(
-            f"cannot read {path}: {reason(error)}" + fix * (trusted and error.errno == errno.EPERM)
+            f"cannot read {path}: {os_error_text(error)}"
+            + fix * (trusted and error.errno == errno.EPERM)
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {path}: {error}; it must be UTF-8 text") from error

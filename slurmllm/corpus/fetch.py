@@ -29,7 +29,7 @@ from slurmllm.data.tokenizer import tokenizer_of_vocabulary
 from slurmllm.display.progress import OnStage
 from slurmllm.errors import DataError, InfrastructureError, StorageError
 from slurmllm.run.rundir import fsync_dir, write_atomic
-from slurmllm.run.safe_files import open_lock, reason
+from slurmllm.run.safe_files import open_lock, os_error_text
 
 T = TypeVar("T")
 
@@ -397,4 +397,4 @@ def _storage_error(folder: Path, error: OSError) -> StorageError:
     fix = "check the folder, or choose another one with --to"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         fix = f"free space, then {_AGAIN}: what has arrived is kept"
-    return StorageError(f"cannot write to {folder}: {reason(error)}; {fix}")
+    return StorageError(f"cannot write to {folder}: {os_error_text(error)}; {fix}")

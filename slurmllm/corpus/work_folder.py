@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Self
 
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.rundir import fsync_dir
-from slurmllm.run.safe_files import open_lock, why_untrusted
+from slurmllm.run.safe_files import open_lock, untrusted_error
 
 _LOCK = "lock"
 # Below this, passing data to a thread takes longer than hashing it.
@@ -130,7 +130,7 @@ class WorkFolder:
             with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
                 # Whoever may write to it could have links written through, and shards read.
                 info = self.path.lstat()
-                if reason := why_untrusted(info):
+                if reason := untrusted_error(info):
                     text = f"{reason}; remove {self.path} if it is yours"
                     raise PermissionError(errno.EPERM, text, str(self.path))
                 if not stat.S_ISDIR(info.st_mode):

@@ -202,8 +202,8 @@ def run_on_slurm(
         at_once=workers,
         options=options,
         resources=Resources(cpus=1),
-        what="the jobs that read the inputs",
-        instead="read them on this machine without --slurm",
+        description="the jobs that read the inputs",
+        alternative="read them on this machine without --slurm",
     )
     on_note(
         f"Slurm job {array_of(jobs)}: {len(shards):,} shards in {count:,} tasks, {workers:,} at a "

@@ -17,7 +17,7 @@ from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import NodeError, SlurmllmError, StorageError
 from slurmllm.run.records import Finding
 from slurmllm.run.rundir import is_run, write_atomic
-from slurmllm.run.safe_files import why_replaceable, why_untrusted
+from slurmllm.run.safe_files import replaceable_error, untrusted_error
 
 GB = 10**9
 # File systems that other machines mount too (the types of /proc/mounts).
@@ -95,9 +95,9 @@ def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
     elif kind in SHARED_TYPES:
         message = f"{folder} is on {kind}, which all nodes share; choose a disk of the node's own"
         yield warn("node-local disk", free, required, message)
-    elif message := why_replaceable(folder, cluster.trusted_group):
+    elif risk := replaceable_error(folder, cluster.trusted_group):
         # The workers would refuse to make their caches there.
-        yield fail("node-local disk", free, required, message)
+        yield fail("node-local disk", free, required, risk)
     else:
         yield ok("node-local disk", free, required or "")
 
@@ -130,8 +130,8 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Findi
         yield fail("shared file system", seconds, limit, message)
     elif seconds > SLOW_WRITE_S:
         yield warn("shared file system", seconds, limit or SLOW_WRITE_S, message)
-    elif message := why_replaceable(folder, cluster.trusted_group):
-        yield warn("shared file system", seconds, limit or "", message)
+    elif risk := replaceable_error(folder, cluster.trusted_group):
+        yield warn("shared file system", seconds, limit or "", risk)
     else:
         yield ok("shared file system", seconds, limit or "")
 
@@ -156,7 +156,7 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
             yield skipped(check, "the runs folder cannot be written")
     else:
         writable = _writable_runs(runs, cluster.trusted_group)
-        if reason := why_replaceable(existing, cluster.trusted_group):
+        if reason := replaceable_error(existing, cluster.trusted_group):
             yield warn("runs folder", reason, fix="else others could exchange your runs for theirs")
         elif writable:
             names = ", ".join(path.name for path in writable[:3]) + " …" * (len(writable) > 3)
@@ -179,7 +179,7 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
         yield warn("node-local disk", found, fix=fix)
     elif not os.access(local, os.W_OK):
         yield warn("node-local disk", f"{found}, no write access", fix="cluster.node_local")
-    elif reason := why_replaceable(local, cluster.trusted_group):
+    elif reason := replaceable_error(local, cluster.trusted_group):
         yield warn("node-local disk", reason, fix="ask an administrator, or cluster.node_local")
     else:
         yield ok("node-local disk", found)
@@ -193,7 +193,7 @@ def _writable_runs(runs: Path, group: str | None) -> list[Path]:
     for path in paths:
         with suppress(OSError):  # removed meanwhile
             own = is_run(path) and path.stat().st_uid == os.geteuid()
-            if own and why_untrusted(path.stat(), group):
+            if own and untrusted_error(path.stat(), group):
                 found.append(path)
     return found
 

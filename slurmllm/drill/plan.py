@@ -149,7 +149,7 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str:
         return f"its first attempt did not complete steps 1 to {plan.steps}"
     if not run.metrics(0).is_file():
         return "its metrics file is missing"
-    if not reuse.serves(plan.config, plan.nodes, plan.local, run, run):
+    if not reuse.has_all_graphs(plan.config, plan.nodes, plan.local, run):
         return "versions or code have changed"
     return ""
 

@@ -33,7 +33,7 @@ from slurmllm.evaluate.request import (
 )
 from slurmllm.run.artifact_records import EvaluationRecord
 from slurmllm.run.rundir import RunDir
-from slurmllm.run.safe_files import why_untrusted
+from slurmllm.run.safe_files import untrusted_error
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
     FailedJob,
@@ -184,8 +184,8 @@ def run_on_slurm(
             at_once=at_once,
             options=options,
             resources=resources,
-            what="the evaluation jobs",
-            instead="evaluate on this machine without --slurm",
+            description="the evaluation jobs",
+            alternative="evaluate on this machine without --slurm",
         )
         array = array_of(tasks)
         on_submit(f"Slurm job {array}: {len(part):,} checkpoint(s), {at_once:,} at a time")
@@ -286,7 +286,7 @@ def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iter
         folder = settings.export_dir / f"{model.directory.name}-{model.checksum[:12]}"
         if not folder.is_dir():
             _export(model.directory, folder, settings.tokenizer)
-        elif why := why_untrusted(folder.stat()):
+        elif why := untrusted_error(folder.stat()):
             raise StorageError(
                 f"the weights in {folder} may not be the checkpoint's: {why}; choose another "
                 "folder: --export-dir DIR"

@@ -59,9 +59,6 @@ def empty_cache_once(cache: Path, attempt: str) -> None:
     """Empty a node's cache folder for an attempt that cannot use the archive.
 
     The launchers of --local share the folder; by the name of the attempt only the first empties it.
-
-    Raises:
-        NodeError: The node-local disk refuses.
     """
     with node_disk(f"empty {cache}"), _locked(cache):
         if _read_marker(cache) != attempt:
@@ -96,9 +93,6 @@ def pack_archive(
         cache: The node-local folder, with the graphs of all nodes.
         versions: Of this node, and what its graphs are made for.
         expected: Whether an archive without any graph is incomplete.
-
-    Raises:
-        StorageError: The shared file system refuses.
     """
     graphs = load_environment(backend).graphs(cache)
     with archiving(run):
@@ -143,11 +137,7 @@ def remove_old_archives(run: RunDir, current: str) -> None:
 
 
 def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = ()) -> None:
-    """Leave a node's graphs for the first precompile node, except folders that another submits.
-
-    Raises:
-        StorageError: The shared file system refuses.
-    """
+    """Leave a node's graphs for the first precompile node, except folders that another submits."""
     with archiving(run):
         write_archive(cache, run.graphs_of_node(node), without=without)
 
@@ -163,9 +153,6 @@ def collect_graphs(
 
     There is no time limit, because compilers take hours, and not equally long on all nodes:
     `has_failed` returns whether a node will submit nothing.
-
-    Raises:
-        StorageError: The shared file system refuses.
     """
     missing = []
     for node in nodes:
@@ -191,7 +178,7 @@ def remove_submitted(run: RunDir, nodes: Sequence[str]) -> None:
 
 
 def archive_files(cache: Path, without: Iterable[str] = ()) -> list[Path]:
-    """The files of a cache that belong into an archive: no locks, and nothing in `without`."""
+    """Return the files of a cache for an archive: no locks, and nothing in `without`."""
     excluded = frozenset(without)
     return [
         path
@@ -255,20 +242,19 @@ def make_own_folder(folder: Path) -> None:
 
 
 def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
-    """The manifest of a run's own archive.
-
-    Raises:
-        StorageError: One of both is missing or damaged, or others may have written it.
-    """
+    """Return the manifest of a run's own archive; StorageError if one of both is unusable."""
     try:
         manifest = GraphManifest.load_trusted(run.graphs_manifest, group)
         open_trusted(run.graphs_archive(manifest.archive), group).close()
         return manifest
     except (StorageError, OSError) as error:
-        again = f"`slurmllm resume {run.name} --precompile always` compiles the graphs again"
         if isinstance(error, OSError):
             error = StorageError(f"cannot use {error.filename}: {error.strerror}")
-        raise StorageError(f"{error}; {again}") from error
+        raise StorageError(f"{error}; {_compile_again(run)}") from error
+
+
+def _compile_again(run: RunDir) -> str:
+    return f"`slurmllm resume {run.name} --precompile always` compiles the graphs again"
 
 
 @contextmanager
@@ -342,11 +328,7 @@ def install_archive(
 
 @contextmanager
 def installing(cache: Path, node: str) -> Iterator[Path]:
-    """Yield a file that the workers of a node, which are started inside, wait for.
-
-    It is written when the cache is installed; until then a worker must not compile: the folder is
-    replaced.
-    """
+    """Yield a file for which the workers of a node wait, written when the cache is installed."""
     # By the node's name: the launchers of --local share the disk.
     installed = cache.with_name(f"{cache.name}.installed-{node}")
     installed.unlink(missing_ok=True)
@@ -371,8 +353,8 @@ def _open_source(
         return open_archive(source, manifest.archive_sha256, group), "shared"
     except (OSError, ValueError) as error:
         raise NodeError(
-            f"{source} is not used: {getattr(error, 'strerror', None) or error}; `slurmllm resume "
-            f"{run.name} --precompile always` compiles the graphs again"
+            f"{source} is not used: {getattr(error, 'strerror', None) or error}; "
+            f"{_compile_again(run)}"
         ) from error
 
 
@@ -386,7 +368,7 @@ class IncompleteGraphsError(RunError):
 
 
 def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
-    """Why an archive is incomplete, one line each; empty if it is complete."""
+    """Return why an archive is incomplete, one line each."""
     if manifest.complete:
         return ()
     lines = []
@@ -410,11 +392,7 @@ def faults(manifest: GraphManifest, run: RunDir) -> tuple[str, ...]:
 
 
 def require_complete(manifest: GraphManifest, run: RunDir, incomplete_graphs: str) -> None:
-    """Refuse to train on an incomplete archive.
-
-    Raises:
-        IncompleteGraphsError: Names the graphs, their logs and the ways to continue.
-    """
+    """Raise IncompleteGraphsError if the archive is incomplete and the recipe requires it."""
     if manifest.complete or incomplete_graphs == "compile":
         return
     lines = "\n  ".join(faults(manifest, run))

@@ -33,7 +33,7 @@ def graph_fingerprint(
     measured: int | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> str | None:
-    """A digest of everything that decides a run's graphs.
+    """Return a digest of everything that decides a run's graphs.
 
     Args:
         mesh: Of the train stage.
@@ -75,23 +75,23 @@ def node_processor(config: RunConfig) -> dict[str, str]:
 
 @functools.cache
 def sources(backend: str, package: Path = _PACKAGE) -> str:
-    """A digest of slurmllm's own code that decides graphs: model, mesh and backend."""
+    """Return a digest of the code that decides graphs: model, mesh and backend."""
     # The version number is not enough: a checkout changes without a new one.
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     folders = (package / "model", package / "config/families", package / "backends" / backend)
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     for file in (*files, *(package / module for module in GRAPH_MODULES)):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
-        found.update(f"{file.relative_to(package).as_posix()} {content}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{file.relative_to(package).as_posix()} {content}\n".encode())
+    return digest.hexdigest()
 
 
 def worker_threads(config: RunConfig, mesh: Mesh, local: bool) -> int | None:
-    """CPU threads of a worker; None if the number of CPUs is only known on the nodes."""
-    own = {**config.cluster.env, **config.recipe.env}
-    given = own.get(_THREADS) or os.environ.get(_THREADS)
-    if given is not None and given.isdigit():
-        return int(given)
+    """Return the CPU threads of a worker; None if only the nodes know their number of CPUs."""
+    variables = {**config.cluster.env, **config.recipe.env}
+    threads = variables.get(_THREADS) or os.environ.get(_THREADS, "")
+    if threads.isdigit():
+        return int(threads)
     cpus = config.cluster.cpus_per_node
     if cpus is None and local:
         cpus = len(os.sched_getaffinity(0))
@@ -103,8 +103,6 @@ def threads_of(cpus: int, mesh: Mesh, local: bool) -> int:
 
 
 def sharing(mesh: Mesh, local: bool) -> int:
-    """Number of workers that share a machine's CPUs and memory.
-
-    Those of one node; the nodes of --local are all on this machine, in both stages alike.
-    """
+    """Return the number of workers that share a machine's CPUs and memory."""
+    # The nodes of --local are all on this machine, in both stages alike.
     return mesh.devices_per_node * (mesh.nodes if local else 1)

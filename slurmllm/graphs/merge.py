@@ -43,23 +43,22 @@ def submit_new_graphs(
 ) -> tuple[str, ...]:
     """Submit the graphs that a node's cache has and the archive lacks; returns their names.
 
-    `nodes` are those of the attempt, `manifest` is the one with which it began, `versions` those
-    of this node with what its graphs are made for.
-
-    Raises:
-        StorageError: The shared file system refuses.
+    Args:
+        nodes: Of the attempt.
+        manifest: With which the attempt began.
+        versions: Of this node, with what its graphs are made for.
     """
-    known = set() if manifest.unusable(versions) else _compiled(manifest.states)
+    compiled = set() if manifest.unusable(versions) else _compiled(manifest.states)
     graphs = load_environment(manifest.backend).graphs(cache)
     states = tuple(
         GraphState.model_validate(g._asdict())
         for g in graphs
-        if g.state == "compiled" and g.folder not in known
+        if g.state == "compiled" and g.folder not in compiled
     )
     if not states:
         return ()
     others = {g.folder for g in graphs} - {state.folder for state in states}
-    archived = {file.path for file in manifest.files} if known else set()
+    archived = {file.path for file in manifest.files} if compiled else set()
     new = [f for f in archive_files(cache, others) if str(f.relative_to(cache)) not in archived]
     record = run.new_graphs / f"{attempt:03d}_{node}.json"
     archive = record.with_suffix(".tar")
@@ -67,9 +66,14 @@ def submit_new_graphs(
         # The archive before its record: without a record it is ignored.
         files = write_archive(cache, archive, only=new)
         NewGraphs(
-            node=node, attempt=attempt, nodes=tuple(nodes), versions=dict(versions),
-            archive_sha256=checksum(archive), files=files, states=states,
-        ).save(record)  # fmt: skip
+            node=node,
+            attempt=attempt,
+            nodes=tuple(nodes),
+            versions=dict(versions),
+            archive_sha256=checksum(archive),
+            files=files,
+            states=states,
+        ).save(record)
     return tuple(state.name for state in states)
 
 
@@ -78,31 +82,25 @@ def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
 
     No launcher may be running. Files of others than this user and the members of `group` are
     ignored.
-
-    Raises:
-        StorageError: The shared file system refuses.
     """
-    # Runs of 0.1 have them in graphs/added.
-    both = (run.graphs / "added", run.new_graphs)
-    folders = [f for f in both if f.is_dir() and not f.is_symlink()]
-    if not folders or not run.graphs_manifest.is_file():
+    folder = run.new_graphs
+    if not folder.is_dir() or folder.is_symlink() or not run.graphs_manifest.is_file():
         return ()
     manifest = GraphManifest.load_trusted(run.graphs_manifest, group)
     submitted: list[tuple[NewGraphs, BinaryIO]] = []
     with ExitStack() as stack:
-        for path in sorted(path for folder in folders for path in folder.glob("*.json")):
+        for path in sorted(folder.glob("*.json")):
             # A damaged record or archive is ignored: its graphs can be compiled again.
             with suppress(StorageError, OSError, ValueError):
                 graphs = NewGraphs.load_trusted(path, group)
                 tar = open_archive(path.with_suffix(".tar"), graphs.archive_sha256, group)
                 submitted.append((graphs, stack.enter_context(tar)))
         usable, base = _matching([graphs for graphs, _ in submitted], manifest)
-        known = _compiled(base.states)
+        compiled = _compiled(base.states)
         new: dict[str, GraphState] = {}
-        for graphs in usable:
-            for state in graphs.states:
-                if state.folder not in known:
-                    new.setdefault(state.folder, state)
+        for state in (state for graphs in usable for state in graphs.states):
+            if state.folder not in compiled:
+                new.setdefault(state.folder, state)
         with archiving(run):
             if new:
                 tars = [tar for graphs, tar in submitted if graphs in usable]
@@ -112,15 +110,14 @@ def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
                 merged = _merge(run, base, tars, new)
                 merged.save(run.graphs_manifest)
                 remove_old_archives(run, merged.archive)
-            for folder in folders:
-                shutil.rmtree(folder)
+            shutil.rmtree(folder)
     return tuple(state.name for state in new.values())
 
 
 def _matching(
     submitted: Sequence[NewGraphs], manifest: GraphManifest
 ) -> tuple[list[NewGraphs], GraphManifest]:
-    """The graphs of the archive's versions, and the manifest to extend.
+    """Return the graphs of the archive's versions, and the manifest to extend.
 
     If all nodes of the newest attempt agree on other versions, or the archive is rejected, no node
     can use it any longer: their graphs replace it.
@@ -130,11 +127,10 @@ def _matching(
     if last and {graphs.node for graphs in last} == set(last[0].nodes):
         versions = last[0].versions
         if manifest.unusable(versions) and all(g.versions == versions for g in last):
-            empty = {
-                "versions": versions, "files": (), "states": (), "missing_nodes": (),
-                "graphs": 0, "fingerprint": "", "reused_from": None, "rejected": "",
-            }  # fmt: skip
-            return last, manifest.model_copy(update=empty)
+            empty = dict.fromkeys(("files", "states", "missing_nodes"), ())
+            unknown = {"fingerprint": "", "reused_from": None, "rejected": ""}
+            update = {**empty, **unknown, "versions": versions, "graphs": 0}
+            return last, manifest.model_copy(update=update)
     return [graphs for graphs in submitted if not manifest.unusable(graphs.versions)], manifest
 
 

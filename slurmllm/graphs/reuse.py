@@ -26,22 +26,24 @@ from slurmllm.run.safe_files import open_trusted
 
 
 def measured_micro_batch(run: RunDir) -> int | None:
-    """The micro batch that an earlier precompile stage has measured, if any."""
+    """Return the micro batch that an earlier precompile stage has measured, if any."""
     with suppress(StorageError):  # damaged: measure again
         if record := MicroBatchRecord.find(run.micro_batch):
             return record.micro_batch
     return None
 
 
-def serves(config: RunConfig, nodes: int, local: bool, own: RunDir, run: RunDir) -> bool:
-    """Whether `run`, `own` or another, has all graphs that a configuration of `own` needs."""
+def has_all_graphs(
+    config: RunConfig, nodes: int, local: bool, run: RunDir, is_other: bool = False
+) -> bool:
+    """Return whether a run has all graphs that a configuration needs, its own or another run's."""
     manifest = _manifest(run)
     if manifest is None:
         return False
     fingerprint = _fingerprint(config, nodes, local, run)
-    # An empty fingerprint: the nodes, whose versions differ from this machine's, compiled them.
-    known = (fingerprint, "") if run == own else (fingerprint,)
-    return fingerprint is not None and manifest.fingerprint in known
+    # Empty: the run's own nodes, whose versions differ from this machine's, compiled them.
+    is_unknown = manifest.fingerprint == "" and not is_other
+    return fingerprint is not None and (is_unknown or manifest.fingerprint == fingerprint)
 
 
 def _fingerprint(
@@ -55,13 +57,13 @@ def _fingerprint(
     return None
 
 
-def other_processor(config: RunConfig, nodes: int, local: bool, run: RunDir) -> str:
+def other_processor(config: RunConfig, nodes: int, local: bool, run: RunDir) -> str | None:
     """Return why the newest run with all graphs, but for another processor or torch, is not used.
 
-    Empty if there is none, or `local` is False: which processor a job gets is not known.
+    None if there is none, or `local` is False: which processor a job gets is not known.
     """
     if not local:
-        return ""
+        return None
     here = {**load_environment(config.backend).versions(), **node_processor(config)}
     for other in (run, *_newest_first(run)):
         manifest = _manifest(other)
@@ -69,12 +71,13 @@ def other_processor(config: RunConfig, nodes: int, local: bool, run: RunDir) -> 
             then = _fingerprint(config, nodes, local, other, manifest.versions)
             if manifest.fingerprint == then:
                 return f"run {other.name!r}: {reason}"
-    return ""
+    return None
 
 
 def find(config: RunConfig, nodes: int, local: bool, run: RunDir) -> Iterator[RunDir]:
-    """The other runs in the folder of runs that have all graphs, newest first."""
-    return (other for other in _newest_first(run) if serves(config, nodes, local, run, other))
+    """Yield the other runs in the folder of runs that have all graphs, newest first."""
+    others = _newest_first(run)
+    return (r for r in others if has_all_graphs(config, nodes, local, r, is_other=True))
 
 
 def _newest_first(run: RunDir) -> list[RunDir]:
@@ -89,15 +92,14 @@ def _newest_first(run: RunDir) -> list[RunDir]:
     return sorted(modified_at, key=lambda other: modified_at[other], reverse=True)
 
 
-def adopt(source: RunDir, run: RunDir, group: str | None = None) -> str:
+def link_or_copy_graphs(source: RunDir, run: RunDir, group: str | None = None) -> str | None:
     """Link a run to the archive of another one, or copy it.
 
-    Returns:
-        The reason if that archive is not used, and then nothing is written; else nothing. Two runs
-        of one user can share an archive because it is never changed; another user could change it.
+    Two runs of one user can share an archive because it is never changed; another user could
+    change it.
 
-    Raises:
-        StorageError: The shared file system refuses.
+    Returns:
+        Why that archive is not used, and then nothing is written; None if it is.
     """
     try:
         manifest = GraphManifest.load_trusted(source.graphs_manifest, group)
@@ -130,7 +132,7 @@ def adopt(source: RunDir, run: RunDir, group: str | None = None) -> str:
             f"cannot copy the graphs of {source.name} to {run.graphs}: "
             f"{error.strerror or error}; free space, or add --precompile always"
         ) from error
-    return ""
+    return None
 
 
 def _link_or_copy(source: Path, target: Path, group: str | None) -> None:
@@ -146,8 +148,8 @@ def _link_or_copy(source: Path, target: Path, group: str | None) -> None:
     target.chmod(0o644)
 
 
-def forget(run: RunDir) -> None:
-    # Without a manifest the archive is unused, and the next precompile stage replaces it.
+def delete_manifest(run: RunDir) -> None:
+    # The archive is then unused, and the next precompile stage replaces it.
     if run.graphs_manifest.is_dir():
         shutil.rmtree(run.graphs_manifest)
     else:

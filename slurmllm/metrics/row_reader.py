@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmllm.errors import RunError
 from slurmllm.run.rundir import RunDir
-from slurmllm.run.safe_files import open_regular, read_limited, read_lines, reason
+from slurmllm.run.safe_files import open_regular, os_error_text, read_limited, read_lines
 
 if TYPE_CHECKING:
     from slurmllm.run.records import Event
@@ -64,8 +64,8 @@ def line_error(path: Path, line: int, what: str) -> RunError:
 
 def read_error(path: Path, error: OSError) -> RunError:
     return RunError(
-        f"cannot read {error.filename or path}: {reason(error)}; a metrics file must be readable: "
-        "check its permissions and the file system"
+        f"cannot read {error.filename or path}: {os_error_text(error)}; a metrics file must be "
+        "readable: check its permissions and the file system"
     )
 
 
@@ -177,7 +177,7 @@ def read_events(
     except FileNotFoundError:
         return
     except OSError as error:
-        raise RunError(f"cannot read {path}: {reason(error)}") from error
+        raise RunError(f"cannot read {path}: {os_error_text(error)}") from error
     for number, line in enumerate(lines, start=1):
         try:
             yield Event.model_validate_json(line)

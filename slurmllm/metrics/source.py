@@ -28,7 +28,7 @@ from slurmllm.metrics.text_logs import read_text
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.records import JobsRecord, SkipsRecord
 from slurmllm.run.rundir import RunDir, find_run, read_all
-from slurmllm.run.safe_files import open_regular, read_limited, read_lines, reason
+from slurmllm.run.safe_files import open_regular, os_error_text, read_limited, read_lines
 
 __all__ = ["locate", "parse_tags", "read_curve"]
 
@@ -126,8 +126,8 @@ def read_curve(
         return curve_of_log(log, run_name(log.path, is_file), tags)
     except OSError as error:
         raise RunError(
-            f"cannot read {error.filename or source}: {reason(error)}; a log must be readable: "
-            "check its permissions and the file system"
+            f"cannot read {error.filename or source}: {os_error_text(error)}; a log must be "
+            "readable: check its permissions and the file system"
         ) from error
 
 
@@ -325,7 +325,7 @@ def _read_mapping(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
     except FileNotFoundError:
         return {}, []
     except OSError as error:
-        return {}, [f"cannot read {path}: {reason(error)}"]
+        return {}, [f"cannot read {path}: {os_error_text(error)}"]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         fault = " ".join(str(error).split())  # YAML's messages span several lines
     else:

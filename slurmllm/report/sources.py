@@ -24,7 +24,7 @@ from slurmllm.report.throughput import throughput_by_nodes
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.records import AttemptRecord, Event, NodeRecord
 from slurmllm.run.rundir import RunDir, read_all
-from slurmllm.run.safe_files import reason
+from slurmllm.run.safe_files import os_error_text
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.spikes import SpikeAnalysis, analyze
 from slurmllm.status.history import RunHistory, read_history, read_incarnations, read_submissions
@@ -228,7 +228,7 @@ def _or_warn(read: Callable[[], T], warnings: list[str]) -> T | None:
     except SlurmllmError as error:
         warnings.append(str(error))
     except OSError as error:
-        warnings.append(f"cannot read {error.filename}: {reason(error)}")
+        warnings.append(f"cannot read {error.filename}: {os_error_text(error)}")
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field
+from pydantic import AfterValidator, Field
 
 from slurmllm.run.records import NodeName, Record
 
@@ -60,20 +60,16 @@ class GraphManifest(Record):
     files: tuple[GraphFile, ...]
     states: tuple[GraphState, ...] = ()  # of every graph
     # The precompile nodes that submitted no graphs.
-    missing_nodes: tuple[str, ...] = Field(
-        default=(), validation_alias=AliasChoices("missing_nodes", "absent_nodes")
-    )
+    missing_nodes: tuple[str, ...] = ()
     fingerprint: str = ""  # see graphs.fingerprint; empty: unknown
     # The run that compiled the graphs.
-    reused_from: Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]+$")] | None = Field(
-        default=None, validation_alias=AliasChoices("reused_from", "taken_from")
-    )
+    reused_from: Annotated[str, Field(pattern=r"^[^/\x00-\x1f\x7f]+$")] | None = None
     rejected: str = ""  # why no attempt uses the graphs any longer
 
-    def unusable(self, versions: Mapping[str, str]) -> str:
-        """Return why a node of these versions must not use the graphs; empty if it may."""
+    def unusable(self, versions: Mapping[str, str]) -> str | None:
+        """Return why a node of these versions must not use the graphs; None if it may."""
         if self.rejected or self.versions == versions:
-            return self.rejected
+            return self.rejected or None
         differences = []
         for name in sorted(self.versions.keys() | versions.keys()):
             built, here = self.versions.get(name, "none"), versions.get(name, "none")
@@ -161,16 +157,15 @@ class DataRecord(Record):
     validation: float  # data.validation
 
     def differences(self, other: DataRecord) -> tuple[str, ...]:
-        """Why the two read different tokens, a phrase each; empty if they read the same."""
-        found = []
-        here, there = self._contents(), other._contents()
-        if here != there:
-            found.append(f"corpora {_phrase(self.corpora)} and {_phrase(other.corpora)}")
+        """Return why the two read different tokens, a phrase each."""
+        differences = []
+        if self._contents() != other._contents():
+            differences.append(f"corpora {_phrase(self.corpora)} and {_phrase(other.corpora)}")
         for name in ("tokenizer", "seed", "seq_len", "global_batch", "mask", "validation"):
-            a, b = getattr(self, name), getattr(other, name)
-            if a != b:
-                found.append(f"{name} {a} and {b}")
-        return tuple(found)
+            here, there = getattr(self, name), getattr(other, name)
+            if here != there:
+                differences.append(f"{name} {here} and {there}")
+        return tuple(differences)
 
     def _contents(self) -> list[tuple[str, float]]:
         total = sum(corpus.weight for corpus in self.corpora)

@@ -1,8 +1,6 @@
 """The error messages of runtimes and libraries, and their meaning for a run.
 
-They are in error_patterns.yaml: a pattern, its meaning, the source of the message, and an example.
-The failing worker and the supervisor that classifies the attempt both use them; the tests check
-every row.
+error_patterns.yaml has a pattern, its meaning, the source of the message, and an example.
 """
 
 from __future__ import annotations
@@ -11,19 +9,21 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import yaml
 
 from slurmllm.run.records import EndingClass
 
+# In the order of the search in a message that matches several rows. The device's before the
+# program's, because a broken device may cause both; echoes last.
 Meaning = Literal[
     "memory",  # of the device or the host
     "device",  # an accelerator is broken: its node is excluded
     "code",  # an invalid request of the program, on any node
     "compiler",  # a graph that does not compile
-    "storage",  # the shared file system; may be transient
-    "storage_lasting",  # likewise, until the user acts
+    "storage_lasting",  # the shared file system, until the user acts
+    "storage",  # likewise; may be transient
     "node",  # this node: its driver, its network adapter, an installation
     "port",  # taken by another process; no node is to blame
     "lost_peer",  # another worker is gone: an echo, never the cause
@@ -41,7 +41,6 @@ ENDINGS: Mapping[Meaning, tuple[EndingClass, bool]] = {
     "lost_peer": ("node_failure", False),
 }
 
-
 # torch-neuronx prints NRT_STATUS as `nrt_execute status=5 message="…"` (vllm issue 12443), the
 # SDK's documentation as `Failed to execute the model status=1003 message=…`.
 _STATUS = r"(?:\bnrt_\w+|[Ff]ailed to|Could not)\b[^\n]*?\bstatus[= ](?:%s)\b"
@@ -56,17 +55,9 @@ class Row(NamedTuple):
     example: str
 
 
-# The order of the search in a message that matches several rows. The device's before the program's,
-# because a broken device may cause both; echoes last.
-_ORDER: tuple[Meaning, ...] = (
-    "memory", "device", "code", "compiler", "storage_lasting", "storage", "node", "port",
-    "lost_peer",
-)  # fmt: skip
-
-
 @cache
 def table() -> tuple[Row, ...]:
-    """The rows of error_patterns.yaml."""
+    """Return the rows of error_patterns.yaml."""
     text = Path(__file__).with_suffix(".yaml").read_text()
     rows = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (both are safe)
     return tuple(
@@ -77,22 +68,22 @@ def table() -> tuple[Row, ...]:
 
 @cache
 def pattern(*meanings: Meaning) -> re.Pattern[str]:
-    """One pattern that matches all messages of some meanings."""
+    """Return one pattern that matches all messages of some meanings."""
     return re.compile("|".join(f"(?:{row.pattern})" for row in table() if row.meaning in meanings))
 
 
-def means(message: str, *meanings: Meaning) -> bool:
-    """Whether a message matches a row with one of these meanings."""
+def matches(message: str, *meanings: Meaning) -> bool:
+    """Return whether a message matches a row with one of these meanings."""
     return pattern(*meanings).search(message) is not None
 
 
 def meaning_of(message: str) -> Meaning | None:
-    """The meaning of a message; None if no row of the table matches."""
-    return next((meaning for meaning in _ORDER if means(message, meaning)), None)
+    """Return the meaning of a message; None if no row of the table matches."""
+    return next((meaning for meaning in get_args(Meaning) if matches(message, meaning)), None)
 
 
-def telling_line(lines: Iterable[str]) -> tuple[str, Meaning] | None:
-    """The first line of a log that names a cause, else the first that reports a lost peer."""
+def cause_line(lines: Iterable[str]) -> tuple[str, Meaning] | None:
+    """Return the first line of a log that names a cause, else the first of a lost peer."""
     echo: tuple[str, Meaning] | None = None
     for line in lines:
         meaning = meaning_of(line)

@@ -26,7 +26,7 @@ class Memory(NamedTuple):
 
 
 def host_memory(sharing: int) -> Memory:
-    """This process's resident set and its share of the machine; resets the peak.
+    """Return this process's resident set and its share of the machine; resets the peak.
 
     Args:
         sharing: Workers that share the machine, this one included.
@@ -42,12 +42,12 @@ def host_memory(sharing: int) -> Memory:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take."""
+    """Return the bytes that this process may still take."""
     return _machine()[1]
 
 
 def _machine() -> tuple[int, int]:
-    """Total and free memory of this machine, or of the control group that holds this process."""
+    """Return total and free memory of this machine, or of this process's control group."""
     memory = _table(_MEMINFO)
     total, free = memory["MemTotal"], memory["MemAvailable"]
     for limit, used in _cgroup_limits():
@@ -56,7 +56,7 @@ def _machine() -> tuple[int, int]:
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group around this process (Slurm makes some)."""
+    """Yield limit and use, in bytes, of each control group around this process."""
     for line in _OWN_CGROUP.read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -66,21 +66,19 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        own = root / path.strip("/")
-        for group in (own, *own.parents):
+        innermost = root / path.strip("/")
+        for group in (innermost, *innermost.parents):
             if not group.is_relative_to(root):
                 break
             # Absent at the root, "max" without a limit; a container may see none of them.
             with contextlib.suppress(OSError, ValueError, KeyError):
                 limit, used = (int((group / name).read_text(encoding="ascii")) for name in names)
-                stat = dict(
-                    line.split()
-                    for line in (group / "memory.stat").read_text(encoding="ascii").splitlines()
-                )
+                lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+                stat = dict(line.split() for line in lines)
                 yield limit, used - int(stat[reclaimable])
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Name → bytes, of the lines of a /proc file that count kB."""
+    """Return name → bytes, of the lines of a /proc file that count kB."""
     rows = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}

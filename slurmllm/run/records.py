@@ -1,8 +1,4 @@
-"""The schemas of the files that stages exchange through the run directory.
-
-Every record is a small frozen model. `save` writes it whole or not at all; `load` raises a
-StorageError with the file's name if the file is damaged.
-"""
+"""The schemas of the files that stages exchange through the run directory."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.errors import Blame, StorageError
 from slurmllm.run.rundir import RUN_NAME, RunDir, write_atomic
-from slurmllm.run.safe_files import LARGEST_RECORD, open_trusted, read_limited, reason
+from slurmllm.run.safe_files import LARGEST_RECORD, open_trusted, os_error_text, read_limited
 
 EndingClass = Literal[
     "done",  # the final step was reached
@@ -86,7 +82,7 @@ class Record(BaseModel):
         try:
             return cls.model_validate_json(read_limited(path))
         except OSError as error:
-            raise StorageError(f"cannot read {path}: {reason(error)}") from error
+            raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
         except ValidationError as error:
             raise StorageError(
                 f"{path} is damaged: {first_problem(error)}; restore it or start a new run"
@@ -105,26 +101,18 @@ class Record(BaseModel):
 
     @classmethod
     def load_trusted(cls, path: Path, group: str | None = None) -> Self:
-        """Read a record that only this user, or members of `group`, can have written.
-
-        Raises:
-            StorageError: As `load`, or others may have written it.
-        """
+        """Read a record that only this user, or members of `group`, can have written."""
         try:
             with open_trusted(path, group) as stream:
                 return cls.model_validate_json(stream.read(LARGEST_RECORD))
         except OSError as error:
-            raise StorageError(f"cannot use {path}: {reason(error)}") from error
+            raise StorageError(f"cannot use {path}: {os_error_text(error)}") from error
         except ValidationError as error:
             raise StorageError(f"{path} is damaged: {first_problem(error)}") from error
 
     @classmethod
     def load_known(cls, path: Path) -> tuple[Self, tuple[str, ...]]:
-        """Read a record that a newer version may have written; raises as `load` does.
-
-        Returns:
-            The record without the fields whose values this version does not know, and these fields.
-        """
+        """Read a record of a newer version, without its unknown values; returns these too."""
         try:
             return cls.load(path), ()
         except StorageError as error:
@@ -133,9 +121,8 @@ class Record(BaseModel):
             errors = error.__cause__.errors()
             unknown = {str(e["loc"][0]): e.get("input") for e in errors if e["loc"]}
             try:
-                held = json.loads(read_limited(path))
-                known = {key: value for key, value in held.items() if key not in unknown}
-                record = cls.model_validate(known, strict=False)
+                fields = json.loads(read_limited(path)).items()
+                record = cls.model_validate({k: v for k, v in fields if k not in unknown})
             except (OSError, ValueError, AttributeError, RecursionError):
                 raise error from error.__cause__
         return record, tuple(f"{name} is {value!r:.40}" for name, value in unknown.items())
@@ -189,9 +176,9 @@ class Submission(Record):
     @property
     def jobs(self) -> dict[str, str]:
         """Its present Slurm jobs: precompile, train, successor → job id."""
-        found = (self.precompile_job, self.train_job, self.successor_job)
         names = ("precompile", "train", "successor")
-        return {name: job for name, job in zip(names, found, strict=True) if job is not None}
+        jobs = {name: getattr(self, f"{name}_job") for name in names}
+        return {name: job for name, job in jobs.items() if job is not None}
 
 
 class JobsRecord(Record):
@@ -201,7 +188,7 @@ class JobsRecord(Record):
 
     @classmethod
     def of(cls, run: RunDir) -> Self:
-        """The record of a run; empty if it was never submitted. Raises as `load` does."""
+        """Return the record of a run, empty if it was never submitted; raises as `load` does."""
         return cls.find(run.jobs) or cls()
 
     @property
@@ -229,7 +216,8 @@ class SweepRecord(Record):
         """Dotted path of each value → its last part, or the path if several have that part."""
         paths = list(dict.fromkeys(path for case in self.cases for path in case.values))
         last = [path.rpartition(".")[2] for path in paths]
-        return {p: one if last.count(one) == 1 else p for p, one in zip(paths, last, strict=True)}
+        pairs = zip(paths, last, strict=True)
+        return {path: name if last.count(name) == 1 else path for path, name in pairs}
 
 
 class LockRecord(Record):
@@ -328,10 +316,10 @@ class SkipsRecord(Record):
 class Event(Record):
     """One line of `events/attempt_NNN.jsonl`: something that happened apart from the steps."""
 
-    kind: Literal[
-        "save", "save_skipped", "copied", "spike", "spike_over", "not_finite", "interval", "memory",
-        "evaluation",
-    ]  # fmt: skip
+    kind: (
+        Literal["save", "save_skipped", "copied", "evaluation", "memory"]
+        | Literal["spike", "spike_over", "not_finite", "interval"]
+    )
     step: int
     attempt: int
     time: float  # Unix time, s

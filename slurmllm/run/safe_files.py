@@ -30,20 +30,19 @@ from typing import BinaryIO
 # Bytes of a record or a YAML file; the largest, a checkpoint's manifest of 8,192 workers, has 4 MB.
 LARGEST_RECORD = 1 << 26
 _MOST_LINKS = 40  # on a path, as in the kernel
+# For opening a file to write: through no link, and without waiting for the reader of a pipe.
+_NEW_OR_PLAIN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 LONGEST_LINE = 1 << 20  # of a record in a file of lines; a step's metrics have 500 bytes
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
-    """Open a file to read it, without waiting for the writer of a pipe.
+    """Open a regular file to read it, without waiting for the writer of a pipe.
 
     Another user's link may lead to files of that user and to those of root that everybody may read:
     what is read of any other file could end up where that user can read it.
 
     Args:
         follow: Whether `path` itself may be a symbolic link.
-
-    Raises:
-        OSError: It is no regular file, or a link.
     """
     # Without O_NONBLOCK, opening a pipe waits for its writer; for regular files it has no effect.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -78,13 +77,10 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
 
 
 def read_limited(path: Path, limit: int = LARGEST_RECORD, *, trusted: bool = False) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes.
+    """Return the content of a regular file of at most `limit` bytes; OSError if it is larger.
 
     Args:
         trusted: Whether only this user and root may have written it.
-
-    Raises:
-        OSError: It is larger, no regular file, or not trusted.
     """
     with open_trusted(path) if trusted else open_regular(path) as stream:
         content = stream.read(limit + 1)
@@ -94,49 +90,40 @@ def read_limited(path: Path, limit: int = LARGEST_RECORD, *, trusted: bool = Fal
 
 
 def read_lines(stream: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[bytes]:
-    """Yield the lines of a file from where it is.
-
-    Raises:
-        OSError: A line has more than `longest` bytes.
-    """
+    """Yield the lines of a file; OSError if one has more than `longest` bytes."""
     while line := stream.readline(longest + 1):
         if len(line) > longest:
             raise OSError(errno.EFBIG, f"a line of more than {longest:,} bytes", stream.name)
         yield line
 
 
-def reason(error: OSError) -> str:
-    """Why a file cannot be read or written, and whose it is if permission is denied."""
+def os_error_text(error: OSError) -> str:
+    """Return why a file cannot be read or written, and whose it is if permission is denied."""
     text = error.strerror or str(error)
     if error.errno != errno.EACCES or error.filename is None:
         return text
     path = Path(os.fsdecode(error.filename)).absolute()
-    for each in (path, *path.parents):  # in a closed folder not even the owner is known
+    for entry in (path, *path.parents):  # in a closed folder not even the owner is known
         with contextlib.suppress(OSError):
-            owner = each.lstat().st_uid
-            return f"{text}; {each} belongs to {user_name(owner)}"
+            return f"{text}; {entry} belongs to {user_name(entry.lstat().st_uid)}"
     return text
 
 
 def open_trusted(path: Path, group: str | None = None) -> BufferedReader:
-    """Open a file that only trusted users can have written.
+    """Open a regular file, no link, that only trusted users can have written; OSError else.
 
     Args:
         group: Name of the group whose members are trusted too; None: nobody else.
-
-    Raises:
-        OSError: It is a link, no regular file, or `why_untrusted` has a reason.
     """
     stream = open_regular(path, follow=False)
-    reason = why_untrusted(os.fstat(stream.fileno()), group)
-    if reason:
+    if error := untrusted_error(os.fstat(stream.fileno()), group):
         stream.close()
-        raise PermissionError(errno.EPERM, reason, str(path))
+        raise PermissionError(errno.EPERM, error, str(path))
     return stream
 
 
-def why_untrusted(info: os.stat_result, group: str | None = None) -> str:
-    """Return why other users may have written a file or folder; empty if it is trusted.
+def untrusted_error(info: os.stat_result, group: str | None = None) -> str | None:
+    """Return why other users may have written a file or folder; None if it is trusted.
 
     It must belong to this user, to root, or to a member of a group that the caller trusts; and
     nobody else may write. The file's own group proves nothing: in a setgid folder it is the
@@ -150,7 +137,7 @@ def why_untrusted(info: os.stat_result, group: str | None = None) -> str:
         return "every user may write to it"
     if info.st_mode & stat.S_IWGRP and info.st_gid not in (trusted, _private_group()):
         return f"the group {_group_name(info.st_gid)} may write to it"
-    return ""
+    return None
 
 
 def open_folder(path: Path) -> int:
@@ -224,9 +211,6 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
 
     Args:
         durable: Whether it must survive a crash of the machine: with fsync of file and folder.
-
-    Raises:
-        OSError: The file system refuses, or the folder is reached by another user's link.
     """
     folder = open_folder(path.parent)
     # In the same folder: rename is atomic only within a file system.
@@ -256,73 +240,46 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
 
 def open_append(path: Path) -> int:
     """Return a descriptor that appends to a file; neither it nor its folder is another's link."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    folder = open_folder(path.parent)
-    try:
-        return os.open(path.name, flags, 0o644, dir_fd=folder)
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    finally:
-        os.close(folder)
+    return _open_in_folder(path, os.O_WRONLY | os.O_APPEND)
 
 
 def open_update(path: Path) -> int:
-    """Return a descriptor to overwrite this user's own file in place; it is made if it is missing.
-
-    Raises:
-        OSError: The file is a link, not regular, or another user's, or its folder is reached by
-            another user's link.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    folder = open_folder(path.parent)
-    try:
-        descriptor = os.open(path.name, flags, 0o644, dir_fd=folder)
-    finally:
-        os.close(folder)
-    try:
-        _check_own(descriptor, path)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    """Return a descriptor to overwrite this user's own file in place, made if it is missing."""
+    return _check_own(_open_in_folder(path, os.O_WRONLY), path)
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """Open this user's own lock file, made if it is not there; never through a link.
+    """Open this user's own lock file, made if it is missing; never through a link."""
+    return os.fdopen(_check_own(os.open(path, os.O_RDWR | _NEW_OR_PLAIN, 0o600), path), "r+b")
 
-    Raises:
-        OSError: Somebody else made it, or it is a link or no regular file.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
+
+def _open_in_folder(path: Path, flags: int) -> int:
+    folder = open_folder(path.parent)
     try:
-        _check_own(descriptor, path)
-        return os.fdopen(descriptor, "r+b")
-    except BaseException:
-        os.close(descriptor)
+        return os.open(path.name, flags | _NEW_OR_PLAIN, 0o644, dir_fd=folder)
+    except OSError as error:
+        error.filename = str(path)  # of the call it is a single name
         raise
+    finally:
+        os.close(folder)
 
 
-def _check_own(descriptor: int, path: Path) -> None:
-    """Refuse what is not a regular file of this user with a single name."""
+def _check_own(descriptor: int, path: Path) -> int:
+    """Return the descriptor of a regular file of this user with a single name, or refuse it."""
     info = os.fstat(descriptor)
+    if stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and info.st_uid == os.geteuid():
+        return descriptor
+    os.close(descriptor)
     if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
         raise OSError(errno.EINVAL, "not a file of its own", str(path))
-    if info.st_uid != os.geteuid():
-        reason = f"it belongs to {user_name(info.st_uid)}, not to you"
-        raise PermissionError(errno.EPERM, reason, str(path))
+    owner = user_name(info.st_uid)
+    raise PermissionError(errno.EPERM, f"it belongs to {owner}, not to you", str(path))
 
 
 def unpack_tar(
     archive: tarfile.TarFile, folder: Path, members: Sequence[tarfile.TarInfo] | None = None
 ) -> None:
-    """Unpack files, folders and links that stay inside a folder, as `filter="data"` does.
-
-    Raises:
-        tarfile.TarError: A member is something else, or leads outside.
-        OSError: The disk refuses.
-    """
+    """Unpack files, folders and links that stay inside a folder, as `filter="data"` does."""
     if hasattr(tarfile, "data_filter"):
         archive.extractall(folder, members=members, filter="data")
         return
@@ -346,9 +303,6 @@ def make_private_folder(path: Path) -> Path:
 
     The folder has mode 0700. Whoever uses it later calls `check_private_folder` again. The name of
     the second one cannot be guessed; it is found and used again.
-
-    Raises:
-        OSError: The disk refuses.
     """
     try:
         path.mkdir(mode=0o700)
@@ -363,79 +317,70 @@ def make_private_folder(path: Path) -> Path:
     return path
 
 
-def why_no_member(group: str) -> str:
-    """Why this user cannot give files to a group; empty for root and the group's members."""
+def group_error(group: str) -> str | None:
+    """Return why this user cannot give files to a group; None for root and the members."""
     if (group_id := _group_id(group)) is None:
         return f"there is no group {group} on this machine"
     if os.geteuid() and group_id not in (os.getegid(), *os.getgroups()):
         return f"you are not a member of the group {group}"
-    return ""
+    return None
 
 
 def give_to_group(folder: Path, group: str) -> None:
-    """Give a folder, and what will be made in it, to a group.
-
-    Raises:
-        OSError: `why_no_member` has a reason.
-    """
-    if reason := why_no_member(group):
-        raise PermissionError(errno.EPERM, reason, str(folder))
+    """Give a folder, and what will be made in it, to a group; OSError if that is refused."""
+    if error := group_error(group):
+        raise PermissionError(errno.EPERM, error, str(folder))
     os.chown(folder, -1, grp.getgrnam(group).gr_gid)
     # Afterwards: chown clears the setgid bit.
     folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)
 
 
 def own_folder(parent: Path, name: str, group: str | None = None) -> Path:
-    """Return a folder that several runs share: `name`, or this user's own next to another's.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Return a folder that several runs share: `name`, or this user's own next to another's."""
     folder = parent / name
-    # A link of one's own has mode 777: its owner counts, and the folder that it names.
+    # Every link has mode 777: its owner counts, and the folder that it names.
     if os.path.lexists(folder) and (
         folder.lstat().st_uid not in (0, os.geteuid())
-        or (folder.exists() and why_untrusted(folder.stat(), group))
+        or (folder.exists() and untrusted_error(folder.stat(), group))
     ):
         return make_private_folder(parent / f"{name}-{os.geteuid()}")
     return folder
 
 
 def check_private_folder(path: Path) -> None:
-    """Refuse a folder that is a link, is not this user's, or that others may enter.
-
-    Raises:
-        PermissionError: With the reason.
-    """
+    """Refuse a folder that is a link, is not this user's, or that others may enter."""
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
-        reason = "not a folder"
+        error = "not a folder"
     elif info.st_uid != os.geteuid():
-        reason = f"it belongs to {user_name(info.st_uid)}, not to you"
+        error = f"it belongs to {user_name(info.st_uid)}, not to you"
     elif stat.S_IMODE(info.st_mode) & 0o077:
-        reason = f"its mode is {stat.S_IMODE(info.st_mode):o}, not 700"
+        error = f"its mode is {stat.S_IMODE(info.st_mode):o}, not 700"
     else:
         return
-    raise PermissionError(errno.EPERM, reason, str(path))
+    raise PermissionError(errno.EPERM, error, str(path))
 
 
-def why_replaceable(folder: Path, group: str | None = None) -> str:
-    """Why users outside a trusted group may replace a folder, one above it, or what is in it."""
-    whole = folder.resolve()
-    return next(filter(None, (_why_replaceable(p, group) for p in (whole, *whole.parents))), "")
+def replaceable_error(folder: Path, group: str | None = None) -> str | None:
+    """Return why users outside a trusted group may replace a folder, one above it, or a file in it.
+
+    None if they may not.
+    """
+    path = folder.resolve()
+    return next(filter(None, (_replaceable_error(p, group) for p in (path, *path.parents))), None)
 
 
-def _why_replaceable(folder: Path, group: str | None) -> str:
+def _replaceable_error(folder: Path, group: str | None) -> str | None:
     info, who = folder.stat(), ""
-    own = info.st_uid in (0, os.geteuid()) or _group_id(group) in _groups_of(info.st_uid)
-    if not own and not _is_unmapped(info.st_uid):  # a sticky bit does not stop the owner
+    is_trusted = info.st_uid in (0, os.geteuid()) or _group_id(group) in _groups_of(info.st_uid)
+    if not is_trusted and not _is_unmapped(info.st_uid):  # a sticky bit does not stop the owner
         return f"{folder} belongs to {user_name(info.st_uid)}, who may replace what is in it"
     if info.st_mode & stat.S_IWOTH:
         who = "every user"
     elif info.st_mode & stat.S_IWGRP and info.st_gid not in (_group_id(group), _private_group()):
         who = f"the group {_group_name(info.st_gid)}"
     if not who or info.st_mode & stat.S_ISVTX:  # as /tmp has it: only owners rename and remove
-        return ""
+        return None
     return (
         f"{who} may replace what is in {folder}, which has mode {stat.S_IMODE(info.st_mode):o} and "
         f"no sticky bit (`chmod +t {folder}`)"
@@ -443,7 +388,7 @@ def _why_replaceable(folder: Path, group: str | None) -> str:
 
 
 def _is_unmapped(uid: int) -> bool:
-    """Whether this container shows an owner of outside, such as root, as this id."""
+    """Return whether this container shows an owner of outside, such as root, as this id."""
     overflow, users = (Path("/proc", p) for p in ("sys/kernel/overflowuid", "self/uid_map"))
     return uid == int(overflow.read_text()) and int(users.read_text().split()[2]) < 2**32 - 1
 
@@ -479,10 +424,10 @@ def _group_name(gid: int) -> str:
 
 
 def _private_group() -> int | None:
-    """This user's own group, of which nobody else is a member, as Debian and Red Hat make it."""
+    """Return this user's own group without other members, as Debian and Red Hat make it."""
     try:
-        own = pwd.getpwuid(os.geteuid())
-        group = grp.getgrgid(own.pw_gid)
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(user.pw_gid)
     except KeyError:
         return None
-    return own.pw_gid if group.gr_name == own.pw_name and not group.gr_mem else None
+    return user.pw_gid if group.gr_name == user.pw_name and not group.gr_mem else None

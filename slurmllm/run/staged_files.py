@@ -30,8 +30,6 @@ def local_copy(path: Path) -> Path:
 def once_a_node(paths: Sequence[Path], identity: str, compute: Callable[[], str]) -> str:
     """Return a text that depends on files, which the first worker of a node computes for all.
 
-    Without a folder of copies every worker computes it.
-
     Args:
         identity: Distinguishes what is computed from the same files.
     """
@@ -54,7 +52,7 @@ def once_a_node(paths: Sequence[Path], identity: str, compute: Callable[[], str]
 
 
 def copy_name(path: Path) -> str:
-    """The name of a file's copy; raises an OSError if there is no such file."""
+    """Return the name of a file's copy; raises an OSError if there is no such file."""
     info = path.stat()
     identity = f"{path.absolute()}\0{info.st_size}\0{info.st_mtime_ns}"
     return hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]

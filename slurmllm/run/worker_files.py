@@ -1,8 +1,6 @@
 """Files between a worker and its launcher: its phase, the events of its attempt, its graphs.
 
-The phase is one line in a file on the node's own disk. The launcher names the file
-($SLURMLLM_PHASE_FILE) and polls it; neither side ever waits. Events are JSON lines in the run
-directory.
+The launcher polls the phase, one line in a file on the node's own disk; neither side ever waits.
 """
 
 from __future__ import annotations
@@ -39,11 +37,7 @@ def run_copy(run: RunDir) -> RunDir:
 
 
 class PhaseWriter:
-    """Writes the phase of this worker.
-
-    Args:
-        path: The file; None if nobody reads it.
-    """
+    """The phase of this worker, written to a file; without a path to none."""
 
     def __init__(self, path: Path | None) -> None:
         self._file: int | None = None

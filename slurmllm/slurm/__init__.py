@@ -1,1 +1,1 @@
-"""Slurm: `client.py` runs its commands, `fake.py` imitates it, `arrays.py` submits job arrays."""
+"""Slurm: commands, job arrays, `cluster.setup` and containers."""

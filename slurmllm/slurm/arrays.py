@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -56,37 +57,30 @@ def submit_array(
     at_once: int,
     options: SlurmOptions,
     resources: Resources,
-    what: str,
-    instead: str,
+    description: str,
+    alternative: str,
 ) -> list[Any]:
     """Submit one job for each call of a function.
 
     Args:
         function: A function that the nodes can import.
         arguments: Arguments of each call, at most `MOST_TASKS`.
-        logs: Folder on a file system that the nodes share, for the array's own folder with
-            submitit's files and the logs.
+        logs: Shared folder for the array's own folder, with submitit's files and the logs.
         at_once: Maximum number of jobs that run simultaneously.
-        what: Description of the jobs, for the error message.
-        instead: The alternative to Slurm, for the error message.
+        description: What the jobs do, for the error message, as `alternative` to Slurm.
 
     Returns:
         submitit's jobs, in the order of the arguments.
-
-    Raises:
-        SlurmError: Slurm refused the array.
     """
     import submitit
 
-    chosen = {
-        f"slurm_{choice}": value
-        for choice in ("partition", "account", "qos")
-        if (value := getattr(options, choice)) is not None
+    choices = {
+        "slurm_partition": options.partition,
+        "slurm_account": options.account,
+        "slurm_qos": options.qos,
+        "slurm_gpus_per_node": resources.gpus,
+        "cpus_per_task": resources.cpus,
     }
-    if resources.gpus is not None:
-        chosen["slurm_gpus_per_node"] = resources.gpus
-    if resources.cpus is not None:
-        chosen["cpus_per_task"] = resources.cpus
     try:
         logs.mkdir(parents=True, exist_ok=True)
         # With mode 0700: submitit's requests and results are pickles, which run code when read.
@@ -105,13 +99,13 @@ def submit_array(
             slurm_srun_args=list(prefix) if options.by_srun else None,
             slurm_setup=setup_script(options.setup, stop=True),
             slurm_additional_parameters={"time": options.time, **options.directives},
-            **chosen,
+            **{name: value for name, value in choices.items() if value is not None},
         )
         return list(executor.map_array(function, *zip(*arguments, strict=True)))
     except (submitit.core.utils.FailedJobError, RuntimeError, OSError) as error:
         raise SlurmError(
-            f"Slurm refused {what}: {error}; {instead}, or see --partition, --account, --qos and "
-            "--time"
+            f"Slurm refused {description}: {error}; {alternative}, or see --partition, --account, "
+            "--qos and --time"
         ) from error
 
 
@@ -146,7 +140,7 @@ def finished_jobs(
                 job = running.pop(place)
                 try:
                     check_private_folder(folder)
-                    found = job.result()
+                    result = job.result()
                 except PermissionError as error:
                     raise StorageError(
                         f"{folder}: {error.strerror}, so the results of the Slurm jobs in it are "
@@ -156,21 +150,15 @@ def finished_jobs(
                     log = job.paths.stderr
                     hint = f"see {log}" if log.exists() else "it never started"
                     reason = " ".join(str(error).split())[:120]
-                    found = FailedJob(f"ended in state {job.state} ({hint})", reason)
-                yield job.job_id, place, found
+                    result = FailedJob(f"ended in state {job.state} ({hint})", reason)
+                yield job.job_id, place, result
     finally:
         if running:
-            _cancel(array_of(jobs))
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                command = ["scancel", array_of(jobs)]
+                subprocess.run(command, timeout=60, capture_output=True)
 
 
 def array_of(jobs: Sequence[Any]) -> str:
-    """The id of the array that the jobs belong to."""
+    """Return the id of the array that the jobs belong to."""
     return str(jobs[0].job_id).split("_")[0]
-
-
-def _cancel(array: str) -> None:
-    """Cancel the unfinished jobs of an array; errors are ignored."""
-    import subprocess
-
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(["scancel", array], check=False, timeout=60, capture_output=True)

@@ -14,21 +14,18 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slurmllm.errors import SlurmError
 
 # Slurm's long state names (squeue(1), JOB STATE CODES).
 ACTIVE_STATES = frozenset(
-    {
-        "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED",
-        "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED",
-        "EXPEDITING",
-    }
-)  # fmt: skip
+    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING"}
+    | {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STAGE_OUT", "EXPEDITING"}
+)
 COMMAND_TIMEOUT_S = 60
 SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, quoted for a shell
 RESPONSE_S = 10.0  # for a process to start and end on a node
@@ -102,7 +99,7 @@ class PartitionNode:
 
 
 def to_unix(timestamp: str) -> float | None:
-    """Unix time of Slurm's local time; None for `Unknown` and `None`."""
+    """Return the Unix time of Slurm's local time; None for `Unknown` and `None`."""
     try:
         return datetime.fromisoformat(timestamp).timestamp()
     except ValueError:
@@ -114,10 +111,10 @@ def to_unix(timestamp: str) -> float | None:
 _DUPLICATE = "Duplicate jobid"
 
 
-def explain_drain(node: PartitionNode) -> str:
-    """Why Slurm drained a node that refused a second copy of a job; empty for other nodes."""
+def explain_drain(node: PartitionNode) -> str | None:
+    """Return why Slurm drained a node that refused a second copy of a job; None for other nodes."""
     if _DUPLICATE.lower() not in node.reason.lower() or not node.state.startswith("drain"):
-        return ""
+        return None
     return (
         f"node {node.name} is {node.state} by Slurm: {_DUPLICATE}: slurmctld crashed when it had "
         "just started a job there, and started it again; nothing is wrong with the node. An "
@@ -146,13 +143,19 @@ class SlurmClient:
     """The real Slurm, through sbatch, squeue, sacct, scontrol, scancel and sinfo."""
 
     def submit(
-        self, script: str, after_ok: str | None = None, exclude: str = "", requeue: bool = True,
-        after: str | None = None, name: str | None = None,
-    ) -> str:  # fmt: skip
-        """Submit a batch script, after the success of job `after_ok` if given; returns the job id.
+        self,
+        script: str,
+        after_ok: str | None = None,
+        exclude: str = "",
+        requeue: bool = True,
+        after: str | None = None,
+        name: str | None = None,
+    ) -> str:
+        """Submit a batch script; returns the job id.
 
         Args:
             script: Its text: a file may be replaced before sbatch reads it.
+            after_ok: A job whose success the new job waits for.
             exclude: Nodes, in place of those of the script.
             requeue: Whether the job may be requeued, if the script has --requeue.
             after: A job whose end, of any kind, the new job waits for; the new one finds it in
@@ -173,7 +176,7 @@ class SlurmClient:
         # sbatch hands its environment to the job.
         environment = {k: v for k, v in os.environ.items() if k not in _OF_A_JOB}
         environment |= {PREDECESSOR: after} if after else {}
-        output = _run(["sbatch", "--parsable", *options], stdin=script, environment=environment)
+        output = _run(["sbatch", "--parsable", *options], input=script, env=environment)
         job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
         if not job_id.isdigit():
             raise SlurmError(f"sbatch printed {output!r} instead of a job id")
@@ -185,7 +188,7 @@ class SlurmClient:
             _run(["srun", *options, "--version"])  # reads the options before it prints
 
     def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
-        """Those of the jobs that slurmctld still has in memory, by id."""
+        """Return those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
         command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N"]
@@ -199,17 +202,14 @@ class SlurmClient:
         return {job: QueuedJob(job, state, reason, nodes) for job, state, reason, nodes in rows}
 
     def successors(self, job_id: str, name: str) -> list[str]:
-        """The pending jobs of a name that wait for the end of a job."""
+        """Return the pending jobs of a name that wait for the end of a job."""
         command = ["squeue", "--noheader", "--me", "--states=PENDING", "--format=%i|%E"]
         rows = (line.split("|", 1) for line in _run([*command, f"--name={name}"]).splitlines())
-        wanted = re.compile(rf"\bafterany:{job_id}\b")
-        return [row[0].strip() for row in rows if len(row) == 2 and wanted.search(row[1])]
+        waits = re.compile(rf"\bafterany:{job_id}\b")
+        return [row[0].strip() for row in rows if len(row) == 2 and waits.search(row[1])]
 
     def accounting(self, *job_ids: str) -> list[AccountingRow]:
-        """Every incarnation and step of jobs, of each the oldest first; empty without accounting.
-
-        One query for all of them: a run of months has dozens of jobs.
-        """
+        """Return every incarnation and step of jobs, oldest first; empty without accounting."""
         if not job_ids:
             return []
         fields = "JobID,State,ExitCode,NodeList,Start,End,Submit,Eligible"
@@ -228,16 +228,13 @@ class SlurmClient:
         _run(["scontrol", "requeue", job_id], through_sigterm=True)
 
     def batch_job(self, job_id: str) -> BatchJob:
-        """The current start of a job; raises SlurmError if the job is unknown."""
+        """Return the current start of a job; raises SlurmError if the job is unknown."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
-        found = re.findall(r"\b(JobState|Restarts|BatchHost|ExcNodeList)=(\w[^\s]*)", output)
-        fields = dict(reversed(found))  # the first ones: later fields hold the user's own text
-        count = fields.get("Restarts", "")
+        pairs = re.findall(r"\b(JobState|Restarts|BatchHost|ExcNodeList)=(\w[^\s]*)", output)
+        fields = dict(reversed(pairs))  # the first ones: later fields hold the user's own text
+        state, count = fields.get("JobState", "UNKNOWN"), fields.get("Restarts", "")
         restarts = int(count) if re.fullmatch(r"\d{1,9}", count) else 0
-        return BatchJob(
-            fields.get("JobState", "UNKNOWN"), restarts, fields.get("BatchHost", ""),
-            fields.get("ExcNodeList", ""),
-        )  # fmt: skip
+        return BatchJob(state, restarts, fields.get("BatchHost", ""), fields.get("ExcNodeList", ""))
 
     def cancel(self, job_ids: Sequence[str], kill: bool = False) -> None:
         """Cancel jobs or steps, `kill` by SIGKILL; those that have ended are ignored."""
@@ -245,40 +242,28 @@ class SlurmClient:
             _run(["scancel", "--quiet", *(["--signal=KILL"] if kill else []), "--", *job_ids])
 
     def steps(self, job_id: str, name: str) -> list[str]:
-        """The ids of a job's steps of a name that have not ended."""
+        """Return the ids of a job's steps of a name that have not ended."""
         command = ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j"]
         rows = (line.split("|", 1) for line in _run(command).splitlines())
         return [row[0].strip() for row in rows if len(row) == 2 and row[1].strip() == name]
 
     def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Reduce a running job to some of its nodes, and end its steps on the others.
-
-        Raises:
-            SlurmError: slurm.conf has SchedulerParameters=disable_job_shrink.
-        """
+        """Reduce a running job to some of its nodes, if SchedulerParameters permit it."""
         command = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(nodes)}"]
         with tempfile.TemporaryDirectory() as folder:  # scontrol leaves scripts in its folder
-            _run(command, folder=folder)
+            _run(command, cwd=folder)
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Exclude nodes from the next start of a job on; an empty list clears it.
-
-        Raises:
-            SlurmError: the job is running; Slurm accepts the list once a requeue has begun.
-        """
+        """Exclude nodes from the next start of a job on; Slurm refuses it for running jobs."""
         command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"]
         # Called by a process of the job itself, after a requeue.
         _run(command, through_sigterm=True)
 
     def delay(self, job_id: str, seconds: float) -> None:
-        """Delay the start of a pending job by at least `seconds`; never moves it earlier.
-
-        Raises:
-            SlurmError: the job is running or unknown.
-        """
+        """Delay the start of a pending job by at least `seconds`; never moves it earlier."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
-        found = re.search(r"\bEligibleTime=(\S+)", output)
-        eligible = to_unix(found[1]) if found else None
+        match = re.search(r"\bEligibleTime=(\S+)", output)
+        eligible = to_unix(match[1]) if match else None
         # Slurm itself delays a requeued job until its old credentials have expired.
         if eligible is not None and eligible - time.time() >= seconds:
             return
@@ -286,7 +271,7 @@ class SlurmClient:
         _run(update, through_sigterm=True)
 
     def responds(self, job_id: str, node: str) -> bool:
-        """Whether a process can be started on a node of a running job within `RESPONSE_S`."""
+        """Return whether a process can be started on a node of a job within `RESPONSE_S`."""
         step = ["--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--quiet", "true"]
         try:
             _run(["srun", f"--jobid={job_id}", f"--nodelist={node}", *step], timeout_s=RESPONSE_S)
@@ -299,20 +284,20 @@ class SlurmClient:
         _run(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
 
     def hostnames(self, nodelist: str) -> list[str]:
-        """The names in a node list such as `n[1-4]`, in Slurm's order."""
+        """Return the names in a node list such as `n[1-4]`, in Slurm's order."""
         return _run(["scontrol", "show", "hostnames", nodelist]).split()
 
     def node_states(self) -> dict[str, str]:
-        """State of every node, lower case; a trailing `*` means that it does not respond."""
+        """Return the state of every node, lower case; `*` at its end: the node does not respond."""
         output = _run(["sinfo", "--noheader", "--Node", "--format=%N|%T"])
         return dict(line.split("|", 1) for line in output.split() if "|" in line)
 
     def missing_commands(self) -> list[str]:
-        """Those of Slurm's commands that are not on the PATH."""
+        """Return those of Slurm's commands that are not on the PATH."""
         return [command for command in COMMANDS if shutil.which(command) is None]
 
     def settings(self) -> dict[str, str]:
-        """slurm.conf's keys and `SLURM_VERSION`; raises SlurmError if slurmctld is unreachable."""
+        """Return slurm.conf and `SLURM_VERSION`; raises SlurmError if slurmctld is unreachable."""
         rows = (line.partition("=") for line in _run(["scontrol", "show", "config"]).splitlines())
         return {key.strip(): value.strip() for key, equals, value in rows if equals}
 
@@ -321,46 +306,50 @@ class SlurmClient:
         _run(["sacct", "--noheader", "--allocations", "--starttime=now"])
 
     def partition_nodes(self) -> list[PartitionNode]:
-        """Every node of every partition that this user may use."""
+        """Return every node of every partition that this user may use."""
         output = _run(["sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%T|%c|%G|%E"])
         rows = (line.strip().split("|", 6) for line in output.splitlines() if line.count("|") > 5)
         return [
             PartitionNode(
-                partition.removesuffix("*"), partition.endswith("*"), up == "up", name, state,
-                int(cpus), "" if gres == "(null)" else gres, "" if reason == "none" else reason,
+                partition=partition.removesuffix("*"),
+                default=partition.endswith("*"),
+                up=up == "up",
+                name=name,
+                state=state,
+                cpus=int(cpus),
+                gres="" if gres == "(null)" else gres,
+                reason="" if reason == "none" else reason,
             )
             for partition, up, name, state, cpus, gres, reason in rows
             if cpus.isdecimal()
-        ]  # fmt: skip
+        ]
+
+
+def _ignore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stays ignored across exec
 
 
 def _run(
-    command: list[str], through_sigterm: bool = False, timeout_s: float = COMMAND_TIMEOUT_S,
-    stdin: str | None = None, environment: Mapping[str, str] | None = None,
-    folder: str | None = None,
-) -> str:  # fmt: skip
+    command: list[str],
+    through_sigterm: bool = False,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    **options: Any,
+) -> str:
     """Run a Slurm command and return its standard output.
 
     Args:
         through_sigterm: Whether it survives the end of the job that it is called from.
-
-    Raises:
-        SlurmError: the command is missing, timed out or failed; contains its error message.
+        options: Further ones of `subprocess.run`.
     """
     if shutil.which(command[0]) is None:
         raise SlurmError(
             f"{command[0]} is not on the PATH; run slurmllm on a node of the Slurm cluster, or "
             "add --local to train on this machine"
         )
+    options["preexec_fn"] = _ignore_sigterm if through_sigterm else None
+    options |= {"capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, errors="replace",
-            timeout=timeout_s, check=False, env=environment, cwd=folder,
-            # An ignored signal stays ignored across exec.
-            preexec_fn=(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
-            if through_sigterm
-            else None,
-        )  # fmt: skip
+        done = subprocess.run(command, timeout=timeout_s, **options)
     except OSError as error:
         raise SlurmError(f"{command[0]} cannot be started: {error}") from error
     except subprocess.TimeoutExpired as error:
@@ -372,4 +361,4 @@ def _run(
         raise SlurmError(
             f"{command[0]} failed with exit code {done.returncode}: {output or 'no message'}"
         )
-    return done.stdout
+    return str(done.stdout)

@@ -20,22 +20,22 @@ _ENGINES = ("docker", "podman")  # which pass no variables and no devices on
 _ENGINE_RUN = """\
 count=$1
 shift
-own=()
+options=()
 while IFS= read -r name; do
   case $name in
     PATH | HOME | PWD | OLDPWD | SHLVL | _ | HOSTNAME | TMPDIR | LD_LIBRARY_PATH) ;;
-    *) own+=(--env "$name") ;;
+    *) options+=(--env "$name") ;;
   esac
 done < <(compgen -e)
 for device in /dev/neuron* /dev/infiniband; do
-  [ -e "$device" ] && own+=(--device "$device")
+  [ -e "$device" ] && options+=(--device "$device")
 done
-exec "${@:1:count}" "${own[@]}" "${@:count+1}"
+exec "${@:1:count}" "${options[@]}" "${@:count+1}"
 """
 
 
 def behind_prefix(prefix: Sequence[str], python: str, command: Sequence[str]) -> list[str]:
-    """The arguments that run a command in a container.
+    """Return the arguments that run a command in a container.
 
     Args:
         prefix: Those that start the container; empty if srun does (pyxis).
@@ -44,13 +44,13 @@ def behind_prefix(prefix: Sequence[str], python: str, command: Sequence[str]) ->
     """
     inside = [python if part == sys.executable else part for part in command]
     if prefix and prefix[0] in _ENGINES:
-        before = str(len(prefix) - 1)
-        return ["bash", "-c", _ENGINE_RUN, "slurmllm", before, *prefix, *inside]
+        count = str(len(prefix) - 1)
+        return ["bash", "-c", _ENGINE_RUN, "slurmllm", count, *prefix, *inside]
     return [*prefix, *inside]
 
 
 def in_container(command: Sequence[str]) -> list[str]:
-    """The command of a task, in the container of this job if it has one."""
+    """Return the command of a task, in the container of this job if it has one."""
     python = os.environ.get(CONTAINER_PYTHON)
     if python is None:
         return list(command)
@@ -58,14 +58,10 @@ def in_container(command: Sequence[str]) -> list[str]:
 
 
 def check_container(version: str, paths: Sequence[Path]) -> None:
-    """Start the job's container once on this node.
+    """Start the job's container once; ConfigError if it does not have slurmllm of `version`.
 
     Args:
-        version: Of slurmllm out here.
         paths: The image and the mounts, as far as they are paths.
-
-    Raises:
-        ConfigError: it cannot be started, or has no slurmllm of this version.
     """
     prefix, node = shlex.split(os.environ.get(CONTAINER, "")), os.uname().nodename
     if missing := [str(path) for path in paths if not path.exists()]:
@@ -83,23 +79,27 @@ def check_container(version: str, paths: Sequence[Path]) -> None:
     script = "import slurmllm; print('slurmllm', slurmllm.__version__)"
     try:
         done = subprocess.run(
-            in_container([sys.executable, "-P", "-c", script]), stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, errors="replace", timeout=_START_S, check=False,
-        )  # fmt: skip
+            in_container([sys.executable, "-P", "-c", script]),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_START_S,
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"cluster.container: {prefix[-1]} has not started on {node} within {_START_S:.0f} s; "
             "fetch the image beforehand"
         ) from error
-    found = [line for line in done.stdout.splitlines() if line.startswith("slurmllm ")]
-    if done.returncode or not found:
+    answers = [line for line in done.stdout.splitlines() if line.startswith("slurmllm ")]
+    if done.returncode or not answers:
         last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2][:300]
         raise ConfigError(
             f"cluster.container: slurmllm cannot be started in {prefix[-1]} on {node} (exit code "
             f"{done.returncode}): {last}; correct the image, the mounts or container.python"
         )
-    if found[-1] != f"slurmllm {version}":
+    if answers[-1] != f"slurmllm {version}":
         raise ConfigError(
-            f"cluster.container: {prefix[-1]} has {found[-1]}, and the run was submitted with "
+            f"cluster.container: {prefix[-1]} has {answers[-1]}, and the run was submitted with "
             f"{version}; install that in the image"
         )

@@ -43,7 +43,7 @@ _TASK = f'{_RUN}[ -z "${{{SETUP_ERROR}:-}}" ] || exit 2\nexec "$@"\n'
 
 
 def setup_script(lines: Sequence[str], *, stop: bool) -> list[str]:
-    """The part of a batch script that runs the lines; `stop`: a failure ends the script."""
+    """Return the part of a batch script that runs the lines; `stop`: a failure ends the script."""
     if not lines:
         return []
     script = [
@@ -55,28 +55,24 @@ def setup_script(lines: Sequence[str], *, stop: bool) -> list[str]:
 
 
 def in_setup(command: Sequence[str]) -> list[str]:
-    """The command of a task of srun, after the lines in this process's environment."""
+    """Return the command of a task of srun, after the lines in this process's environment."""
     return ["bash", "-c", _TASK, "slurmllm", *command] if os.environ.get(SETUP) else list(command)
 
 
-def check_setup_ran(found: str) -> None:
-    """Raise ConfigError if the batch script's lines failed, or its interpreter has another version.
-
-    Args:
-        found: This version of slurmllm.
-    """
+def check_setup_ran(version: str) -> None:
+    """Raise ConfigError if the batch script's lines failed, or `version` is not the submitter's."""
     if error := os.environ.get(SETUP_ERROR):
         raise ConfigError(f"{error}; correct the profile, then resume the run with --cluster")
-    wanted = os.environ.get(VERSION, found)
-    if wanted != found:
+    submitted_by = os.environ.get(VERSION, version)
+    if submitted_by != version:
         raise ConfigError(
-            f"cluster.python: {sys.executable} has slurmllm {found}, and the run was submitted "
-            f"with {wanted}; install that there, or set another interpreter"
+            f"cluster.python: {sys.executable} has slurmllm {version}, and the run was submitted "
+            f"with {submitted_by}; install that there, or set another interpreter"
         )
 
 
 def setup_faults(lines: Sequence[str]) -> list[str]:
-    """Why bash cannot read the lines, each with its number."""
+    """Return why bash cannot read the lines, each with its number."""
     faults = []
     for number, line in enumerate(lines, 1):
         if text := _output(["bash", "-n"], line):
@@ -86,21 +82,20 @@ def setup_faults(lines: Sequence[str]) -> list[str]:
 
 
 def setup_warnings(lines: Sequence[str]) -> list[str]:
-    """What shellcheck, if it is installed, warns of."""
+    """Return the warnings of shellcheck, if it is installed."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     tool = shutil.which("shellcheck", path=folders)
     if tool is None or not lines:
         return []
     # SC1090: a file that it does not follow; SC2034: a variable for programs.
     options = ["--shell=bash", "--severity=warning", "--exclude=SC1090,SC2034", "--format=gcc", "-"]
-    found = re.finditer(
-        r"^-:(\d+):\d+: \w+: (.*)$", _output([tool, *options], "\n".join(lines)), re.M
-    )
-    return [f"cluster.setup: line {match[1]}: {match[2]}" for match in found]
+    output = _output([tool, *options], "\n".join(lines))
+    warnings = re.findall(r"^-:(\d+):\d+: \w+: (.*)$", output, re.M)
+    return [f"cluster.setup: line {number}: {text}" for number, text in warnings]
 
 
 def _output(command: list[str], text: str) -> str:
-    """What a check prints about `text`; empty if it finds nothing or cannot be run."""
+    """Return what a check prints about `text`; empty if it finds nothing or cannot be run."""
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_CHECK_S, check=False

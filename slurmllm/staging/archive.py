@@ -10,7 +10,6 @@ An environment is code: an archive is used only if its own user, or a member of
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import io
 import logging
 import os
@@ -26,21 +25,17 @@ from typing import BinaryIO, cast
 import pyarrow as pa
 
 from slurmllm.errors import StorageError
+from slurmllm.graphs.archive import checksum
 from slurmllm.run.artifact_records import EnvironmentManifest
 from slurmllm.run.rundir import fsync_dir
-from slurmllm.run.safe_files import open_lock, open_trusted, own_folder, reason, unpack_tar
-from slurmllm.staging.contents import PYTHON, Contents, StagedFile, own_contents
+from slurmllm.run.safe_files import open_lock, open_trusted, os_error_text, own_folder, unpack_tar
+from slurmllm.staging.contents import PYTHON, Contents, StagedFile, environment_contents
 
 MAX_AGE_S = 30 * 86400.0  # of an archive that no attempt has used
 MAX_BYTES = 50_000_000_000  # of all archives; the one in use is kept
 _CODEC = "zstd"
 
 log = logging.getLogger(__name__)
-
-
-def archives_folder(runs: Path, group: str | None = None) -> Path:
-    """The folder of the archives of all runs, which may not exist yet."""
-    return own_folder(runs, ".environments", group)
 
 
 def ensure_archive(
@@ -50,15 +45,11 @@ def ensure_archive(
 
     Args:
         runs: The folder of all runs.
-        stop: Polled while packing; True ends it.
-
-    Raises:
-        StorageError: A file of the environment cannot be read, the archive cannot be written, or
-            the packing was stopped.
+        stop: Polled while packing; True ends it with a StorageError.
     """
-    folder = archives_folder(runs, group)
+    folder = own_folder(runs, ".environments", group)
     try:
-        contents = own_contents()
+        contents = environment_contents()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{contents.fingerprint}.json"
         with _locked(folder / ".lock", stop):
@@ -69,8 +60,8 @@ def ensure_archive(
         return path
     except OSError as error:
         raise StorageError(
-            f"cannot pack the Python environment into {folder}: {reason(error)}; free space there, "
-            "or set cluster.stage_environment=false"
+            f"cannot pack the Python environment into {folder}: {os_error_text(error)}; free space "
+            "there, or set cluster.stage_environment=false"
         ) from error
 
 
@@ -109,13 +100,14 @@ def _pack(contents: Contents, path: Path, stop: Callable[[], bool]) -> None:
     temporary = path.with_name(f".{archive.name}")
     try:
         with os.fdopen(os.open(temporary, flags, 0o644), "wb") as stream:
-            written = _Hashed(stream)
-            _write_tar(contents.files, written, compressed, stop)
-            stream.flush()
+            # A duplicate: pyarrow closes its file.
+            target = os.fdopen(os.dup(stream.fileno()), "wb")
+            _write_tar(contents.files, target, compressed, stop)
             os.fsync(stream.fileno())
         # A file that was changed meanwhile would make an environment that never existed.
-        if changed := contents.difference(own_contents()):
+        if changed := contents.difference(environment_contents()):
             raise OSError(0, f"{changed} was changed while the environment was packed")
+        size, digest = temporary.stat().st_size, checksum(temporary)
         temporary.replace(archive)
     finally:
         temporary.unlink(missing_ok=True)
@@ -124,8 +116,8 @@ def _pack(contents: Contents, path: Path, stop: Callable[[], bool]) -> None:
     EnvironmentManifest(
         fingerprint=contents.fingerprint,
         archive=archive.name,
-        archive_bytes=written.size,
-        archive_sha256=written.digest.hexdigest(),
+        archive_bytes=size,
+        archive_sha256=digest,
         unpacked_bytes=contents.unpacked_bytes,
         num_files=len(contents.files),
         python=PYTHON,
@@ -134,31 +126,12 @@ def _pack(contents: Contents, path: Path, stop: Callable[[], bool]) -> None:
         system_site=contents.system_site,
         python_path=contents.python_path,
     ).save(path)
-    log.info(
-        "environment: %d files packed in %.1f s into %s (%.0f MB)",
-        len(contents.files), time.monotonic() - started, archive, written.size / 1e6,
-    )  # fmt: skip
-
-
-class _Hashed(io.RawIOBase):
-    """A file that is written once, from begin to end, with its checksum and size."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.digest = hashlib.sha256()
-        self.size = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]  # any buffer
-        self.digest.update(data)
-        self.size += len(data)
-        return self._stream.write(data)
+    figures = len(contents.files), time.monotonic() - started, archive, size / 1e6
+    log.info("environment: %d files packed in %.1f s into %s (%.0f MB)", *figures)
 
 
 def _write_tar(
-    files: tuple[StagedFile, ...], target: _Hashed, compressed: bool, stop: Callable[[], bool]
+    files: tuple[StagedFile, ...], target: BinaryIO, compressed: bool, stop: Callable[[], bool]
 ) -> None:
     stream: pa.NativeFile = pa.PythonFile(target, "w")
     if compressed:
@@ -185,11 +158,7 @@ def _write_tar(
 
 
 def unpack(stream: BinaryIO, name: str, folder: Path) -> None:
-    """Unpack an archive that has been checked; `name` is the archive's.
-
-    Raises:
-        OSError: The disk refuses, or the archive is damaged.
-    """
+    """Unpack an archive that has been checked; `name` is the archive's."""
     try:
         with stream:
             source: pa.NativeFile | BinaryIO = stream
@@ -203,27 +172,25 @@ def unpack(stream: BinaryIO, name: str, folder: Path) -> None:
 
 def _remove_old(folder: Path, keep: Path) -> None:
     """Remove archives by age and total size, and files that no manifest names."""
-    found: list[tuple[float, Path, int]] = []
-    named: set[str] = set()
+    manifests: dict[Path, EnvironmentManifest] = {}
+    used: list[tuple[float, Path]] = []
     for path in folder.glob("*.json"):
         with suppress(OSError, StorageError):
-            manifest = EnvironmentManifest.load(path)
-            named.add(manifest.archive)
-            found.append((path.stat().st_mtime, path, manifest.archive_bytes))
-    total = sum(size for _, _, size in found)
-    for used_at, path, size in sorted(found):
-        if path == keep:
-            continue
-        if time.time() - used_at > MAX_AGE_S or total > MAX_BYTES:
-            total -= size
-            with suppress(OSError, StorageError):
-                archive = path.with_name(EnvironmentManifest.load(path).archive)
+            manifests[path] = EnvironmentManifest.load(path)
+            used.append((path.stat().st_mtime, path))
+    total = sum(manifest.archive_bytes for manifest in manifests.values())
+    for used_at, path in sorted(used):
+        if path != keep and (time.time() - used_at > MAX_AGE_S or total > MAX_BYTES):
+            total -= manifests[path].archive_bytes
+            archive = path.with_name(manifests[path].archive)
+            with suppress(OSError):
                 path.unlink()  # first: a manifest without its archive would be packed again
                 archive.unlink()
                 log.info("environment: removed the unused archive %s", archive)
+    names = {manifest.archive for manifest in manifests.values()}
     for path in folder.glob("*.tar*"):
         with suppress(OSError):
-            if path.name not in named and time.time() - path.stat().st_mtime > 86400.0:
+            if path.name not in names and time.time() - path.stat().st_mtime > 86400.0:
                 path.unlink()
 
 

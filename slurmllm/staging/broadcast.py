@@ -55,29 +55,23 @@ def broadcast_environment(
         planned = Path(node_local_cache(config, run))
         marker = planned.parent / FOLDER / manifest.fingerprint / MARKER
         # On a node where the private folder has another name, the environment is not found.
-        present = _count_present(nodes, marker, stop)
+        processes = nodes.ask(["/bin/sh", "-c", _ASK, "sh", str(marker)])
+        answers = read_lines(processes, ASK_S, stop)
+        present = sum(text.strip() == _PRESENT for _, text in answers)
     except SlurmllmError as error:
         if not stop():
             log.warning("environment: %s", error)
         return {FAULT: str(error)}
-    found = {MANIFEST: str(path)}
+    variables = {MANIFEST: str(path)}
     if present == len(nodes.nodes):
         log.info("environment: present on all %d nodes", present)
-        return found
+        return variables
     archive, target = path.with_name(manifest.archive), broadcast_path(planned)
     fault = nodes.broadcast(archive, target, stop)
     if fault is not None:
         if not stop():
             log.warning("sbcast: %s; the nodes read %s", fault, archive)
-        return found
-    log.info(
-        "environment: %.0f MB to all nodes in %.1f s",
-        manifest.archive_bytes / 1e6, time.monotonic() - started,
-    )  # fmt: skip
-    return {**found, BROADCAST: str(target)}
-
-
-def _count_present(nodes: Nodes, marker: Path, stop: Callable[[], bool]) -> int:
-    """The number of nodes that have an environment."""
-    processes = nodes.ask(["/bin/sh", "-c", _ASK, "sh", str(marker)])
-    return sum(text.strip() == _PRESENT for _, text in read_lines(processes, ASK_S, stop))
+        return variables
+    figures = manifest.archive_bytes / 1e6, time.monotonic() - started
+    log.info("environment: %.0f MB to all nodes in %.1f s", *figures)
+    return {**variables, BROADCAST: str(target)}

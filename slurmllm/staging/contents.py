@@ -76,13 +76,13 @@ class Contents:
         """Digest of names, sizes and times of all files but caches, and of the layout."""
         layout = (sys.version, self.prefix, self.home, self.system_site, self.python_path)
         digest = hashlib.sha256(repr(layout).encode())
-        for name, known in self._known.items():
-            digest.update(f"{name}\0{known}\n".encode())
+        for name, identity in self._identities.items():
+            digest.update(f"{name}\0{identity}\n".encode())
         return digest.hexdigest()[:32]
 
     @property
-    def _known(self) -> dict[str, str]:
-        """By name, what is known of the content of all files but caches."""
+    def _identities(self) -> dict[str, str]:
+        """Name → size, time and content of all files but caches."""
         return {
             file.name: f"{file.size} {file.link or file.mtime} "
             + ("" if file.content is None else hashlib.sha256(file.content).hexdigest())
@@ -91,8 +91,8 @@ class Contents:
         }
 
     def difference(self, other: Contents) -> str:
-        """The name of a file that is not the same in both; empty if there is none."""
-        mine, theirs = self._known, other._known
+        """Return the name of a file that is not the same in both; empty if there is none."""
+        mine, theirs = self._identities, other._identities
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         return min(names, default="")
 
@@ -101,63 +101,71 @@ class Contents:
         return sum(-(-max(file.size, 1) // _BLOCK) * _BLOCK for file in self.files)
 
 
-def own_contents() -> Contents:
-    """List the files of the environment that this process runs in.
-
-    Raises:
-        OSError: A folder cannot be read.
-    """
-    base, own = Path(sys.base_prefix), Path(sys.prefix)
+def environment_contents() -> Contents:
+    """List the files of the environment that this process runs in."""
+    base, environment = Path(sys.base_prefix), Path(sys.prefix)
     staged_base = not _is_system(base)
-    virtual = base != own
-    prefix = "base" if staged_base and not virtual else "env"
-    trees: dict[str, Path] = {}  # folder in the archive → complete folder
-    packages: dict[str, Path] = {}  # folder in the archive → folder with packages among others
+    prefix = "base" if staged_base and base == environment else "env"
+    trees = _complete_folders(base, environment, prefix)
+    others = {path: f"path/{index}" for index, path in enumerate(_other_folders(base, trees))}
+    trees |= {name: path for path, name in others.items() if path.name in _SITE}
     files: list[StagedFile] = []
     if staged_base:
         files += _interpreter(base)
-        libraries = (sysconfig.get_path("stdlib"), base / sys.platlibdir / PYTHON)
-        for each in (*libraries, sysconfig.get_path("include")):
-            if Path(each).is_dir():
-                trees[f"base/{Path(each).relative_to(base)}"] = Path(each)
-    site = Path(sysconfig.get_path("purelib"))
-    for path in dict.fromkeys((site, Path(sysconfig.get_path("platlib")))):
-        if path.is_dir() and not _is_system(path):
-            trees[f"{prefix}/{path.relative_to(own)}"] = path
-    others: dict[Path, str] = {}
-    given = [Path(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    for path in [Path(p) for p in sys.path if p] + _editable():
-        known = any(path == tree for tree in trees.values()) or path in others
-        if known or _is_system(path) or not path.is_dir():
-            continue
-        if staged_base and path.is_relative_to(base / sys.platlibdir) and path.name not in _SITE:
-            continue  # of the standard library
-        others[path] = f"path/{len(others)}"
-    for path, name in others.items():
-        (trees if path.name in _SITE else packages)[name] = path
     with ThreadPoolExecutor(_THREADS) as pool:
         for name, path in trees.items():
             files += _walk(path, name, pool, unused=_UNUSED if path.name == PYTHON else ())
-        for name, path in packages.items():
-            files += _packages(path, name, pool)
-    if not _is_system(own):
-        files += _programs(own / "bin", f"{prefix}/bin")
-    listed = [others[path] for path in others if path not in given]
-    files = [_without_paths(f, trees, prefix) for f in files]
-    folder = f"{prefix}/lib/{PYTHON}/site-packages"
-    if _is_system(own):
-        folder = f"env/lib/{PYTHON}/site-packages"
+        for path, name in others.items():
+            if path.name not in _SITE:
+                files += _packages(path, name, pool)
+    site = f"{prefix}/lib/{PYTHON}/site-packages"
+    if _is_system(environment):
+        site = f"env/lib/{PYTHON}/site-packages"
+    else:
+        files += _programs(environment / "bin", f"{prefix}/bin")
+    files = [_without_paths(file, trees, prefix) for file in files]
+    python_path = _folders(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    listed = [name for path, name in others.items() if path not in python_path]
     lines = "".join(f"../../../../{name}\n" for name in listed).encode()
-    pth = StagedFile(f"{folder}/00-staged.pth", Path(), len(lines), 0, 0o644, lines)
-    unique = {file.name: file for file in [*files, pth]}
+    files.append(StagedFile(f"{site}/00-staged.pth", Path(), len(lines), 0, 0o644, lines))
+    unique = {file.name: file for file in files}
+    system_site = any(path.name in _SITE and _is_system(path) for path in _folders(sys.path))
     return Contents(
         files=tuple(unique[name] for name in sorted(unique)),
         prefix=prefix,
         home="" if staged_base else str(Path(_base_executable()).parent),
-        system_site=not staged_base and any(Path(p).name in _SITE and _is_system(Path(p))
-                                            for p in sys.path),
-        python_path=tuple(others[path] for path in given if path in others),
-    )  # fmt: skip
+        system_site=not staged_base and system_site,
+        python_path=tuple(others[path] for path in python_path if path in others),
+    )
+
+
+def _folders(paths: list[str]) -> list[Path]:
+    return [Path(path) for path in paths if path]
+
+
+def _complete_folders(base: Path, environment: Path, prefix: str) -> dict[str, Path]:
+    """Return name in the archive → folder that is staged whole: the library and site-packages."""
+    trees: dict[str, Path] = {}
+    if not _is_system(base):
+        libraries = (sysconfig.get_path("stdlib"), base / sys.platlibdir / PYTHON)
+        for library in (*libraries, sysconfig.get_path("include")):
+            if (path := Path(library)).is_dir():
+                trees[f"base/{path.relative_to(base)}"] = path
+    for path in map(Path, (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))):
+        if path.is_dir() and not _is_system(path):
+            trees[f"{prefix}/{path.relative_to(environment)}"] = path
+    return trees
+
+
+def _other_folders(base: Path, trees: dict[str, Path]) -> Iterator[Path]:
+    """Yield the further folders of `sys.path`, and those of editable packages."""
+    library = base / sys.platlibdir
+    for path in dict.fromkeys(_folders(sys.path) + _editable()):
+        in_library = (
+            not _is_system(base) and path.is_relative_to(library) and path.name not in _SITE
+        )
+        if path.is_dir() and not (path in trees.values() or _is_system(path) or in_library):
+            yield path
 
 
 def _is_system(path: Path) -> bool:
@@ -170,54 +178,49 @@ def _base_executable() -> str:
 
 
 def _interpreter(base: Path) -> Iterator[StagedFile]:
-    """The program, and the libraries directly under the prefix, such as libpython or conda's."""
-    program = _regular(Path(_base_executable()), f"base/bin/{PYTHON}")
-    if program is not None:
+    """Yield the program, and the libraries directly under the prefix, such as libpython."""
+    if (program := _regular(Path(_base_executable()), f"base/bin/{PYTHON}")) is not None:
         yield program
     for folder in {base / "lib", base / sys.platlibdir}:
         for path in sorted(folder.glob("*.so*")):
-            found = _regular(path, f"base/{folder.name}/{path.name}")
-            if found is not None:
-                yield found
+            if (file := _regular(path, f"base/{folder.name}/{path.name}")) is not None:
+                yield file
 
 
 def _editable() -> list[Path]:
-    """The folders of packages that setuptools' finders, and not `sys.path`, lead to."""
-    own = Path(slurmllm.__file__).resolve().parent
-    found = [] if any(own.parent == Path(p).resolve() for p in sys.path) else [own.parent]
+    """Return the folders of packages that setuptools' finders, and not `sys.path`, lead to."""
+    folder = Path(slurmllm.__file__).resolve().parent.parent
+    folders = [] if any(folder == Path(path).resolve() for path in sys.path) else [folder]
     for name, module in tuple(sys.modules.items()):
         if name.startswith("__editable___"):
-            places = getattr(module, "MAPPING", {}).values()
-            found += [Path(place).parent for place in places if Path(place).parent not in found]
-    return found
+            folders += [Path(place).parent for place in getattr(module, "MAPPING", {}).values()]
+    return folders
 
 
 def _packages(folder: Path, name: str, pool: ThreadPoolExecutor) -> Iterator[StagedFile]:
-    """The packages and modules of a folder that may hold a whole checkout."""
+    """Yield the packages and modules of a folder that may hold a whole checkout."""
     shipped = shipped_dir()
     for entry in sorted(folder.iterdir()):
         inner = f"{name}/{entry.name}"
         if entry.is_dir():
             is_package = (entry / "__init__.py").is_file()
             described = entry.suffix in (".dist-info", ".egg-info")
-            own = folder.resolve() == shipped and entry.name in ("configs", "sbatch")
-            if is_package or described or own:
+            is_data = folder.resolve() == shipped and entry.name in ("configs", "sbatch")
+            if is_package or described or is_data:
                 yield from _walk(entry, inner, pool)
-        elif entry.suffix in (".py", ".so"):
-            found = _regular(entry, inner)
-            if found is not None:
-                yield found
+        elif entry.suffix in (".py", ".so") and (file := _regular(entry, inner)) is not None:
+            yield file
 
 
 def _walk(
     folder: Path, name: str, pool: ThreadPoolExecutor, unused: Container[str] = ()
 ) -> Iterator[StagedFile]:
-    """All files of a folder, but those of `unused` folders in it, and of linked folders once."""
+    """Yield all files of a folder but those of `unused` folders, and of linked folders once."""
     seen = {os.path.realpath(folder)}
     level = [(folder, name)]
     while level:
         below: list[tuple[Path, str]] = []
-        for files, folders in pool.map(lambda one: _list(*one), level):
+        for files, folders in pool.map(_list, *zip(*level, strict=True)):
             yield from files
             for path, inner, linked in folders:
                 if path.parent == folder and path.name in unused:
@@ -232,23 +235,21 @@ def _walk(
 
 
 def _list(folder: Path, name: str) -> tuple[list[StagedFile], list[tuple[Path, str, bool]]]:
-    """The files of a folder, and the folders in it: path, name, whether it is a link."""
+    """Return the files of a folder, and the folders in it: path, name, whether it is a link."""
     files, folders = [], []
-    own_cache = f".{sys.implementation.cache_tag}.pyc"
+    cache_ending = f".{sys.implementation.cache_tag}.pyc"
     with os.scandir(folder) as entries:
         for entry in entries:
             path, inner = Path(entry.path), f"{name}/{entry.name}"
             if entry.is_dir():
                 folders.append((path, inner, entry.is_symlink()))
-            elif folder.name != "__pycache__" or entry.name.endswith(own_cache):
-                found = _regular(path, inner)
-                if found is not None:
-                    files.append(found)
-    return files, folders
+            elif folder.name != "__pycache__" or entry.name.endswith(cache_ending):
+                files.append(_regular(path, inner))
+    return [file for file in files if file is not None], folders
 
 
 def _regular(path: Path, name: str) -> StagedFile | None:
-    """A file, or a link to one; None for a dangling link, a pipe or the like."""
+    """Return a file, or a link to one; None for a dangling link, a pipe or the like."""
     try:
         info = path.lstat()
         if stat.S_ISLNK(info.st_mode):
@@ -265,12 +266,12 @@ def _regular(path: Path, name: str) -> StagedFile | None:
 
 
 def _programs(folder: Path, name: str) -> Iterator[StagedFile]:
-    """The programs of the environment; those in Python run by the interpreter next to them."""
+    """Yield the environment's programs; those in Python run by the interpreter next to them."""
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        found = None if path.name.startswith("python") else _regular(path, f"{name}/{path.name}")
-        if found is None or found.link:
+        file = None if path.name.startswith("python") else _regular(path, f"{name}/{path.name}")
+        if file is None or file.link:
             continue
         with path.open("rb") as stream:
             first = stream.read(512).partition(b"\n")[0]
@@ -278,12 +279,12 @@ def _programs(folder: Path, name: str) -> Iterator[StagedFile]:
             rest = path.read_bytes().partition(b"\n")[2]
             # Readable as sh and as Python, as pip writes it where a path is too long for `#!`.
             head = b"#!/bin/sh\n'''exec' \"$(dirname \"$0\")/python\" \"$0\" \"$@\"\n' '''\n"
-            found = found._replace(content=head + rest, size=len(head + rest))
-        yield found
+            file = file._replace(content=head + rest, size=len(head + rest))
+        yield file
 
 
 def _without_paths(file: StagedFile, trees: dict[str, Path], prefix: str) -> StagedFile:
-    """A .pth file of the environment without its paths, which are in `00-staged.pth`."""
+    """Return a .pth file of the environment without its paths, which are in `00-staged.pth`."""
     folder, _, name = file.name.rpartition("/")
     if not name.endswith(".pth") or folder not in trees or not folder.startswith(prefix):
         return file

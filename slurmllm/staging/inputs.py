@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig
-from slurmllm.run.safe_files import check_private_folder, open_regular, reason
+from slurmllm.run.safe_files import check_private_folder, open_regular, os_error_text
 from slurmllm.run.staged_files import copy_name
 from slurmllm.staging.archive import free_for
 
@@ -59,14 +59,17 @@ def stage_inputs(config: RunConfig, private: Path) -> Path:
         except FileNotFoundError:
             continue  # most tokenizers have no further files
         except OSError as error:
-            log.warning("cannot copy %s into %s, workers read it there: %s", path, folder,
-                        reason(error))  # fmt: skip
-    _remove_old(folder)
+            reason = os_error_text(error)
+            log.warning("cannot copy %s into %s, workers read it there: %s", path, folder, reason)
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if time.time() - path.stat().st_mtime > MAX_AGE_S:
+                path.unlink()
     return folder
 
 
 def _small_inputs(config: RunConfig) -> Iterator[tuple[Path, int]]:
-    """The files, each with the largest size, in bytes, that is copied."""
+    """Yield the files, each with the largest size, in bytes, that is copied."""
     data = config.recipe.data
     if data.tokenizer is not None:
         tokenizer = Path(data.tokenizer)
@@ -79,10 +82,3 @@ def _small_inputs(config: RunConfig) -> Iterator[tuple[Path, int]]:
         yield stem.with_name(f"{stem.name}.bin"), MAX_CORPUS_BYTES
         if stem == path and not path.is_dir():
             yield path, MAX_CORPUS_BYTES
-
-
-def _remove_old(folder: Path) -> None:
-    with suppress(OSError):
-        for path in folder.iterdir():
-            if time.time() - path.stat().st_mtime > MAX_AGE_S:
-                path.unlink()

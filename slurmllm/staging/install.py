@@ -27,7 +27,7 @@ from typing import BinaryIO, NamedTuple
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import open_archive
 from slurmllm.run.artifact_records import EnvironmentManifest
-from slurmllm.run.safe_files import check_private_folder, open_lock, reason
+from slurmllm.run.safe_files import check_private_folder, open_lock, os_error_text
 from slurmllm.staging.archive import free_for, unpack
 
 MAX_AGE_S = 14 * 86400.0  # of an environment on a node that no attempt has used
@@ -45,8 +45,8 @@ import slurmllm.train.hooks.checkpoint, slurmllm.train.hooks.tensorboard
 from slurmllm.backends.base import load_backend
 load_backend(backend)
 files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
-own = (root + os.sep, "/usr/", "/lib")
-outside = {name: f for name, f in files.items() if f and f[0] == "/" and not f.startswith(own)}
+inside = (root + os.sep, "/usr/", "/lib")
+outside = {name: f for name, f in files.items() if f and f[0] == "/" and not f.startswith(inside)}
 print("staged " + json.dumps(outside))
 """
 
@@ -68,25 +68,26 @@ class Staged(NamedTuple):
     use: BinaryIO
 
     def variables(self) -> dict[str, str]:
-        """The variables that start workers from it, and that replace the shared folders."""
-        manifest, before = self.manifest, os.environ
+        """Return the variables that start workers from it and replace the shared folders."""
+        manifest = self.manifest
         program = self.root / manifest.prefix / "bin" / manifest.python
         libraries = [str(self.root / _LIBRARIES)] if (self.root / _LIBRARIES).is_dir() else []
-        libraries += [p for p in before.get("LD_LIBRARY_PATH", "").split(os.pathsep) if p]
-        found = {
+        libraries += [p for p in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if p]
+        variables = {
             WORKER_PYTHON: str(program),
-            "PATH": os.pathsep.join([str(program.parent), before.get("PATH", os.defpath)]),
+            "PATH": os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)]),
             "PYTHONNOUSERSITE": "1",  # it is in the home folder; its packages are staged
         }
         if libraries:
-            found["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
-        if "PYTHONPATH" in before:
-            found["PYTHONPATH"] = os.pathsep.join(str(self.root / p) for p in manifest.python_path)
-        return found
+            variables["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
+        if "PYTHONPATH" in os.environ:
+            paths = (str(self.root / path) for path in manifest.python_path)
+            variables["PYTHONPATH"] = os.pathsep.join(paths)
+        return variables
 
 
 def worker_python() -> str:
-    """The interpreter of this node's workers: of the staged environment, or this one."""
+    """Return the interpreter of this node's workers: of the staged environment, or this one."""
     return os.environ.get(WORKER_PYTHON) or sys.executable
 
 
@@ -99,9 +100,6 @@ def install_environment(
         folder: For all environments, in the user's private folder.
         path: The manifest, on the shared file system.
         broadcast: The archive on this node's own disk, if there is one.
-
-    Raises:
-        StorageError: It cannot be used; says why.
     """
     manifest = EnvironmentManifest.load_trusted(path, group)
     root = folder / manifest.fingerprint
@@ -125,14 +123,14 @@ def install_environment(
         except OSError as error:
             raise StorageError(
                 f"cannot stage the Python environment into {folder} on {os.uname().nodename}: "
-                f"{reason(error)}"
+                f"{os_error_text(error)}"
             ) from error
         opened.pop_all()  # the lock is held as long as the launcher lives
     return Staged(root, manifest, origin, use)
 
 
 def read_marker(root: Path) -> str | None:
-    """The fingerprint of a complete environment; None if it is not complete."""
+    """Return the fingerprint of a complete environment; None if it is not complete."""
     try:
         return str(json.loads((root / MARKER).read_bytes())["fingerprint"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -209,9 +207,14 @@ def _test(staged: Staged, backend: str) -> None:
     command = [variables[WORKER_PYTHON], "-P", "-c", _TEST, str(staged.root), backend]
     try:
         done = subprocess.run(
-            command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, errors="replace", timeout=TEST_S, check=False,
-        )  # fmt: skip
+            command,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TEST_S,
+        )
     except subprocess.TimeoutExpired as error:
         raise OSError(0, f"its interpreter takes more than {TEST_S:.0f} s to import") from error
     marked = [line for line in done.stdout.splitlines() if line.startswith("staged ")]
@@ -226,13 +229,13 @@ def _test(staged: Staged, backend: str) -> None:
 
 def _remove_old(folder: Path, keep: Path) -> None:
     """Remove environments by age and total size, unless a launcher uses them."""
-    found: list[tuple[float, Path, int]] = []
+    environments: list[tuple[float, Path, int]] = []
     for marker in folder.glob(f"*/{MARKER}"):
         with suppress(OSError, ValueError, LookupError, TypeError):
             size = int(json.loads(marker.read_bytes())["bytes"])
-            found.append((marker.stat().st_mtime, marker.parent, size))
-    total = sum(size for _, _, size in found)
-    for used_at, root, size in sorted(found):
+            environments.append((marker.stat().st_mtime, marker.parent, size))
+    total = sum(size for _, _, size in environments)
+    for used_at, root, size in sorted(environments):
         if root == keep or (time.time() - used_at <= MAX_AGE_S and total <= MAX_BYTES):
             continue
         with (

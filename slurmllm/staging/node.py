@@ -65,10 +65,10 @@ class NodeStaging:
         if manifest is None:
             return os.environ.get(FAULT, "the supervisor has packed no environment")
         try:
+            path, group = Path(broadcast) if broadcast else None, self.config.cluster.trusted_group
             self.staged = install_environment(
-                folder, Path(manifest), self.config.backend,
-                Path(broadcast) if broadcast else None, self.config.cluster.trusted_group,
-            )  # fmt: skip
+                folder, Path(manifest), self.config.backend, path, group
+            )
         except SlurmllmError as error:
             return str(error)
         return self.staged.origin

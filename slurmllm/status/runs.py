@@ -18,7 +18,7 @@ from slurmllm.metrics.step_time import finite_number, read_pace
 from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.records import AttemptRecord, JobsRecord
 from slurmllm.run.rundir import RunDir, run_folders
-from slurmllm.run.safe_files import reason
+from slurmllm.run.safe_files import os_error_text
 from slurmllm.slurm.client import SlurmClient, explain_drain
 from slurmllm.status.details import Details, read_details
 from slurmllm.status.run_state import (
@@ -100,7 +100,7 @@ def list_runs(root: Path) -> list[RunDir]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise StorageError(f"cannot list the runs in {root}: {reason(error)}") from error
+        raise StorageError(f"cannot list the runs in {root}: {os_error_text(error)}") from error
     for entry in entries:
         try:
             # Not `is_run`: a run whose configuration is no file is damaged, not absent.
@@ -233,8 +233,8 @@ def _damaged(run: RunDir, error: Exception) -> RunState:
 
 def _unreadable(run: RunDir, error: OSError) -> str:
     return (
-        f"cannot read {error.filename or run.path}: {reason(error)}; check its permissions and "
-        "the file system"
+        f"cannot read {error.filename or run.path}: {os_error_text(error)}; check its permissions "
+        "and the file system"
     )
 
 

@@ -20,7 +20,7 @@ STDLIB = "stdlib"  # the built-in corpus and its tokenizer
 
 
 def data_folder(config: RunConfig, root: Path) -> Path:
-    """The folder of fetched data sets: `cluster.data_folder`, else `.data` in that of the runs."""
+    """Return the folder of fetched data sets: `cluster.data_folder`, else `.data` of the runs."""
     if config.cluster.data_folder is not None:
         return Path(config.cluster.data_folder).expanduser()
     return own_folder(root, ".data", config.cluster.trusted_group)
@@ -39,11 +39,7 @@ class LocatedData(NamedTuple):
 
 
 def locate(config: RunConfig, root: Path) -> LocatedData:
-    """Find corpus and tokenizer of a recipe's `data.source`, if `data.corpus` is not set.
-
-    Raises:
-        ConfigError: an unknown data set.
-    """
+    """Find corpus and tokenizer of a recipe's `data.source`, if `data.corpus` is not set."""
     data, located = config.recipe.data, LocatedData({}, {}, [])
     for name in data.sources if data.corpus is None else ():
         source, site = read_source(name), config.cluster.data.get(name)
@@ -62,16 +58,12 @@ def locate(config: RunConfig, root: Path) -> LocatedData:
 
 
 def _exists(path: Path) -> bool:
-    """Whether a file is there, or both files of a tokenized corpus that is named by its prefix."""
+    """Return whether a file is there, or both files of a tokenized corpus named by its prefix."""
     return path.is_file() or all(Path(f"{path}{end}").is_file() for end in (".bin", ".idx"))
 
 
 def missing_data(config: RunConfig, root: Path, located: LocatedData) -> list[str]:
-    """Return why a run has no training data, with what to do; empty if it has.
-
-    Args:
-        root: The folder of all runs.
-    """
+    """Return why a run has no training data, with what to do; empty if it has."""
     data = config.recipe.data
     if data.corpus is not None or ("corpus" in located.values and not located.missing):
         return []
@@ -117,26 +109,20 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     if not located.missing and "corpus" in located.values:
         values = {"tokenizer": config.recipe.data.tokenizer, **located.values}
         config = config.with_settings("data", located.origins, **values)
-    data = config.recipe.data
-    texts = config.recipe.eval.corpora
-    paths = [("data.corpus", share.path) for share in data.corpora]
-    paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
+    data, texts = config.recipe.data, config.recipe.eval.corpora
     if data.corpus is None and build:
         title = f"{config.recipe.name} has no training data"
         raise ConfigError(title, missing_data(config, root, located))
+    paths = [("data.corpus", share.path) for share in data.corpora]
+    paths += [(f"eval.corpora.{name}", path) for name, path in texts.items()]
     has_builtin = STDLIB in [*(path for _, path in paths), data.tokenizer]
     if not build and (data.corpus is None or has_builtin):
         for option, path in [*paths, ("data.tokenizer", data.tokenizer or STDLIB)]:
-            # A tokenized corpus may be named by the common prefix of its two files.
-            prefix, rest = plugins.split_prefix(path)
-            files = (Path(rest), Path(f"{rest}.idx"))
-            exists = prefix is not None or any(file.exists() for file in files)
-            if path != STDLIB and not exists:
-                raise DataError(f"{option}: {path!r} is not a file; name one that exists")
+            _require_file(option, path)
         if data.corpus is not None and config.recipe.eval.every_steps is not None:
             # Texts are counted in tokens: with the built-in tokenizer, which takes seconds to make.
-            with tempfile.TemporaryDirectory(prefix="slurmllm-") as made:
-                resolve_inputs(config, Path(made), build=True)
+            with tempfile.TemporaryDirectory(prefix="slurmllm-") as temporary:
+                resolve_inputs(config, Path(temporary), build=True)
         return config
     builtin: tuple[Path, Path] | None = None
     if has_builtin:
@@ -153,17 +139,30 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
         share.model_copy(update={"path": absolute(share.path, 0)}) for share in data.corpora
     )
     tokenizer = None if data.tokenizer is None else absolute(data.tokenizer, 1)
-    from slurmllm.data.inspection import check_corpora, check_evaluation_texts
-    from slurmllm.data.spec import StreamSpec
-
     evaluated = {name: absolute(path, 0) for name, path in texts.items()}
     corpus = corpora[0].path if isinstance(data.corpus, str) else corpora
     config = config.with_settings("data", corpus=corpus, tokenizer=tokenizer)
     config = config.with_settings("eval", corpora=evaluated)
+    _check_contents(config, evaluated)
+    return config
+
+
+def _require_file(option: str, path: str) -> None:
+    # A tokenized corpus may be named by the common prefix of its two files.
+    prefix, rest = plugins.split_prefix(path)
+    exists = prefix is not None or Path(rest).exists() or Path(f"{rest}.idx").exists()
+    if path != STDLIB and not exists:
+        raise DataError(f"{option}: {path!r} is not a file; name one that exists")
+
+
+def _check_contents(config: RunConfig, evaluated: dict[str, str]) -> None:
+    """Raise DataError for an unusable corpus, tokenizer or evaluation text."""
+    from slurmllm.data.inspection import check_corpora, check_evaluation_texts
+    from slurmllm.data.spec import StreamSpec
+
     spec = StreamSpec.of(config.recipe)
     # The built-in texts are shorter than a batch of the largest recipes, which repeats them.
     check_corpora(replace(spec, global_batch=1) if config.is_trial else spec)
     if config.recipe.eval.every_steps is not None:
         for warning in check_evaluation_texts(spec, evaluated):
             log.warning("%s", warning)
-    return config

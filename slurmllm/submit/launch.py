@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
@@ -40,9 +41,9 @@ log = logging.getLogger(__name__)
 
 def record_cancellation(run: RunDir) -> None:
     """Mark the last submission as cancelled; a cluster without accounting knows it from here."""
-    *before, last = JobsRecord.of(run).submissions
+    *earlier, last = JobsRecord.of(run).submissions
     cancelled = last.model_copy(update={"cancelled_at": time.time()})
-    JobsRecord(submissions=(*before, cancelled)).save(run.jobs)
+    JobsRecord(submissions=(*earlier, cancelled)).save(run.jobs)
 
 
 def _submission(prepared: PreparedRun, **fields: object) -> Submission:
@@ -61,7 +62,7 @@ def _submission(prepared: PreparedRun, **fields: object) -> Submission:
 
 
 def _git_commit() -> str | None:
-    """The commit of this folder's repository, with -dirty after changes; None without one."""
+    """Return the commit of this folder's repository, with -dirty after changes."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -71,11 +72,7 @@ def _git_commit() -> str | None:
 
 
 def check_dependency(text: str, client: SlurmClient) -> list[str]:
-    """Look up the jobs of an sbatch dependency; returns warnings about unknown ones.
-
-    Raises:
-        SlurmError: a job has ended so that the dependency can never be met.
-    """
+    """Raise SlurmError if a dependency can never be met; returns warnings of unknown jobs."""
     jobs = re.findall(r"\d+", re.sub(r"\+\d+", "", text))
     queue = client.queue(jobs)
     states = {row.job_id: row.state for row in client.accounting(*jobs)}
@@ -101,9 +98,11 @@ def check_dependency(text: str, client: SlurmClient) -> list[str]:
 
 
 def submit_jobs(
-    prepared: PreparedRun, client: SlurmClient | None = None,
-    stages: Sequence[Stage] | None = None, **fields: object,
-) -> Submission:  # fmt: skip
+    prepared: PreparedRun,
+    client: SlurmClient | None = None,
+    stages: Sequence[Stage] | None = None,
+    **fields: object,
+) -> Submission:
     """Submit the stages' scripts, each after the success of the one before, and record the ids.
 
     Args:
@@ -117,48 +116,62 @@ def submit_jobs(
             directory of a new run is removed.
     """
     client = client or SlurmClient()
-    run, before = prepared.run, JobsRecord.of(prepared.run)
-    slurm = prepared.config.recipe.slurm
-    restart = choose_restart(slurm.restart, before.last, client)
+    run, earlier = prepared.run, JobsRecord.of(prepared.run)
+    restart = choose_restart(prepared.config.recipe.slurm.restart, earlier.last, client)
     sent = _submission(prepared, local=False, restart=restart, **fields)
     try:
-        container = prepared.config.cluster.container
-        by_srun = ["--container-image=any"] if container and container.srun_runs_it else []
-        client.check_srun([*by_srun, *as_arguments(slurm.directives.srun)])
-        for line in check_dependency(slurm.dependency, client) if slurm.dependency else ():
-            log.warning("%s", line)
-    except SlurmError:
+        _check_options(prepared, client)
+        for stage in stages or prepared.stages:
+            job = _sbatch(prepared, stage, sent, client)
+            sent = sent.model_copy(update={f"{stage}_job": job})
+            # Saved after each job: if this process is killed here, no job is without a record.
+            JobsRecord(submissions=(*earlier.submissions, sent)).save(run.jobs)
+    except SlurmError as error:
+        if sent.precompile_job is not None and sent.graphs_of is None:
+            _cancel_precompile(run, sent.precompile_job, earlier, client, error)
         if prepared.is_new:
             remove_unsubmitted(run)
         raise
-    for stage in stages or prepared.stages:
-        try:
-            job = client.submit(
-                prepared.scripts[stage], after_ok=sent.precompile_job, requeue=restart == "requeue",
-                name=sent.lane if stage == "train" else None,
-            )  # fmt: skip
-        except SlurmError as error:
-            message = f"{error}; --dry-run shows the scripts"
-            if sent.precompile_job is not None and sent.graphs_of is None:
-                try:
-                    client.cancel([sent.precompile_job])
-                except SlurmError as reason:
-                    raise SlurmError(
-                        f"{message}\n  and the precompile job is still queued: {reason}; "
-                        f"`scancel {sent.precompile_job}` ends it, {run.path} is kept"
-                    ) from error
-                if before.submissions:
-                    before.save(run.jobs)
-                else:
-                    # `remove_unsubmitted` keeps every run that has a record.
-                    run.jobs.unlink(missing_ok=True)
-            if prepared.is_new:
-                remove_unsubmitted(run)
-            raise SlurmError(message) from error
-        sent = sent.model_copy(update={f"{stage}_job": job})
-        # Saved after each job: if this process is killed here, no job is without a record.
-        JobsRecord(submissions=(*before.submissions, sent)).save(run.jobs)
     return sent
+
+
+def _sbatch(prepared: PreparedRun, stage: Stage, sent: Submission, client: SlurmClient) -> str:
+    """Submit the script of a stage after the jobs of the stages before; returns the job id."""
+    try:
+        return client.submit(
+            prepared.scripts[stage],
+            after_ok=sent.precompile_job,
+            requeue=sent.restart == "requeue",
+            name=sent.lane if stage == "train" else None,
+        )
+    except SlurmError as error:
+        raise SlurmError(f"{error}; --dry-run shows the scripts") from error
+
+
+def _check_options(prepared: PreparedRun, client: SlurmClient) -> None:
+    """Raise SlurmError if srun or sbatch would refuse options of a run."""
+    slurm, container = prepared.config.recipe.slurm, prepared.config.cluster.container
+    by_srun = ["--container-image=any"] if container and container.srun_runs_it else []
+    client.check_srun([*by_srun, *as_arguments(slurm.directives.srun)])
+    for line in check_dependency(slurm.dependency, client) if slurm.dependency else ():
+        log.warning("%s", line)
+
+
+def _cancel_precompile(
+    run: RunDir, job: str, earlier: JobsRecord, client: SlurmClient, refusal: SlurmError
+) -> None:
+    """Cancel the precompile job of a run whose train job was refused, and remove its record."""
+    try:
+        client.cancel([job])
+    except SlurmError as error:
+        raise SlurmError(
+            f"{refusal}\n  and the precompile job is still queued: {error}; `scancel {job}` ends "
+            f"it, {run.path} is kept"
+        ) from refusal
+    if earlier.submissions:
+        earlier.save(run.jobs)
+    else:
+        run.jobs.unlink(missing_ok=True)  # `remove_unsubmitted` keeps every run that has a record
 
 
 def record_local(prepared: PreparedRun, **fields: object) -> Submission:
@@ -183,21 +196,15 @@ def run_locally(
         prepared: The run.
         quiet: Whether the stages' logs do not go to the terminal too.
         stages: By default those that the run needs.
-        allocation: Slurm job that holds the nodes, instead of this machine alone.
+        allocation: Slurm job that holds the nodes, instead of this machine.
         once: Whether a stage is not started again, whatever its supervisor asks for.
     """
-    config, nodes, stages = prepared.config, prepared.mesh.nodes, stages or prepared.stages
-    few = precompile_nodes(config, nodes)
+    run, stages = prepared.run, stages or prepared.stages
     for stage in stages:
-        job = LocalJob(
-            prepared.run,
-            stage,
-            prepared.scripts[stage],
-            few if stage == "precompile" else nodes,
-            quiet,
-            allocation,
-            once,
-        )
+        nodes = prepared.mesh.nodes
+        if stage == "precompile":
+            nodes = precompile_nodes(prepared.config, nodes)
+        job = LocalJob(run, stage, prepared.scripts[stage], nodes, quiet, allocation, once)
         # Handlers belong to the process: restored after each stage, also if it raises.
         previous = {n: signal.signal(n, job.on_interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -212,19 +219,22 @@ def run_locally(
     return EXIT_OK
 
 
+@dataclass
 class LocalJob:
     """A batch script on this machine, started again as long as its supervisor asks for it.
 
-    Its text is run, not its file, which others could replace where they may write to the folder of
-    all runs.
+    Its text is run, not its file, which others may be able to replace.
     """
 
-    def __init__(
-        self, run: RunDir, stage: Stage, script: str, nodes: int, quiet: bool,
-        allocation: str | None = None, once: bool = False,
-    ) -> None:  # fmt: skip
-        self.run, self.stage, self.script = run, stage, script
-        self.nodes, self.quiet, self.allocation, self.once = nodes, quiet, allocation, once
+    run: RunDir
+    stage: Stage
+    script: str
+    nodes: int
+    quiet: bool
+    allocation: str | None = None
+    once: bool = False
+
+    def __post_init__(self) -> None:
         self.interrupts = self.restarts = 0
         self.process: subprocess.Popen[str] | None = None
 
@@ -240,7 +250,7 @@ class LocalJob:
             self.restarts += 1
 
     def _has_nodes(self) -> bool:
-        """Whether the allocation still has its nodes: Slurm ends it if one of them dies."""
+        """Return whether the allocation still has its nodes: Slurm ends it if one of them dies."""
         if self.allocation is None:
             return True
         job = SlurmClient().queue([self.allocation]).get(self.allocation)
@@ -258,18 +268,18 @@ class LocalJob:
 
     def _run_once(self) -> int:
         log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
+        variable = HELD_NODES if self.allocation else LOCAL_NODES
         self.process = subprocess.Popen(
             ["bash", "-c", self.script, str(self.run.script(self.stage))],
-            env={
-                **os.environ,
-                HELD_NODES if self.allocation else LOCAL_NODES: str(self.nodes),
-                LOCAL_RESTARTS: str(self.restarts),
-            },
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace",
+            env={**os.environ, variable: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
             start_new_session=True,  # Ctrl-C must reach only this process
             preexec_fn=die_with_parent,
-        )  # fmt: skip
+        )
         if self.interrupts:  # a signal during Popen found no process to forward to
             self.process.send_signal(signal.SIGUSR1)
         assert self.process.stdout is not None

@@ -33,36 +33,36 @@ def plugin_faults(config: RunConfig) -> list[str]:
     if cluster.container is not None:
         log.warning("hooks and optimizers are checked by the workers: the image has their packages")
         return []
-    given = {**cluster.env, **recipe.env}
-    own = {name: value for name, value in given.items() if not is_secret(name, value)}
+    values = {**cluster.env, **recipe.env}
+    public = {name: value for name, value in values.items() if not is_secret(name, value)}
+    faults = _import_faults(config, {**os.environ, **public, "CUDA_VISIBLE_DEVICES": ""})
+    if cluster.setup:
+        for fault in faults:
+            log.warning("%s (on this machine, without cluster.setup)", fault)
+        return []
+    return faults
+
+
+def _import_faults(config: RunConfig, environment: dict[str, str]) -> list[str]:
+    # -P: a file in the current folder must not shadow a module.
+    command = [config.cluster.python or sys.executable, "-P", "-m", "slurmllm.train.plugins"]
+    values = json.dumps(config.values())
     try:
         done = subprocess.run(
-            # -P: a file in the current folder must not shadow a module.
-            [cluster.python or sys.executable, "-P", "-m", "slurmllm.train.plugins"],
-            input=json.dumps(config.values()), capture_output=True, text=True, timeout=LIMIT_S,
-            env={**os.environ, **own, "CUDA_VISIBLE_DEVICES": ""}, check=False,
-        )  # fmt: skip
-        found = json.loads(done.stdout) if done.returncode == 0 else [_last_line(done.stderr)]
+            command, input=values, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        if done.returncode == 0:
+            return list(json.loads(done.stdout))
+        last = done.stderr.strip().rpartition("\n")[2] or "no output"
+        return [f"plugins: the process that imports them failed: {last}"]
     except subprocess.TimeoutExpired:
-        found = [
+        return [
             f"plugins: not imported within {LIMIT_S:.0f} s on this machine; import less at the top "
             "of their modules, or submit again if the file system was slow"
         ]
     except (OSError, ValueError) as error:
-        found = [
-            f"plugins: cannot run their check: {error}; set cluster.python to a Python that can "
-            "import slurmllm"
-        ]
-    if cluster.setup:
-        for fault in found:
-            log.warning("%s (on this machine, without cluster.setup)", fault)
-        return []
-    return found
-
-
-def _last_line(stderr: str) -> str:
-    lines = stderr.strip().splitlines() or ["no output"]
-    return f"plugins: the process that imports them failed: {lines[-1]}"
+        fix = "set cluster.python to a Python that can import slurmllm"
+        return [f"plugins: cannot run their check: {error}; {fix}"]
 
 
 def warn_if_changed(config: RunConfig, run: RunDir) -> None:
@@ -75,9 +75,8 @@ def warn_if_changed(config: RunConfig, run: RunDir) -> None:
     except StorageError:  # resume reports damaged records itself
         return
     for name, version in now.items():
-        before = sorted({known[name] for node in nodes if name in (known := node.versions)})
+        before = sorted({node.versions[name] for node in nodes if name in node.versions})
         if before and before != [version]:
-            log.warning(
-                "plugin %s: %s now, %s in attempt %d; results may differ from the earlier ones",
-                name, version, " and ".join(before), attempts[-1].number,
-            )  # fmt: skip
+            earlier = f"{' and '.join(before)} in attempt {attempts[-1].number}"
+            text = "results may differ from the earlier ones"
+            log.warning("plugin %s: %s now, %s; %s", name, version, earlier, text)

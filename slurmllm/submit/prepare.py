@@ -32,10 +32,7 @@ from slurmllm.plan.mesh import (
 )
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import STAGES, RunDir, Stage, write_atomic
-from slurmllm.run.safe_files import (
-    read_limited,
-    why_no_member,
-)
+from slurmllm.run.safe_files import group_error, read_limited
 from slurmllm.slurm.setup import setup_faults, setup_warnings
 from slurmllm.submit.inputs import locate, missing_data, resolve_inputs
 from slurmllm.submit.plugins import plugin_faults, warn_if_changed
@@ -68,14 +65,12 @@ class RunRequest:
     name: str | None = None  # name of a new run; None: the recipe's name with the next free number
     local: bool = False  # whether the nodes are launchers on this machine
     precompile: Precompile = "auto"  # `always` compiles the graphs again whatever exists
-    # Whether a run that is predicted not to fit is a warning instead of an error.
-    force: bool = False
-    # Whether to write nothing; faults that would refuse the run are then returned in
-    # `PreparedRun.refusals`.
-    dry_run: bool = False
+    force: bool = False  # whether a run that is predicted not to fit is only warned of
+    dry_run: bool = False  # whether to write nothing; refusals are then returned
     check_layout: bool = True  # whether to compare the layout with the planner's
     check_weights: bool = True  # whether to check `train.init_from`
     find_graphs: bool = True  # whether to look for a run that has compiled its graphs
+    is_chosen: bool = False  # whether `prepare` has resolved `parallel.auto`
     exclude: Sequence[str] = ()  # nodes to exclude, in addition to `slurm.exclude`
     # Fetches the recipe's published data, if they are missing; None: their absence is an error.
     fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
@@ -90,13 +85,11 @@ class PreparedRun:
     mesh: Mesh
     run: RunDir
     scripts: dict[Stage, str]  # text of each stage's batch script
-    # The planner's prediction; None without hardware figures, or if not asked for.
-    fit: FitCheck | None = None
-    # Reasons why the run cannot be trained, and those that are missing data; only after a dry run.
-    refusals: tuple[str, ...] = ()
-    missing_data: tuple[str, ...] = ()
-    # Name of the run whose compiled graphs are used; None: precompile first.
-    graphs_from: str | None = None
+    excluded: Sequence[str] = ()  # nodes, in addition to `slurm.exclude`
+    fit: FitCheck | None = None  # the planner's prediction; None if there is none
+    refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
+    missing_data: Sequence[str] = ()  # after a dry run: which data are missing
+    graphs_from: str | None = None  # run whose graphs are used; None: precompile first
     is_new: bool = False  # whether `prepare` created the directory
     rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
     from_scratch: bool = False  # whether to start again from step 0, whatever was saved
@@ -122,130 +115,41 @@ def prepare(request: RunRequest) -> PreparedRun:
         ConfigError: the layout does not fit, or the backend cannot train the run.
         DataError: an input is unusable.
         RunError: the name is taken, or the initial weights are no checkpoint of this model.
-        StorageError: the file system fails.
     """
-    config, nodes, root, dry_run = request.config, request.nodes, request.root, request.dry_run
-    if config.cluster.planning_only is not None:
-        raise ConfigError(
-            f"cluster profile {config.cluster.name} is for planning only",
-            [
-                f"{config.cluster.planning_only}; choose another --cluster "
-                "(`slurmllm recipes --clusters`)"
-            ],
-        )
-    if request.run is not None:
-        require_own(request.run, config.cluster.trusted_group)
-    if not dry_run:
-        limit_umask(config.cluster)
-        forget_site()
-    folder = request.folder or root
-    run = request.run or new_run(folder, request.name, config.recipe.name)
-    chosen = config.recipe.parallel.auto
-    unsupported = load_environment(config.backend).unsupported
-    if chosen:
-        from slurmllm.plan.fit_check import choose_parallel
-
-        config = choose_parallel(config, nodes, unsupported, resumes=request.run is not None)
-    nodes = _most_nodes(config, nodes)
-    try:
-        prepared = render_run(config, nodes, run, request.exclude)
-    except MeshError as error:
-        if not request.check_layout or config.cluster.hardware is None:
-            raise
-        from slurmllm.plan.fit_check import mesh_fixes
-
-        fixes = mesh_fixes(config, nodes, unsupported, resumes=request.run is not None)
-        raise ConfigError(error.title, [error.rule, *fixes]) from None
-    reasons = list(unsupported(config))
-    weights = config.recipe.train.finetune
-    if weights and not config.is_trial and config.recipe.train.init_from is None:
-        fix = "add --set train.init_from=FOLDER, a checkpoint of another run or one that "
-        fix += "`slurmllm checkpoint import` made"
-        if isinstance(weights, str):
-            fix = f"get them with `slurmllm checkpoint import {weights} --out weights`, then add "
-            fix += "--set train.init_from=weights"
-        reasons.append(
-            "train.init_from: not set, and this recipe starts from trained weights "
-            f"(train.finetune); {fix}"
-        )
-    profile, workers = config.recipe.profile, prepared.mesh.world_size
-    if profile.steps is not None and max(profile.ranks) >= workers:
-        fault = (
-            f"profile.ranks: {max(profile.ranks)}: the run has {workers} workers; choose ranks "
-            f"from 0 to {workers - 1}"
-        )
-        if request.run is None:
-            reasons.append(fault)
-        else:  # the profile may be over
-            log.warning("%s, or profile.steps=null", fault)
-    if not reasons:
-        reasons += plugin_faults(config)
-    if request.run is not None:
-        warn_if_changed(config, request.run)
-    if reasons and not dry_run:
-        raise ConfigError(
-            f"backend {config.backend} cannot train {config.recipe.name} like this", reasons
-        )
-    if faults := _unreachable(config, request.local):
-        if not dry_run:
-            raise ConfigError(f"{config.recipe.name}: these settings cannot be used here", faults)
-        reasons += faults
-    fit = None
-    if request.check_layout and config.cluster.hardware is not None:
-        from slurmllm.plan.fit_check import check_fit
-
-        measured = reuse.measured_micro_batch(run)
-        # The fewest nodes: shards of the model are the largest there.
-        fewest = min(nodes, config.recipe.slurm.min_nodes or nodes)
-        fit = check_fit(
-            config, fewest, unsupported, measured,
-            chosen=chosen, force=request.force, resumes=request.run is not None,
-        )  # fmt: skip
-    if fit is not None and fit.refusals:
-        if not dry_run:
-            raise ConfigError(
-                f"the planner predicts that {config.recipe.name} does not fit into the memory of "
-                f"{fewest} node(s) of {config.cluster.name}",
-                [*fit.refusals, "if the prediction is wrong, --force submits all the same"],
-            )
-        reasons += fit.refusals
-    init_from = config.recipe.train.init_from
-    if request.check_weights and init_from is not None:
+    _require_access(request)
+    folder = request.folder or request.root
+    run = request.run or new_run(folder, request.name, request.config.recipe.name)
+    request, mesh = _choose_layout(request, run)
+    config, recipe = request.config, request.config.recipe
+    refusals = _refuse(
+        request,
+        f"backend {config.backend} cannot train {recipe.name} like this",
+        _setting_faults(request, mesh),
+    )
+    title = f"{recipe.name}: these settings cannot be used here"
+    refusals += _refuse(request, title, site_faults(config, request.local))
+    fit, fit_refusals = _check_fit(request, run)
+    refusals += fit_refusals
+    if request.check_weights and recipe.train.init_from is not None:
         from slurmllm.checkpoint.state import require_model
 
-        source = Path(init_from).absolute()
-        require_model(source, config.recipe.model)
+        source = Path(recipe.train.init_from).absolute()
+        require_model(source, recipe.model)
         config = config.with_settings("train", init_from=str(source))
-    located = locate(config, root)
-    missing = missing_data(config, root, located)
-    if request.fetch is not None and located.missing:
-        if dry_run:
-            log.warning("--fetch would download the data first: %s", missing[0])
-            # Without a corpus among them, a submission would fail after the download.
-            missing = [] if "corpus" in located.values else missing
-        else:
-            request.fetch(config, root, located.missing)
-    config = resolve_inputs(config, root, build=not dry_run)
-    if config.is_trial:
-        log.warning(
-            "TRIAL RUN: with --data builtin, %s trains on the source files of this machine's "
-            "Python instead of %s; its losses cannot be compared with the recipe's",
-            config.recipe.name,
-            " and ".join(config.recipe.data.sources) or "a corpus",
-        )
-    if dry_run:
-        return replace(prepared, fit=fit, refusals=tuple(reasons), missing_data=tuple(missing))
+    config, missing = _resolve_data(request, config)
+    if request.dry_run:
+        prepared = render_run(config, request.nodes, run, request.exclude)
+        return replace(prepared, fit=fit, refusals=refusals, missing_data=missing)
     if request.run is None:
-        run = claim_run(folder, request.name, config.recipe.name, config.cluster)
+        run = claim_run(folder, request.name, recipe.name, config.cluster)
     try:
         if request.run is None and request.claimed is not None:
             request.claimed(run)
-        # After the claim: an adopted archive's manifest is stored in the run's directory.
+        # After the claim: an adopted archive's manifest is stored in the run's directory, and may
+        # bring the micro batch that its run measured.
         graphs_from = _find_graphs(request, config, run) if request.find_graphs else None
         prepared = replace(
-            # Again: the scripts name the claimed directory, and an adopted archive may have brought
-            # the micro batch that its run measured.
-            render_run(config, nodes, run, request.exclude),
+            render_run(config, request.nodes, run, request.exclude),
             fit=fit,
             graphs_from=graphs_from,
             is_new=request.run is None,
@@ -259,8 +163,135 @@ def prepare(request: RunRequest) -> PreparedRun:
     return prepared
 
 
+def _require_access(request: RunRequest) -> None:
+    """Raise if the profile is for planning only, or the run is another user's; limit the umask."""
+    cluster = request.config.cluster
+    if cluster.planning_only is not None:
+        fix = "choose another --cluster (`slurmllm recipes --clusters`)"
+        title = f"cluster profile {cluster.name} is for planning only"
+        raise ConfigError(title, [f"{cluster.planning_only}; {fix}"])
+    if request.run is not None:
+        require_own(request.run, cluster.trusted_group)
+    if not request.dry_run:
+        limit_umask(cluster)
+        forget_site()
+
+
+def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
+    """Return the request with `parallel.auto` and the number of nodes resolved, and its mesh.
+
+    Raises:
+        ConfigError: the mesh does not fit the nodes.
+    """
+    config, nodes, resumes = request.config, request.nodes, request.run is not None
+    unsupported = load_environment(config.backend).unsupported
+    if config.recipe.parallel.auto:
+        from slurmllm.plan.fit_check import choose_parallel
+
+        config = choose_parallel(config, nodes, unsupported, resumes=resumes)
+    nodes = _most_nodes(config, nodes)
+    try:
+        mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
+    except MeshError as error:
+        if not request.check_layout or config.cluster.hardware is None:
+            raise
+        from slurmllm.plan.fit_check import mesh_fixes
+
+        fixes = mesh_fixes(config, nodes, unsupported, resumes=resumes)
+        raise ConfigError(error.title, [error.rule, *fixes]) from None
+    is_chosen = request.config.recipe.parallel.auto
+    return replace(request, config=config, nodes=nodes, is_chosen=is_chosen), mesh
+
+
+def _refuse(request: RunRequest, title: str, faults: Sequence[str], hint: str = "") -> list[str]:
+    """Raise ConfigError if there are faults; in a dry run return them."""
+    if faults and not request.dry_run:
+        raise ConfigError(title, [*faults, hint] if hint else faults)
+    return list(faults)
+
+
+def _setting_faults(request: RunRequest, mesh: Mesh) -> list[str]:
+    """Return why the backend cannot train a run with these settings."""
+    config, recipe = request.config, request.config.recipe
+    faults = list(load_environment(config.backend).unsupported(config))
+    weights = recipe.train.finetune
+    if weights and not config.is_trial and recipe.train.init_from is None:
+        fix = "add --set train.init_from=FOLDER, a checkpoint of another run or one that "
+        fix += "`slurmllm checkpoint import` made"
+        if isinstance(weights, str):
+            fix = f"get them with `slurmllm checkpoint import {weights} --out weights`, then add "
+            fix += "--set train.init_from=weights"
+        faults.append(
+            "train.init_from: not set, and this recipe starts from trained weights "
+            f"(train.finetune); {fix}"
+        )
+    profile, workers = recipe.profile, mesh.world_size
+    if profile.steps is not None and max(profile.ranks) >= workers:
+        fault = (
+            f"profile.ranks: {max(profile.ranks)}: the run has {workers} workers; choose ranks "
+            f"from 0 to {workers - 1}"
+        )
+        if request.run is None:
+            faults.append(fault)
+        else:  # the profile may be over
+            log.warning("%s, or profile.steps=null", fault)
+    if not faults:
+        faults += plugin_faults(config)
+    if request.run is not None:
+        warn_if_changed(config, request.run)
+    return faults
+
+
+def _check_fit(request: RunRequest, run: RunDir) -> tuple[FitCheck | None, list[str]]:
+    """Compare the layout with the planner's; returns its prediction, and the refusals."""
+    config = request.config
+    if not request.check_layout or config.cluster.hardware is None:
+        return None, []
+    from slurmllm.plan.fit_check import check_fit
+
+    # The fewest nodes: shards of the model are the largest there.
+    fewest = min(request.nodes, config.recipe.slurm.min_nodes or request.nodes)
+    fit = check_fit(
+        config,
+        fewest,
+        load_environment(config.backend).unsupported,
+        reuse.measured_micro_batch(run),
+        chosen=request.is_chosen,
+        force=request.force,
+        resumes=request.run is not None,
+    )
+    title = (
+        f"the planner predicts that {config.recipe.name} does not fit into the memory of "
+        f"{fewest} node(s) of {config.cluster.name}"
+    )
+    hint = "if the prediction is wrong, --force submits all the same"
+    return fit, _refuse(request, title, fit.refusals if fit is not None else (), hint)
+
+
+def _resolve_data(request: RunRequest, config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
+    """Return the configuration with its inputs, fetched if requested, and what is missing."""
+    located = locate(config, request.root)
+    missing = missing_data(config, request.root, located)
+    if request.fetch is not None and located.missing:
+        if request.dry_run:
+            log.warning("--fetch would download the data first: %s", missing[0])
+            # Without a corpus among them, a submission would fail after the download.
+            missing = [] if "corpus" in located.values else missing
+        else:
+            request.fetch(config, request.root, located.missing)
+    config = resolve_inputs(config, request.root, build=not request.dry_run)
+    if config.is_trial:
+        log.warning(
+            "TRIAL RUN: with --data builtin, %s trains on the source files of this machine's "
+            "Python instead of %s; its losses cannot be compared with the recipe's",
+            config.recipe.name,
+            " and ".join(config.recipe.data.sources) or "a corpus",
+        )
+    return config, missing
+
+
 def _most_nodes(config: RunConfig, nodes: int) -> int:
-    """The largest possible node count up to `nodes`, if slurm.min_nodes permits fewer.
+    """Return the largest possible node count up to `nodes`, if slurm.min_nodes permits fewer.
 
     Raises:
         ConfigError: slurm.min_nodes is not possible, or the graphs depend on the node count.
@@ -268,38 +299,38 @@ def _most_nodes(config: RunConfig, nodes: int) -> int:
     least = config.recipe.slurm.min_nodes
     if least is None or least >= nodes:
         return nodes
-    title, asked = "the range of nodes is not possible", f"--nodes {least}-{nodes}"
+    title, option = "the range of nodes is not possible", f"--nodes {least}-{nodes}"
     if load_environment(config.backend).precompile_nodes(config, nodes) > replica_nodes(config):
-        text = f"{asked}: graphs of backend {config.backend} are for one node count; give one"
+        text = f"{option}: graphs of backend {config.backend} are for one node count; give one"
         raise ConfigError(title, [text])
     possible = possible_nodes(config, least, nodes)
     if least not in possible:
         others = ", ".join(map(str, possible)) or "none of them"
-        text = f"{asked}: {least} is not possible with this mesh and global batch; {others} is"
+        text = f"{option}: {least} is not possible with this mesh and global batch; {others} is"
         raise ConfigError(title, [text])
     if possible[-1] < nodes:
-        log.warning("%s: %d nodes at most, by mesh and global batch", asked, possible[-1])
+        log.warning("%s: %d nodes at most, by mesh and global batch", option, possible[-1])
     return possible[-1]
 
 
-def _unreachable(config: RunConfig, local: bool) -> list[str]:
-    """Faults of what a run uses of this site, as far as they are known here."""
+def site_faults(config: RunConfig, local: bool) -> list[str]:
+    """Return the faults of a run's settings for this site that are known on this machine."""
     notify, faults = config.recipe.slurm.notify, setup_faults(config.cluster.setup)
     faults += _container_faults(config, local)
     for warning in setup_warnings(config.cluster.setup):
         log.warning("%s", warning)
-    if config.cluster.runs_group and (reason := why_no_member(config.cluster.runs_group)):
+    if config.cluster.runs_group and (reason := group_error(config.cluster.runs_group)):
         faults.append(f"cluster.runs_group: {reason}; name one of your groups (`id`)")
     if (name := notify.webhook) is not None:
         url = config.variable(name)
         if not url:
-            what = "is not set; `export` it and add"
-            faults.append(f"slurm.notify.webhook: {name} {what} --set env.{name}")
+            fix = f"`export` it and add --set env.{name}"
+            faults.append(f"slurm.notify.webhook: {name} is not set; {fix}")
         elif not url.startswith(("https://", "http://")):
             faults.append(f"slurm.notify.webhook: {name} holds no http(s) URL; correct it")
     if notify.command and shutil.which(notify.command[0]) is None:
-        what = f"{notify.command[0]} is not a program here; name it with its folder"
-        faults.append(f"slurm.notify.command: {what}")
+        fix = "is not a program here; name it with its folder"
+        faults.append(f"slurm.notify.command: {notify.command[0]} {fix}")
     if config.recipe.trackers and config.cluster.trackers.network:
         from slurmllm.track.trackers import missing
 
@@ -343,23 +374,23 @@ def render_run(
     excluding = replace(config, recipe=config.recipe.model_copy(update={"slurm": slurm}))
     python = config.cluster.python or sys.executable
     scripts = {stage: render(stage, excluding, run, nodes, python) for stage in STAGES}
-    return PreparedRun(config, mesh, run, scripts)
+    return PreparedRun(config, mesh, run, scripts, exclude)
 
 
 def _damaged_files(run: RunDir) -> tuple[str, ...]:
-    """The files of `write_run` that are missing or damaged, with the reasons."""
-    found = []
+    """Return the reasons for which files of `write_run` are missing or damaged."""
+    reasons = []
     try:
         load_mesh(run.plan)
     except StorageError as error:
-        found.append(str(error).partition("; ")[0])
+        reasons.append(str(error).partition("; ")[0])
     for path in map(run.script, STAGES):
         try:
             if not read_limited(path).startswith(b"#!/bin/bash\n"):
-                found.append(f"{path} is damaged")
+                reasons.append(f"{path} is damaged")
         except OSError as error:
-            found.append(f"cannot read {path}: {error.strerror}")
-    return tuple(found)
+            reasons.append(f"cannot read {path}: {error.strerror}")
+    return tuple(reasons)
 
 
 def write_run(prepared: PreparedRun) -> None:
@@ -372,36 +403,34 @@ def write_run(prepared: PreparedRun) -> None:
 
 
 def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | None:
-    """Name of the run that compiled all graphs of this one; None if the precompile stage must run.
+    """Return the run that compiled all graphs of this one; None if the precompile stage must run.
 
     Another run's archive is adopted if it is complete and trusted. Raises StorageError.
     """
     nodes, local, group = request.nodes, request.local, config.cluster.trusted_group
     if request.precompile == "always":
-        reuse.forget(run)
+        reuse.delete_manifest(run)
         return None
     if os.path.lexists(run.graphs_manifest):
         try:
             load_manifest(run, group)
         except StorageError as error:
             log.warning("ignoring the compiled graphs of %s: %s", run.name, error)
-            reuse.forget(run)
+            reuse.delete_manifest(run)
     # `compile` trains with an incomplete archive: what is missing is compiled on the way.
     any_ok = config.recipe.train.incomplete_graphs == "compile" and run.graphs_manifest.is_file()
-    if any_ok or reuse.serves(config, nodes, local, run, run):
+    if any_ok or reuse.has_all_graphs(config, nodes, local, run):
         return GraphManifest.load(run.graphs_manifest).reused_from or run.name
     refused = []
     for source in reuse.find(config, nodes, local, run):
-        reason = reuse.adopt(source, run, group)
-        if not reason:
+        reason = reuse.link_or_copy_graphs(source, run, group)
+        if reason is None:
             return GraphManifest.load(run.graphs_manifest).reused_from
         refused.append(f"run {source.name!r}, which has them: {reason}")
     if refused:
-        log.warning(
-            "compiling the graphs, not using those of %s%s; --set cluster.trusted_group=GROUP uses "
-            "those of a group's members", refused[0],
-            f" (and {len(refused) - 1} more)" if refused[1:] else "",
-        )  # fmt: skip
+        more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
+        fix = "--set cluster.trusted_group=GROUP uses those of a group's members"
+        log.warning("compiling the graphs, not using those of %s%s; %s", refused[0], more, fix)
     elif reason := reuse.other_processor(config, nodes, local, run):
         log.warning("compiling the graphs, not using those of %s", reason)
     return None

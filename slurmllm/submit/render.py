@@ -27,7 +27,7 @@ from slurmllm.slurm.setup import VERSION, setup_script
 
 
 def precompile_nodes(config: RunConfig, nodes: int) -> int:
-    """Nodes of the precompile stage: as few as the backend needs and the model fits into.
+    """Return the number of nodes for precompile: as few as backend and model need.
 
     Fewer data-parallel workers than those of the train stage hold larger shards of weights and
     optimizer state, and the stage makes real steps.
@@ -43,17 +43,16 @@ def precompile_nodes(config: RunConfig, nodes: int) -> int:
     micro, passes = (1, 2) if train.micro_batch == "auto" else (train.micro_batch, 1)
     for count in range(few, nodes, few):
         data = count * per_node // model
-        mesh = Mesh(
-            count, per_node, parallel.tensor, parallel.pipeline, data,
-            data * micro * passes * parallel.pipeline, micro, parallel.virtual_pipeline,
-        )  # fmt: skip
+        batch = data * micro * passes * parallel.pipeline
+        degrees = (parallel.tensor, parallel.pipeline, data)
+        mesh = Mesh(count, per_node, *degrees, batch, micro, parallel.virtual_pipeline)
         if predict(config, mesh).fits:
             return count
     return nodes
 
 
 def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str) -> str:
-    """The text of one stage's batch script.
+    """Return the text of one stage's batch script.
 
     Args:
         run: The run's directory, absolute, on the shared file system.
@@ -63,20 +62,17 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
         ConfigError: a value that Slurm would misread, such as a path with a line break.
     """
     slurm = config.recipe.slurm
-    wanted = str(nodes + slurm.spare_nodes)
+    count = str(nodes + slurm.spare_nodes)
     if stage == "precompile":
-        wanted = str(precompile_nodes(config, nodes))
+        count = str(precompile_nodes(config, nodes))
     elif slurm.min_nodes is not None and slurm.min_nodes < nodes:
-        wanted = f"{slurm.min_nodes + slurm.spare_nodes}-{wanted}"
+        count = f"{slurm.min_nodes + slurm.spare_nodes}-{count}"
     lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, wanted)]
+    lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, count)]
     lines += ["", *setup_script(config.cluster.setup, stop=False)]
     lines += ["# What the body below reads.", *_exports(config, run, python)]
-    return (
-        "\n".join(lines)
-        + "\n\n"
-        + (shipped_dir() / "sbatch" / f"{stage}.sbatch").read_text("utf-8")
-    )
+    body = (shipped_dir() / "sbatch" / f"{stage}.sbatch").read_text("utf-8")
+    return "\n".join(lines) + "\n\n" + body
 
 
 def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: str) -> list[str]:
@@ -103,13 +99,13 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: str) -> lis
     if stage == "train":
         # B: only to the batch shell, which does not get the signal without it.
         options["signal"] = f"B:USR1@{slurm.signal_lead_s}"
-    own = slurm.directives.train if stage == "train" else slurm.directives.precompile
+    users = slurm.directives.train if stage == "train" else slurm.directives.precompile
     directives = [
         f"--{name}={_checked(name, value)}"
         for name, value in options.items()
-        if value is not None and name not in own
+        if value is not None and name not in users
     ]
-    directives += ["--exclusive"] if cluster.exclusive and "exclusive" not in own else []
+    directives += ["--exclusive"] if cluster.exclusive and "exclusive" not in users else []
     # Slurm itself requeues too, when a node of the job dies.
     directives += ["--requeue" if slurm.restart in ("auto", "requeue") else "--no-requeue"]
     # Else a train job whose precompile job failed is pending for ever.
@@ -117,12 +113,12 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: str) -> lis
     directives += cluster.directives
     return directives + [
         f"--{name}" if value is True else f"--{name}={quoted(str(value))}"
-        for name, value in own.items()
+        for name, value in users.items()
     ]
 
 
 def _checked(name: str, value: str) -> str:
-    """A generated directive's value; raises ConfigError for what would change its meaning."""
+    """Return a directive's value; raises ConfigError for what would change its meaning."""
     if re.search(r'[\n\r"\\$`]', value):
         raise ConfigError(
             "a value that sbatch would misread",
@@ -132,7 +128,7 @@ def _checked(name: str, value: str) -> str:
 
 
 def shared_folders(config: RunConfig, run: RunDir) -> list[Path]:
-    """The folders outside the container that a run's tasks read and write."""
+    """Return the folders outside the container that a run's tasks read and write."""
     recipe = config.recipe
     texts = (*(share.path for share in recipe.data.corpora), *recipe.eval.corpora.values())
     files = [*(split_prefix(text)[1] for text in texts), recipe.data.tokenizer]

@@ -10,15 +10,11 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
 from slurmllm.run.rundir import RUN_NAME, RunDir, is_run
-from slurmllm.run.safe_files import give_to_group, user_name, why_untrusted
+from slurmllm.run.safe_files import give_to_group, untrusted_error, user_name
 
 
 def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
-    """The directory of a new run: `name`, or the recipe's name with the next free number.
-
-    Raises:
-        RunError: the name is taken or invalid.
-    """
+    """Return the directory of a new run, by default the recipe's name with the next number."""
     if name is None:
         taken = {entry.name for entry in root.iterdir()} if root.is_dir() else set()
         number = next(n for n in range(1, 10**6) if f"{recipe}-{n:03d}" not in taken)
@@ -48,7 +44,6 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
 
     Raises:
         RunError: the name is taken.
-        StorageError: the directory cannot be created.
     """
     limit_umask(cluster)
     while True:
@@ -96,7 +91,7 @@ def require_own(run: RunDir, group: str | None) -> None:
             "train.init_from=CHECKPOINT`"
         )
     for folder in (run.path, run.script("train").parent):
-        if folder.exists() and (why := why_untrusted(folder.stat(), group)):
+        if folder.exists() and (why := untrusted_error(folder.stat(), group)):
             raise RunError(
                 f"{folder}: {why}, and could have it run a program as you; look at what is in it, "
                 f"then `chmod -R go-w {run.path}`, or set cluster.trusted_group"

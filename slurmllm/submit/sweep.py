@@ -3,8 +3,7 @@
 Runs of equal graph fingerprints share one precompile job, that of a run of its own (`graphs/` in
 the sweep's directory): any of the others may be cancelled or fail. With a limit, the train jobs are
 dealt out to as many lanes. The jobs of a lane have one name and the dependency `singleton`, so that
-Slurm itself starts one after the other, whether the one before was finished, failed, was cancelled
-while it ran or before, or was requeued in between.
+Slurm itself starts one after the other, however the one before ended.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class PreparedSweep:
         return [graphs for graphs in self.graphs if graphs.graphs_from is None]
 
     def lane(self, place: int) -> str | None:
-        """The lane of a run; None without a limit."""
+        """Return the lane of a run; None without a limit."""
         if self.record.max_running is None:
             return None
         # Sweeps of one name may be in several folders.
@@ -73,12 +72,7 @@ class PreparedSweep:
 
 
 def grid(options: Sequence[str]) -> list[Case]:
-    """All combinations of `path=value,value,…`, the last path changing fastest.
-
-    Raises:
-        UserError: an option is no such list, a path or a value is given twice, or there are too
-            many combinations.
-    """
+    """Return all combinations of `path=value,value,…`, the last path changing fastest."""
     axes: dict[str, list[str]] = {}
     for option in options:
         path, equals, text = option.partition("=")
@@ -91,16 +85,12 @@ def grid(options: Sequence[str]) -> list[Case]:
             raise UserError(f"--sweep {option}: {twice[0]} is given twice; give each value once")
         axes[path] = values
     _require_number(math.prod(map(len, axes.values())))
-    return [Case(dict(zip(axes, one, strict=True))) for one in itertools.product(*axes.values())]
+    combinations = itertools.product(*axes.values())
+    return [Case(dict(zip(axes, values, strict=True))) for values in combinations]
 
 
 def read_cases(path: Path) -> list[Case]:
-    """The cases in a YAML file: a mapping from the end of each run's name to its values.
-
-    Raises:
-        UserError: the file has another form, or there are too many cases.
-        ConfigError: it is no YAML, or has a name twice.
-    """
+    """Read the cases of a YAML file: a mapping from the end of each run's name to its values."""
     entries, _ = read_yaml(path)
     _require_number(len(entries))
     cases = []
@@ -120,7 +110,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def _text(value: Any) -> str:
-    """A value as --set reads it."""
+    """Return a value as --set reads it."""
     if isinstance(value, str):
         return value
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
@@ -133,21 +123,20 @@ def _require_number(count: int) -> None:
 
 
 def resolve_cases(
-    cases: Sequence[Case], recipe: str, cluster: str | None, overrides: Sequence[str],
+    cases: Sequence[Case],
+    recipe: str,
+    cluster: str | None,
+    overrides: Sequence[str],
     options: Mapping[str, tuple[str, Any]],
-) -> list[RunConfig]:  # fmt: skip
-    """The configuration of each case; the arguments are those of `resolve`.
-
-    Raises:
-        ConfigError: with the faults of all cases.
-    """
+) -> list[RunConfig]:
+    """Return the configuration of each case; the arguments are those of `resolve`."""
     configs, faults = [], dict[str, None]()
     for case in cases:
         secret = [path for path, value in case.values.items() if is_secret_at(path, value)]
         faults |= dict.fromkeys(f"{path}: a sweep may not hold secrets" for path in secret)
         try:
-            own = [f"{path}={value}" for path, value in case.values.items()]
-            configs.append(resolve(recipe, cluster, (*overrides, *own), options))
+            values = [f"{path}={value}" for path, value in case.values.items()]
+            configs.append(resolve(recipe, cluster, (*overrides, *values), options))
         except ConfigError as error:
             faults |= dict.fromkeys(error.faults or [error.title])
         if len(faults) >= _SHOWN_FAULTS:
@@ -158,7 +147,7 @@ def resolve_cases(
 
 
 def name_cases(sweep: str, cases: Sequence[Case]) -> tuple[SweepCase, ...]:
-    """The cases with the names of their runs: `<sweep>-<name>`.
+    """Return the cases with the names of their runs: `<sweep>-<name>`.
 
     Without a name it is made of the values that vary, such as `lr1e-4-seed2`; the cases are
     numbered if that is too long or ambiguous.
@@ -196,9 +185,11 @@ def name_cases(sweep: str, cases: Sequence[Case]) -> tuple[SweepCase, ...]:
 
 
 def prepare_sweep(
-    request: RunRequest, cases: Sequence[Case], configs: Sequence[RunConfig],
+    request: RunRequest,
+    cases: Sequence[Case],
+    configs: Sequence[RunConfig],
     max_running: int | None = None,
-) -> PreparedSweep:  # fmt: skip
+) -> PreparedSweep:
     """Check all runs of a sweep, then write their directories; if one is refused, none is kept.
 
     Args:
@@ -206,58 +197,65 @@ def prepare_sweep(
         cases: What each of them changes.
         configs: Their configurations.
         max_running: How many may train at a time; None: any number.
-
-    Raises:
-        UserError: of two equal names.
-        SlurmllmError: as `prepare`.
     """
-    place = request.root, request.name, f"{configs[0].recipe.name}-sweep"
+    recipe = configs[0].recipe.name
+    place = request.root, request.name, f"{recipe}-sweep"
     # Faults of the names are found before the directory is made.
     name_cases(new_run(*place).name, cases)
-    made = new_run(*place) if request.dry_run else claim_run(*place, configs[0].cluster)
-    sweep = SweepDir(made.path)
+    folder = new_run(*place) if request.dry_run else claim_run(*place, configs[0].cluster)
+    sweep = SweepDir(folder.path)
     try:
         record = SweepRecord(
-            recipe=configs[0].recipe.name, created_at=time.time(), max_running=max_running,
+            recipe=recipe,
+            created_at=time.time(),
+            max_running=max_running,
             cases=name_cases(sweep.name, cases),
-        )  # fmt: skip
+        )
         if not request.dry_run:
             record.save(sweep.record)
-        runs = []
-        for case, config in zip(record.cases, configs, strict=True):
-            one = replace(
-                request, config=config, name=case.run, folder=sweep.path, find_graphs=False
-            )
-            try:
-                runs.append(prepare(one))
-            except ConfigError as error:
-                raise ConfigError(f"{case.run}: {error.title}", error.faults) from error
+        names = [case.run for case in record.cases]
+        request = replace(request, folder=sweep.path, find_graphs=False)
+        runs = [_prepare_case(request, *case) for case in zip(names, configs, strict=True)]
         keys = [_graphs_key(run, request.local) for run in runs]
         order = list(dict.fromkeys(keys))
-        graphs = [
-            prepare(
-                replace(
-                    request, config=runs[keys.index(key)].config,
-                    name=f"{sweep.name}-graphs-{number}",
-                    folder=sweep.graphs, check_layout=False, check_weights=False,
-                )
-            )
-            for number, key in enumerate(order, 1)
-        ]  # fmt: skip
+        shared = [runs[keys.index(key)].config for key in order]
+        graphs = [_prepare_graphs(request, sweep, *pair) for pair in enumerate(shared, 1)]
     except BaseException:
         if not request.dry_run:
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise
     graphs_of = [order.index(key) for key in keys]
-    runs = [
-        replace(run, graphs_from=graphs[index].run.name)
-        for run, index in zip(runs, graphs_of, strict=True)
-    ]
+    pairs = zip(runs, graphs_of, strict=True)
+    runs = [replace(run, graphs_from=graphs[index].run.name) for run, index in pairs]
     return PreparedSweep(sweep, record, graphs, runs, graphs_of)
 
 
+def _prepare_case(request: RunRequest, name: str, config: RunConfig) -> PreparedRun:
+    try:
+        return prepare(replace(request, config=config, name=name))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error.title}", error.faults) from error
+
+
+def _prepare_graphs(
+    request: RunRequest, sweep: SweepDir, number: int, config: RunConfig
+) -> PreparedRun:
+    """Prepare a run that only compiles the graphs of some runs of a sweep."""
+    return prepare(
+        replace(
+            request,
+            config=config,
+            name=f"{sweep.name}-graphs-{number}",
+            folder=sweep.graphs,
+            find_graphs=True,
+            check_layout=False,
+            check_weights=False,
+        )
+    )
+
+
 def _graphs_key(prepared: PreparedRun, local: bool) -> tuple[str | None, int]:
-    """Equal for runs that can use the same graphs."""
+    """Return what is equal for runs that can use the same graphs."""
     config, train = prepared.config, prepared.config.recipe.train
     # Whatever micro batch will be measured: the candidates follow from the global batch.
     auto = train.micro_batch == "auto"
@@ -283,9 +281,13 @@ def submit_sweep(prepared: PreparedSweep, client: SlurmClient) -> Iterator[str]:
         for place, run in enumerate(prepared.runs):
             with locked(run.run, "submit"):
                 submission = submit_jobs(
-                    run, client, ["train"], graphs_of=run.graphs_from,
-                    precompile_job=compiled[str(run.graphs_from)], lane=prepared.lane(place),
-                )  # fmt: skip
+                    run,
+                    client,
+                    ["train"],
+                    graphs_of=run.graphs_from,
+                    precompile_job=compiled[str(run.graphs_from)],
+                    lane=prepared.lane(place),
+                )
             assert submission.train_job is not None
             sent.append(submission.train_job)
             yield submission.train_job

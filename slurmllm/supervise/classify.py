@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
-from slurmllm.run.error_patterns import ENDINGS, Meaning, meaning_of, means, telling_line
+from slurmllm.run.error_patterns import ENDINGS, Meaning, cause_line, matches, meaning_of
 from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 
 # Signals that a process raises by a fault of its own code; others come from outside.
@@ -141,7 +141,7 @@ def hang_text(hang: HangRecord) -> list[str]:
 def _by_failure(evidence: Evidence) -> Ending | None:
     """The earliest failure record that is not an echo of another worker's failure."""
     for taken in evidence.failures:
-        if means(taken.message, "port"):
+        if matches(taken.message, "port"):
             # No node is to blame: another process took the port first. Waiting peers may be silent.
             text = f"rank {taken.rank} on {taken.node}: {taken.message}"
             return Ending("node_failure", (f"the rendezvous port was taken: {text}",))
@@ -157,23 +157,23 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     if first.error == "DivergenceError":
         return Ending("divergence", reason)
     out_of_memory = "OutOfMemory" in first.error or first.error == "MemoryError"
-    if out_of_memory or means(_text(first), "memory"):
+    if out_of_memory or matches(_text(first), "memory"):
         return Ending("out_of_memory", reason)
     if first.exit_code == 4:
         return Ending("storage_failure", reason)
     if device_fault(first):
         return Ending("node_failure", reason, (first.node,))
-    if means(_text(first), "compiler"):
+    if matches(_text(first), "compiler"):
         return Ending("compile_failure", reason)
     if first.blame == "infrastructure":
         return Ending("node_failure", reason, (first.node,))
-    if means(_text(first), "storage", "storage_lasting"):
+    if matches(_text(first), "storage", "storage_lasting"):
         return Ending("storage_failure", reason)
     return Ending("code_error", reason)
 
 
 def device_fault(failure: FailureRecord) -> bool:
-    return means(_text(failure), "device")
+    return matches(_text(failure), "device")
 
 
 def _text(failure: FailureRecord) -> str:
@@ -210,7 +210,7 @@ def _by_signal(evidence: Evidence) -> Ending | None:
         if code >= 0:
             continue
         number = signal.Signals(-code)
-        line = telling_line(evidence.log_tails.get(rank, ()))
+        line = cause_line(evidence.log_tails.get(rank, ()))
         if line is not None:
             ending = _by_line(*line, f"rank {rank} on {name} ended by {number.name}", name)
             if line[1] != "lost_peer":
@@ -259,7 +259,7 @@ def _by_silence(evidence: Evidence, silent: Sequence[str]) -> Ending:
     failed = without_record(failed_workers(evidence.nodes), evidence.failures)
     echo: Ending | None = None
     for rank, code, name in failed:
-        line = telling_line(evidence.log_tails.get(rank, ()))
+        line = cause_line(evidence.log_tails.get(rank, ()))
         if line is not None:
             ending = _by_line(*line, f"rank {rank} on {name} ended with exit code {code}", name)
             if line[1] != "lost_peer":

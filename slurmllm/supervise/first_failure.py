@@ -18,7 +18,7 @@ from signal import Signals
 from typing import NamedTuple
 
 from slurmllm.log import message_of
-from slurmllm.run.error_patterns import telling_line
+from slurmllm.run.error_patterns import cause_line
 from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import AttemptDir, RunDir, Stage, read_all
 from slurmllm.run.safe_files import read_limited
@@ -135,7 +135,7 @@ def _most_likely(
 ) -> FailedWorker:
     """The worker whose log names a cause; else the first ended by a signal, else the first."""
     for worker in failed:
-        line = telling_line(last_lines(run, record, worker.rank, _SEARCHED_LINES))
+        line = cause_line(last_lines(run, record, worker.rank, _SEARCHED_LINES))
         if line is not None and line[1] != "lost_peer":
             return worker
     return next((worker for worker in failed if worker.code < 0), failed[0])

@@ -19,7 +19,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
 from slurmllm.run.records import Action, AttemptRecord, JobsRecord
 from slurmllm.run.rundir import STAGES, RunDir, Stage
-from slurmllm.run.safe_files import open_trusted, reason
+from slurmllm.run.safe_files import open_trusted, os_error_text
 from slurmllm.slurm.client import retry_unreachable
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, started_again
@@ -204,7 +204,7 @@ def script_of(run: RunDir, stage: Stage, group: str | None = None) -> str:
         with open_trusted(path, group) as stream:
             return stream.read().decode()
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {reason(error)}") from error
+        raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
 
 
 def wait_writable(run: RunDir, patience_s: float) -> bool:

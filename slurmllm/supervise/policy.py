@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 
 from slurmllm.config.recipe import Recipe
-from slurmllm.run.error_patterns import means
+from slurmllm.run.error_patterns import matches
 from slurmllm.run.records import Action, AttemptRecord, EndingClass, Restart
 
 # requeue and chain exclude each other: `slurm.restart`.
@@ -123,8 +123,8 @@ def is_transient(evidence: Sequence[str]) -> bool:
     own retention. A damaged file, a checkpoint that does not verify, an exceeded quota and a limit
     on file sizes persist until the user acts.
     """
-    lasting = any(means(line, "storage_lasting") for line in evidence)
-    return not lasting and any(means(line, "storage") for line in evidence)
+    lasting = any(matches(line, "storage_lasting") for line in evidence)
+    return not lasting and any(matches(line, "storage") for line in evidence)
 
 
 def failing_nodes(

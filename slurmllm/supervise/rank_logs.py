@@ -36,7 +36,7 @@ from slurmllm.run.safe_files import (
     open_append,
     open_lock,
     open_regular,
-    reason,
+    os_error_text,
 )
 
 MIRROR_S = 2.0  # interval between copies of a log that is asked for
@@ -79,7 +79,7 @@ class RankLogs:
                 return self._files.open_new(rank)
             except (NodeError, OSError) as error:
                 self._refused = True
-                cause = reason(error) if isinstance(error, OSError) else str(error)
+                cause = os_error_text(error) if isinstance(error, OSError) else str(error)
                 target = "are written to the run directory, not to its own disk"
                 log.warning("the logs of %s %s: %s", self._node, target, cause)
         return open_append(self._run.worker_log(self._record.stage, self._record.attempt, rank))
@@ -175,7 +175,7 @@ class _LocalFiles:
                 if not requested:
                     log.warning(
                         "cannot copy %s to %s: %s; it stays there until the next attempt",
-                        *(self._path(rank), target.parent, reason(error)),
+                        *(self._path(rank), target.parent, os_error_text(error)),
                     )
         return complete
 

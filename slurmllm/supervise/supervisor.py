@@ -329,7 +329,7 @@ class Supervisor:
         if last is None or last.graphs_of is None or self.run.graphs_manifest.is_file():
             return
         source = SweepDir(self.run.path.parent).graph_run(last.graphs_of)
-        if reason := reuse.adopt(source, self.run, self.config.cluster.trusted_group):
+        if reason := reuse.link_or_copy_graphs(source, self.run, self.config.cluster.trusted_group):
             raise StorageError(
                 f"cannot use the graphs of {source.path}: {reason}; `slurmllm resume "
                 f"{self.run.name}` compiles them"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.run.rundir import RunDir, Stage
-from slurmllm.run.safe_files import open_append, reason
+from slurmllm.run.safe_files import open_append, os_error_text
 
 LAST_STEPS_S = 15.0  # for the last steps of a run, when its nodes have no more work
 
@@ -47,7 +47,7 @@ class Tracking:
                     preexec_fn=die_with_parent,
                 )  # fmt: skip
         except OSError as error:
-            log.warning("trackers: cannot be started: %s", reason(error))
+            log.warning("trackers: cannot be started: %s", os_error_text(error))
 
     def stop(self, *, requeued: bool) -> None:
         """Have it send the last steps and wait for that; if requeued, the next attempt does."""

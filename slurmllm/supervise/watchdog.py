@@ -35,8 +35,8 @@ from slurmllm.run.safe_files import (
     open_lock,
     open_regular,
     open_update,
+    os_error_text,
     read_limited,
-    reason,
     write_whole,
 )
 from slurmllm.run.worker_files import (
@@ -296,7 +296,7 @@ class Heartbeats:
             with suppress(FileNotFoundError):  # not every run measures its micro batch
                 write_whole(copy.micro_batch, read_limited(run.micro_batch), 0o600, durable=False)
         except OSError as error:
-            log.warning("workers read %s themselves: %s", run.config, reason(error))
+            log.warning("workers read %s themselves: %s", run.config, os_error_text(error))
         else:
             self._run_copy = copy
 

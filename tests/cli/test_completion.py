@@ -13,10 +13,17 @@ import pytest
 def complete(runs: Path, *words: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "slurmllm"],
-        env=os.environ | {"_SLURMLLM_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words),
-                          "COMP_CWORD": str(len(words) - 1), "SLURMLLM_RUNS": str(runs)},
-        capture_output=True, text=True, timeout=20, check=False,
-    )  # fmt: skip
+        env=os.environ
+        | {
+            "_SLURMLLM_COMPLETE": "bash_complete",
+            "COMP_WORDS": " ".join(words),
+            "COMP_CWORD": str(len(words) - 1),
+            "SLURMLLM_RUNS": str(runs),
+        },
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
     assert not done.stderr, done.stderr
     return done.stdout.split()
 

@@ -17,8 +17,11 @@ def run(*arguments: str, path: str | None = None, cwd: Path) -> subprocess.Compl
     environment = {**os.environ, **({"PATH": path} if path is not None else {})}
     return subprocess.run(
         [sys.executable, "-m", "slurmllm", "doctor", *arguments],
-        capture_output=True, text=True, env=environment, cwd=cwd, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=cwd,
+    )
 
 
 def checks(text: str) -> dict[str, dict[str, str]]:
@@ -29,16 +32,16 @@ def test_a_laptop_without_slurm_can_train(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "g++").symlink_to("/bin/true")
     done = run("--json", path=str(tmp_path / "bin"), cwd=tmp_path)
-    found = checks(done.stdout)
+    states = checks(done.stdout)
     assert done.returncode == 0, done.stdout
-    assert found["slurm commands"]["state"] == "warn"
-    assert found["nodes"]["state"] == "skipped"
-    assert found["torch"]["state"] in ("ok", "warn")
-    assert found["file system"]["state"] == "ok"
+    assert states["slurm commands"]["state"] == "warn"
+    assert states["nodes"]["state"] == "skipped"
+    assert states["torch"]["state"] in ("ok", "warn")
+    assert states["file system"]["state"] == "ok"
     text = run(path=str(tmp_path / "bin"), cwd=tmp_path)
     assert text.returncode == 0
     assert "warn: slurm commands: --local trains on this machine" in text.stdout
-    for name in found:
+    for name in states:
         assert name in text.stdout
 
 
@@ -69,8 +72,8 @@ def test_an_unknown_profile_is_2_and_no_traceback(tmp_path: Path) -> None:
 @pytest.mark.slurm
 def test_a_real_cluster(slurm: object, tmp_path: Path) -> None:
     done = run("--json", "--runs-dir", str(tmp_path), cwd=tmp_path)
-    found = checks(done.stdout)
+    states = checks(done.stdout)
     assert done.returncode == 0, done.stdout
-    assert found["accounting"]["found"] == "accounting_storage/slurmdbd"
-    assert found["nodes"]["found"] == "5 of 5 usable"
-    assert found["partition"]["found"] == "main, the default"
+    assert states["accounting"]["found"] == "accounting_storage/slurmdbd"
+    assert states["nodes"]["found"] == "5 of 5 usable"
+    assert states["partition"]["found"] == "main, the default"

@@ -39,15 +39,15 @@ STEERS = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
 VERBS = [
-    ["status"], ["status", "r"], ["status", "--json"], ["status", "r", "--json"], ["logs", "r"],
-    ["logs", "r", "--all-ranks"], ["logs", "r", "--failed"], ["logs", "r", "--stacks"],
-    ["checkpoint", "list", "r"], ["checkpoint", "verify", "r"], ["compare", "r", "log.csv"],
-    ["spikes", "log.csv"], ["report", "r", "log.csv", "--no-files"], ["report", "r", "--json"],
-    ["resume", BAD], ["cancel", BAD], ["plan", "r"], ["recipes", BAD], ["status", BAD],
-    ["submit", "recipe.yaml", "--dry-run"], ["data", "inspect", "bad.jsonl"],
-    ["evaluate", "r", "--tasks", BAD], ["drill", BAD], ["doctor", "--cluster", BAD],
-    ["compare", "r", "bad.log"], ["export", BAD],
-]  # fmt: skip
+    *(["status"], ["status", "r"], ["status", "--json"], ["status", "r", "--json"], ["logs", "r"]),
+    *(["logs", "r", "--all-ranks"], ["logs", "r", "--failed"], ["logs", "r", "--stacks"]),
+    *(["checkpoint", "list", "r"], ["checkpoint", "verify", "r"], ["compare", "r", "log.csv"]),
+    *(["spikes", "log.csv"], ["report", "r", "log.csv", "--no-files"], ["report", "r", "--json"]),
+    *(["resume", BAD], ["cancel", BAD], ["plan", "r"], ["recipes", BAD], ["status", BAD]),
+    *(["submit", "recipe.yaml", "--dry-run"], ["data", "inspect", "bad.jsonl"]),
+    *(["evaluate", "r", "--tasks", BAD], ["drill", BAD], ["doctor", "--cluster", BAD]),
+    *(["compare", "r", "bad.log"], ["export", BAD]),
+]
 
 
 @pytest.fixture
@@ -60,24 +60,41 @@ def _hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run.config.write_text(config)
     JobsRecord().save(run.jobs)
     record = AttemptRecord.model_construct(
-        attempt=0, stage="train", job_id=None, nodes=("n1",), world_size=2, master_addr="n1",
-        master_port=1, started_at=1.7e9, ended_at=1.7e9 + 10, ending="code_error", action="stop",
-        evidence=(BAD,), blamed_nodes=("n1",), new_graphs=(BAD,),
-    )  # fmt: skip
+        attempt=0,
+        stage="train",
+        job_id=None,
+        nodes=("n1",),
+        world_size=2,
+        master_addr="n1",
+        master_port=1,
+        started_at=1.7e9,
+        ended_at=1.7e9 + 10,
+        ending="code_error",
+        action="stop",
+        evidence=(BAD,),
+        blamed_nodes=("n1",),
+        new_graphs=(BAD,),
+    )
     record.save(run.attempt("train", 0).record)
     failure = FailureRecord(
-        rank=0, node="n1", error=BAD, message=BAD, blame="code", exit_code=70, time=1.7e9,
+        rank=0,
+        node="n1",
+        error=BAD,
+        message=BAD,
+        blame="code",
+        exit_code=70,
+        time=1.7e9,
         traceback=BAD,
-    )  # fmt: skip
+    )
     failure.save(run.attempt("train", 0).failure(0))
     hang = HangRecord(found_at=1.7e9, phase="stepping", step=1, waited_s=1.0, limit_s=1.0)
     hang.save(run.attempt("train", 0).hang)
     stacks = run.attempt("train", 0).stacks(0)
     stacks.parent.mkdir()
     stacks.write_text(f'Thread 1\n  File "{BAD}", line 1 in {BAD}\n')
-    ExcludedNodes(
-        nodes=(ExcludedNode(node="n1", reason=BAD, since=0.0, until=4e9),)
-    ).save(run.excluded)  # fmt: skip
+    ExcludedNodes(nodes=(ExcludedNode(node="n1", reason=BAD, since=0.0, until=4e9),)).save(
+        run.excluded
+    )
     SkipsRecord(
         skips=(SkippedBatches(first=1, last=2, roll_back_to=None, onset=1, attempt=0, reason=BAD),)
     ).save(run.skips)
@@ -85,9 +102,16 @@ def _hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with run.metrics(0).open("a") as stream:
         stream.write(f'{{"step": "{BAD}"}}\n')
     CheckpointManifest.model_construct(
-        step=8, tokens=0, world_size=1, attempt=0, recipe=BAD, saved_at=1.7e9, save_s=1.0,
-        fingerprint=BAD, files=(CheckpointFile.model_construct(path=BAD, bytes=1, sha256=BAD),),
-    ).save(run.checkpoint(8) / "manifest.json")  # fmt: skip
+        step=8,
+        tokens=0,
+        world_size=1,
+        attempt=0,
+        recipe=BAD,
+        saved_at=1.7e9,
+        save_s=1.0,
+        fingerprint=BAD,
+        files=(CheckpointFile.model_construct(path=BAD, bytes=1, sha256=BAD),),
+    ).save(run.checkpoint(8) / "manifest.json")
     run.logs.mkdir()
     run.stage_log("train").write_text(
         f"2026-11-23T08:31:05.123+00:00 INFO n1 rank 0 c: {BAD}\n{BAD}\n"
@@ -112,16 +136,15 @@ def run_verb(*arguments: str, terminal: bool = False, **variables: str) -> tuple
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "200", **variables}
     if not terminal:
         done = subprocess.run(
-            command, capture_output=True, env=environment, timeout=120, check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            command, capture_output=True, env=environment, timeout=120, stdin=subprocess.DEVNULL
+        )
         return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm"}
     ) as process:
         os.close(theirs)
-        found = b""
+        printed = b""
         while True:
             try:
                 piece = os.read(ours, 1 << 16)
@@ -129,9 +152,9 @@ def run_verb(*arguments: str, terminal: bool = False, **variables: str) -> tuple
                 break
             if not piece:
                 break
-            found += piece
+            printed += piece
     os.close(ours)
-    return process.returncode, found.decode(errors="replace")
+    return process.returncode, printed.decode(errors="replace")
 
 
 @pytest.mark.usefixtures("_hostile")
@@ -166,14 +189,16 @@ def test_no_color_is_obeyed_on_a_terminal() -> None:
 @pytest.mark.parametrize("how", [">&-", ">&- 2>&-", "| head -c 0", "> /dev/full"])
 def test_a_closed_or_full_output_is_no_internal_error(how: str) -> None:
     for verb in (
-        "status", "status r", "logs r", "logs r --failed", "checkpoint list r", "recipes",
-        "compare r log.csv --no-plot", "spikes log.csv --no-plot", "report r --no-files",
-        "submit tiny_neox --dry-run", "plan tiny_neox", "status --json",
-    ):  # fmt: skip
+        *("status", "status r", "logs r", "logs r --failed", "checkpoint list r", "recipes"),
+        *("compare r log.csv --no-plot", "spikes log.csv --no-plot", "report r --no-files"),
+        *("submit tiny_neox --dry-run", "plan tiny_neox", "status --json"),
+    ):
         done = subprocess.run(
             ["bash", "-c", f"{sys.executable} -m slurmllm {verb} {how}; exit ${{PIPESTATUS[0]}}"],
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode in (0, 1, 2, 4, 141), (verb, done.returncode, done.stderr)
         assert "Traceback" not in done.stderr, (verb, done.stderr)
         assert "Exception" not in done.stderr, (verb, done.stderr)
@@ -181,8 +206,15 @@ def test_a_closed_or_full_output_is_no_internal_error(how: str) -> None:
 
 @pytest.mark.usefixtures("_hostile")
 def test_a_terminal_without_unicode_is_no_error() -> None:
-    for verb in (["status"], ["status", "r"], ["logs", "r", "--all-ranks"], ["recipes"], ["--help"],
-                 ["compare", "r", "log.csv", "--no-plot"], ["plan", "tiny_neox"]):  # fmt: skip
+    for verb in (
+        ["status"],
+        ["status", "r"],
+        ["logs", "r", "--all-ranks"],
+        ["recipes"],
+        ["--help"],
+        ["compare", "r", "log.csv", "--no-plot"],
+        ["plan", "tiny_neox"],
+    ):
         code, text = run_verb(*verb, LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
         assert code in (0, 1, 2), (verb, text)
         assert text.isascii()
@@ -193,21 +225,21 @@ def test_a_terminal_without_unicode_is_no_error() -> None:
 def test_arguments_that_are_no_utf8() -> None:
     bad = os.fsdecode(b"\xff\xfe")
     for verb in (
-        ["status", bad], ["logs", bad], ["cancel", bad], ["resume", bad], ["recipes", bad],
-        ["submit", bad], ["submit", "tiny_neox", "--dry-run", "--name", bad],
+        *(["status", bad], ["logs", bad], ["cancel", bad], ["resume", bad], ["recipes", bad]),
+        *(["submit", bad], ["submit", "tiny_neox", "--dry-run", "--name", bad]),
         ["submit", "tiny_neox", "--dry-run", "--set", f"train.steps={bad}"],
         ["submit", "tiny_neox", "--dry-run", "--set", f"{bad}=1"],
         ["submit", "tiny_neox", "--dry-run", "--set", f"description={bad}"],
         ["submit", "tiny_neox", "--dry-run", "--cluster", bad],
         ["submit", "tiny_neox", "--dry-run", "--runs-dir", bad],
         ["submit", "tiny_neox", "--dry-run", "--set", f"data.sources=[{bad}]"],
-        ["compare", bad, "r"], ["compare", "r", "log.csv", "--tag", f"loss={bad}"],
-        ["compare", "r", "log.csv", "--pattern", bad], ["spikes", bad], ["report", bad],
-        ["checkpoint", "list", bad], ["checkpoint", "verify", bad], ["data", "inspect", bad],
-        ["data", "build", bad, "--out", bad], ["plan", bad], ["drill", bad],
+        *(["compare", bad, "r"], ["compare", "r", "log.csv", "--tag", f"loss={bad}"]),
+        *(["compare", "r", "log.csv", "--pattern", bad], ["spikes", bad], ["report", bad]),
+        *(["checkpoint", "list", bad], ["checkpoint", "verify", bad], ["data", "inspect", bad]),
+        *(["data", "build", bad, "--out", bad], ["plan", bad], ["drill", bad]),
         ["data", "inspect", ""],
-        ["status", "--runs-dir", bad], ["evaluate", bad], [bad], ["status", f"--{bad}"],
-    ):  # fmt: skip
+        *(["status", "--runs-dir", bad], ["evaluate", bad], [bad], ["status", f"--{bad}"]),
+    ):
         code, text = run_verb(*verb)
         assert code in (0, 1, 2, 3, 4), (verb, text)
         assert "Traceback" not in text, (verb, text)

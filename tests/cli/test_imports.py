@@ -32,8 +32,8 @@ def test_no_package_imports_one_that_imports_it() -> None:
         package = source.relative_to(ROOT).parts[0].removesuffix(".py")
         direct[package] |= set(imported(source)) - {package}
     assert direct["train"] >= {"checkpoint", "data"}  # the imports are seen at all
-    reached = {package: set(found) for package, found in direct.items()}
+    reached = {package: set(targets) for package, targets in direct.items()}
     for _ in direct:
-        for found in reached.values():
-            found |= {further for one in tuple(found) for further in direct.get(one, ())}
-    assert {package for package, found in reached.items() if package in found} == set()
+        for targets in reached.values():
+            targets.update(*(direct.get(target, ()) for target in tuple(targets)))
+    assert {package for package, targets in reached.items() if package in targets} == set()

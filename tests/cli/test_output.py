@@ -28,11 +28,11 @@ def test_numbers_are_never_truncated_and_lines_fit(
         Column("reason", PROSE),
     ]
     cells = [(f"{i}{name}", *numbers, why) for i, (name, numbers, why) in enumerate(rows)]
-    found = fitted(columns, cells, room)
-    lines = [line for part in found.parts for line in part]
+    widths = fitted(columns, cells, room)
+    lines = [line for part in widths.parts for line in part]
     assert all(cell_len(line) <= room for line in lines)
     words = [word for line in lines for word in line.split()]
-    shown = 8 if found.left_out else 9
+    shown = 8 if widths.left_out else 9
     for numbers in (numbers for _, numbers, _ in rows):
         assert all(
             words.count(number) >= numbers[:shown].count(number) for number in numbers[:shown]
@@ -52,7 +52,7 @@ def test_numbers_are_never_truncated_and_lines_fit(
         ("a\n  b", ["a", "  b"]),
         ("运行运行运", ["运行运行", "运"]),
     ],
-)  # fmt: skip
+)
 def test_where_a_cell_is_broken(cell: str, lines: list[str]) -> None:
     """After a blank, / - _ or a comma; never within a number, an option or another word."""
     column = Column("why", 8)
@@ -98,8 +98,8 @@ def test_columns_without_room_follow_below_with_the_keys_of_the_rows(
 def test_a_blank_cell_repeats_the_one_above_it() -> None:
     rows = [("a", "one", "1"), ("", "two", "2"), ("b", "one", "3"), ("", "two", "4")]
     columns = [Column("group"), Column("task"), Column("step 100"), Column("step 200")]
-    found = fitted(columns, [(*row, "0.5") for row in rows], 21)
-    assert [part[1:3] for part in found.parts] == [
+    widths = fitted(columns, [(*row, "0.5") for row in rows], 21)
+    assert [part[1:3] for part in widths.parts] == [
         ["a      one   1", "       two   2"],
         ["a      one   0.5", "       two   0.5"],
     ]

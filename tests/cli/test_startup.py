@@ -24,8 +24,12 @@ print("loaded", ",".join(heavy) or "nothing", "code", code, file=sys.stderr)
 def loaded(*arguments: str, among: str, cwd: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-c", COUNT, *arguments],
-        input=among, capture_output=True, text=True, cwd=cwd, check=True,
-    )  # fmt: skip
+        input=among,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=True,
+    )
     return done.stderr.strip().splitlines()[-1]
 
 

@@ -122,7 +122,7 @@ def test_a_hang_is_found_soon(tmp_path: Path) -> None:
 def test_an_unbroken_run_is_its_own_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reuse, "serves", lambda *_: True)
+    monkeypatch.setattr(reuse, "has_all_graphs", lambda *_: True)
     plan = plan_of(tmp_path)
     run = plan.run
     assert "never submitted" in why_no_reference(plan, ())
@@ -139,7 +139,7 @@ def test_an_unbroken_run_is_its_own_reference(
     run.metrics(0).write_text("")
     assert why_no_reference(plan, ()) == ""
     assert "--set" in why_no_reference(plan, ["train.seed=1"])
-    monkeypatch.setattr(reuse, "serves", lambda *_: False)
+    monkeypatch.setattr(reuse, "has_all_graphs", lambda *_: False)
     assert "have changed" in why_no_reference(plan, ())
     JobsRecord(submissions=(sent, sent)).save(run.jobs)
     assert "resumed by hand" in why_no_reference(plan, ())

@@ -104,17 +104,17 @@ def test_launchers_of_one_machine_do_not_collide(
 ) -> None:
     node = tmp_path / "node" / "cache"
     node.parent.mkdir(mode=0o700)
-    found: list[str] = []
+    results: list[str] = []
 
     def launcher() -> None:
-        found.append(graph_cache.install_archive(node, run, manifest))
+        results.append(graph_cache.install_archive(node, run, manifest))
 
     threads = [threading.Thread(target=launcher) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found) == ["present"] * 7 + ["shared"]
+    assert sorted(results) == ["present"] * 7 + ["shared"]
 
 
 def test_graphs_of_several_nodes_come_into_one_archive(run: RunDir, tmp_path: Path) -> None:

@@ -69,8 +69,11 @@ class Stage:
         }
         return subprocess.Popen(
             [sys.executable, "-m", "slurmllm", *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
 
     def call(self, *arguments: str, code: int = 0, **variables: str) -> str:
         process = self.start(*arguments, **variables)
@@ -80,9 +83,11 @@ class Stage:
 
     def submit_command(self, name: str, *more: str) -> tuple[str, ...]:
         return (
-            "submit", "tiny_neox", "--local", "--nodes=2", "--set=backend=nxd", f"--name={name}",
-            f"--set=cluster.node_local={self.folder}", *self.inputs, *more,
-        )  # fmt: skip
+            *("submit", "tiny_neox", "--local", "--nodes=2", "--set=backend=nxd", f"--name={name}"),
+            f"--set=cluster.node_local={self.folder}",
+            *self.inputs,
+            *more,
+        )
 
     def submit(self, name: str, *more: str, code: int = 0) -> str:
         return self.call(*self.submit_command(name, *more), code=code)
@@ -169,9 +174,11 @@ def test_the_train_stage_refuses_an_incomplete_archive(stage: Stage) -> None:
     stage.submit("r", code=70)
     script = stage.runs / "r" / "scripts" / "train.sbatch"
     done = subprocess.run(
-        ["bash", str(script)], env={**os.environ, "SLURMLLM_LOCAL_NODES": "2"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["bash", str(script)],
+        env={**os.environ, "SLURMLLM_LOCAL_NODES": "2"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2
     (failed,) = (s for s in stage.manifest("r").states if s.state == "failed")
     for text in (failed.name, str(failed.log), "--set train.incomplete_graphs=compile"):
@@ -271,8 +278,10 @@ def test_graphs_compiled_while_training_are_there_for_the_next_attempt(stage: St
     shown = stage.status("r")
     assert shown["attempts"][0]["new_graphs"] == first["new_graphs"]
     assert {s["name"].partition("+")[0] for s in shown["graphs"]["states"]} == {
-        module("a"), module("c"), module("late")
-    }  # fmt: skip
+        module("a"),
+        module("c"),
+        module("late"),
+    }
 
 
 def test_another_run_takes_the_archive_and_skips_precompile(stage: Stage) -> None:
@@ -328,26 +337,45 @@ class Nodes:
         self.stage, self.secret = stage, new_secret()
         config = resolve(
             "tiny_neox",
-            overrides=["backend=nxd", f"cluster.node_local={stage.folder}",
-                       *(option.partition("=")[2] for option in stage.inputs)],
-        )  # fmt: skip
+            overrides=[
+                "backend=nxd",
+                f"cluster.node_local={stage.folder}",
+                *(option.partition("=")[2] for option in stage.inputs),
+            ],
+        )
         self.run = RunDir(stage.runs / "r")
         self.run.path.mkdir(parents=True)
         write_run(render_run(config, 2, self.run))
 
     def open(self, name: StageName) -> None:
         AttemptRecord(
-            attempt=0, stage=name, job_id="7", nodes=("n0", "n1"), world_size=2,
-            master_addr="127.0.0.1", master_port=1, control_port=free_port(), started_at=0.0,
-        ).save(self.run.attempt(name, 0).record)  # fmt: skip
+            attempt=0,
+            stage=name,
+            job_id="7",
+            nodes=("n0", "n1"),
+            world_size=2,
+            master_addr="127.0.0.1",
+            master_port=1,
+            control_port=free_port(),
+            started_at=0.0,
+        ).save(self.run.attempt(name, 0).record)
 
     def launch(self, name: StageName, node: int) -> subprocess.Popen[str]:
         # The private folder on the node's disk has the user's name: each node gets its own.
         return self.stage.start_bare(
-            "launch", str(self.run.path), "--stage", name, "--attempt", "0",
-            SLURMLLM_CACHE="/replaced", SLURM_NODEID=str(node), SLURMLLM_NODE=f"n{node}",
-            LOGNAME=f"disk{node}", NEURON_COMPILE_CACHE_URL="/replaced", **self.secret,
-        )  # fmt: skip
+            "launch",
+            str(self.run.path),
+            "--stage",
+            name,
+            "--attempt",
+            "0",
+            SLURMLLM_CACHE="/replaced",
+            SLURM_NODEID=str(node),
+            SLURMLLM_NODE=f"n{node}",
+            LOGNAME=f"disk{node}",
+            NEURON_COMPILE_CACHE_URL="/replaced",
+            **self.secret,
+        )
 
     def both(self, name: StageName) -> list[str]:
         started = [self.launch(name, node) for node in (1, 0)]
@@ -411,9 +439,10 @@ def test_each_node_hands_in_what_it_compiled_while_training(stage: Stage) -> Non
     nodes.open("train")
     nodes.both("train")
     added = {node: nodes.record("train", node).new_graphs for node in (0, 1)}
-    assert {n: {a.partition("+")[0] for a in found} for n, found in added.items()} == {
-        0: {module("late")}, 1: {module("late"), module("later")}
-    }  # fmt: skip
+    assert {n: {a.partition("+")[0] for a in names} for n, names in added.items()} == {
+        0: {module("late")},
+        1: {module("late"), module("later")},
+    }
     assert sorted(n.partition("+")[0] for n in merge_new_graphs(nodes.run)) == sorted(
         [module("late"), module("later")]
     )

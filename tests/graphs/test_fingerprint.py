@@ -26,9 +26,13 @@ def _no_threads_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fingerprint(
-    *overrides: str, recipe: str = "tiny_neox", nodes: int = 2, cluster: str | None = None,
-    local: bool = False, measured: int | None = None,
-) -> str | None:  # fmt: skip
+    *overrides: str,
+    recipe: str = "tiny_neox",
+    nodes: int = 2,
+    cluster: str | None = None,
+    local: bool = False,
+    measured: int | None = None,
+) -> str | None:
     config = resolve(recipe, cluster, overrides)
     return graph_fingerprint(config, make_mesh(config, nodes, measured), local, measured)
 
@@ -36,13 +40,13 @@ def fingerprint(
 @pytest.mark.parametrize(
     "override",
     [
-        "model.hidden_size=384", "model.seq_len=256", "model.vocab_size=5000",
-        "train.micro_batch=1", "train.precision=bf16_mixed", "train.compile=false",
-        "train.activation_checkpointing=full", "train.activation_checkpointing=[core, mlp]",
-        "parallel.tensor=2", "parallel.pipeline=2", "train.z_loss=1e-4",
-        "cluster.cpus_per_node=7", "slurm.partition=other", "env.TORCHINDUCTOR_MAX_AUTOTUNE=1",
+        *("model.hidden_size=384", "model.seq_len=256", "model.vocab_size=5000"),
+        *("train.micro_batch=1", "train.precision=bf16_mixed", "train.compile=false"),
+        *("train.activation_checkpointing=full", "train.activation_checkpointing=[core, mlp]"),
+        *("parallel.tensor=2", "parallel.pipeline=2", "train.z_loss=1e-4"),
+        *("cluster.cpus_per_node=7", "slurm.partition=other", "env.TORCHINDUCTOR_MAX_AUTOTUNE=1"),
     ],
-)  # fmt: skip
+)
 def test_what_changes_native_graphs(override: str) -> None:
     assert fingerprint(override) != fingerprint()
 
@@ -50,10 +54,10 @@ def test_what_changes_native_graphs(override: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "train.steps=70", "train.seed=5", "optim.lr=1e-2", "checkpoint.keep=9",
-        "slurm.time=9:00:00", "cluster.env.NCCL_DEBUG=INFO",
+        *("train.steps=70", "train.seed=5", "optim.lr=1e-2", "checkpoint.keep=9"),
+        *("slurm.time=9:00:00", "cluster.env.NCCL_DEBUG=INFO"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not(override: str) -> None:
     assert fingerprint(override) == fingerprint()
 
@@ -69,14 +73,14 @@ def test_nodes_count_where_the_graphs_or_the_threads_hold_them() -> None:
 @pytest.mark.parametrize(
     ("override", "changes"),
     [
-        ("optim.lr=1e-5", True), ("parallel.sequence=false", True),
-        ("env.NEURON_CC_FLAGS=-O1", True), ("train.precision=fp32", True),
-        ("env.FI_PROVIDER=tcp", False), ("train.seed=5", False),
-        ("env.NEURON_RT_EXEC_TIMEOUT=7", False), ("train.z_loss=1e-4", True),
-        ("optim.decay_start=9000", False), ("optim.decay=constant", False),
+        *(("optim.lr=1e-5", True), ("parallel.sequence=false", True)),
+        *(("env.NEURON_CC_FLAGS=-O1", True), ("train.precision=fp32", True)),
+        *(("env.FI_PROVIDER=tcp", False), ("train.seed=5", False)),
+        *(("env.NEURON_RT_EXEC_TIMEOUT=7", False), ("train.z_loss=1e-4", True)),
+        *(("optim.decay_start=9000", False), ("optim.decay=constant", False)),
         ("optim.step_count=from_1", False),
     ],
-)  # fmt: skip
+)
 def test_what_changes_graphs_on_neuron_devices(override: str, changes: bool) -> None:
     base = fingerprint(recipe="neox_20b", cluster="trn1", nodes=4)
     other = fingerprint(override, recipe="neox_20b", cluster="trn1", nodes=4)
@@ -110,22 +114,22 @@ def test_versions_and_variables_of_this_shell(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("changed", "native", "nxd"),
     [
-        ("model/decoder.py", True, True), ("plan/mesh.py", True, True),
-        ("plan/parameters.py", True, True), ("plan/budget.py", False, False),
-        ("config/families/llama.py", True, True), ("backends/nxd/model.py", False, True),
-        ("backends/native/precision.py", True, False), ("cli/main.py", False, False),
+        *(("model/decoder.py", True, True), ("plan/mesh.py", True, True)),
+        *(("plan/parameters.py", True, True), ("plan/budget.py", False, False)),
+        *(("config/families/llama.py", True, True), ("backends/nxd/model.py", False, True)),
+        *(("backends/native/precision.py", True, False), ("cli/main.py", False, False)),
         ("config/recipe.py", False, False),
     ],
-)  # fmt: skip
+)
 def test_slurmllm_s_own_sources(changed: str, native: bool, nxd: bool, tmp_path: Path) -> None:
     package = Path(slurmllm.__file__).parent
-    kept, edited = tmp_path / "kept", tmp_path / "edited"
-    for copy in (kept, edited):
+    original, edited = tmp_path / "kept", tmp_path / "edited"
+    for copy in (original, edited):
         shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (edited / changed).write_text((package / changed).read_text() + "\nX = 1\n")
     for backend, differs in (("native", native), ("nxd", nxd)):
-        assert (sources(backend, edited) != sources(backend, kept)) is differs
-        assert sources(backend, kept) == sources(backend)
+        assert (sources(backend, edited) != sources(backend, original)) is differs
+        assert sources(backend, original) == sources(backend)
 
 
 def test_the_model_s_code_uses_no_other_module_of_plan() -> None:
@@ -162,9 +166,14 @@ def run_with_graphs(root: Path, name: str, *overrides: str, measured: int | None
     graph.write_text(name)
     if measured is not None:
         MicroBatchRecord(
-            micro_batch=measured, reason="", candidates=(), limit_bytes=1, nodes=("n1",),
-            device="cpu", workers=1,
-        ).save(run.micro_batch)  # fmt: skip
+            micro_batch=measured,
+            reason="",
+            candidates=(),
+            limit_bytes=1,
+            nodes=("n1",),
+            device="cpu",
+            workers=1,
+        ).save(run.micro_batch)
     mesh = make_mesh(config, 2, measured)
     made = graph_fingerprint(config, mesh, False, measured)
     graph_cache.pack_archive(cache, run, "native", 1.0, versions={"torch": "2"}, fingerprint=made)
@@ -194,7 +203,7 @@ def test_the_newest_run_that_serves_is_found(tmp_path: Path) -> None:
 def test_an_archive_is_shared_and_outlives_its_first_run(tmp_path: Path) -> None:
     source, run = run_with_graphs(tmp_path, "first"), RunDir(tmp_path / "second")
     run.path.mkdir()
-    assert reuse.adopt(source, run) == ""
+    assert reuse.link_or_copy_graphs(source, run) is None
     assert run.graphs_archive().samefile(source.graphs_archive())
     manifest = GraphManifest.load(run.graphs_manifest)
     assert manifest.reused_from == "first"
@@ -202,7 +211,7 @@ def test_an_archive_is_shared_and_outlives_its_first_run(tmp_path: Path) -> None
     assert graph_cache.install_archive(tmp_path / "node", run, manifest) == "shared"
     third = RunDir(tmp_path / "third")
     third.path.mkdir()
-    assert reuse.adopt(run, third) == ""
+    assert reuse.link_or_copy_graphs(run, third) is None
     assert GraphManifest.load(third.graphs_manifest).reused_from == "first"
 
 
@@ -212,7 +221,7 @@ def test_a_damaged_archive_is_not_taken(tmp_path: Path) -> None:
     data = bytearray(source.graphs_archive().read_bytes())
     data[600] ^= 1
     source.graphs_archive().write_bytes(data)
-    assert "does not match its manifest" in reuse.adopt(source, run)
+    assert "does not match its manifest" in str(reuse.link_or_copy_graphs(source, run))
     assert not run.graphs_manifest.exists()
 
 
@@ -223,6 +232,6 @@ def test_a_measured_micro_batch_comes_along(tmp_path: Path) -> None:
     assert find(tmp_path, auto) == "first"
     run = RunDir(tmp_path / "new")
     run.path.mkdir()
-    assert reuse.adopt(source, run) == ""
+    assert reuse.link_or_copy_graphs(source, run) is None
     assert reuse.measured_micro_batch(run) == 2
-    assert reuse.serves(resolve("tiny_neox", overrides=[auto]), 2, False, run, run)
+    assert reuse.has_all_graphs(resolve("tiny_neox", overrides=[auto]), 2, False, run)

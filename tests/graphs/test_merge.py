@@ -45,9 +45,12 @@ def manifest(run: RunDir, tmp_path: Path) -> GraphManifest:
 
 
 def submit(
-    run: RunDir, tmp_path: Path, node: str, manifest: GraphManifest,
+    run: RunDir,
+    tmp_path: Path,
+    node: str,
+    manifest: GraphManifest,
     versions: Mapping[str, str] = VERSIONS,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     return merge.submit_new_graphs(tmp_path / node, run, 0, NODES, node, manifest, versions)
 
 
@@ -56,16 +59,6 @@ def test_nothing_new_leaves_nothing(run: RunDir, tmp_path: Path, manifest: Graph
     assert merge.merge_new_graphs(run) == ()
     assert not run.new_graphs.exists()
     assert GraphManifest.load(run.graphs_manifest) == manifest
-
-
-def test_graphs_in_the_folder_of_version_0_1_are_merged(
-    run: RunDir, tmp_path: Path, manifest: GraphManifest
-) -> None:
-    compile_graph(tmp_path / "n1", "bbb")
-    submit(run, tmp_path, "n1", manifest)
-    run.new_graphs.rename(run.graphs / "added")
-    assert merge.merge_new_graphs(run) == ("bbb",)
-    assert not (run.graphs / "added").exists()
 
 
 def test_new_graphs_of_all_nodes_are_merged(
@@ -177,7 +170,7 @@ def test_rejected_graphs_are_replaced_by_those_of_the_next_attempt(
         assert submit(run, tmp_path, node, rejected)[0] == "aaa"
     merge.merge_new_graphs(run)
     merged = GraphManifest.load(run.graphs_manifest)
-    assert merged.unusable(VERSIONS) == ""
+    assert merged.unusable(VERSIONS) is None
     assert [state.name for state in merged.states] == ["aaa", "bbb"]
 
 

@@ -114,7 +114,7 @@ def test_the_group_of_a_file_does_not_make_its_owner_a_member(
 def test_each_file_must_be_trusted_by_itself(tmp_path: Path, part: str) -> None:
     source = run_with_graphs(tmp_path, "half")
     give_away(source.path / part)
-    assert "belongs to nobody" in reuse.adopt(source, RunDir(tmp_path / "mine"))
+    assert "belongs to nobody" in str(reuse.link_or_copy_graphs(source, RunDir(tmp_path / "mine")))
     assert not (tmp_path / "mine").exists()
 
 
@@ -125,10 +125,11 @@ def test_an_archive_is_a_bare_name_in_its_own_folder(tmp_path: Path) -> None:
     for name in ("../../graphs.tar", str(outside), "graphs/../graphs.tar", "", "manifest.json"):
         source.graphs_manifest.write_text(json.dumps({**fields, "archive": name}))
         assert list(reuse.find(resolve("tiny_neox"), 2, False, RunDir(tmp_path / "mine"))) == []
-        assert "damaged: archive" in reuse.adopt(source, RunDir(tmp_path / "mine"))
+        error = reuse.link_or_copy_graphs(source, RunDir(tmp_path / "mine"))
+        assert "damaged: archive" in str(error)
     source.graphs_manifest.write_text(json.dumps(fields))
     source.graphs_archive().symlink_to(outside)
-    assert "symbolic links" in reuse.adopt(source, RunDir(tmp_path / "mine"))
+    assert "symbolic links" in str(reuse.link_or_copy_graphs(source, RunDir(tmp_path / "mine")))
 
 
 def test_paths_of_a_manifest_stay_inside_the_run(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_submit_that_fails_leaves_the_name_free(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(reuse, "serves", refuse)
+    monkeypatch.setattr(reuse, "has_all_graphs", refuse)
     with pytest.raises(PermissionError):
         prepare_new(tmp_path, *data)
     assert not (tmp_path / "mine").exists()
@@ -194,8 +195,8 @@ def test_a_damaged_manifest_is_forgotten_and_the_graphs_compiled_again(
     made = run_with_graphs(tmp_path / "elsewhere", "made")
     made.graphs.rename(run.graphs)
     config = resolve("tiny_neox", overrides=data)
-    again = RunRequest(config, 2, tmp_path, run=run)
-    assert prepare(again).graphs_from == "mine"
+    repeated = RunRequest(config, 2, tmp_path, run=run)
+    assert prepare(repeated).graphs_from == "mine"
     if harm == "no archive":
         run.graphs_archive().unlink()
     else:
@@ -205,7 +206,7 @@ def test_a_damaged_manifest_is_forgotten_and_the_graphs_compiled_again(
             run.graphs_manifest.mkdir()
         else:
             run.graphs_manifest.write_text(text[:99] if harm == "cut" else "[1]")
-    assert prepare(again).graphs_from is None
+    assert prepare(repeated).graphs_from is None
     assert caplog.messages[-1].startswith("ignoring the compiled graphs of mine: ")
     assert not run.graphs_manifest.exists()
 
@@ -265,8 +266,8 @@ def test_a_cache_that_another_user_prepared_is_not_used(tmp_path: Path, disk: Pa
     assert not (cache / "graph").exists()
     assert stat.S_IMODE(cache.parent.stat().st_mode) == 0o700
     # The next attempt finds it: the disk does not fill up with folders.
-    again = make_cache_folder(config, run)
-    assert graph_cache.install_archive(again, run, manifest) == "present"
+    repeated = make_cache_folder(config, run)
+    assert graph_cache.install_archive(repeated, run, manifest) == "present"
     assert len(list(disk.iterdir())) == 2
     with pytest.raises(NodeError, match="belongs to nobody"):
         graph_cache.install_archive(planned, run, manifest)

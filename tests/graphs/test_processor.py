@@ -111,7 +111,7 @@ def test_the_login_node_is_not_asked_for_its_processor(
     asked = []
     monkeypatch.setattr(reuse, "node_processor", lambda config: asked.append(config) or {})
     config = resolve("tiny_neox", "local")
-    assert reuse.other_processor(config, 1, local, RunDir(tmp_path / "runs" / "r")) == ""
+    assert reuse.other_processor(config, 1, local, RunDir(tmp_path / "runs" / "r")) is None
     assert asked == [config] * local
 
 
@@ -121,14 +121,14 @@ def test_a_manifest_says_what_differs() -> None:
         rejected="",
     )
     here = {"torch": "2.9", "cpu_capability": "AVX2", "cpu_features": "avx2 fma"}
-    assert manifest.unusable(manifest.versions) == ""
+    assert manifest.unusable(manifest.versions) is None
     assert manifest.unusable(here) == (
         "built in another environment (cpu_capability AVX512 in the archive, AVX2 on this node; "
         "cpu_features amx_tile in the archive, no others on this node)"
     )
     # An archive of a version that did not record the processor.
     old = GraphManifest.model_construct(versions={"torch": "2.9"}, rejected="")
-    assert "cpu_capability none in the archive, AVX2 on this node" in old.unusable(here)
+    assert "cpu_capability none in the archive, AVX2 on this node" in str(old.unusable(here))
 
 
 class MixedPartition:
@@ -193,9 +193,7 @@ def pack(partition: MixedPartition, folder: Path, versions: Mapping[str, str]) -
 
 
 @x86
-def test_a_partition_with_two_generations_of_processors(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_partition_with_two_generations_of_processors(caplog: pytest.LogCaptureFixture) -> None:
     with tempfile.TemporaryDirectory(prefix="slurmllm-test-") as name:
         folder, partition = Path(name), MixedPartition(Path(name))
         environment = load_environment("native")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from slurmllm.run.error_patterns import ENDINGS, Row, meaning_of, table, telling_line
+from slurmllm.run.error_patterns import ENDINGS, Row, cause_line, meaning_of, table
 from slurmllm.run.records import FailureRecord, NodeRecord
 from slurmllm.supervise.classify import Evidence, classify
 from slurmllm.train.exits import classify_error
@@ -23,9 +23,9 @@ def test_a_row_matches_its_example(row: Row) -> None:
         "n2": NodeRecord(node="n2", pids={1: 1}, exit_codes={1: 70}, stopped_ranks=[1]),
     }
     # In the log of a worker that aborted without a record …
-    found = classify(Evidence(("n1", "n2"), nodes, log_tails={0: ["step 7", row.example]}))
-    assert (found.ending, found.blamed_nodes) == (ending, ("n1",) if blamed else ())
-    assert row.example.strip()[:400] in found.evidence[0]
+    verdict = classify(Evidence(("n1", "n2"), nodes, log_tails={0: ["step 7", row.example]}))
+    assert (verdict.ending, verdict.blamed_nodes) == (ending, ("n1",) if blamed else ())
+    assert row.example.strip()[:400] in verdict.evidence[0]
     # … and in its exception.
     name, _, message = (
         row.example.partition(" ") if "Inductor" in row.example else ("Error", "", "")
@@ -42,6 +42,6 @@ def test_the_table_covers_the_stack() -> None:
 
 def test_a_cause_in_a_log_goes_before_an_echo() -> None:
     lines = ["step 7", "Connection closed by peer", "DMA RX engine 3 is in an abort state", "bye"]
-    assert telling_line(lines) == (lines[2], "device")
-    assert telling_line(lines[:2]) == (lines[1], "lost_peer")
-    assert telling_line(lines[:1]) is None
+    assert cause_line(lines) == (lines[2], "device")
+    assert cause_line(lines[:2]) == (lines[1], "lost_peer")
+    assert cause_line(lines[:1]) is None

@@ -1,4 +1,4 @@
-"""Keys of records that version 0.1 wrote under other names, and values that are refused."""
+"""Values of records that are refused."""
 
 from __future__ import annotations
 
@@ -9,32 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from slurmllm.errors import StorageError
-from slurmllm.run.artifact_records import GraphManifest
-from slurmllm.run.records import ExcludedNode, JobsRecord, Record, Submission
-
-MANIFEST = {
-    "complete": True, "backend": "native", "versions": {}, "graphs": 0, "archive_bytes": 0,
-    "archive_sha256": "", "cold_first_step_s": 1.0, "files": [],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "old", "new", "value"),
-    [
-        (GraphManifest, MANIFEST, "absent_nodes", "missing_nodes", ["n1"]),
-        (GraphManifest, MANIFEST, "taken_from", "reused_from", "other"),
-    ],
-)
-def test_old_keys_are_read_and_new_ones_written(
-    kind: type[Record], fields: dict[str, object], old: str, new: str, value: object, tmp_path: Path
-) -> None:
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps({**fields, old: value}))
-    kind.load(path).save(path)
-    written = json.loads(path.read_text())
-    assert written[new] == value
-    assert old not in written
-    assert kind.load(path) == kind.model_validate({**fields, new: value}, strict=False)
+from slurmllm.run.records import ExcludedNode, JobsRecord, Submission
 
 
 @pytest.mark.parametrize("job", ["--user=root", "-u", "1 2", "12,13", "*", "", "7\n", "७"])

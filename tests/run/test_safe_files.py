@@ -29,7 +29,7 @@ from slurmllm.run.safe_files import (
     open_trusted,
     read_limited,
     unpack_tar,
-    why_untrusted,
+    untrusted_error,
 )
 from slurmllm.run.worker_files import EventLog
 from slurmllm.supervise.watchdog import Heartbeats
@@ -51,16 +51,16 @@ def test_a_pipe_a_device_and_a_large_file_are_refused_at_once(tmp_path: Path) ->
 
 
 def test_trusted_is_what_only_this_user_can_write(tmp_path: Path) -> None:
-    own, link = tmp_path / "own", tmp_path / "link"
-    own.write_text("mine")
-    link.symlink_to(own)
-    with open_trusted(own) as stream:
+    private_folder, link = tmp_path / "own", tmp_path / "link"
+    private_folder.write_text("mine")
+    link.symlink_to(private_folder)
+    with open_trusted(private_folder) as stream:
         assert stream.read() == b"mine"
     with pytest.raises(OSError, match="symbolic links"):
         open_trusted(link)
-    own.chmod(0o646)
+    private_folder.chmod(0o646)
     with pytest.raises(PermissionError, match="every user may write to it"):
-        open_trusted(own)
+        open_trusted(private_folder)
 
 
 @only_root
@@ -71,9 +71,9 @@ def test_another_users_file_needs_a_group_that_is_trusted(tmp_path: Path) -> Non
     group = grp.getgrgid(NOBODY.pw_gid).gr_name
     with pytest.raises(PermissionError, match=r"belongs to nobody .*, not to you:"):
         open_trusted(path)
-    assert why_untrusted(path.stat(), group) == ""
-    assert "not to you or the group sys" in why_untrusted(path.stat(), "sys")
-    assert "not to you or the group no-such" in why_untrusted(path.stat(), "no-such")
+    assert untrusted_error(path.stat(), group) is None
+    assert "not to you or the group sys" in str(untrusted_error(path.stat(), "sys"))
+    assert "not to you or the group no-such" in str(untrusted_error(path.stat(), "no-such"))
 
 
 @only_root
@@ -85,9 +85,9 @@ def test_a_lock_follows_no_link_and_belongs_to_one_user(tmp_path: Path) -> None:
     planted.touch()
     os.chown(planted, NOBODY.pw_uid, -1)
     for path, reason in (
-        (link, "symbolic links"), (tmp_path / "hard", "not a file of its own"),
+        *((link, "symbolic links"), (tmp_path / "hard", "not a file of its own")),
         (planted, "belongs to nobody"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(OSError, match=reason):
             open_lock(path)
     assert victim.read_text() == "precious"
@@ -101,13 +101,13 @@ def test_a_folder_that_somebody_else_made_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     os.chown(folder, NOBODY.pw_uid, -1)
-    own = make_private_folder(folder)
-    assert own != folder
-    assert own.parent == tmp_path
-    check_private_folder(own)
+    private_folder = make_private_folder(folder)
+    assert private_folder != folder
+    assert private_folder.parent == tmp_path
+    check_private_folder(private_folder)
     link = tmp_path / "link"
-    link.symlink_to(own)
-    assert make_private_folder(link) not in (link, own)
+    link.symlink_to(private_folder)
+    assert make_private_folder(link) not in (link, private_folder)
     for path in (folder, link):
         with pytest.raises(PermissionError):
             check_private_folder(path)
@@ -155,8 +155,9 @@ def test_an_attacker_in_a_race_gets_no_folder_of_ours() -> None:
             folder.chmod(0o1777)
         attacker = subprocess.Popen(
             [sys.executable, "-I", "-c", RACE, str(disk), str(victim), str(NOBODY.pw_uid)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         try:
             assert attacker.stdout is not None
             assert attacker.stdout.readline() == "ready\n"
@@ -224,8 +225,8 @@ def test_temporary_names_cannot_be_planted(tmp_path: Path) -> None:
 
 
 def test_a_chain_of_links_ends(tmp_path: Path) -> None:
-    for one, other in (("a", "b"), ("b", "a")):
-        (tmp_path / one).symlink_to(other)
+    for first, other in (("a", "b"), ("b", "a")):
+        (tmp_path / first).symlink_to(other)
     with pytest.raises(OSError, match="too many links"):
         open_append(tmp_path / "a" / "x")
     (tmp_path / "file").write_text("x")

@@ -54,8 +54,10 @@ def test_pictures_read_no_settings_of_the_working_directory(tmp_path: Path, modu
     os.mkfifo(tmp_path / "matplotlibrc")
     subprocess.run(
         [sys.executable, "-P", "-c", f"import slurmllm.{module}"],
-        cwd=tmp_path, check=True, timeout=60,
-    )  # fmt: skip
+        cwd=tmp_path,
+        check=True,
+        timeout=60,
+    )
 
 
 @only_root
@@ -87,9 +89,17 @@ def test_measuring_workers_compile_in_a_folder_of_their_own(
     monkeypatch.setattr(calibrating, "_WORKER", "measuring_worker")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     task = calibrating.Task(
-        nodes=1, workers=1, sharing=1, cpus=1, device="cpu", address="127.0.0.1", port=1,
-        precision="fp32", compiled=True, variables={},
-    )  # fmt: skip
+        nodes=1,
+        workers=1,
+        sharing=1,
+        cpus=1,
+        device="cpu",
+        address="127.0.0.1",
+        port=1,
+        precision="fp32",
+        compiled=True,
+        variables={},
+    )
     assert calibrating.main(task.model_dump_json()) == 0
     folders, modes = json.loads((tmp_path / "found").read_text())
     assert modes == [0o700, 0o700]
@@ -106,10 +116,10 @@ def test_a_build_uses_no_work_folder_of_another_user(tmp_path: Path) -> None:
     work.path.mkdir()
     work.scratch(out.name).symlink_to(precious)
     give_away(work.path)
-    found = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli, ["data", "build", str(tmp_path / "a.txt"), "--out", str(out), "--format", "text"]
     )
-    assert (found.exit_code, "belongs to nobody" in " ".join(found.output.split())) == (4, True)
+    assert (result.exit_code, "belongs to nobody" in " ".join(result.output.split())) == (4, True)
     assert (precious.read_text(), precious.stat().st_mode & 0o777) == ("precious", 0o600)
 
 
@@ -144,9 +154,9 @@ def test_builtin_data_of_another_user_is_not_used(
             give_away(planted, mode)
         with pytest.raises(StorageError, match="far enough"):
             inputs.resolve_inputs(config, tmp_path, build=True)
-    own = tmp_path / f".data-{os.geteuid()}"
-    assert used == [planted, own]
-    assert own.stat().st_mode & 0o777 == 0o700
+    user_folder = tmp_path / f".data-{os.geteuid()}"
+    assert used == [planted, user_folder]
+    assert user_folder.stat().st_mode & 0o777 == 0o700
 
 
 @only_root
@@ -157,16 +167,21 @@ def test_a_run_of_another_user_cancels_nothing_of_ours(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)", "slurmllm"]
     with subprocess.Popen(command) as ours:
         sent = Submission(
-            submitted_at=1.0, nodes=1, local=True, first_attempt=0, pid=ours.pid,
-            process=process_identity(ours.pid), host=socket.gethostname(),
-        )  # fmt: skip
+            submitted_at=1.0,
+            nodes=1,
+            local=True,
+            first_attempt=0,
+            pid=ours.pid,
+            process=process_identity(ours.pid),
+            host=socket.gethostname(),
+        )
         JobsRecord(submissions=(sent,)).save(run.jobs)
         give_away(run.jobs, 0o644)
-        found = CliRunner().invoke(cli, ["cancel", "theirs", "--runs-dir", str(tmp_path)])
+        result = CliRunner().invoke(cli, ["cancel", "theirs", "--runs-dir", str(tmp_path)])
         alive = ours.poll() is None
         ours.kill()
-    assert (found.exit_code, alive) == (2, True)
-    assert "belongs to nobody" in " ".join(found.output.split())
+    assert (result.exit_code, alive) == (2, True)
+    assert "belongs to nobody" in " ".join(result.output.split())
 
 
 @only_root
@@ -204,12 +219,12 @@ def test_replicas_of_another_user_are_neither_restored_nor_written(tmp_path: Pat
 
 @only_root
 def test_links_of_others_lead_to_files_of_theirs_alone(tmp_path: Path) -> None:
-    private, own, public = tmp_path / "private", tmp_path / "own", tmp_path / "public"
-    for path, mode in ((private, 0o600), (own, 0o600), (public, 0o644)):
+    private, user_folder, public = tmp_path / "private", tmp_path / "own", tmp_path / "public"
+    for path, mode in ((private, 0o600), (user_folder, 0o600), (public, 0o644)):
         path.write_text(path.name)
         path.chmod(mode)
-    os.chown(own, NOBODY.pw_uid, -1)
-    for path in (private, own, public):
+    os.chown(user_folder, NOBODY.pw_uid, -1)
+    for path in (private, user_folder, public):
         link = tmp_path / f"to_{path.name}"
         link.symlink_to(path.name)
         os.lchown(link, NOBODY.pw_uid, -1)

@@ -46,11 +46,10 @@ def test_results_in_another_user_s_folder_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrays, "_POLL_S", 0)
-    monkeypatch.setattr(arrays, "_cancel", lambda array: None)
     folder, mark = tmp_path / "array-x", tmp_path / "code ran"
     folder.mkdir(mode=0o700)
     (folder / "result.pkl").write_bytes(pickle.dumps("fine"))
-    assert [found for *_, found in finished_jobs([Job(folder)], lambda: None)] == ["fine"]
+    assert [result for *_, result in finished_jobs([Job(folder)], lambda: None)] == ["fine"]
     (folder / "result.pkl").write_bytes(pickle.dumps(Planted(mark)))
     os.chown(folder, 65534, 65534)
     with pytest.raises(StorageError, match=r"array-x: it belongs to .*65534.*they run code"):
@@ -73,20 +72,19 @@ def test_an_array_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
             return []
 
     monkeypatch.setattr("submitit.AutoExecutor", Executor)
-    for options in (
-        SlurmOptions(),
-        SlurmOptions(
-            setup=("module load cuda",), python="/my/python", directives={"gres": "gpu:1"},
-            container=lambda folders: ["apptainer", "exec", f"--bind={folders[0]}", "/a.sif"],
-        ),
-    ):  # fmt: skip
-        submit_array(
-            print, [("x",)], logs=tmp_path / "logs" / "data", name="n", at_once=1, options=options,
-            resources=Resources(), what="", instead="",
-        )  # fmt: skip
-    (one, parameters), (other, with_profile) = made
-    assert one != other
-    assert stat.S_IMODE(one.stat().st_mode) == 0o700
+    profile = SlurmOptions(
+        setup=("module load cuda",),
+        python="/my/python",
+        directives={"gres": "gpu:1"},
+        container=lambda folders: ["apptainer", "exec", f"--bind={folders[0]}", "/a.sif"],
+    )
+    texts = {"name": "n", "description": "", "alternative": ""}
+    for options in (SlurmOptions(), profile):
+        place = {"logs": tmp_path / "logs" / "data", "at_once": 1, "resources": Resources()}
+        submit_array(print, [("x",)], options=options, **texts, **place)
+    (first, parameters), (second, with_profile) = made
+    assert first != second
+    assert stat.S_IMODE(first.stat().st_mode) == 0o700
     # Not the modules of the working directory, which may be another user's.
     assert parameters["slurm_python"].endswith(" -P")
     words = f"apptainer exec --bind={tmp_path} /a.sif /my/python -P"

@@ -113,9 +113,9 @@ def test_requeue_starts_another_incarnation(bench: Bench) -> None:
 def test_a_node_of_the_job_answers(bench: Bench) -> None:
     job = bench.client.submit(bench.script("sleep 60"))
     bench.wait(job, "RUNNING")
-    own = bench.client.queue([job])[job].nodes
-    other = next(name for name in ("n1", "n2") if name != own)
-    assert bench.client.responds(job, own)
+    job_nodes = bench.client.queue([job])[job].nodes
+    other = next(name for name in ("n1", "n2") if name != job_nodes)
+    assert bench.client.responds(job, job_nodes)
     assert not bench.client.responds(job, other)
     bench.client.cancel([job])
 

@@ -24,7 +24,7 @@ from slurmllm.slurm.setup import (
 
 def run(*lines: str, then: str = 'echo "$GREETING"', stop: bool = False) -> tuple[int, str, str]:
     script = "\n".join([*setup_script(lines, stop=stop), "set -euo pipefail", then])
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -38,9 +38,9 @@ def test_the_lines_run_in_the_script_itself(tmp_path: Path) -> None:
     ("line", "code"), [("module-that-is-not load x", 127), ("false", 1), ("echo 'a", 2)]
 )
 def test_the_first_failing_line_is_named_and_the_rest_do_not_run(line: str, code: int) -> None:
-    found, output, errors = run("true", line, "echo no", then=f'echo "${SETUP_ERROR}"')
+    result, output, errors = run("true", line, "echo no", then=f'echo "${SETUP_ERROR}"')
     message = f"cluster.setup: line 2 failed with exit code {code}: {line}\n"
-    assert (found, output) == (0, message)  # the body goes on: the supervisor records it
+    assert (result, output) == (0, message)  # the body goes on: the supervisor records it
     assert errors.endswith(message)
     assert run(line, stop=True)[0] == 2
 
@@ -56,21 +56,21 @@ def test_each_task_of_srun_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SETUP, raising=False)
     assert in_setup(command) == command
     monkeypatch.setenv(SETUP, "A=1\nexport A")
-    done = subprocess.run(in_setup(command), capture_output=True, text=True, check=False)
+    done = subprocess.run(in_setup(command), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "1 ['b c']\n")
     monkeypatch.setenv(SETUP, "A=1\nfalse")
     monkeypatch.setenv("SLURMD_NODENAME", "n3")
-    done = subprocess.run(in_setup(command), capture_output=True, text=True, check=False)
+    done = subprocess.run(in_setup(command), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "n3: cluster.setup: line 2 failed with exit code 1: false\n"
 
 
 def test_faults_are_found_before_anything_is_submitted() -> None:
     assert setup_faults(["module load cuda/12.4", "[ -d /x ] && source /x/activate"]) == []
-    found = setup_faults(["true", "if true", "echo $("])
-    assert len(found) == 2
-    assert found[0] == "cluster.setup: line 2: syntax error: unexpected end of file: if true"
-    assert found[1].startswith("cluster.setup: line 3: ")
+    result = setup_faults(["true", "if true", "echo $("])
+    assert len(result) == 2
+    assert result[0] == "cluster.setup: line 2: syntax error: unexpected end of file: if true"
+    assert result[1].startswith("cluster.setup: line 3: ")
 
 
 def test_shellcheck_warns() -> None:

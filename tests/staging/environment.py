@@ -44,19 +44,19 @@ def make_environment(folder: Path, without: tuple[str, ...] = LARGE) -> Path:
 
 def _closure(name: str, without: set[str]) -> list[importlib.metadata.Distribution]:
     """The installed distributions that one requires, directly or not, without its extras."""
-    found: dict[str, importlib.metadata.Distribution] = {}
+    distributions: dict[str, importlib.metadata.Distribution] = {}
     waiting = [name]
     while waiting:
         name = waiting.pop()
-        if name in found or name in without:
+        if name in distributions or name in without:
             continue
         try:
-            found[name] = importlib.metadata.distribution(name)
+            distributions[name] = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        for line in found[name].requires or ():
+        for line in distributions[name].requires or ():
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 waiting.append(requirement.name.lower())
-    del found["slurmllm"]
-    return list(found.values())
+    del distributions["slurmllm"]
+    return list(distributions.values())

@@ -46,8 +46,8 @@ def test_a_small_text_corpus_and_its_tokenizer_are_read_from_their_copies(
     staged = open_source(corpus, TokenEncoder(tokenizer), None)
     assert str(local_copy(corpus)) in Path("/proc/self/maps").read_text()
     assert (staged.path, staged.fingerprint) == (corpus, shared.fingerprint)
-    wanted = [(document, 0) for document in range(20)]
-    assert np.array_equal(staged.read(wanted).tokens, shared.read(wanted).tokens)
+    positions = [(document, 0) for document in range(20)]
+    assert np.array_equal(staged.read(positions).tokens, shared.read(positions).tokens)
 
 
 @pytest.mark.parametrize("limit", [0, 1_000_000])

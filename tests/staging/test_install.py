@@ -16,7 +16,7 @@ from slurmllm.run.artifact_records import EnvironmentManifest
 from slurmllm.run.safe_files import open_lock
 from slurmllm.staging import archive, install
 from slurmllm.staging.archive import ensure_archive
-from slurmllm.staging.contents import Contents, StagedFile, own_contents
+from slurmllm.staging.contents import Contents, StagedFile, environment_contents
 from slurmllm.staging.install import MARKER, install_environment, read_marker
 
 
@@ -50,7 +50,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     site = Site(tmp_path)
-    monkeypatch.setattr(archive, "own_contents", site.contents)
+    monkeypatch.setattr(archive, "environment_contents", site.contents)
     monkeypatch.setattr(install, "_test", lambda staged, backend: site.tested.append(staged.root))
     yield site
     for staged in site.installed:
@@ -88,8 +88,8 @@ def test_a_change_of_a_source_makes_another_environment(site: Site) -> None:
 def test_a_source_that_changes_while_it_is_packed_is_refused(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = iter((site.contents(), site.contents()))
-    monkeypatch.setattr(archive, "own_contents", lambda: next(found))
+    listings = iter((site.contents(), site.contents()))
+    monkeypatch.setattr(archive, "environment_contents", lambda: next(listings))
     monkeypatch.setattr(
         Contents, "difference", lambda self, other: "path/0/module.py", raising=True
     )
@@ -156,18 +156,18 @@ def test_a_full_disk_of_the_node_is_named(site: Site) -> None:
     folder = site.private / "environments"
     folder.mkdir(mode=0o700)
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         with pytest.raises(StorageError, match=r"GB free, the environment needs"):
             site.install(manifest)
         # Also if the disk fills up while the archive is unpacked.
-        install.free_for, kept = lambda folder, needed: None, install.free_for
+        install.free_for, original = lambda folder, needed: None, install.free_for
         try:
             with pytest.raises(StorageError, match="No space left on device"):
                 site.install(manifest)
         finally:
-            install.free_for = kept
+            install.free_for = original
         assert list(folder.glob("[!.]*/")) == list(folder.glob(".*/")) == []
     finally:
         subprocess.run(["umount", str(folder)], check=True)
@@ -214,7 +214,7 @@ def test_old_archives_are_removed(site: Site, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_own_environment_has_what_a_worker_needs() -> None:
-    names = {file.name for file in own_contents().files}
+    names = {file.name for file in environment_contents().files}
     assert any(name.endswith("/slurmllm/train/worker.py") for name in names)
     assert any(name.endswith("/slurmllm/run/error_patterns.yaml") for name in names)
     assert any(name.endswith("/numpy/__init__.py") for name in names)

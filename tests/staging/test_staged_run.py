@@ -20,9 +20,14 @@ from slurmllm.corpus.builtin import ensure_stdlib
 from staging.environment import make_environment
 
 RUN = (
-    "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
-    "--set=train.steps=20", "--set=cluster.health.enabled=false",
-)  # fmt: skip
+    "submit",
+    "tiny_neox",
+    "--nodes=2",
+    "--local",
+    "--set=backend=rehearsal",
+    *SMALL,
+    *("--set=train.steps=20", "--set=cluster.health.enabled=false"),
+)
 STAGED = "--set=cluster.stage_environment=true"
 TIMES = ("time", "step_time_s", "data_wait_s", "forward_backward_s", "optimizer_s")
 SPEEDS = ("seq_per_s", "tokens_per_s")
@@ -40,8 +45,10 @@ class Bench:
     def call(self, *arguments: str) -> str:
         done = subprocess.run(
             [str(self.python), "-P", "-m", "slurmllm", *arguments, "--runs-dir", str(self.runs)],
-            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -92,9 +99,9 @@ def test_a_staged_run_has_the_same_rows_and_the_next_one_uses_its_environment(
     assert len(shared) == 20
     assert bench.rows("staged") == shared
     assert len(bench.environments) == 1
-    again = bench.run("again", STAGED)
-    assert "files packed" not in again
-    assert "environment: present on all 2 nodes" in again
+    second = bench.run("again", STAGED)
+    assert "files packed" not in second
+    assert "environment: present on all 2 nodes" in second
     assert {node["environment_reason"] for node in bench.nodes("again")} == {"present"}
     assert bench.rows("again") == shared
 
@@ -126,7 +133,7 @@ def test_workers_fall_back_if_the_nodes_disk_is_full(
     bench: Bench, shared: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=32m,mode=755", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         output = bench.run("full", STAGED, f"--set=cluster.node_local={tmp_path}")

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner, Result
 from fake_slurm import FakeSlurm
 
 from slurmllm.cli.main import cli
+from slurmllm.run.artifact_records import GraphManifest
+from slurmllm.run.rundir import RunDir
 
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(cli, arguments)
+
+
+def call_json(*arguments: str) -> Any:
+    return json.loads(call(*arguments, "--json").stdout)
 
 
 def fails(code: int, *arguments: str) -> str:
@@ -26,3 +34,14 @@ def submitted(fake: FakeSlurm, inputs: tuple[str, ...], *more: str) -> dict[str,
     result = call("submit", "tiny_neox", "--nodes", "4", *inputs, "--json", *more)
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
+
+
+def submitted_run(fake: FakeSlurm, inputs: tuple[str, ...], *more: str) -> RunDir:
+    return RunDir(Path(str(submitted(fake, inputs, *more)["run_dir"])))
+
+
+def graph_manifest(**fields: object) -> GraphManifest:
+    """A manifest of complete graphs; only the given fields matter."""
+    required = {"complete": True, "backend": "native", "versions": {}, "graphs": 0, "files": ()}
+    archive = {"archive_bytes": 0, "archive_sha256": "", "cold_first_step_s": 1.0}
+    return GraphManifest.model_validate({**required, **archive, **fields})

@@ -26,23 +26,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """A small corpus and a tokenizer, as --set options."""
     folder = tmp_path_factory.mktemp("inputs")
     text = folder / "text.txt"
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "the",
-        "lazy",
-        "dog",
-        "and",
-        "runs",
-        "away",
-        "from",
-        "them",
-        "all",
-    ]
+    sentence = "the quick brown fox jumps over the lazy dog and runs away from them all"
+    words = sentence.split()
     lines = (" ".join(words[i % 7 :] + words[: i % 11]) for i in range(3000))
     text.write_text("\n\n".join(lines))
     for arguments in (

@@ -35,9 +35,14 @@ def submitted(folder: Path, pid: int, identity: str | None) -> Submission:
     run.path.mkdir()
     run.config.write_text(resolve("tiny_neox").to_yaml())
     sent = Submission(
-        submitted_at=1.0, nodes=1, local=True, first_attempt=0, pid=pid, process=identity,
+        submitted_at=1.0,
+        nodes=1,
+        local=True,
+        first_attempt=0,
+        pid=pid,
+        process=identity,
         host=socket.gethostname(),
-    )  # fmt: skip
+    )
     JobsRecord(submissions=(sent,)).save(run.jobs)
     return sent
 
@@ -47,9 +52,9 @@ def test_a_process_that_has_got_the_id_is_left_alone(
 ) -> None:
     identity = process_identity(os.getpid())  # of the process that had the id before
     assert not is_process_alive(submitted(tmp_path, other.pid, identity))
-    found = CliRunner().invoke(cli, ["cancel", "r", "--runs-dir", str(tmp_path)])
-    assert found.exit_code == 0
-    assert "nothing to cancel" in found.output
+    result = CliRunner().invoke(cli, ["cancel", "r", "--runs-dir", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "nothing to cancel" in result.output
     assert other.poll() is None
 
 
@@ -57,9 +62,9 @@ def test_without_a_start_time_nothing_is_killed(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
     submitted(tmp_path, other.pid, None)
-    found = CliRunner().invoke(cli, ["cancel", "r", "--runs-dir", str(tmp_path)])
-    assert found.exit_code == 2
-    assert f"`kill {other.pid}`" in " ".join(found.output.split())
+    result = CliRunner().invoke(cli, ["cancel", "r", "--runs-dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"`kill {other.pid}`" in " ".join(result.output.split())
     assert other.poll() is None
 
 
@@ -67,8 +72,8 @@ def test_the_recorded_process_gets_the_signal(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
     assert is_process_alive(submitted(tmp_path, other.pid, process_identity(other.pid)))
-    found = CliRunner().invoke(cli, ["cancel", "r", "--runs-dir", str(tmp_path)])
-    assert found.exit_code == 0
+    result = CliRunner().invoke(cli, ["cancel", "r", "--runs-dir", str(tmp_path)])
+    assert result.exit_code == 0
     assert other.wait(20) == -signal.SIGTERM
 
 

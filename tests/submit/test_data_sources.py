@@ -10,7 +10,7 @@ import pytest
 from corpus.data_server import DataServer, data_server
 from corpus.published import mirror_configuration, publish_wikipedia
 from fake_slurm import FakeSlurm
-from submit.commands import call, fails
+from submit.commands import call, call_json, fails
 
 from slurmllm.config.data_sources import read_source
 from slurmllm.config.load import load
@@ -19,10 +19,10 @@ from slurmllm.config.resolve import recipes_dir, resolve
 from slurmllm.run.rundir import RunDir
 
 REHEARSED = (
-    "--cluster=local", "--set=backend=rehearsal", "--set=parallel.tensor=1",
-    "--set=parallel.pipeline=4", "--set=parallel.sequence=false", "--set=train.global_batch=4",
+    *("--cluster=local", "--set=backend=rehearsal", "--set=parallel.tensor=1"),
+    *("--set=parallel.pipeline=4", "--set=parallel.sequence=false", "--set=train.global_batch=4"),
     "--set=model.seq_len=64",
-)  # fmt: skip
+)
 NEOX = ("submit", "neox_20b", "--nodes=4", *REHEARSED)
 
 
@@ -106,9 +106,10 @@ def test_fetch_by_its_own_command(mirrored: DataServer, tmp_path: Path) -> None:
     (data_set,) = json.loads(done.stdout)["fetched"]
     assert data_set["name"] == "wikipedia_gpt2"
     assert [file["name"] for file in data_set["files"]] == [
-        "my-gpt2_text_document.bin", "my-gpt2_text_document.idx", "license.txt", "gpt2-vocab.json",
+        *("my-gpt2_text_document.bin", "my-gpt2_text_document.idx", "license.txt"),
+        "gpt2-vocab.json",
         "gpt2-merges.txt",
-    ]  # fmt: skip
+    ]
     assert call(*NEOX, "--json").exit_code == 0
     to = call("data", "fetch", "wikipedia_gpt2", "--to", "elsewhere")
     line = to.stdout.splitlines()[-1].strip()
@@ -120,7 +121,7 @@ def test_fetch_by_its_own_command(mirrored: DataServer, tmp_path: Path) -> None:
     assert "names no published data set" in fails(2, "data", "fetch", "tiny_neox")
     message = fails(2, "data", "fetch", "wikipedia")
     assert "neither a data set nor a recipe; did you mean 'wikipedia_gpt2'?" in message
-    listed = json.loads(call("data", "fetch", "--list", "--json").stdout)["data_sets"]
+    listed = call_json("data", "fetch", "--list")["data_sets"]
     assert "neox_20b" in next(d["recipes"] for d in listed if d["name"] == "wikipedia_gpt2")
 
 
@@ -198,8 +199,13 @@ def test_a_trial_on_the_built_in_texts(
     fake: FakeSlurm, recipe: str, runs: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """llama2_7b_finetune then needs no weights; llama3_8b's batch is longer than the texts."""
-    more = ("--cluster=local", "--set=backend=rehearsal", "--set=parallel.tensor=1",
-            "--set=parallel.pipeline=1", "--set=parallel.sequence=false")  # fmt: skip
+    more = (
+        "--cluster=local",
+        "--set=backend=rehearsal",
+        "--set=parallel.tensor=1",
+        "--set=parallel.pipeline=1",
+        "--set=parallel.sequence=false",
+    )
     sent = call("submit", recipe, "--nodes=4", *more, "--data=builtin", "--json", runs)
     assert sent.exit_code == 0, sent.output
     assert (

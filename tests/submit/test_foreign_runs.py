@@ -65,9 +65,15 @@ def test_a_configuration_that_others_may_have_written_does_not_run(
     run: RunDir, harm: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AttemptRecord(
-        attempt=0, stage="train", job_id=None, nodes=("local0",), world_size=1,
-        master_addr="127.0.0.1", master_port=1024, started_at=0.0,
-    ).save(run.attempt("train", 0).record)  # fmt: skip
+        attempt=0,
+        stage="train",
+        job_id=None,
+        nodes=("local0",),
+        world_size=1,
+        master_addr="127.0.0.1",
+        master_port=1024,
+        started_at=0.0,
+    ).save(run.attempt("train", 0).record)
     monkeypatch.setenv("SLURMLLM_NODE_NAME", "local0")
     harm(run.config)
     for start in (

@@ -105,7 +105,7 @@ def test_a_site_s_scripts_are_the_goldens(name: str, overrides: tuple[str, ...])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("recipe", ["neox_20b", "tiny_neox"])
 def test_bash_accepts_the_scripts(recipe: str, stage: Stage) -> None:
-    done = subprocess.run(["bash", "-n"], input=text(recipe, stage, 4), text=True, check=False)
+    done = subprocess.run(["bash", "-n"], input=text(recipe, stage, 4), text=True)
     assert done.returncode == 0
 
 
@@ -134,12 +134,12 @@ def test_the_recipe_is_stronger_than_the_profile_and_the_profile_than_the_backen
     cluster = config.cluster.model_copy(update={"env": {name: "1", "B": "profile"}})
     recipe = config.recipe.model_copy(update={"env": {name: "2"}})
     run = RunDir(Path("/fsx/runs/r1"))
-    found = worker_environment(type(config)(config.recipe, cluster, {}), run)
-    assert found[name] == ("1", "cluster local")
-    found = worker_environment(type(config)(recipe, cluster, {}), run)
-    assert found[name] == ("2", "recipe tiny_neox")
-    assert found["B"] == ("profile", "cluster local")
-    assert list(found)[-1] == name
+    variables = worker_environment(type(config)(config.recipe, cluster, {}), run)
+    assert variables[name] == ("1", "cluster local")
+    variables = worker_environment(type(config)(recipe, cluster, {}), run)
+    assert variables[name] == ("2", "recipe tiny_neox")
+    assert variables["B"] == ("profile", "cluster local")
+    assert list(variables)[-1] == name
     assert variables_of("cluster.env.A=1", f"env.{name}=")[name] == ("", "--set")
 
 
@@ -186,9 +186,9 @@ def test_paths_are_quoted_or_refused() -> None:
 
 def test_caches_of_two_runs_of_one_name_stay_apart() -> None:
     config = resolve("tiny_neox")
-    one, other = (node_local_cache(config, RunDir(Path(p))) for p in ("/a/runs/x", "/b/runs/x"))
-    assert one != other
-    assert one.startswith("/var/tmp/slurmllm-ada/x-")
+    first, other = (node_local_cache(config, RunDir(Path(p))) for p in ("/a/runs/x", "/b/runs/x"))
+    assert first != other
+    assert first.startswith("/var/tmp/slurmllm-ada/x-")
 
 
 def test_spare_nodes_and_sites_without_requeues() -> None:
@@ -201,9 +201,9 @@ def test_spare_nodes_and_sites_without_requeues() -> None:
 def test_precompile_takes_as_many_nodes_as_the_model_fits_into() -> None:
     """One replica's workers share no optimizer state with the other nodes."""
     fsdp = [
-        "parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false", "parallel.zero=3",
-        "train.micro_batch=1", "train.activation_checkpointing=full",
-    ]  # fmt: skip
+        *("parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false", "parallel.zero=3"),
+        *("train.micro_batch=1", "train.activation_checkpointing=full"),
+    ]
     config = resolve("llama2_70b", "p5", fsdp)
     few = precompile_nodes(config, 16)
     assert load_environment("native").precompile_nodes(config, 16) == 1 < few < 16

@@ -30,16 +30,22 @@ def test_setup_is_checked_shown_and_passed_on(fake: FakeSlurm, inputs: tuple[str
 def test_options_after_a_double_dash_are_of_both_jobs(
     fake: FakeSlurm, inputs: tuple[str, ...]
 ) -> None:
-    own = ("--constraint=a100|h100", "--mail-type=END,FAIL", "--gres=gpu:8", "--", "--comment=a b")
-    submitted(fake, inputs, "--name", "r", *own)
+    options = (
+        "--constraint=a100|h100",
+        "--mail-type=END,FAIL",
+        "--gres=gpu:8",
+        "--",
+        "--comment=a b",
+    )
+    submitted(fake, inputs, "--name", "r", *options)
     call("cancel", "r")
     for job in fake.jobs.values():
         lines = ("constraint=a100|h100", "mail-type=END,FAIL", "gres=gpu:8", 'comment="a b"')
         assert [line for line in lines if f"#SBATCH --{line}\n" not in job.script] == []
     origin = yaml.safe_load(Path("runs/r/config.yaml").read_text())["origin"]
     assert origin["slurm.directives.train.comment"] == "--comment"
-    again = call("resume", "r", "--time=90", "--partition", "big", "--", "-C", "h100", "--hold")
-    assert again.exit_code == 0, again.output
+    resumed = call("resume", "r", "--time=90", "--partition", "big", "--", "-C", "h100", "--hold")
+    assert resumed.exit_code == 0, resumed.output
     script = fake.jobs[max(fake.jobs, key=int)].script
     for line in ("time=90", "partition=big", "constraint=h100", "hold", 'comment="a b"'):
         assert f"#SBATCH --{line}\n" in script
@@ -112,12 +118,14 @@ def test_status_names_a_dependency_that_is_never_met(
 def test_a_container_is_checked_before_a_job_is_submitted(
     fake: FakeSlurm, inputs: tuple[str, ...]
 ) -> None:
-    own = '--set=cluster.container={"runtime": "%s", "image": "/nosuch.sif", "mounts": ["/no:/x"]}'
-    message = fails(2, "submit", "tiny_neox", *inputs, "--name", "r", own % "apptainer")
+    options = (
+        '--set=cluster.container={"runtime": "%s", "image": "/nosuch.sif", "mounts": ["/no:/x"]}'
+    )
+    message = fails(2, "submit", "tiny_neox", *inputs, "--name", "r", options % "apptainer")
     assert "cluster.container: /nosuch.sif does not exist; correct image and mounts" in message
     assert "cluster.container: /no does not exist" in message
     assert not Path("runs/r").exists()
-    staged = (own % "pyxis", "--set=cluster.stage_environment=true", "--local")
+    staged = (options % "pyxis", "--set=cluster.stage_environment=true", "--local")
     message = fails(2, "submit", "tiny_neox", *inputs, *staged)
     assert "stage_environment copies the host's environment" in message
     assert "pyxis needs srun; leave out --local" in message

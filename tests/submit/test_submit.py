@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_slurm import FakeSlurm
-from submit.commands import call, fails, submitted
+from submit.commands import call, call_json, fails, graph_manifest, submitted, submitted_run
 
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
@@ -23,7 +23,7 @@ from slurmllm.errors import SlurmError
 from slurmllm.graphs.archive import checksum
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.run.artifact_records import GraphManifest, MicroBatchCandidate, MicroBatchRecord
+from slurmllm.run.artifact_records import MicroBatchCandidate, MicroBatchRecord
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.run_folder import claim_run
@@ -98,7 +98,7 @@ def test_a_damaged_run_does_not_hide_the_others(fake: FakeSlurm, inputs: tuple[s
     submitted(fake, inputs, "--name", "whole")
     sent = submitted(fake, inputs, "--name", "broken")
     RunDir(Path(str(sent["run_dir"]))).jobs.write_text("{")
-    states = {run["name"]: run for run in json.loads(call("status", "--json").stdout)["runs"]}
+    states = {run["name"]: run for run in call_json("status")["runs"]}
     assert states["whole"]["state"] == "queued"
     assert states["broken"]["state"] == "damaged"
     assert "jobs.json" in states["broken"]["reason"]
@@ -114,7 +114,7 @@ def test_a_damaged_run_does_not_hide_the_others(fake: FakeSlurm, inputs: tuple[s
 )
 def test_only_compare_answers_with_exit_code_1(script: str, code: tuple[int, ...]) -> None:
     script = script.replace("python", sys.executable, 1)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.returncode in code, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -169,7 +169,7 @@ def test_dry_run_warns_of_what_submit_refuses(fake: FakeSlurm) -> None:
     assert refused.exit_code == 0
     assert f"warning: submit would refuse this: {message}" in refused.stderr
     assert message not in refused.stdout
-    shown = json.loads(call("submit", "tiny_neox_finetune", "--dry-run", "--json").stdout)
+    shown = call_json("submit", "tiny_neox_finetune", "--dry-run")
     assert [reason.partition(" (")[0] for reason in shown["refusals"]] == [message]
     sound = call("submit", "tiny_neox", "--dry-run", "--json")
     assert json.loads(sound.stdout)["refusals"] == []
@@ -180,7 +180,7 @@ def test_status_follows_the_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> No
     submitted(fake, inputs, "--name", "r")
 
     def state() -> str:
-        return str(json.loads(call("status", "r", "--json").stdout)["state"])
+        return str(call_json("status", "r")["state"])
 
     assert state() == "queued"
     fake.start("1")
@@ -193,14 +193,14 @@ def test_status_follows_the_jobs(fake: FakeSlurm, inputs: tuple[str, ...]) -> No
     assert call("cancel", "r").exit_code == 0
     assert state() == "cancelled"
     assert "nothing to cancel" in call("cancel", "r").stdout
-    assert json.loads(call("status", "--json").stdout)["runs"][0]["name"] == "r"
+    assert call_json("status")["runs"][0]["name"] == "r"
 
 
 def test_a_failed_precompile_job_is_named(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     submitted(fake, inputs, "--name", "r")
     fake.start("1")
     fake.finish("1", "FAILED")
-    shown = json.loads(call("status", "r", "--json").stdout)
+    shown = call_json("status", "r")
     assert shown["state"] == "stopped"
     assert "precompile job FAILED" in shown["reason"]
 
@@ -211,17 +211,14 @@ def test_resume_submits_again_in_the_same_directory(
     sent = submitted(fake, inputs, "--name", "r")
     assert "is pending or running" in fails(2, "resume", "r")
     call("cancel", "r")
-    again = json.loads(call("resume", "r", "--nodes", "2", "--json").stdout)
-    assert again["jobs"] == {"precompile": "3", "train": "4"}
-    assert again["mesh"]["data"] == 2
+    resumed = call_json("resume", "r", "--nodes", "2")
+    assert resumed["jobs"] == {"precompile": "3", "train": "4"}
+    assert resumed["mesh"]["data"] == 2
     call("cancel", "r")
     run = RunDir(Path(str(sent["run_dir"])))
-    GraphManifest(
-        complete=True, backend="native", versions={}, graphs=0, archive_bytes=0,
-        archive_sha256="", cold_first_step_s=1.0, files=(),
-    ).save(run.graphs_manifest)  # fmt: skip
+    graph_manifest().save(run.graphs_manifest)
     run.graphs_archive().touch()
-    third = json.loads(call("resume", "r", "--json").stdout)
+    third = call_json("resume", "r")
     assert third["jobs"] == {"precompile": None, "train": "5"}
     assert fake.jobs["5"].after_ok is None
     assert len(JobsRecord.load(run.jobs).submissions) == 3
@@ -244,7 +241,7 @@ DAMAGE = {"cut": cut, "garbage": lambda p: p.write_bytes(b"\xff\0{["), "gone": P
 def test_resume_writes_damaged_derived_files_again(
     fake: FakeSlurm, inputs: tuple[str, ...], damage: Callable[[Path], object]
 ) -> None:
-    run = RunDir(Path(str(submitted(fake, inputs, "--name", "r")["run_dir"])))
+    run = submitted_run(fake, inputs, "--name", "r")
     call("cancel", "r")
     derived = [run.plan, run.script("precompile"), run.script("train")]
     whole = [path.read_text() for path in derived]
@@ -264,11 +261,11 @@ def test_resume_writes_damaged_derived_files_again(
 def test_resume_after_a_damaged_measured_micro_batch(
     fake: FakeSlurm, inputs: tuple[str, ...]
 ) -> None:
-    run = RunDir(Path(str(submitted(fake, inputs, "--name", "r")["run_dir"])))
+    run = submitted_run(fake, inputs, "--name", "r")
     call("cancel", "r")
     run.micro_batch.parent.mkdir(exist_ok=True)
     run.micro_batch.write_text("{")
-    assert json.loads(call("status", "r", "--json").stdout)["state"] == "cancelled"
+    assert call_json("status", "r")["state"] == "cancelled"
     assert call("resume", "r").exit_code == 0
 
 
@@ -298,11 +295,9 @@ def compiled(run: RunDir, nodes: int = 4, *, complete: bool = True) -> None:
     config, archive = load(run.config), run.graphs_archive()
     archive.parent.mkdir()
     archive.write_bytes(b"graphs")
-    GraphManifest(
-        complete=complete, backend="native", versions={}, graphs=2, archive_bytes=6,
-        archive_sha256=checksum(archive), cold_first_step_s=1.0, files=(),
-        fingerprint=graph_fingerprint(config, make_mesh(config, nodes), local=False) or "",
-    ).save(run.graphs_manifest)  # fmt: skip
+    fingerprint = graph_fingerprint(config, make_mesh(config, nodes), local=False) or ""
+    sums = {"archive_bytes": 6, "archive_sha256": checksum(archive), "fingerprint": fingerprint}
+    graph_manifest(complete=complete, graphs=2, **sums).save(run.graphs_manifest)
 
 
 def test_graphs_of_an_earlier_run_spare_the_precompile_job(
@@ -325,10 +320,10 @@ def test_graphs_of_an_earlier_run_spare_the_precompile_job(
     other = submitted(fake, inputs, "--name", "fifth", "--set", "train.micro_batch=1")
     assert other["graphs_from"] is None
     call("cancel", "second")
-    again = json.loads(call("resume", "second", "--json").stdout)
-    assert (again["graphs_from"], again["jobs"]["precompile"]) == ("first", None)
+    resumed = call_json("resume", "second")
+    assert (resumed["graphs_from"], resumed["jobs"]["precompile"]) == ("first", None)
     call("cancel", "second")
-    forced = json.loads(call("resume", "second", "--precompile", "always", "--json").stdout)
+    forced = call_json("resume", "second", "--precompile", "always")
     assert forced["jobs"]["precompile"] is not None
 
 
@@ -337,10 +332,10 @@ def test_resume_past_incomplete_graphs(fake: FakeSlurm, inputs: tuple[str, ...])
     run = RunDir(Path(str(sent["run_dir"])))
     compiled(run, complete=False)
     call("cancel", "r")
-    again = json.loads(call("resume", "r", "--json").stdout)
-    assert again["jobs"]["precompile"] is not None
+    resumed = call_json("resume", "r")
+    assert resumed["jobs"]["precompile"] is not None
     call("cancel", "r")
-    past = json.loads(call("resume", "r", "--set=train.incomplete_graphs=compile", "--json").stdout)
+    past = call_json("resume", "r", "--set=train.incomplete_graphs=compile")
     assert past["jobs"]["precompile"] is None
     config = yaml.safe_load(run.config.read_text())
     assert config["train"]["incomplete_graphs"] == "compile"
@@ -356,13 +351,10 @@ def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) 
     assert "auto: measured by the precompile stage" in call("status", "r").stdout
     call("cancel", "r")
     run = RunDir(Path(str(sent["run_dir"])))
-    GraphManifest(
-        complete=True, backend="native", versions={}, graphs=0, archive_bytes=0,
-        archive_sha256="", cold_first_step_s=1.0, files=(),
-    ).save(run.graphs_manifest)  # fmt: skip
+    graph_manifest().save(run.graphs_manifest)
     run.graphs_archive().touch()
-    again = json.loads(call("resume", "r", "--json").stdout)
-    assert again["jobs"]["precompile"] is not None, "graphs without the micro batch"
+    resumed = call_json("resume", "r")
+    assert resumed["jobs"]["precompile"] is not None, "graphs without the micro batch"
     call("cancel", "r")
     tried = tuple(
         MicroBatchCandidate(
@@ -371,15 +363,20 @@ def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) 
         for size in (1, 2)
     )
     MicroBatchRecord(
-        micro_batch=2, reason="", candidates=tried, limit_bytes=9, nodes=("n1",), device="cpu",
+        micro_batch=2,
+        reason="",
+        candidates=tried,
+        limit_bytes=9,
+        nodes=("n1",),
+        device="cpu",
         workers=1,
-    ).save(run.micro_batch)  # fmt: skip
-    more = json.loads(call("resume", "r", "--nodes", "8", "--json").stdout)
+    ).save(run.micro_batch)
+    more = call_json("resume", "r", "--nodes", "8")
     assert more["jobs"]["precompile"] is None
     assert (more["mesh"]["micro_batch"], more["mesh"]["global_batch"]) == (1, 8)
     message = call("status", "r").stdout
     assert "8 = data 8 × 1 × micro batch 1; auto: 2 chosen of 1, 2 on n1" in message
-    assert json.loads(call("status", "r", "--json").stdout)["micro_batch"]["micro_batch"] == 2
+    assert call_json("status", "r")["micro_batch"]["micro_batch"] == 2
     assert "auto: measured" in call("submit", "tiny_neox", "--name", "s", *inputs, *auto).stdout
 
 
@@ -480,16 +477,20 @@ def test_recipes_and_profiles_are_in_the_wheel(tmp_path: Path) -> None:
     shutil.copytree(root, source, ignore=shutil.ignore_patterns(".*", "runs", "build", "dist"))
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=source, check=True, capture_output=True,
-    )  # fmt: skip
+        cwd=source,
+        check=True,
+        capture_output=True,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     unpacked = tmp_path / "unpacked"
     shutil.unpack_archive(wheel, unpacked, "zip")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "slurmllm", "submit", "neox_20b", "--nodes", "4", "--dry-run"],
         env={**os.environ, "PYTHONPATH": str(unpacked)},
-        cwd=tmp_path, check=False, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert "supervise" in done.stdout
     assert "`slurmllm data fetch wikipedia_gpt2`" in done.stderr  # configs/data is in it
     assert stat.S_ISDIR((unpacked / "slurmllm" / "_shipped" / "sbatch").stat().st_mode)

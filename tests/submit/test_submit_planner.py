@@ -163,22 +163,26 @@ def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: Fak
 
 
 def test_recipes_shows_what_is_left_open(tmp_path: Path) -> None:
-    given = ("recipes", "neox_20b", "--set=parallel=auto", "--set=parallel.tensor=8")
-    printed = yaml.safe_load(call(*given).stdout)
+    arguments = ("recipes", "neox_20b", "--set=parallel=auto", "--set=parallel.tensor=8")
+    printed = yaml.safe_load(call(*arguments).stdout)
     assert printed["parallel"] == {
-        "auto": True, "tensor": 8, "pipeline": "auto", "virtual_pipeline": "auto",
-        "sequence": "auto", "zero": "auto",
-    }  # fmt: skip
+        "auto": True,
+        "tensor": 8,
+        "pipeline": "auto",
+        "virtual_pipeline": "auto",
+        "sequence": "auto",
+        "zero": "auto",
+    }
     # What is printed is a recipe.
     del printed["cluster"]
     path = tmp_path / "again.yaml"
     path.write_text(yaml.safe_dump(printed))
     assert yaml.safe_load(call("recipes", str(path)).stdout)["parallel"] == printed["parallel"]
-    tree = json.loads(call(*given, "--json", "--explain").stdout)
+    tree = json.loads(call(*arguments, "--json", "--explain").stdout)
     assert (tree["parallel"]["tensor"], tree["parallel"]["pipeline"]) == (8, None)
     assert tree["origin"]["parallel.zero"] == "the planner, at submit"
     assert re.search(
-        r"parallel.zero +auto +the planner, at submit", call(*given, "--explain").stdout
+        r"parallel.zero +auto +the planner, at submit", call(*arguments, "--explain").stdout
     )
 
 

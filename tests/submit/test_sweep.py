@@ -134,16 +134,16 @@ def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: tuple[str, ..
         # The last step alone would rank them the other way round.
         rows = [make_row(step, loss=loss if step < 100 else 4 - loss) for step in range(1, 101)]
         write_rows(sweep.run(name).metrics(0), rows)
-    found = json.loads(call("compare", "s", "--json"))
-    ranks = [(run["rank"], run["run"]) for run in found["runs"]]
+    ranking = json.loads(call("compare", "s", "--json"))
+    ranks = [(run["rank"], run["run"]) for run in ranking["runs"]]
     assert ranks[:2] == [(1, NAMES[1]), (2, NAMES[0])]
-    assert [run["loss"] for run in found["runs"]] == [2.0, 2.8, None, None]
-    assert found["runs"][0]["values"] == {"optim.lr": "3e-4", "train.seed": "2"}
+    assert [run["loss"] for run in ranking["runs"]] == [2.0, 2.8, None, None]
+    assert ranking["runs"][0]["values"] == {"optim.lr": "3e-4", "train.seed": "2"}
     lines = call("compare", "s").splitlines()
     assert lines[1].split()[:5] == ["rank", "run", "lr", "seed", "state"]
     assert lines[2].split()[:4] == ["1", NAMES[1], "3e-4", "2"]
     report = json.loads(call("report", "s", "--no-files", "--json"))
-    assert report["sweeps"][0]["runs"] == found["runs"]
+    assert report["sweeps"][0]["runs"] == ranking["runs"]
     assert [run["name"] for run in report["runs"]][:2] == [NAMES[1], NAMES[0]]
     assert "no sweep" in call("compare", NAMES[0], code=2)
     assert "is a sweep" in call("logs", "s", code=2)
@@ -154,11 +154,11 @@ def test_graphs_of_a_sweep_are_found_by_later_runs(
 ) -> None:
     submit(inputs, *GRID)
     compiled = RunDir(Path("runs/s/s-lr3e-4-seed1").absolute())
-    monkeypatch.setattr(reuse, "serves", lambda *given: given[-1] == compiled)
+    monkeypatch.setattr(reuse, "has_all_graphs", lambda *needs, **_: needs[-1] == compiled)
     compiled.graphs.mkdir()
     compiled.graphs_manifest.write_text("{}")
-    own = RunDir(Path("runs/s/graphs/s-graphs-1").absolute())
-    assert list(reuse.find(load(own.config), 2, False, own)) == [compiled]
+    graphs_run = RunDir(Path("runs/s/graphs/s-graphs-1").absolute())
+    assert list(reuse.find(load(graphs_run.config), 2, False, graphs_run)) == [compiled]
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_a_dry_run_writes_nothing(fake: FakeSlurm, inputs: tuple[str, ...]) -> N
 def test_a_grid_splits_at_commas_between_values() -> None:
     cases = grid(["optim.betas=[0.9, 0.95],[0.9, 0.99]", "data.mask='a,b',none"])
     assert [tuple(case.values.values()) for case in cases] == [
-        ("[0.9, 0.95]", "'a,b'"), ("[0.9, 0.95]", "none"),
-        ("[0.9, 0.99]", "'a,b'"), ("[0.9, 0.99]", "none"),
-    ]  # fmt: skip
+        *(("[0.9, 0.95]", "'a,b'"), ("[0.9, 0.95]", "none")),
+        *(("[0.9, 0.99]", "'a,b'"), ("[0.9, 0.99]", "none")),
+    ]
     assert name_cases("s", cases)[0].run == "s-betas_0.9_0.95_-mask_a_b_"
 
 
@@ -232,8 +232,8 @@ def test_names_that_are_too_long_or_ambiguous_are_numbers() -> None:
         "s-002",
     ]
     assert [c.run for c in name_cases("s", [Case({"x.y": v}) for v in ("a/b", "a b")])] == [
-        "s-001", "s-002",
-    ]  # fmt: skip
+        *("s-001", "s-002")
+    ]
     with pytest.raises(UserError, match="are equal"):
         name_cases("s", [Case({"x.y": "1"}, "a"), Case({"x.y": "1"}, "b")])
 

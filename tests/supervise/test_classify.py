@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from slurmllm.run.error_patterns import means
+from slurmllm.run.error_patterns import matches
 from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 from slurmllm.supervise.classify import Evidence, classify
 from slurmllm.supervise.policy import ACTIONS
@@ -334,8 +334,8 @@ def test_every_class_has_an_action() -> None:
     ],
 )
 def test_messages_of_a_lost_peer(line: str) -> None:
-    assert means(line, "lost_peer")
-    assert not means(line, "device", "memory")
+    assert matches(line, "lost_peer")
+    assert not matches(line, "device", "memory")
 
 
 @pytest.mark.parametrize(

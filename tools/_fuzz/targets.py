@@ -243,7 +243,7 @@ def slurm(path: Path) -> None:
 
 def lines(path: Path) -> None:
     from slurmllm.log import message_of, parse_line
-    from slurmllm.run.error_patterns import meaning_of, telling_line
+    from slurmllm.run.error_patterns import cause_line, meaning_of
     from slurmllm.supervise.first_failure import stack_location
     from slurmllm.supervise.log_files import GrowingLog
 
@@ -253,7 +253,7 @@ def lines(path: Path) -> None:
         parse_line(line)
         message_of(line)
         meaning_of(line)
-    telling_line(read)
+    cause_line(read)
     stack_location(path.read_text(errors="replace"))
 
 

@@ -1,0 +1,137 @@
+"""The rules of resuming a run: which settings may change, what is refused, what is warned of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from slurmllm.checkpoint.catalogue import require_recorded, usable_steps
+from slurmllm.checkpoint.state import require_same_settings
+from slurmllm.config.recipe import Recipe
+from slurmllm.config.resolve import RunConfig, change, changed_settings
+from slurmllm.errors import RunError
+from slurmllm.run.records import JobsRecord, Submission
+from slurmllm.run.rundir import RunDir
+from slurmllm.slurm.client import SlurmClient
+from slurmllm.status.runs import is_active, run_state
+from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare
+from slurmllm.supervise.exclusion import to_avoid
+from slurmllm.train.schedules import check_decay_start, moved_decay_end
+
+log = logging.getLogger(__name__)
+
+
+class Changes(NamedTuple):
+    """What a resume changes of a run: the arguments of `config.resolve.change`, and its start."""
+
+    cluster: str | None
+    overrides: Sequence[str]
+    options: Mapping[str, tuple[str, Any]]
+    from_scratch: bool  # whether it starts again from step 0, without the checkpoints
+
+
+def require_ended(run: RunDir, client: SlurmClient) -> Submission | None:
+    """Return the last submission of a run, None without one; RunError if it has not ended."""
+    last = JobsRecord.of(run).last
+    if last is not None and is_active(run, client):
+        raise RunError(
+            f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "
+            f"`slurmllm cancel {run.name}` first"
+        )
+    return last
+
+
+def prepare_resume(
+    request: RunRequest, changes: Changes, last: Submission | None, client: SlurmClient | None
+) -> PreparedRun:
+    """Prepare a run to be continued.
+
+    Args:
+        request: The run, with its present configuration.
+        changes: What is changed of it.
+        last: The run's last submission.
+        client: Slurm, if jobs are submitted: nodes that failed the run are then excluded.
+    """
+    assert request.run is not None
+    run, before = request.run, request.config
+    config = changed_config(before, changes)
+    earlier, recipe = before.recipe, config.recipe
+    _check_recipe(run, earlier, recipe, changes.from_scratch)
+    is_done = run_state(run, client or SlurmClient()).state == "done"
+    if is_done and recipe.train.steps <= earlier.train.steps:
+        raise RunError(
+            f"{run.name} is done: it has trained all its {earlier.train.steps} steps; --set "
+            "train.steps=… with more of them continues it"
+        )
+    if not changes.from_scratch and recipe.checkpoint.replica is None:
+        require_recorded(run)  # a worker finds out too, hours in the queue later
+    # A layout that has trained before has shown that it fits.
+    has_fitted = last is not None and request.nodes == last.nodes
+    prepared = prepare(
+        replace(
+            request,
+            config=config,
+            check_layout=not has_fitted or _layout(config) != _layout(before),
+            check_weights=recipe.train.init_from != earlier.train.init_from,
+            exclude=to_avoid(client, run, config, request.nodes) if client is not None else (),
+        )
+    )
+    changed = changed_settings(before, prepared.config)
+    return replace(prepared, from_scratch=changes.from_scratch, changes=changed)
+
+
+def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
+    """Return a run's configuration with changes, in which settings of its last jobs are reset."""
+    recipe, overrides = config.recipe, list(changes.overrides)
+    # The job that the last submission waited for has ended.
+    if recipe.slurm.dependency is not None:
+        overrides.insert(0, "slurm.dependency=null")
+    if recipe.slurm.min_nodes is not None and "slurm.min_nodes" in changes.options:
+        overrides.insert(0, "slurm.min_nodes=null")
+    if not changes.from_scratch:
+        overrides = [*_warmup_overrides(recipe, overrides), *overrides]
+    has_options = any(value for _, value in changes.options.values())
+    if changes.cluster is None and not overrides and not has_options:
+        return config
+    return change(config, changes.cluster, overrides, changes.options)
+
+
+def _warmup_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that keep the warm-up's steps, if another train.steps would not."""
+    optim = recipe.optim
+    names = {override.partition("=")[0].strip() for override in overrides}
+    sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
+    if optim.warmup_ratio is None or sets_warmup or "train.steps" not in names:
+        return []
+    steps = optim.warmup(recipe.train.steps)
+    return ["optim.warmup_ratio=null", f"optim.warmup_steps={steps}"]
+
+
+def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: bool) -> None:
+    """Raise ConfigError if the checkpoints do not permit a change; warn of what it does."""
+    if from_scratch:
+        return
+    steps = usable_steps(run)
+    require_same_settings(run, recipe, run.checkpoint(max(steps)) if steps else None)
+    if not steps:
+        return
+    check_decay_start(before, recipe, max(steps))
+    if warning := moved_decay_end(before, recipe, max(steps)):
+        log.warning("%s", warning)
+    earlier, later = before.eval, recipe.eval
+    if later.every_steps and earlier.every_steps and earlier.sequences != later.sequences:
+        log.warning(
+            "eval.sequences: changed from %d to %d; losses of evaluations before and after are "
+            "means over different sequences",
+            earlier.sequences,
+            later.sequences,
+        )
+
+
+def _layout(config: RunConfig) -> tuple[Any, ...]:
+    """Return the settings that memory and speed depend on and that a resume may change."""
+    train = config.recipe.train
+    settings = (train.micro_batch, train.activation_checkpointing, train.precision)
+    return (config.cluster, config.backend, config.recipe.parallel, *settings)
