@@ -1,29 +1,19 @@
-"""Connections of the control plane: how both ends prove who they are, and the frames they send.
-
-Both ends first prove to each other that they know the secret of this start of the attempt, by an
-HMAC of both their random challenges: a stranger, or a late worker of an earlier attempt, is
-refused. Until then only a greeting of fixed length is read and nothing is unpickled.
-"""
+"""Connections of the control plane, and the frames that they carry."""
 
 from __future__ import annotations
 
-import hmac
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import IntEnum
-from secrets import token_bytes
 from typing import NamedTuple
 
 from slurmllm.errors import NodeError
 
 MAX_PAYLOAD_BYTES = 1 << 30
 _HEADER = struct.Struct("!BQQ")  # kind, number of the operation, bytes of the payload
-_CLAIM = struct.Struct("!BII")  # role, rank (of a worker) or index (of a node), workers of the run
-_CHALLENGE = _PROOF = 32  # bytes
-GREETING_BYTES = _CLAIM.size + _CHALLENGE + _PROOF
 # Below glibc's threshold (128 KB) for memory that is mapped and unmapped at each use.
 _RECEIVE_BYTES, _LONG_RECEIVE_BYTES = 1 << 16, 1 << 20
 _JOINED_BYTES = 1 << 12  # payloads that are copied behind their header
@@ -51,27 +41,10 @@ class Kind(IntEnum):
     SCATTER = 7
     FAULT = 16  # the payload is why no operation can complete any more
     LEAVE = 17  # the sender ends as planned
-    LISTENS = 18  # launcher → root: the port for the nodes below it
-    PARENT = 19  # root → launcher: host and port of the node above it
-    MISUSE = 20  # as FAULT; the cause is the code of the workers
+    MISUSE = 18  # as FAULT; the cause is the code of the workers
 
 
 FAULTS = (Kind.FAULT, Kind.MISUSE)
-
-
-class Role(IntEnum):
-    """Who connects."""
-
-    WORKER = 1
-    NODE = 2
-
-
-class Claim(NamedTuple):
-    """Who a peer is, proved by its greeting."""
-
-    role: Role
-    number: int  # rank of a worker, or place of a node in the attempt
-    world_size: int
 
 
 class Frame(NamedTuple):
@@ -146,12 +119,6 @@ class Connection:
         self.num_bytes += len(part)
         return list(self._frames())
 
-    def receive_one(self) -> Frame:
-        """Wait for one frame on a socket that blocks, if the other end sends no more than that."""
-        while True:
-            for frame in self.receive():
-                return frame
-
     def _frames(self) -> Iterator[Frame]:
         while len(self._in) >= _HEADER.size:
             kind, number, length = _HEADER.unpack_from(self._in)
@@ -166,65 +133,3 @@ class Connection:
             del self._in[:end]
             self.messages += 1
             yield Frame(Kind(kind), number, payload)
-
-
-class Guest:
-    """A connection to a relay that has not proved yet that it is of this attempt."""
-
-    def __init__(self, peer: socket.socket, deadline: float) -> None:
-        self.deadline = deadline
-        self._socket, self._greeting = peer, b""
-        self._challenge = token_bytes(_CHALLENGE)
-        peer.setblocking(False)
-        peer.send(self._challenge)
-
-    def greet(
-        self, secret: bytes, world_size: int, refuse: Callable[[Claim], str | None]
-    ) -> Claim | None:
-        """Read the greeting; returns the peer's claim, None before the greeting is complete.
-
-        Raises an OSError if the peer is not of this attempt, or `refuse` returns a reason.
-        """
-        part = self._socket.recv(GREETING_BYTES - len(self._greeting))
-        self._greeting += part
-        if not part:
-            raise ConnectionResetError("closed")
-        if len(self._greeting) < GREETING_BYTES:
-            return None
-        claim, proof = self._greeting[:-_PROOF], self._greeting[-_PROOF:]
-        if not hmac.compare_digest(proof, _proof(secret, b"peer", self._challenge + claim)):
-            raise ConnectionRefusedError("it does not know the secret of this attempt")
-        role, number, claimed = _CLAIM.unpack_from(claim)
-        if claimed != world_size:
-            raise ConnectionRefusedError(f"it belongs to {claimed} workers, not {world_size}")
-        found = Claim(Role(role), number, claimed)
-        if (reason := refuse(found)) is not None:
-            raise ConnectionRefusedError(reason)
-        self._socket.send(_proof(secret, b"relay", self._challenge + claim))
-        return found
-
-
-def introduce(peer: socket.socket, claim: Claim, secret: bytes) -> None:
-    """Prove to a relay that this peer is of its attempt, and have it prove the same.
-
-    Raises an OSError, TimeoutError included, if it does not.
-    """
-    challenge = _read(peer, _CHALLENGE)
-    own = _CLAIM.pack(*claim) + token_bytes(_CHALLENGE)
-    peer.sendall(own + _proof(secret, b"peer", challenge + own))
-    if not hmac.compare_digest(_read(peer, _PROOF), _proof(secret, b"relay", challenge + own)):
-        raise ConnectionRefusedError("it does not know the secret of this attempt")
-
-
-def _read(peer: socket.socket, length: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        part = peer.recv(length - len(found))
-        if not part:
-            raise ConnectionResetError("closed")
-        found += part
-    return found
-
-
-def _proof(secret: bytes, role: bytes, text: bytes) -> bytes:
-    return hmac.digest(secret, role + text, "sha256")

@@ -178,8 +178,6 @@ class Workers:
             self.heartbeats.folder / "control",
             (record.master_addr, record.control_port),
             own_secret(),
-            # A fixed port is the one that is open between machines; local nodes share one machine.
-            port=record.control_port if self.config.cluster.master_port and not self.local else 0,
         )
         self.relay.start()
 

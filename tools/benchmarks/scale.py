@@ -23,10 +23,9 @@ has a core. So the model takes the CPU time of one worker and of one launcher, a
 
     step      CPU time of a worker for post and read. The result arrives while the next step runs,
               as long as a step is longer than `decide`
-    decide    (levels + 1) × 2 hops, and at each level the launcher's CPU time for its messages
-    open      the root's CPU time for all connections (its own, and one of each node that asks for
-              the address of the relay above), and for each level a connection of 4 hops and a wait
-              of at most one retry (0.1 s)
+    decide    4 hops, and the CPU time of a launcher and of the root's for their messages
+    open      the root's CPU time for all connections, and two connections of 4 hops, each with a
+              wait of at most one retry (0.1 s)
     hop       half a round trip between two processes on this machine, plus --latency-us
 """
 
@@ -45,8 +44,7 @@ from pathlib import Path
 import numpy as np
 from scale_workers import deadline, fork, measure
 
-from slurmllm.control.parent import RETRY_S
-from slurmllm.control.position import FAN_OUT, Position
+from slurmllm.control.relay import RETRY_S
 from slurmllm.control.wire import Connection, Frame, Kind
 
 EXTRAPOLATED = (4096, 8192)
@@ -149,7 +147,7 @@ def round_trip_us(rounds: int = 2000) -> float:
         def answer() -> None:
             connection = Connection(server.accept()[0])
             for _ in range(rounds):
-                connection.queue(connection.receive_one())
+                connection.queue(connection.receive()[0])
 
         child = fork(answer)
         connection = Connection(socket.create_connection(server.getsockname()))
@@ -157,7 +155,7 @@ def round_trip_us(rounds: int = 2000) -> float:
     for number in range(rounds):
         begun = time.perf_counter()
         connection.queue(Frame(Kind.MAX, number, b"[0, 0, 0]"))
-        connection.receive_one()
+        connection.receive()
         times.append(time.perf_counter() - begun)
     connection.socket.close()
     os.waitpid(child, 0)
@@ -210,7 +208,7 @@ def print_model(rows: Sequence[Row], per_node: int, hop_us: float, latency_us: f
     hop = (hop_us + latency_us) * 1e-6
     step_us = float(np.median([row["agree_cpu_us"] for row in rows]))
     # CPU time of a launcher for a message in an agreement, and for a peer that connects.
-    peers = [min(per_node, row["workers"]) + min(FAN_OUT, row["nodes"] - 1) for row in rows]
+    peers = [min(per_node, row["workers"]) + row["nodes"] - 1 for row in rows]
     message_us = float(
         np.median([row["launcher_cpu_us"] / 2 / n for row, n in zip(rows, peers, strict=True)])
     )
@@ -229,19 +227,15 @@ def print_model(rows: Sequence[Row], per_node: int, hop_us: float, latency_us: f
         f"{os.cpu_count()} cores without other load."
     )
     print("With a core for each worker and each launcher:\n")
-    print("| workers | nodes | levels | agreement in a step, ms | waited for, ms | open, s |")
-    print("|---|---|---|---|---|---|")
+    print("| workers | nodes | agreement in a step, ms | waited for, ms | open, s |")
+    print("|---|---|---|---|---|")
     for workers in EXTRAPOLATED:
         nodes = workers // per_node
-        names = ("",) * nodes
-        levels, below = Position(0, names, per_node).levels_below(), min(FAN_OUT, nodes - 1)
-        relayed = (per_node + below) * message_us * 1e-6
-        decide = (levels + 1) * 2 * (hop + relayed)
-        root = (per_node + below + nodes) * connect_us * 1e-6
-        opened = opened_us * 1e-6 + root + (levels + 1) * (4 * hop + RETRY_S) + decide
+        decide = 2 * (2 * hop + (2 * per_node + nodes - 1) * message_us * 1e-6)
+        root = (per_node + nodes - 1) * connect_us * 1e-6
+        opened = opened_us * 1e-6 + root + 2 * (4 * hop + RETRY_S) + decide
         print(
-            f"| {workers:,} | {nodes} | {levels} | {step_us / 1e3:.3f} | {decide * 1e3:.1f} | "
-            f"{opened:.2f} |"
+            f"| {workers:,} | {nodes} | {step_us / 1e3:.3f} | {decide * 1e3:.1f} | {opened:.2f} |"
         )
 
 
