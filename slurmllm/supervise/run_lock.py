@@ -68,9 +68,9 @@ def locked(run: RunDir, verb: str, wait_s: float | None = None) -> Iterator[None
         thread.join()
         with contextlib.suppress(OSError):
             # Not the lock of another command that has found this one expired.
-            own = os.path.samestat(os.fstat(descriptor), run.lock.lstat())
+            unchanged = os.path.samestat(os.fstat(descriptor), run.lock.lstat())
             os.close(descriptor)
-            if own:
+            if unchanged:
                 run.lock.unlink()
 
 
@@ -87,7 +87,7 @@ def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
     """Make the lock file; returns its descriptor."""
     now = time.time()
     pid, host = os.getpid(), socket.gethostname()
-    own = LockRecord(verb=verb, host=host, pid=pid, process=process_identity(pid), since=now)
+    record = LockRecord(verb=verb, host=host, pid=pid, process=process_identity(pid), since=now)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     began = seen_at = time.monotonic()
     seen: _Holder | None = None
@@ -95,7 +95,7 @@ def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
         try:
             descriptor = os.open(run.lock, flags, 0o644)
             try:
-                os.write(descriptor, own.model_dump_json().encode())
+                os.write(descriptor, record.model_dump_json().encode())
                 os.fsync(descriptor)
             except BaseException:
                 os.close(descriptor)
@@ -122,7 +122,7 @@ def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
 
 
 def _read(path: Path) -> _Holder | None:
-    """The lock file's holder; None if there is none."""
+    """Return the lock file's holder; None if there is none."""
     record = None
     try:
         # Opened, because NFS asks the server for the times of a file only then.
@@ -165,8 +165,8 @@ def _remove(path: Path, holder: _Holder) -> None:
                     guard.unlink()
             return
         try:
-            found = _read(path)
-            if found is not None and found.identity == holder.identity:
+            newest = _read(path)
+            if newest is not None and newest.identity == holder.identity:
                 path.unlink()
         finally:
             guard.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from slurmllm.supervise.allocation import (
     LocalAllocation,
     SlurmAllocation,
     lost_start,
-    started_again,
+    was_restarted,
 )
 from slurmllm.supervise.attempts import (
     close_attempt,
@@ -299,7 +299,7 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
     text = run.events(0).read_text()
     run.events(0).write_text(re.sub(r'"time":[0-9.]+', '"time":145.0', text) + '{"kind": "sa')
-    found = timeline(run, record, 171.0, sign_at=168.0)
+    found = timeline(run, record, 171.0, first_symptom_at=168.0)
     assert found.phases_s == {
         "start_up": 10.0, "first_step": 10.0, "training": 33.0, "saving": 5.0, "stopping": 3.0,
     }  # fmt: skip
@@ -310,7 +310,7 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     EventLog(run.events(0), 0).add("evaluation", 9, waited_s=4.0)
     text = run.events(0).read_text()
     run.events(0).write_text(re.sub(r'"time":1[0-9.]{9,}', '"time":160.0', text))
-    phases = timeline(run, record, 171.0, sign_at=168.0).phases_s
+    phases = timeline(run, record, 171.0, first_symptom_at=168.0).phases_s
     assert (phases["training"], phases["evaluation"]) == (29.0, 4.0)
 
 
@@ -357,27 +357,27 @@ def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:
 def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
     allocation = start_of(cluster, job_id)
-    assert not started_again(allocation)
+    assert not was_restarted(allocation)
     cluster.fail_node("n2")
-    assert not started_again(allocation)  # it waits: its excluded nodes are not set yet
+    assert not was_restarted(allocation)  # it waits: its excluded nodes are not set yet
     cluster.start(job_id)
-    assert started_again(allocation)
+    assert was_restarted(allocation)
     allocation.restart_count, allocation.nodes = 1, cluster.jobs[job_id].nodes
-    assert not started_again(allocation)
+    assert not was_restarted(allocation)
 
 
 def test_a_start_that_slurmctld_has_lost_in_a_crash(job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
     allocation = start_of(cluster, job_id)
-    assert lost_start(allocation) == ""
-    assert lost_start(LocalAllocation()) == ""
+    assert lost_start(allocation) is None
+    assert lost_start(LocalAllocation()) is None
     # slurmctld has a state of before the start: pending, and no restart is counted.
     cluster.jobs[job_id].state, cluster.jobs[job_id].nodes = "PENDING", ()
     assert lost_start(allocation).startswith(f"slurmctld shows job {job_id} as pending")
-    assert not started_again(allocation)
+    assert not was_restarted(allocation)
     cluster.states[allocation.nodes[0]] = "drained"
     cluster.start(job_id)
     assert lost_start(allocation).endswith(f"started it on {cluster.jobs[job_id].nodes[0]}")
-    assert started_again(allocation)  # with the same count of restarts: it must not be requeued
+    assert was_restarted(allocation)  # with the same count of restarts: it must not be requeued
     cluster.requeue(job_id)
-    assert lost_start(allocation) == ""  # a requeue is counted, and known
+    assert lost_start(allocation) is None  # a requeue is counted, and known

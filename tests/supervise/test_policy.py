@@ -160,10 +160,10 @@ def test_a_job_with_enough_nodes_goes_on_unless_it_gained_nothing_twice(
 
 def test_what_takes_the_place_of_a_requeue() -> None:
     left = attempt(0, "advance_signal", 5)
-    assert decide(left, (), RECIPE, again="chain").action == "chain"
-    stopped = decide(left, (), RECIPE, again="none", in_allocation=True)
+    assert decide(left, (), RECIPE, restart_mode="chain").action == "chain"
+    stopped = decide(left, (), RECIPE, restart_mode="none", in_allocation=True)
     assert stopped.action == "stop"
     assert "`slurmllm resume` continues the run" in stopped.evidence[-1]
     failed = attempt(0, "node_failure")
-    assert decide(failed, (), RECIPE, again="chain").backoff_s == 30
-    assert decide(failed, (), RECIPE, again="chain", in_allocation=True).action == "restart"
+    assert decide(failed, (), RECIPE, restart_mode="chain").backoff_s == 30
+    assert decide(failed, (), RECIPE, restart_mode="chain", in_allocation=True).action == "restart"

@@ -22,7 +22,7 @@ from slurmllm.supervise.successor import (
     cancel_successor,
     choose_restart,
     ensure_successor,
-    take_over,
+    register_train_job,
 )
 from slurmllm.supervise.supervisor import Supervisor
 
@@ -135,9 +135,9 @@ def test_the_successor_takes_over_and_has_one_itself(
         attempt(run, number, own.job_id, ended_at=2.0, action="chain", **{"class": "hang"})
         cluster.finish(own.job_id, "FAILED")
         following = begin(cluster, job, monkeypatch)
-        assert take_over(run, following) == ""
+        assert register_train_job(run, following) is None
         assert (sent(run).train_job, sent(run).successor_job) == (job, None)
-        assert take_over(run, following) == ""  # again, as after a requeue
+        assert register_train_job(run, following) is None  # again, as after a requeue
         assert pending(cluster) == []
     assert sent(run).earlier_jobs == ("1", "2", "3")
     assert len({job.name for job in cluster.jobs.values() if job.name}) == 1  # all names equal
@@ -153,7 +153,7 @@ def test_the_successor_of_a_run_that_has_ended_leaves(
     attempt(run, 0, "1", ended_at=2.0, action="finish", **{"class": "done"})
     cluster.finish("1")  # killed before it could cancel
     following = begin(cluster, job, monkeypatch)
-    assert take_over(run, following) == "the run has ended: done → finish"
+    assert register_train_job(run, following) == "the run has ended: done → finish"
     assert Supervisor(run, "train", following).main() == 1
     assert len(run.attempts("train")) == 1
 
@@ -168,7 +168,7 @@ def test_the_successor_of_a_cancelled_job_records_that(
     attempt(run, 0, "1", ended_at=2.0, action="chain", **{"class": "advance_signal"})
     cluster.finish("1", "CANCELLED")
     following = begin(cluster, job, monkeypatch)
-    assert take_over(run, following) == "Slurm: job 1 CANCELLED"
+    assert register_train_job(run, following) == "Slurm: job 1 CANCELLED"
     assert sent(run).cancelled_at is not None
     assert AttemptRecord.load(run.attempt("train", 0).record).ending == "cancelled"
 

@@ -58,7 +58,7 @@ def test_a_second_supervisor_of_one_start_leaves(
     lost: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = lost
-    monkeypatch.setattr("slurmllm.supervise.supervisor.lost_start", lambda _: "")
+    monkeypatch.setattr("slurmllm.supervise.supervisor.lost_start", lambda _: None)
     first = subprocess.Popen([sys.executable, "-c", "input()", "supervise"], stdin=subprocess.PIPE)
     path = run.attempt("train", 0).record
     fields = {"host": gethostname(), "pid": first.pid, "process": process_identity(first.pid)}
@@ -73,7 +73,7 @@ def test_a_second_supervisor_of_one_start_leaves(
         assert (len(run.attempts("train")), path.read_bytes()) == (1, before)
         # A start that Slurm made after it takes over.
         second.allocation.restart_count = 1
-        assert other_supervisor(run, "train", second.allocation) == ""
+        assert other_supervisor(run, "train", second.allocation) is None
     finally:
         first.communicate(b"\n")
 
@@ -184,4 +184,4 @@ def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
     (sent,) = JobsRecord.load(run.jobs).submissions
     late = JobsRecord(submissions=(sent, sent.model_copy(update={"train_job": unknown})))
     threading.Timer(0.3, late.save, [run.jobs]).start()
-    assert allocations.unrecorded(run, start_of(cluster, unknown)) == ""
+    assert allocations.not_recorded(run, start_of(cluster, unknown)) is None
