@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "bright_black"}
 _PARTITION = "Slurm partition.  [default: the profile's, else Slurm's]"
 # Units of the values of a node's checks.
-_UNITS = {
-    "memory": " GB", "node-local disk": " GB", "shared file system": " s", "clock": " s",
-    "all-reduce": " GB/s",
-}  # fmt: skip
+_UNITS = {"memory": " GB", "node-local disk": " GB", "all-reduce": " GB/s"}
+_UNITS |= {"shared file system": " s", "clock": " s"}
 
 
 @click.command()
 @options.cluster
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.  [default: 1]")
 @options.job_options(
-    "nodelist partition account qos reservation exclude time", partition=_PARTITION,
+    "nodelist partition account qos reservation exclude time",
+    partition=_PARTITION,
     time="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
-)  # fmt: skip
+)
 @click.option(
-    "--bandwidth/--no-bandwidth", default=None,
+    "--bandwidth/--no-bandwidth",
+    default=None,
     help="Measure an all-reduce across all nodes, or not.  "
     "[default: measure, unless the profile's health.bandwidth is never]",
-)  # fmt: skip
+)
 @options.set_option(
     "Override a value of the profile, such as cluster.health.min_allreduce_gb_s=20."
 )
@@ -46,9 +46,17 @@ _UNITS = {
 @options.as_json
 @click.pass_context
 def health(
-    ctx: click.Context, /, cluster: str | None, nodes: int | None, bandwidth: bool | None,
-    overrides: tuple[str, ...], local: bool, runs_dir: Path, as_json: bool, **job: str | None,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    /,
+    cluster: str | None,
+    nodes: int | None,
+    bandwidth: bool | None,
+    overrides: tuple[str, ...],
+    local: bool,
+    runs_dir: Path,
+    as_json: bool,
+    **job: str | None,
+) -> None:
     """Check that nodes are healthy.
 
     Checks devices, versions, network, disks, clocks and bandwidth.
@@ -65,8 +73,9 @@ def health(
 
     # A profile is resolved together with a recipe, of which only the backend is used here.
     config = resolve("tiny_neox", cluster, overrides)
-    wanted = config.cluster.health.bandwidth != "never" if bandwidth is None else bandwidth
-    command = ["health", "--bandwidth" if wanted else "--no-bandwidth", f"--runs-dir={runs_dir}"]
+    if bandwidth is None:
+        bandwidth = config.cluster.health.bandwidth != "never"
+    command = ["health", "--bandwidth" if bandwidth else "--no-bandwidth", f"--runs-dir={runs_dir}"]
     command += [f"--cluster={cluster}"] if cluster else []
     command += [f"--set={override}" for override in overrides] + ["--json"] * as_json
     # salloc replaces this process and runs `command` inside the new allocation.
@@ -79,7 +88,7 @@ def health(
         options=job,
         folders=[runs_dir.absolute()],
     )
-    checked = _check(allocation, config, runs_dir, wanted)
+    checked = _check(allocation, config, runs_dir, bandwidth)
     code = exit_code(finding for record in checked.values() for finding in record.findings)
     if as_json:
         by_node = {name: record.model_dump(mode="json") for name, record in checked.items()}
@@ -189,9 +198,13 @@ def allreduce(
     processes = []
     for local_rank in range(workers):
         variables = rendezvous_variables(
-            address, port, nodes=nodes, workers_per_node=workers,
-            node_rank=own_node_rank(), local_rank=local_rank,
-        )  # fmt: skip
+            address,
+            port,
+            nodes=nodes,
+            workers_per_node=workers,
+            node_rank=own_node_rank(),
+            local_rank=local_rank,
+        )
         command = [sys.executable, "-P", "-m", "slurmllm.diagnose.allreduce", device, floor]
         # One thread each: workers of one node would compete for its CPUs.
         env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
@@ -206,9 +219,8 @@ def allreduce(
 @options.as_json
 @click.pass_context
 def doctor(
-    ctx: click.Context, cluster: str | None, partition: str | None, runs_dir: Path,
-    as_json: bool,
-) -> None:  # fmt: skip
+    ctx: click.Context, cluster: str | None, partition: str | None, runs_dir: Path, as_json: bool
+) -> None:
     """Check this installation, Slurm and the runs folder.
 
     Runs on the current machine, submits no job and changes nothing.
@@ -234,11 +246,9 @@ def doctor(
     ]
     code = exit_code(findings)
     if as_json:
-        checks = [
-            {"name": f.check, "state": f.status, "found": f.value, "remedy": f.fix,
-             "blame": f.blame}
-            for f in findings
-        ]  # fmt: skip
+        keys = ("name", "state", "found", "remedy", "blame")
+        values = ((f.check, f.status, f.value, f.fix, f.blame) for f in findings)
+        checks = [dict(zip(keys, each, strict=True)) for each in values]
         summary = {"cluster": profile.name, "exit_code": code, "checks": checks}
         options.echo_json(summary)
     else:

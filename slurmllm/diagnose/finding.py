@@ -19,9 +19,8 @@ def warn(
     check: str, value: Value, expected: Value = "", message: str = "", *, fix: str = ""
 ) -> Finding:
     """A run can start, but may fail or be slow later."""
-    return Finding(
-        check=check, status="warn", value=value, expected=expected, message=message, fix=fix
-    )
+    texts = {"message": message, "fix": fix}
+    return Finding(check=check, status="warn", value=value, expected=expected, **texts)
 
 
 def fail(
@@ -38,10 +37,8 @@ def fail(
     `blame` is `user` for packages, profile and options; `infrastructure` for Slurm, a node or a
     file system.
     """
-    return Finding(
-        check=check, status="fail", value=value, expected=expected, message=message, fix=fix,
-        blame=blame,
-    )  # fmt: skip
+    texts = {"message": message, "fix": fix}
+    return Finding(check=check, status="fail", value=value, expected=expected, blame=blame, **texts)
 
 
 def skipped(check: str, reason: str) -> Finding:
@@ -49,7 +46,7 @@ def skipped(check: str, reason: str) -> Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0 if nothing failed; 2 if the user can fix a failed check; else 3."""
+    """Return 0 if nothing failed; 2 if the user can fix a failed check; else 3."""
     blames = {finding.blame for finding in findings if finding.status == "fail"}
     if "user" in blames:
         return UserError.exit_code

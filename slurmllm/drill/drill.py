@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +24,7 @@ from slurmllm.run.rundir import RunDir, write_atomic
 from slurmllm.run.safe_files import read_limited
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
+from slurmllm.supervise.allocation import node_command
 
 POLL_S = 0.25
 QUEUE_POLL_S = 2.0  # slurmctld answers slowly if many clients poll it
@@ -160,11 +160,8 @@ class Drill:
         node = run.attempt("train", 0).node(spec.node)
         if not node.is_file() or not NodeRecord.load(node).pids:
             return None
-        command = [
-            self.plan.config.cluster.python or sys.executable, "-P", "-m",
-            "slurmllm.drill.injector", str(run.path),
-            spec.model_dump_json(),
-        ]  # fmt: skip
+        command = node_command(self.plan.config.cluster, "slurmllm.drill.injector")
+        command += [str(run.path), spec.model_dump_json()]
         return self.runner.start_on_node(run, spec.node, command)
 
     def _status(self, run: RunDir) -> str:

@@ -59,10 +59,16 @@ def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> Attem
     record = open_attempt(run, "train", resolve("tiny_neox"), allocation)
     if checkpoint is not None:
         manifest = CheckpointManifest(
-            step=checkpoint, tokens=0, world_size=1, attempt=record.attempt, recipe="r",
-            saved_at=0.0, save_s=0.0, fingerprint="",
+            step=checkpoint,
+            tokens=0,
+            world_size=1,
+            attempt=record.attempt,
+            recipe="r",
+            saved_at=0.0,
+            save_s=0.0,
+            fingerprint="",
             files=(CheckpointFile(path="shard", bytes=0, sha256=""),),
-        )  # fmt: skip
+        )
         run.checkpoint(checkpoint).mkdir(parents=True)
         manifest.save(run.checkpoint(checkpoint) / "manifest.json")
     return close_attempt(run, record, ending)
@@ -138,9 +144,16 @@ def test_unequal_versions_are_named_with_their_nodes() -> None:
 
 def open_record(restart_count: int = 0) -> AttemptRecord:
     return AttemptRecord(
-        attempt=0, stage="train", job_id="7", restart_count=restart_count, nodes=("n1", "n2"),
-        world_size=2, master_addr="n1", master_port=1, started_at=0.0,
-    )  # fmt: skip
+        attempt=0,
+        stage="train",
+        job_id="7",
+        restart_count=restart_count,
+        nodes=("n1", "n2"),
+        world_size=2,
+        master_addr="n1",
+        master_port=1,
+        started_at=0.0,
+    )
 
 
 def rows(*states: str) -> list[AccountingRow]:
@@ -180,13 +193,11 @@ def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
     assert datetime.fromtimestamp(to_unix(row.end) or 0).isoformat() == row.end
 
 
-@pytest.mark.parametrize(
-    ("state", "good"),
-    [("idle", True), ("mixed", True), ("allocated", True), ("allocated*", False),
-     ("down*", False), ("drained", False), ("draining", False)],
-)  # fmt: skip
-def test_usable_nodes(state: str, good: bool) -> None:
-    assert usable(state) is good
+def test_usable_nodes() -> None:
+    assert all(map(usable, ("idle", "mixed", "allocated", "completing")))
+    unusable = ["down", "drained", "draining", "fail", "failing", "maint", "unknown", "idle*"]
+    unusable += ["powering_up", "power_saving", "reboot_requested"]
+    assert not any(map(usable, unusable))
 
 
 @pytest.mark.parametrize(
@@ -207,9 +218,16 @@ def test_lost_nodes(run: RunDir, message: str, reports: bool, lost: list[str]) -
     path = folder.failure(0)
     path.parent.mkdir(parents=True, exist_ok=True)
     FailureRecord(
-        rank=0, node="local0", error="RuntimeError", message=message, blame="code", exit_code=70,
-        step=1, time=1.0, traceback="",
-    ).save(path)  # fmt: skip
+        rank=0,
+        node="local0",
+        error="RuntimeError",
+        message=message,
+        blame="code",
+        exit_code=70,
+        step=1,
+        time=1.0,
+        traceback="",
+    ).save(path)
     assert lost_nodes(run, record) == lost
 
 
@@ -301,8 +319,12 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     run.events(0).write_text(re.sub(r'"time":[0-9.]+', '"time":145.0', text) + '{"kind": "sa')
     found = timeline(run, record, 171.0, first_symptom_at=168.0)
     assert found.phases_s == {
-        "start_up": 10.0, "first_step": 10.0, "training": 33.0, "saving": 5.0, "stopping": 3.0,
-    }  # fmt: skip
+        "start_up": 10.0,
+        "first_step": 10.0,
+        "training": 33.0,
+        "saving": 5.0,
+        "stopping": 3.0,
+    }
     assert (found.first_step, found.last_step) == (7, 10)
     assert (found.steps_gained, found.steps_lost) == (0, 4)
     assert timeline(run, record, 171.0, None).phases_s["stopping"] == 6.0
@@ -318,9 +340,15 @@ def test_what_an_attempt_waited_for_slurm(run: RunDir) -> None:
     first = open_record().model_copy(update={"started_at": 1000.0, "ended_at": 2000.0})
     again = open_record(1).model_copy(update={"attempt": 1, "started_at": 2120.0})
     row = AccountingRow(
-        "7", "RUNNING", "0:0", "n[1-2]", "2026-11-21T05:14:09", "Unknown",
-        "2026-11-21T05:00:00", "2026-11-21T05:10:09",
-    )  # fmt: skip
+        "7",
+        "RUNNING",
+        "0:0",
+        "n[1-2]",
+        "2026-11-21T05:14:09",
+        "Unknown",
+        "2026-11-21T05:00:00",
+        "2026-11-21T05:10:09",
+    )
     assert queue_s(again, [first], row) == 120.0
     assert queue_s(first, [], row) == 240.0
     assert queue_s(first, [], None) is None

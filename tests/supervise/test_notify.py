@@ -31,9 +31,15 @@ WEBHOOK = "slurm.notify.webhook=MY_WEBHOOK"
 
 def record_of(**fields: object) -> AttemptRecord:
     values = {
-        "attempt": 3, "stage": "train", "job_id": "7", "nodes": ("n1", "n2"), "world_size": 2,
-        "master_addr": "n1", "master_port": 2000, "started_at": 1.0,
-    }  # fmt: skip
+        "attempt": 3,
+        "stage": "train",
+        "job_id": "7",
+        "nodes": ("n1", "n2"),
+        "world_size": 2,
+        "master_addr": "n1",
+        "master_port": 2000,
+        "started_at": 1.0,
+    }
     return AttemptRecord.model_validate({**values, **fields})
 
 
@@ -75,10 +81,13 @@ def test_a_webhook_gets_a_line_of_text_and_fields(tmp_path: Path) -> None:
         sender.wait()
         sender.closed(
             record_of(
-                ending="node_failure", action="requeue", evidence=("n2 stopped responding",),
-                blamed_nodes=("n2",), last_step=45,
+                ending="node_failure",
+                action="requeue",
+                evidence=("n2 stopped responding",),
+                blamed_nodes=("n2",),
+                last_step=45,
             )
-        )  # fmt: skip
+        )
         sender.wait()
     assert [message["event"] for message in got] == ["start", "requeue"]
     assert got[0]["text"] == "demo: train attempt 3 of job 7: started on 2 node(s)"
@@ -87,10 +96,18 @@ def test_a_webhook_gets_a_line_of_text_and_fields(tmp_path: Path) -> None:
         "n2 stopped responding"
     )
     known = {
-        "run": "demo", "stage": "train", "attempt": 3, "job_id": "7", "class": "node_failure",
-        "action": "requeue", "nodes": ["n1", "n2"], "blamed_nodes": ["n2"], "last_step": 45,
-        "evidence": ["n2 stopped responding"], "run_dir": str(tmp_path / "demo"),
-    }  # fmt: skip
+        "run": "demo",
+        "stage": "train",
+        "attempt": 3,
+        "job_id": "7",
+        "class": "node_failure",
+        "action": "requeue",
+        "nodes": ["n1", "n2"],
+        "blamed_nodes": ["n2"],
+        "last_step": 45,
+        "evidence": ["n2 stopped responding"],
+        "run_dir": str(tmp_path / "demo"),
+    }
     assert known.items() <= got[1].items()
 
 
@@ -192,9 +209,12 @@ def test_a_supervisor_announces_its_attempt(
     run, slurm = RunDir(tmp_path / "runs" / "r"), FakeSlurm(("n1",))
     with webhook() as (url, got):
         overrides = [
-            WEBHOOK, f"env.MY_WEBHOOK={url}", "data.corpus=none", "cluster.health.enabled=false",
+            WEBHOOK,
+            f"env.MY_WEBHOOK={url}",
+            "data.corpus=none",
+            "cluster.health.enabled=false",
             f"cluster.node_local={tmp_path}",
-        ]  # fmt: skip
+        ]
         config = resolve("tiny_neox", "local", overrides)
         run.path.mkdir(parents=True)
         write_run(render_run(config, 1, run))

@@ -27,10 +27,18 @@ SHORT = recipe("slurm.no_progress_limit=3", "slurm.failure_budget=99", "slurm.ha
 
 def attempt(number: int, ending: EndingClass, gained: int = 0, **more: Any) -> AttemptRecord:
     fields: dict[str, Any] = {
-        "attempt": number, "stage": "train", "job_id": "7", "nodes": ("n1", "n2"),
-        "world_size": 2, "master_addr": "n1", "master_port": 1, "started_at": number * HOUR_S,
-        "ended_at": (number + 1) * HOUR_S, "class": ending, "steps_gained": gained,
-    }  # fmt: skip
+        "attempt": number,
+        "stage": "train",
+        "job_id": "7",
+        "nodes": ("n1", "n2"),
+        "world_size": 2,
+        "master_addr": "n1",
+        "master_port": 1,
+        "started_at": number * HOUR_S,
+        "ended_at": (number + 1) * HOUR_S,
+        "class": ending,
+        "steps_gained": gained,
+    }
     return AttemptRecord.model_validate({**fields, **more})
 
 
@@ -72,8 +80,15 @@ def test_backoff_doubles_while_nothing_is_gained() -> None:
     assert play([attempt(0, "advance_signal")])[0].backoff_s == 0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["node_failure", "hang", "advance_signal"]),
-                          st.sampled_from([0, 0, 7])), min_size=1, max_size=30))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["node_failure", "hang", "advance_signal"]), st.sampled_from([0, 0, 7])
+        ),
+        min_size=1,
+        max_size=30,
+    )
+)
 def test_as_many_idle_attempts_in_a_row_as_the_limit_stop_the_run(
     history: list[tuple[EndingClass, int]],
 ) -> None:

@@ -41,10 +41,18 @@ def supervisor(tmp_path: Path, *overrides: str) -> Supervisor:
 
 
 def record(own: Supervisor, number: int) -> AttemptRecord:
-    opened = AttemptRecord.model_validate({
-        "attempt": number, "stage": "train", "job_id": "1", "nodes": own.allocation.nodes,
-        "world_size": 4, "master_addr": "n1", "master_port": 2000, "started_at": time.time(),
-    })  # fmt: skip
+    opened = AttemptRecord.model_validate(
+        {
+            "attempt": number,
+            "stage": "train",
+            "job_id": "1",
+            "nodes": own.allocation.nodes,
+            "world_size": 4,
+            "master_addr": "n1",
+            "master_port": 2000,
+            "started_at": time.time(),
+        }
+    )
     opened.save(own.run.attempt("train", number).record)
     return opened
 

@@ -44,9 +44,15 @@ def sent(run: RunDir) -> Submission:
 
 def attempt(run: RunDir, number: int, job: str, **more: object) -> AttemptRecord:
     values = {
-        "attempt": number, "stage": "train", "job_id": job, "nodes": ("n1", "n2"), "world_size": 2,
-        "master_addr": "n1", "master_port": 2000, "started_at": time.time(),
-    }  # fmt: skip
+        "attempt": number,
+        "stage": "train",
+        "job_id": job,
+        "nodes": ("n1", "n2"),
+        "world_size": 2,
+        "master_addr": "n1",
+        "master_port": 2000,
+        "started_at": time.time(),
+    }
     record = AttemptRecord.model_validate({**values, **more})
     record.save(run.attempt("train", number).record)
     return record
@@ -141,6 +147,35 @@ def test_the_successor_takes_over_and_has_one_itself(
         assert pending(cluster) == []
     assert sent(run).earlier_jobs == ("1", "2", "3")
     assert len({job.name for job in cluster.jobs.values() if job.name}) == 1  # all names equal
+
+
+def test_a_successor_cancels_its_duplicates(
+    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    job = ensure_successor(run, start_of(cluster, "1"), SCRIPT, [])
+    assert job is not None
+    # Its supervisor was killed before it could record the first one.
+    duplicate = cluster.submit(SCRIPT, name=cluster.jobs[job].name, after="1", requeue=False)
+    cluster.finish("1", "FAILED")
+    assert register_train_job(run, begin(cluster, job, monkeypatch)) is None
+    assert cluster.jobs[duplicate].state == "CANCELLED"
+    assert sent(run).train_job == job
+
+
+def test_a_cancelled_run_has_no_successor(
+    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    job = ensure_successor(run, start_of(cluster, "1"), SCRIPT, [])
+    assert job is not None
+    cancelled = sent(run).model_copy(update={"cancelled_at": 2.0})
+    JobsRecord(submissions=(cancelled,)).save(run.jobs)
+    assert ensure_successor(run, start_of(cluster, "1"), SCRIPT, []) is None
+    cluster.finish("1", "FAILED")  # it had ended before `cancel` could end it
+    following = begin(cluster, job, monkeypatch)
+    assert register_train_job(run, following) == "the run was cancelled"
+    assert sent(run).train_job == "1"
 
 
 def test_the_successor_of_a_run_that_has_ended_leaves(

@@ -34,9 +34,16 @@ def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:
 
 def open_record(**fields: object) -> AttemptRecord:
     values = {
-        "attempt": 0, "stage": "train", "job_id": "7", "restart_count": 0, "nodes": ("n1",),
-        "world_size": 1, "master_addr": "n1", "master_port": 2000, "started_at": 1.0,
-    }  # fmt: skip
+        "attempt": 0,
+        "stage": "train",
+        "job_id": "7",
+        "restart_count": 0,
+        "nodes": ("n1",),
+        "world_size": 1,
+        "master_addr": "n1",
+        "master_port": 2000,
+        "started_at": 1.0,
+    }
     return AttemptRecord.model_validate({**values, **fields})
 
 
@@ -123,9 +130,13 @@ def lost(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
     train = cluster.submit(run.script("train").read_text(), after_ok=precompile)
     cluster.exclude(train, ["n1", "n4"])
     sent = Submission(
-        submitted_at=1.0, nodes=1, first_attempt=0, local=False, precompile_job=precompile,
+        submitted_at=1.0,
+        nodes=1,
+        first_attempt=0,
+        local=False,
+        precompile_job=precompile,
         train_job=train,
-    )  # fmt: skip
+    )
     JobsRecord(submissions=(sent,)).save(run.jobs)
     return run, cluster
 
