@@ -43,17 +43,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Position:
-    """A node's place in the attempt.
+    """A node's place in the attempt."""
 
-    Attributes:
-        index: Of this node in the attempt; node 0 is the root.
-        names: Of all nodes of the attempt.
-        per_node: Workers on a node.
-    """
-
-    index: int
-    names: Sequence[str]
-    per_node: int
+    index: int  # of this node; node 0 is the root
+    names: Sequence[str]  # of all nodes
+    per_node: int  # workers on a node
 
     @property
     def world_size(self) -> int:
@@ -266,10 +260,10 @@ class Relay:
         for role, number in sorted(peers)[:4]:
             if role is Role.WORKER:
                 names.append(f"rank {number} on {self.position.name}")
-            else:
-                known = number < len(self.position.names)
-                node = self.position.names[number] if known else f"node {number}"
-                names.append(f"the launcher of {node}")
+            elif number < len(self.position.names):
+                names.append(f"the launcher of {self.position.names[number]}")
+            else:  # it claims so
+                names.append(f"the launcher of node {number}")
         more = f" and {len(peers) - 4} more" if len(peers) > 4 else ""
         return ", ".join(names) + more
 
@@ -366,7 +360,7 @@ class Relay:
 
     def _deliver(self, result: Frame) -> None:
         parts = shares(result.kind, result.payload, self._owners)
-        encoded = result.encode() if parts is None else ()
+        encoded = result.encode() if parts is None else b""
         for peer, connection in self._below.items():
             if parts is not None:
                 encoded = result._replace(payload=parts.get(peer, b"")).encode()
@@ -419,10 +413,10 @@ class Relay:
         if self._above is not None:
             self._send(self._above, frame.encode())
 
-    def _send(self, connection: Connection, parts: tuple[bytes, ...]) -> None:
+    def _send(self, connection: Connection, frame: bytes) -> None:
         with suppress(OSError):  # noticed when the connection is read
             unsent = connection.unsent
-            connection.queue_encoded(parts)
+            connection.queue_encoded(frame)
             if connection.unsent != unsent:
                 self._watch(connection)
 

@@ -16,7 +16,6 @@ MAX_PAYLOAD_BYTES = 1 << 30
 _HEADER = struct.Struct("!BQQ")  # kind, number of the operation, bytes of the payload
 # Below glibc's threshold (128 KB) for memory that is mapped and unmapped at each use.
 _RECEIVE_BYTES, _LONG_RECEIVE_BYTES = 1 << 16, 1 << 20
-_JOINED_BYTES = 1 << 12  # payloads that are copied behind their header
 # A machine that loses power closes no connection, and a firewall may drop packets: keep-alive
 # detects both after half a minute, TCP_USER_TIMEOUT if data are in flight.
 _TCP_OPTIONS = (
@@ -54,25 +53,16 @@ class Frame(NamedTuple):
     number: int  # of the operation, from 0; 0 for other messages
     payload: bytes
 
-    def encode(self) -> tuple[bytes, ...]:
-        """Header and payload; a long payload stays the same object, for all that get it."""
-        header = _HEADER.pack(self.kind, self.number, len(self.payload))
-        if len(self.payload) <= _JOINED_BYTES:
-            return (header + self.payload,)
-        return header, self.payload
+    def encode(self) -> bytes:
+        return _HEADER.pack(self.kind, self.number, len(self.payload)) + self.payload
 
 
 class Connection:
-    """A socket that sends and receives frames, blocking or not.
-
-    Attributes:
-        messages: Frames sent and received.
-        num_bytes: Bytes sent and received, headers included.
-    """
+    """A socket that sends and receives frames, blocking or not."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
-        self.messages = self.num_bytes = 0
+        self.messages = self.num_bytes = 0  # sent and received, headers included
         self._in = bytearray()
         self._missing = 0  # bytes of a frame that has arrived in part
         self._out: deque[memoryview] = deque()
@@ -84,11 +74,10 @@ class Connection:
         """Send a frame as far as the socket takes it without waiting; OSError if it is closed."""
         self.queue_encoded(frame.encode())
 
-    def queue_encoded(self, parts: tuple[bytes, ...]) -> None:
+    def queue_encoded(self, frame: bytes) -> None:
         self.messages += 1
-        for part in parts:
-            self.num_bytes += len(part)
-            self._out.append(memoryview(part))
+        self.num_bytes += len(frame)
+        self._out.append(memoryview(frame))
         self.flush()
 
     def flush(self) -> None:
@@ -106,11 +95,10 @@ class Connection:
         return bool(self._out)
 
     def receive(self) -> list[Frame]:
-        """The frames that have arrived; waits for the first bytes if the socket blocks.
+        """Return the frames that have arrived; waits for the first bytes if the socket blocks.
 
-        Raises:
-            ConnectionResetError: The other end is closed.
-            NodeError: It sends what no worker does.
+        Raises a ConnectionResetError if the other end is closed, a NodeError if it sends what no
+        worker does.
         """
         part = self.socket.recv(min(max(_RECEIVE_BYTES, self._missing), _LONG_RECEIVE_BYTES))
         if not part:

@@ -50,9 +50,7 @@ class Drill:
     def run(self, keep: bool) -> DrillReport:
         """Run the reference and the copies; remove those that passed, unless `keep`.
 
-        Raises:
-            CodeError: the reference did not finish.
-            SlurmllmError: a copy could not be started.
+        Raises a CodeError if the reference does not finish, the error of a copy that cannot start.
         """
         plan = self.plan
         reference, name = plan.run.metrics(0), plan.run.name
@@ -114,8 +112,7 @@ class Drill:
     def _run_to_end(self, run: RunDir, kind: FaultKind | None) -> Injection | None:
         """Start a copy, start the injector once its workers run, wait until the copy has ended.
 
-        Returns:
-            The injected fault; None for the reference, or if the copy never trained.
+        Returns the injected fault; None for the reference, or if the copy never trained.
         """
         part = kind or "reference"
         injector: subprocess.Popen[bytes] | None = None

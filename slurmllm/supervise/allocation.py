@@ -129,9 +129,7 @@ class SlurmAllocation(Allocation):
         """Release lost nodes, so that Slurm does not end the job when it marks them as down.
 
         Not --no-kill: with it, a job whose batch host dies keeps its nodes until the time limit.
-
-        Raises:
-            SlurmError: Slurm does not let jobs shrink.
+        Raises a SlurmError if Slurm does not let jobs shrink.
         """
         left = tuple(name for name in self.all_nodes if name not in lost)
         if left != self.all_nodes:
@@ -299,10 +297,9 @@ def current_allocation(run: RunDir) -> Allocation:
 
 
 def held_allocation(client: SlurmClient, nodes: int | None) -> tuple[str, int]:
-    """Return the job id of the allocation of this shell, and `nodes` or all of its nodes.
+    """Return the job id of this shell's allocation, and `nodes` or the number of its nodes.
 
-    Raises:
-        UserError: there is no allocation, it has ended, or it has fewer nodes.
+    Raises a UserError if there is no allocation, it has ended, or it has fewer nodes.
     """
     job_id, nodelist = (os.environ.get(f"SLURM_JOB_{name}") for name in ("ID", "NODELIST"))
     if not job_id or not nodelist:

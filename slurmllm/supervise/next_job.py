@@ -221,9 +221,8 @@ def requeue_unrecorded(
 ) -> int:
     """Requeue a run whose directory is not writable; the next attempt closes the open record.
 
-    Raises:
-        StorageError: The fault is not transient, or as many starts in a row failed with it as
-            slurm.storage_budget allows.
+    Raises the error if it is not transient, or if as many starts in a row failed with it as
+    slurm.storage_budget allows.
     """
     if not is_transient([str(error)]):
         raise error

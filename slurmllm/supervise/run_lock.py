@@ -38,11 +38,8 @@ _MAX_BYTES = 4096
 def locked(run: RunDir, verb: str, wait_s: float | None = None) -> Iterator[None]:
     """Hold the lock of a run; SIGTERM and SIGHUP without a handler then act as Ctrl-C does.
 
-    `wait_s` (None: WAIT_S) is for another command to end.
-
-    Raises:
-        RunError: Another command holds it.
-        StorageError: It cannot be made.
+    `wait_s` (None: WAIT_S) is for another command to end. Raises a RunError if that holds the lock
+    for longer, a StorageError if it cannot be made.
     """
     descriptor = _acquire(run, verb, WAIT_S if wait_s is None else wait_s)
     released = threading.Event()

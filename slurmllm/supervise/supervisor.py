@@ -112,8 +112,7 @@ class Supervisor:
     def main(self) -> int:
         """Run the attempts; returns 0 finished, 75 to be started again, or a code of errors.py.
 
-        Raises:
-            StorageError: The run directory is no longer writable; the attempt's record is open.
+        Raises a StorageError, with the attempt's record open, if the run is no longer writable.
         """
         self.stop.install()
         if (exit_code := self._leave_early()) is not None:

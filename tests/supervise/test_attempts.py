@@ -11,6 +11,7 @@ from socket import gethostname
 
 import pytest
 from fake_slurm import FakeSlurm
+from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.resolve import resolve
 from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
@@ -21,7 +22,6 @@ from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import (
     Allocation,
     LocalAllocation,
-    SlurmAllocation,
     lost_start,
     was_restarted,
 )
@@ -142,20 +142,6 @@ def test_unequal_versions_are_named_with_their_nodes() -> None:
     assert "torch" not in text
 
 
-def open_record(restart_count: int = 0) -> AttemptRecord:
-    return AttemptRecord(
-        attempt=0,
-        stage="train",
-        job_id="7",
-        restart_count=restart_count,
-        nodes=("n1", "n2"),
-        world_size=2,
-        master_addr="n1",
-        master_port=1,
-        started_at=0.0,
-    )
-
-
 def rows(*states: str) -> list[AccountingRow]:
     found = []
     for state in states:
@@ -180,7 +166,7 @@ def rows(*states: str) -> list[AccountingRow]:
 def test_an_orphaned_attempt_ends_by_accounting(
     states: tuple[str, ...], restart_count: int, ending: str
 ) -> None:
-    record = open_record(restart_count)
+    record = attempt_record(restart_count=restart_count)
     found = ending_of_orphaned(record, {}, incarnation(record, rows(*states)))
     assert found.ending == ending
 
@@ -188,8 +174,8 @@ def test_an_orphaned_attempt_ends_by_accounting(
 def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
     reported = {"n1": NodeRecord(node="n1", pids={0: 5}, exit_codes={0: 70})}
     row = AccountingRow("7", "NODE_FAIL", "0:0", "n[1-2]", "", "2026-11-21T05:14:09")
-    assert ending_of_orphaned(open_record(), reported, row).blamed_nodes == ("n2",)
-    assert ending_of_orphaned(open_record(), {}, row).blamed_nodes == ()
+    assert ending_of_orphaned(attempt_record(), reported, row).blamed_nodes == ("n2",)
+    assert ending_of_orphaned(attempt_record(), {}, row).blamed_nodes == ()
     assert datetime.fromtimestamp(to_unix(row.end) or 0).isoformat() == row.end
 
 
@@ -337,8 +323,8 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
 
 
 def test_what_an_attempt_waited_for_slurm(run: RunDir) -> None:
-    first = open_record().model_copy(update={"started_at": 1000.0, "ended_at": 2000.0})
-    again = open_record(1).model_copy(update={"attempt": 1, "started_at": 2120.0})
+    first = attempt_record().model_copy(update={"started_at": 1000.0, "ended_at": 2000.0})
+    again = attempt_record(restart_count=1).model_copy(update={"attempt": 1, "started_at": 2120.0})
     row = AccountingRow(
         "7",
         "RUNNING",
@@ -356,35 +342,28 @@ def test_what_an_attempt_waited_for_slurm(run: RunDir) -> None:
 
 def test_only_an_attempt_without_a_supervisor_is_closed_for_it(run: RunDir) -> None:
     cluster = FakeSlurm()
-    allocation = SlurmAllocation.__new__(SlurmAllocation)
-    allocation.client, allocation.job_id = cluster, "8"
-    assert still_runs(run, open_record(), allocation) is None  # job 7 is unknown to Slurm
+    allocation = start_of(cluster, "8", ("n1", "n2"))
+    assert still_runs(run, attempt_record(), allocation) is None  # job 7 is unknown to Slurm
     allocation.job_id = "7"
-    assert still_runs(run, open_record(), allocation) is None  # an earlier start of this job
-    local = open_record().model_copy(update={"job_id": None, "host": gethostname(), "pid": 2**22})
+    assert still_runs(run, attempt_record(), allocation) is None  # an earlier start of this job
+    local = attempt_record().model_copy(
+        update={"job_id": None, "host": gethostname(), "pid": 2**22}
+    )
     assert still_runs(run, local, LocalAllocation()) is None
 
 
 def test_another_job_that_runs_keeps_its_attempt(run: RunDir, job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
-    allocation = SlurmAllocation.__new__(SlurmAllocation)
-    allocation.client, allocation.job_id = cluster, "99"
-    of_it = open_record().model_copy(update={"job_id": job_id})
+    allocation = start_of(cluster, "99", ("n1", "n2"))
+    of_it = attempt_record().model_copy(update={"job_id": job_id})
     assert still_runs(run, of_it, allocation) == f"job {job_id} is RUNNING"
     cluster.finish(job_id, "FAILED")
     assert still_runs(run, of_it, allocation) is None
 
 
-def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:
-    allocation = SlurmAllocation.__new__(SlurmAllocation)
-    allocation.client, allocation.job_id, allocation.restart_count = cluster, job_id, 0
-    allocation.nodes = cluster.jobs[job_id].nodes
-    return allocation
-
-
 def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
-    allocation = start_of(cluster, job_id)
+    allocation = start_of(cluster, job_id, cluster.jobs[job_id].nodes)
     assert not was_restarted(allocation)
     cluster.fail_node("n2")
     assert not was_restarted(allocation)  # it waits: its excluded nodes are not set yet
@@ -396,7 +375,7 @@ def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlur
 
 def test_a_start_that_slurmctld_has_lost_in_a_crash(job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
-    allocation = start_of(cluster, job_id)
+    allocation = start_of(cluster, job_id, cluster.jobs[job_id].nodes)
     assert lost_start(allocation) is None
     assert lost_start(LocalAllocation()) is None
     # slurmctld has a state of before the start: pending, and no restart is counted.

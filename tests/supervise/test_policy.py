@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from supervise.starts import attempt_record
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
@@ -26,20 +27,9 @@ SHORT = recipe("slurm.no_progress_limit=3", "slurm.failure_budget=99", "slurm.ha
 
 
 def attempt(number: int, ending: EndingClass, gained: int = 0, **more: Any) -> AttemptRecord:
-    fields: dict[str, Any] = {
-        "attempt": number,
-        "stage": "train",
-        "job_id": "7",
-        "nodes": ("n1", "n2"),
-        "world_size": 2,
-        "master_addr": "n1",
-        "master_port": 1,
-        "started_at": number * HOUR_S,
-        "ended_at": (number + 1) * HOUR_S,
-        "class": ending,
-        "steps_gained": gained,
-    }
-    return AttemptRecord.model_validate({**fields, **more})
+    times = {"started_at": number * HOUR_S, "ended_at": (number + 1) * HOUR_S}
+    fields: dict[str, Any] = {"attempt": number, "class": ending, "steps_gained": gained, **times}
+    return attempt_record(**{**fields, **more})
 
 
 def play(endings: list[AttemptRecord], of: Recipe = RECIPE) -> list[AttemptRecord]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import SMALL, Bench, processes_with
+from supervise.starts import attempt_record
 from train.gang import Gang, make_data, make_run
 
 from slurmllm.backends.environment import make_cache_folder
@@ -31,16 +32,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def record_of(run: RunDir, attempt: int = 0, started_at: float = 1.5) -> AttemptRecord:
-    record = AttemptRecord(
-        attempt=attempt,
-        stage="train",
-        job_id=None,
-        nodes=("n1", "n2"),
-        world_size=4,
-        master_addr="n1",
-        master_port=1,
-        started_at=started_at,
-    )
+    record = attempt_record(attempt=attempt, job_id=None, world_size=4, started_at=started_at)
     record.save(run.attempt("train", attempt).record)
     return record
 

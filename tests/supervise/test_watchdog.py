@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from supervise.starts import attempt_record
 
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.run.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
@@ -102,16 +103,8 @@ def test_what_slow_means_is_learned_from_the_run(tmp_path: Path) -> None:
 
 
 def open_record(nodes: tuple[str, ...]) -> AttemptRecord:
-    return AttemptRecord(
-        attempt=0,
-        stage="train",
-        job_id=None,
-        nodes=nodes,
-        world_size=len(nodes),
-        master_addr="",
-        master_port=1,
-        started_at=time.time(),
-    )
+    fields = {"nodes": nodes, "world_size": len(nodes), "started_at": time.time()}
+    return attempt_record(job_id=None, **fields)
 
 
 def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
