@@ -54,6 +54,7 @@ _HEADINGS = (
 @click.pass_context
 def drill(
     ctx: click.Context,
+    /,
     run: str,
     nodes: int | None,
     local: bool,

@@ -77,10 +77,9 @@ def measure_with_torch(
     nodes: Nodes, config: RunConfig, command: Sequence[str], port: int, stop: Callable[[], bool]
 ) -> Bandwidth:
     cluster = config.cluster
-    options = {"nodes": len(nodes.nodes), "workers": cluster.devices_per_node}
-    options |= {"device": cluster.device, "address": nodes.master_addr, "port": port}
-    options |= {"floor": cluster.health.min_allreduce_gb_s or 0.0}
-    verb = ["allreduce", *(f"--{name}={value}" for name, value in options.items())]
+    verb = ["allreduce", f"--nodes={len(nodes.nodes)}", f"--workers={cluster.devices_per_node}"]
+    verb += [f"--device={cluster.device}", f"--address={nodes.master_addr}", f"--port={port}"]
+    verb += [f"--floor={cluster.health.min_allreduce_gb_s or 0.0}"]
     processes = nodes.ask([*command, *verb])
     overall: float | None = None
     by_node: dict[str, float] = {}
