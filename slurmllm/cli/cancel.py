@@ -30,9 +30,9 @@ def cancel(run: str, runs_dir: Path) -> None:
     if (sweep := find_sweep(run, runs_dir)) is not None:
         _cancel_sweep(sweep, SlurmClient())
         return
-    found = find_run(run, runs_dir)
-    with locked(found, "cancel"):
-        _cancel_run(found, SlurmClient())
+    run_dir = find_run(run, runs_dir)
+    with locked(run_dir, "cancel"):
+        _cancel_run(run_dir, SlurmClient())
 
 
 def _require_own_record(run: RunDir) -> None:
@@ -47,42 +47,35 @@ def _require_own_record(run: RunDir) -> None:
         )
 
 
-def _cancel_run(found: RunDir, client: SlurmClient) -> None:
+def _cancel_run(run: RunDir, client: SlurmClient) -> None:
     import signal
 
-    from slurmllm.errors import RunError
     from slurmllm.run.records import JobsRecord
     from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import record_cancellation
 
-    sent = JobsRecord.of(found).last
-    if sent is not None:
-        _require_own_record(found)
-    if sent is None or not is_active(found, client):
-        click.echo(f"{found.name} has no pending or running jobs; nothing to cancel")
+    submission = JobsRecord.of(run).last
+    if submission is not None:
+        _require_own_record(run)
+    if submission is None or not is_active(run, client):
+        click.echo(f"{run.name} has no pending or running jobs; nothing to cancel")
         return
-    if sent.local and sent.pid is not None:
-        if sent.process is None:  # of an earlier version; the id may be another process's by now
-            raise RunError(
-                f"{found.name} has no record of when its process {sent.pid} was started, so that "
-                "it could be another program by now; look at it with "
-                f"`ps -o lstart,args -p {sent.pid}`, and end it with `kill {sent.pid}`"
-            )
-        _signal(sent.pid, 0)
-        if sent.cancelled_at is not None:  # a second signal would end it before it has saved
+    if submission.local and submission.pid is not None:
+        _signal(submission.pid, 0)
+        if submission.cancelled_at is not None:  # a second signal would end it before it has saved
             click.echo(
-                f"process {sent.pid} was asked to save and exit before, and is still running; "
-                f"`kill {sent.pid}` ends it at once, without a checkpoint"
+                f"process {submission.pid} was asked to save and exit before, and is still "
+                f"running; `kill {submission.pid}` ends it at once, without a checkpoint"
             )
             return
-        record_cancellation(found)  # before the signal: the process reads the reason when it ends
-        _signal(sent.pid, signal.SIGTERM)
-        click.echo(f"asked process {sent.pid} to save and exit")
+        record_cancellation(run)  # before the signal: the process reads the reason when it ends
+        _signal(submission.pid, signal.SIGTERM)
+        click.echo(f"asked process {submission.pid} to save and exit")
     else:
-        client.cancel(sent.own_jobs)
-        record_cancellation(found)
-        click.echo(f"cancelled {', '.join(sent.own_jobs)}")
-    click.echo(f"`slurmllm resume {found.name}` continues from the newest checkpoint")
+        client.cancel(submission.own_jobs)
+        record_cancellation(run)
+        click.echo(f"cancelled {', '.join(submission.own_jobs)}")
+    click.echo(f"`slurmllm resume {run.name}` continues from the newest checkpoint")
 
 
 def _signal(pid: int, number: int) -> None:
@@ -115,12 +108,14 @@ def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
 
     with locked(RunDir(sweep.path), "cancel"):
         cases = (sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases)
-        sent = {
+        submissions = {
             run: last for run in (*sweep.graph_runs(), *cases) if (last := JobsRecord.of(run).last)
         }
-        for run in [run for run, last in sent.items() if last.local and is_active(run, client)]:
-            _cancel_run(run, client)
-        jobs = {job: run for run, last in sent.items() if not last.local for job in last.own_jobs}
+        for run, last in submissions.items():
+            if last.local and is_active(run, client):
+                _cancel_run(run, client)
+        by_slurm = [(run, last) for run, last in submissions.items() if not last.local]
+        jobs = {job: run for run, last in by_slurm for job in last.own_jobs}
         queue = client.queue(list(jobs))
         active = [job for job in reversed(jobs) if job in queue and queue[job].active]
         active.sort(key=lambda job: queue[job].state != "PENDING")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,45 +13,57 @@ from slurmllm.cli import options
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from slurmllm.compare.comparison import Tolerances
     from slurmllm.drill.checks import DrillReport, DrillResult
+    from slurmllm.drill.drill import Drill
+    from slurmllm.drill.plan import DrillPlan
+    from slurmllm.run.rundir import RunDir
 
 _HEADINGS = (
-    "kind", "at step", "class", "lost", "to next step", "requeue", "detection", "preflight",
-    "cache", "launch", "start-up", "first step", "verdict",
-)  # fmt: skip
+    *("kind", "at step", "class", "lost", "to next step", "requeue", "detection", "preflight"),
+    *("cache", "launch", "start-up", "first step", "verdict"),
+)
 
 
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
 @click.option(
-    "--kinds", default="all", show_default=True,
+    "--kinds",
+    default="all",
+    show_default=True,
     help="worker, node, first_node, time_limit, save, hang, separated by commas; or all.",
-)  # fmt: skip
+)
 @click.option(
-    "--steps", type=int,
+    "--steps",
+    type=int,
     help="Steps of each copy, which saves three checkpoints.  [default: from the run's step time]",
-)  # fmt: skip
+)
 @click.option("--nodes", type=int, help="Nodes of each copy.  [default: as the run]")
 @click.option("--local", is_flag=True, help="Run the copies on this machine, without Slurm.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True,
-    help="Random seed for the step and worker of each fault.",
-)  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Random seed of step and worker.")
 @click.option("--keep", is_flag=True, help="Keep the copies; those that failed are always kept.")
 @click.option(
-    "--tolerance", type=float,
+    "--tolerance",
+    type=float,
     help="Relative tolerance of loss and gradient norm, for hardware whose results are not "
     "reproducible.  [default: bit-identical]",
-)  # fmt: skip
+)
 @options.set_value
 @options.runs_dir
 @options.as_json
 @click.pass_context
 def drill(
-    ctx: click.Context, *, run: str, kinds: str, steps: int | None, nodes: int | None, local: bool,
-    seed: int, keep: bool, tolerance: float | None, overrides: tuple[str, ...],
-    runs_dir: Path, as_json: bool,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    /,
+    run: str,
+    nodes: int | None,
+    local: bool,
+    keep: bool,
+    tolerance: float | None,
+    runs_dir: Path,
+    as_json: bool,
+    **planned: Any,
+) -> None:
     """Test that RUN recovers exactly from failures.
 
     Injects faults into short copies of RUN. The copies are runs in the same folder, with RUN's
@@ -60,59 +72,71 @@ def drill(
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
-    import signal
-
-    from slurmllm.compare.comparison import Tolerances
-    from slurmllm.config.load import load
     from slurmllm.drill.drill import Drill
-    from slurmllm.drill.plan import make_plan, parse_kinds, why_no_reference
+    from slurmllm.drill.plan import why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
-    from slurmllm.errors import EXIT_NEGATIVE, RunError
-    from slurmllm.run.records import JobsRecord
+    from slurmllm.errors import EXIT_NEGATIVE
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
 
-    tolerances = Tolerances(exact=True)
-    if tolerance is not None:
-        if not 0 <= tolerance < float("inf"):
-            raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
-        tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
-    found = find_run(run, runs_dir)
-    if nodes is not None and nodes < 1:
-        raise RunError(f"--nodes {nodes}: must be 1 or more")
-    wanted, here = options.nodes_and_mode(JobsRecord.of(found).last, nodes, local)
-    plan = make_plan(
-        found, load(found.config, trusted=True), wanted, here, parse_kinds(kinds, wanted),
-        steps=steps, seed=seed, overrides=overrides,
-    )  # fmt: skip
-    why = why_no_reference(plan, overrides)
-    client = SlurmClient()
-    runner = LocalRunner() if here else SlurmRunner(client)
+    tolerances, client = _tolerances(tolerance), SlurmClient()
+    plan = _plan(find_run(run, runs_dir), nodes, local, **planned)
+    reason = why_no_reference(plan, planned["overrides"])
+    runner = LocalRunner() if plan.local else SlurmRunner(client)
     if not as_json:
-        source = f"a separate run, because {why}" if why else f"{found.name} itself"
+        source = f"a separate run, because {reason}" if reason else f"{plan.run.name} itself"
         click.echo(
             f"drill      {', '.join(plan.kinds)}: {plan.steps} steps each, a checkpoint every "
-            f"{plan.every_steps}, {wanted} node(s)\nreference  {source}"
+            f"{plan.every_steps}, {plan.nodes} node(s)\nreference  {source}"
         )
     with _progress() as progress:
-        drilling = Drill(plan, runner, client, tolerances, not why, progress)
-        # As Ctrl-C: the active copy is cancelled.
-        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            report = drilling.run(keep)
-        except BaseException:
-            if drilling.copies:
-                names = ", ".join(copy.name for copy in drilling.copies)
-                click.echo(f"runs of the drill that were not removed: {names}", err=True)
-            raise
-        finally:
-            signal.signal(signal.SIGTERM, previous)
+        report = _run(Drill(plan, runner, client, tolerances, reason is None, progress), keep)
     if as_json:
         summary = {"passed": report.passed, **report.model_dump(mode="json")}
         options.echo_json(summary)
     else:
         _print(report)
     ctx.exit(0 if report.passed else EXIT_NEGATIVE)
+
+
+def _tolerances(tolerance: float | None) -> Tolerances:
+    from slurmllm.compare.comparison import Tolerances
+    from slurmllm.errors import RunError
+
+    if tolerance is None:
+        return Tolerances(exact=True)
+    if not 0 <= tolerance < float("inf"):
+        raise RunError(f"--tolerance {tolerance:g}: a tolerance is 0 or more, such as 1e-3")
+    return Tolerances(loss=tolerance, grad_norm=tolerance)
+
+
+def _plan(run: RunDir, nodes: int | None, local: bool, *, kinds: str, **planned: Any) -> DrillPlan:
+    from slurmllm.config.load import load
+    from slurmllm.drill.plan import make_plan, parse_kinds
+    from slurmllm.errors import RunError
+    from slurmllm.run.records import JobsRecord
+
+    if nodes is not None and nodes < 1:
+        raise RunError(f"--nodes {nodes}: must be 1 or more")
+    count, here = options.nodes_and_mode(JobsRecord.of(run).last, nodes, local)
+    config = load(run.config, trusted=True)
+    return make_plan(run, config, count, here, parse_kinds(kinds, count), **planned)
+
+
+def _run(drilling: Drill, keep: bool) -> DrillReport:
+    import signal
+
+    # As Ctrl-C: the active copy is cancelled.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return drilling.run(keep)
+    except BaseException:
+        if drilling.copies:
+            names = ", ".join(copy.name for copy in drilling.copies)
+            click.echo(f"runs of the drill that were not removed: {names}", err=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
@@ -156,14 +180,10 @@ def _print(report: DrillReport) -> None:
 
 
 def _row(result: DrillResult) -> tuple[str, ...]:
-    times = result.recovery
     seconds = [""] * 8
-    if times is not None:
-        phases = (
-            times.requeue_s, times.detection_s, times.preflight_s, times.cache_s, times.launch_s,
-            times.start_up_s, times.first_step_s,
-        )  # fmt: skip
-        seconds = [f"{times.total_s:.1f} s", *(f"{phase:.1f}" for phase in phases)]
+    if result.recovery is not None:
+        total_s, *phases = result.recovery.model_dump().values()  # in the order of the columns
+        seconds = [f"{total_s:.1f} s", *(f"{phase:.1f}" for phase in phases)]
     return (
         result.kind,
         "" if result.at_step is None else str(result.at_step),

@@ -28,7 +28,7 @@ _REDUCTIONS: Mapping[Kind, Callable[[Iterable[Any]], Any]] = {
 
 
 def combine(kind: Kind, contributions: Iterable[bytes]) -> bytes:
-    """Combine the contributions of all workers below a relay into one, in the order given.
+    """Combine the contributions of all workers of a relay into one, in their order.
 
     Raises a ValueError if lists of numbers are not equally long.
     """
@@ -57,26 +57,25 @@ def encode_part(rank: int, value: bytes) -> bytes:
 
 def decode_parts(payload: bytes) -> dict[int, bytes]:
     """Rank → value."""
-    found, at = {}, 0
+    parts, at = {}, 0
     while at < len(payload):
         rank, length = _PART.unpack_from(payload, at)
         at += _PART.size
-        found[rank] = payload[at : at + length]
+        parts[rank] = payload[at : at + length]
         at += length
-    return found
+    return parts
 
 
 def shares(kind: Kind, result: bytes, owners: Mapping[int, K]) -> Mapping[K, bytes] | None:
-    """Who gets which part of a result; None if everyone gets all of it.
+    """Return who gets which part of a result; None if everyone gets all of it.
 
-    Args:
-        owners: Rank → who gets this worker's part.
+    `owners` maps a rank to who gets this worker's part.
     """
     if kind is Kind.GATHER:
         return {owners[0]: result} if 0 in owners else {}
     if kind is not Kind.SCATTER:
         return None
-    found: dict[K, list[bytes]] = {}
+    by_owner: dict[K, list[bytes]] = {}
     for rank, value in decode_parts(result).items():
-        found.setdefault(owners[rank], []).append(encode_part(rank, value))
-    return {owner: b"".join(parts) for owner, parts in found.items()}
+        by_owner.setdefault(owners[rank], []).append(encode_part(rank, value))
+    return {owner: b"".join(parts) for owner, parts in by_owner.items()}

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
+from slurmllm.control.authentication import Claim, Role, authenticate
 from slurmllm.control.operations import combine, decode_parts, encode_numbers, encode_part
 from slurmllm.control.relay import OPERATION_S
 from slurmllm.control.rendezvous import own_secret
-from slurmllm.control.wire import FAULTS, Claim, Connection, Frame, Kind, Role, introduce
+from slurmllm.control.wire import FAULTS, Connection, Frame, Kind
 from slurmllm.errors import CodeError, ConfigError, NodeError
 
 SOCKET = "SLURMLLM_CONTROL"  # path of the relay's Unix socket
@@ -75,28 +76,29 @@ class ControlPlane:
         Values are picklable; if no worker has one, no value is sent.
         """
         rank = self.rank.to_bytes(4, "big")
-        found = self._wait(Kind.FIRST, b"" if value is None else rank + pickle.dumps(value))
-        return None if not found else pickle.loads(found[4:])  # noqa: S301 (of this attempt)
+        result = self._wait(Kind.FIRST, b"" if value is None else rank + pickle.dumps(value))
+        return None if not result else pickle.loads(result[4:])  # noqa: S301 (of this attempt)
 
     def gather(self, value: T) -> list[T] | None:
         """Return the picklable values of all workers, by rank, on rank 0; None on the others."""
-        found = decode_parts(self._wait(Kind.GATHER, encode_part(self.rank, pickle.dumps(value))))
+        parts = decode_parts(self._wait(Kind.GATHER, encode_part(self.rank, pickle.dumps(value))))
         if self.rank:
             return None
-        return [pickle.loads(found[rank]) for rank in range(self.world_size)]  # noqa: S301
+        return [pickle.loads(parts[rank]) for rank in range(self.world_size)]  # noqa: S301
 
     def broadcast(self, value: T | None) -> T:
         """Return rank 0's picklable value; those of the others are ignored."""
         sent = b"" if self.rank else pickle.dumps(value)
-        found: T = pickle.loads(self._wait(Kind.BROADCAST, sent))  # noqa: S301 (of this attempt)
-        return found
+        received: T = pickle.loads(self._wait(Kind.BROADCAST, sent))  # noqa: S301 (of this attempt)
+        return received
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """Return this worker's of the picklable values that rank 0 has for all, by rank."""
         parts: Sequence[T] = () if self.rank or values is None else values
         sent = b"".join(encode_part(rank, pickle.dumps(part)) for rank, part in enumerate(parts))
-        found: T = pickle.loads(decode_parts(self._wait(Kind.SCATTER, sent))[self.rank])  # noqa: S301
-        return found
+        received = decode_parts(self._wait(Kind.SCATTER, sent))[self.rank]
+        part: T = pickle.loads(received)  # noqa: S301 (of this attempt)
+        return part
 
     def close(self) -> None:
         """Leave as planned; operations in which others still wait for this worker fail."""
@@ -153,8 +155,8 @@ class Pending:
 
     def result(self) -> list[Any]:
         """Wait for the reduced numbers; once. NodeError if a worker has failed."""
-        found: list[Any] = json.loads(self._plane._receive(self._number))
-        return found
+        numbers: list[Any] = json.loads(self._plane._receive(self._number))
+        return numbers
 
 
 def open_control(rank: int, world_size: int) -> ControlPlane:
@@ -172,7 +174,7 @@ def _connect(path: str, claim: Claim, secret: bytes) -> socket.socket:
     peer.settimeout(OPERATION_S + _MARGIN_S)
     try:
         peer.connect(path)
-        introduce(peer, claim, secret)
+        authenticate(peer, claim, secret)
     except OSError as error:
         peer.close()
         raise NodeError(

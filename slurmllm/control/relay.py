@@ -1,9 +1,9 @@
 """The control plane's relay: a thread in every launcher, between its workers and the other nodes.
 
-The relays form a tree with that of node 0 at its root; node i is below node (i - 1) // FAN_OUT.
-Each relay waits for one contribution to an operation from all that are directly below it, combines
-them (`operations`) and passes one message up; the result comes down the same way. Operations are
-numbered and every worker calls them in the same order, so several may be under way at a time.
+The relays of all other nodes connect to that of node 0, the root. Each relay waits for one
+contribution to an operation from every worker of its node, and the root from every other relay;
+it combines them (`operations`). The result goes down the same way. Operations are numbered and
+every worker calls them in the same order, so several may be under way at a time.
 
 When a connection closes before its worker has left, or a contribution does not come in time, every
 worker gets a fault that names the worker or the node, and fails with it.
@@ -17,28 +17,56 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+from slurmllm.control.authentication import Authenticator, Claim, Role, authenticate
 from slurmllm.control.operations import combine, shares
-from slurmllm.control.parent import ParentSearch
-from slurmllm.control.position import Peer, Position
-from slurmllm.control.reception import Reception
-from slurmllm.control.rendezvous import listen_for_nodes, source_address
-from slurmllm.control.wire import FAULTS, Claim, Connection, Frame, Kind, Role
+from slurmllm.control.rendezvous import listen_for_nodes
+from slurmllm.control.wire import FAULTS, Connection, Frame, Kind
 from slurmllm.errors import NodeError
 
-__all__ = ["OPERATION_S", "Position", "Relay"]
-
-RENDEZVOUS_S = 600.0  # until all below have connected: nodes start minutes apart
+RENDEZVOUS_S = 600.0  # until all have connected: nodes start minutes apart
 OPERATION_S = 7200.0  # for all contributions to an operation: peers may compile meanwhile
-_LEVEL_S = 5.0  # longer for each level below a relay: the one that knows whom it misses is first
+RETRY_S = 0.1  # between attempts to connect to the root
+_ROOT_MARGIN_S = 5.0  # longer at the root: the relay that knows whom it misses reports it first
+_CONNECT_S = 5.0
+_AUTHENTICATE_S = 60.0  # for the root to answer: it may be busy
 _LEAVE_S = 5.0  # for the last messages to be sent at the end
-_PAUSE_S = 0.1
+_PAUSE_S = 0.01
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Position:
+    """A node's place in the attempt."""
+
+    index: int  # of this node; node 0 is the root
+    names: Sequence[str]  # of all nodes
+    per_node: int  # workers on a node
+
+    @property
+    def world_size(self) -> int:
+        return len(self.names) * self.per_node
+
+    @property
+    def name(self) -> str:
+        return self.names[self.index]
+
+    def workers(self) -> range:
+        """Ranks of this node's workers."""
+        return range(self.index * self.per_node, (self.index + 1) * self.per_node)
+
+
+class Peer(NamedTuple):
+    """A worker of this node, or the relay of another one."""
+
+    role: Role
+    number: int  # rank of a worker, or index of a node in the attempt
 
 
 @dataclass
@@ -57,151 +85,165 @@ class Relay:
         path: Of the Unix socket for this node's workers, in a folder that only this user may enter.
         root: Host and port of the relay of node 0.
         secret: What only this attempt's launchers and workers know.
-        port: Port for the nodes below this one, 0 for any; the root's is that of `root`.
     """
 
     def __init__(
-        self, position: Position, path: Path, root: tuple[str, int], secret: bytes, port: int = 0
+        self, position: Position, path: Path, root: tuple[str, int], secret: bytes
     ) -> None:
         self.position, self.path = position, path
-        self._root, self._secret, self._port = root, secret, port
+        self._root, self._secret = root, secret
         workers = [Peer(Role.WORKER, rank) for rank in position.workers()]
-        nodes = [Peer(Role.NODE, node) for node in position.below()]
+        others = range(1, len(position.names)) if position.index == 0 else ()
+        nodes = [Peer(Role.NODE, node) for node in others]
         # In this order contributions are combined, whatever the order in which they arrive.
         self._expected = (*workers, *nodes)
         self._owners = {worker.number: worker for worker in workers}
         for node in nodes:
-            self._owners |= dict.fromkeys(position.ranks_below(node.number), node)
+            ranks = Position(node.number, position.names, position.per_node).workers()
+            self._owners |= dict.fromkeys(ranks, node)
+        self._operation_s = OPERATION_S + (_ROOT_MARGIN_S if nodes else 0.0)
         self._below: dict[Peer, Connection] = {}
         self._peers: dict[Connection, Peer] = {}
         self._missing = {*self._expected}  # that have not connected yet
         self._left: set[Peer] = set()
-        self._levels = position.levels_below()
         self._counts = dict.fromkeys(self._expected, 0)  # contributions so far
         self._above: Connection | None = None
-        self._held: list[Frame] = []  # for the relay above, until it is connected
+        self._connecting: socket.socket | None = None  # to the root; `close` shuts it down
         self._operations: deque[_Operation] = deque()
         self._first = 0  # number of the oldest of them
         self._fault: Frame | None = None
-        self._addresses: dict[int, tuple[str, int]] = {}  # root: node → where it listens
-        self._asking: dict[Connection, int] = {}  # root: nodes that ask for their parent's address
         self._selector = selectors.DefaultSelector()
-        self._reception = Reception(self._selector, secret, position.world_size)
-        self._search: ParentSearch | None = None
+        self._authenticator = Authenticator(self._selector, secret, position.world_size)
         self._wake, self._waker = socket.socketpair()
-        self._found: deque[Connection | Frame] = deque()  # from the search
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._servers: list[socket.socket] = []
 
     def start(self) -> None:
         """Listen, and relay in a thread from now on; NodeError if a port or the path is refused."""
-        self._wake.setblocking(False)
         server = socket.socket(socket.AF_UNIX)
+        self._servers.append(server)
         try:
             server.bind(str(self.path))
             server.listen(socket.SOMAXCONN)
         except OSError as error:
-            server.close()
             raise NodeError(
                 f"the control plane cannot make its socket {self.path}: {error.strerror}; free "
                 "space in the memory disk of the node"
             ) from error
-        self._servers.append(server)
-        name = self.position.names[self.position.index]
         if self.position.index == 0 and len(self.position.names) > 1:
-            self._servers.append(listen_for_nodes(*self._root, name))
-        elif self.position.below():
-            address = source_address(self._root[0])
-            self._servers.append(listen_for_nodes(address, self._port, name))
-        for one in (*self._servers, self._wake):
-            one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ)
-        if self.position.index:
-            self._search = self._search_parent()
-            self._search.start()
+            self._servers.append(listen_for_nodes(*self._root, self.position.name))
+        for listener in (*self._servers, self._wake):
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
         self._thread.start()
 
-    def _search_parent(self) -> ParentSearch:
-        place = self.position
-        port = self._servers[-1].getsockname()[1] if place.below() else 0
-        claim = Claim(Role.NODE, place.index, place.world_size)
-        names = place.names[0], place.names[place.parent or 0]
-
-        def found(connection: Connection | Frame) -> None:
-            self._found.append(connection)
-            with suppress(OSError):  # closed meanwhile
-                self._waker.send(b"x")
-
-        return ParentSearch(claim, self._root, self._secret, port, names, RENDEZVOUS_S, found)
-
     def close(self) -> None:
-        """End the relay; what is below it and has not left fails."""
+        """End the relay; workers and nodes that are still connected get an error."""
+        self._closing.set()
         if self._thread.ident is None:
             self._release()
             return
-        self._closing.set()
         with suppress(OSError):  # it has noticed already
             self._waker.send(b"x")
-        self._thread.join(2 * _LEAVE_S + 5.0)  # the search may wait for a connection
+        if (connecting := self._connecting) is not None:
+            with suppress(OSError):  # not connected any more
+                connecting.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_LEAVE_S + _CONNECT_S + 5.0)
 
     def _run(self) -> None:
-        begun, leave_at = time.monotonic(), float("inf")
         try:
-            while True:
-                now = time.monotonic()
-                closing = self._closing.is_set()
-                self._check_time(begun, now)
-                events = self._selector.select(0.0 if closing else self._patience(begun, now))
-                for key, mask in events:
-                    self._serve(key, mask)
-                if closing:
-                    leave_at = min(leave_at, now + _LEAVE_S)
-                    unsent = any(connection.unsent for connection in self._connections())
-                    if now >= leave_at or not (events or unsent):
-                        return
-                    if not events:
-                        time.sleep(_PAUSE_S / 10)
+            if self.position.index:
+                self._connect_to_root()
+            self._relay()
         except Exception as error:
             # Its workers and the other nodes must not wait for a relay that is gone.
             log.exception("control plane: the relay has failed")
-            name = self.position.names[self.position.index]
-            self._fail(f"the launcher of {name}: {error!r}", Kind.MISUSE)
+            self._fail(f"the launcher of {self.position.name}: {error!r}", Kind.MISUSE)
         finally:
             self._release()
 
+    def _connect_to_root(self) -> None:
+        """Connect to the root, whose launcher may start later; its workers wait meanwhile."""
+        deadline = time.monotonic() + RENDEZVOUS_S
+        while True:
+            try:
+                self._above = self._connection_to_root()
+            except OSError as error:
+                if time.monotonic() <= deadline and not self._closing.wait(RETRY_S):
+                    continue
+                host, port = self._root
+                self._fail(
+                    f"Timed out waiting for the launcher of {self.position.names[0]} at "
+                    f"{host}:{port} after {RENDEZVOUS_S:.0f} s: {error}; a firewall may block "
+                    "connections between the nodes"
+                )
+            else:
+                self._above.socket.setblocking(False)
+                self._selector.register(self._above.socket, selectors.EVENT_READ, self._above)
+            return
+
+    def _connection_to_root(self) -> Connection:
+        peer = socket.create_connection(self._root, timeout=_CONNECT_S)
+        try:
+            self._connecting = peer
+            if self._closing.is_set():
+                raise ConnectionAbortedError("closed meanwhile")
+            # If nobody listens yet on an ephemeral port, TCP may connect a socket to itself; the
+            # root could then never listen there.
+            if peer.getsockname() == peer.getpeername():
+                raise ConnectionRefusedError("connected to itself")
+            peer.settimeout(_AUTHENTICATE_S)
+            claim = Claim(Role.NODE, self.position.index, self.position.world_size)
+            authenticate(peer, claim, self._secret)
+        except BaseException:
+            peer.close()
+            raise
+        finally:
+            self._connecting = None
+        return Connection(peer)
+
+    def _relay(self) -> None:
+        """Serve all connections until the relay is closed and its last messages are sent."""
+        begun, leave_at = time.monotonic(), float("inf")
+        while True:
+            now = time.monotonic()
+            closing = self._closing.is_set()
+            self._check_time(begun, now)
+            events = self._selector.select(0.0 if closing else self._patience(begun, now))
+            for key, mask in events:
+                self._serve(key, mask)
+            if closing:
+                leave_at = min(leave_at, now + _LEAVE_S)
+                unsent = any(connection.unsent for connection in self._connections())
+                if now >= leave_at or not (events or unsent):
+                    return
+                if not events:
+                    time.sleep(_PAUSE_S)
+
     def _release(self) -> None:
-        if self._search is not None:
-            self._search.close()
         for connection in self._connections():
             connection.socket.close()
-        for found in self._found:
-            if isinstance(found, Connection):
-                found.socket.close()
-        self._reception.close()
-        for one in (*self._servers, self._wake, self._waker):
-            one.close()
+        self._authenticator.close()
+        for opened in (*self._servers, self._wake, self._waker):
+            opened.close()
         self._selector.close()
         self.path.unlink(missing_ok=True)
 
     def _connections(self) -> list[Connection]:
-        above = [] if self._above is None else [self._above]
-        return [*self._below.values(), *above, *self._asking]
+        return [*self._below.values(), *([] if self._above is None else [self._above])]
 
     def _patience(self, begun: float, now: float) -> float:
         """Seconds until a time limit may have passed."""
-        deadline = min(self._reception.next_deadline(), now + 60.0)
+        deadline = min(self._authenticator.next_deadline(), now + 60.0)
         if self._missing:
             deadline = min(deadline, begun + RENDEZVOUS_S)
         if self._operations:
-            deadline = min(deadline, self._operations[0].begun + self._operation_s())
+            deadline = min(deadline, self._operations[0].begun + self._operation_s)
         return max(0.0, deadline - now)
 
-    def _operation_s(self) -> float:
-        return OPERATION_S + _LEVEL_S * self._levels
-
     def _check_time(self, begun: float, now: float) -> None:
-        self._reception.dismiss_late(now)
+        self._authenticator.dismiss_late(now)
         if self._fault is not None:
             return
         if self._missing and now - begun >= RENDEZVOUS_S:
@@ -209,27 +251,32 @@ class Relay:
                 f"Timed out waiting for {self._describe(self._missing)}: not connected after "
                 f"{RENDEZVOUS_S:.0f} s; a firewall may block connections between the nodes"
             )
-        elif self._operations and now - self._operations[0].begun >= self._operation_s():
+        elif self._operations and now - self._operations[0].begun >= self._operation_s:
             late = {*self._expected} - self._operations[0].parts.keys()
             self._fail(f"Timed out waiting for {self._describe(late)} after {OPERATION_S:.0f} s")
 
     def _describe(self, peers: Collection[Peer]) -> str:
-        own = self.position.names[self.position.index]
-        names = [peer.describe(self.position.names, own) for peer in sorted(peers)]
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        names = []
+        for role, number in sorted(peers)[:4]:
+            if role is Role.WORKER:
+                names.append(f"rank {number} on {self.position.name}")
+            elif number < len(self.position.names):
+                names.append(f"the launcher of {self.position.names[number]}")
+            else:  # it claims so
+                names.append(f"the launcher of node {number}")
+        more = f" and {len(peers) - 4} more" if len(peers) > 4 else ""
+        return ", ".join(names) + more
 
     def _serve(self, key: selectors.SelectorKey, mask: int) -> None:
-        found = key.fileobj
-        assert isinstance(found, socket.socket)
-        if found in self._servers:
-            self._reception.accept(found)
-        elif found is self._wake:
+        ready = key.fileobj
+        assert isinstance(ready, socket.socket)
+        if ready in self._servers:
+            self._authenticator.accept(ready)
+        elif ready is self._wake:
             with suppress(BlockingIOError):
-                found.recv(64)
-            while self._found:
-                self._set_above(self._found.popleft())
-        elif found in self._reception:
-            self._greet(found)
+                ready.recv(64)
+        elif ready in self._authenticator:
+            self._authenticate(ready)
         else:
             connection: Connection = key.data
             try:
@@ -245,25 +292,21 @@ class Relay:
             for frame in frames:
                 self._handle(connection, frame)
 
-    def _greet(self, peer: socket.socket) -> None:
-        claim = self._reception.greet(peer, self._refuse)
+    def _authenticate(self, socket_: socket.socket) -> None:
+        claim = self._authenticator.authenticate(socket_, self._refusal)
         if claim is None:
             return
-        found, connection = Peer(claim.role, claim.number), Connection(peer)
-        self._selector.modify(peer, selectors.EVENT_READ, connection)
-        if found in self._missing:
-            self._missing.remove(found)
-            self._below[found], self._peers[connection] = connection, found
-        else:
-            self._asking[connection] = claim.number
+        peer, connection = Peer(claim.role, claim.number), Connection(socket_)
+        self._selector.modify(socket_, selectors.EVENT_READ, connection)
+        self._missing.remove(peer)
+        self._below[peer], self._peers[connection] = connection, peer
         if self._fault is not None:
-            self._send(connection, self._fault)
+            self._send(connection, self._fault.encode())
 
-    def _refuse(self, claim: Claim) -> str | None:
-        """Why a peer of this attempt is refused."""
-        found = Peer(claim.role, claim.number)
-        asks = claim.role is Role.NODE and self.position.index == 0 and found not in self._expected
-        return None if asks or found in self._missing else f"{self._describe([found])}: unexpected"
+    def _refusal(self, claim: Claim) -> str | None:
+        """Return why a peer of this attempt is refused; None if it is not."""
+        peer = Peer(claim.role, claim.number)
+        return None if peer in self._missing else f"{self._describe([peer])}: unexpected"
 
     def _handle(self, connection: Connection, frame: Frame) -> None:
         peer = self._peers.get(connection)
@@ -271,8 +314,6 @@ class Relay:
             self._fail(frame.payload.decode(), frame.kind)
         elif connection is self._above:
             self._deliver(frame)
-        elif frame.kind is Kind.LISTENS:
-            self._register(connection, int(frame.payload))
         elif peer is None:
             return
         elif frame.kind is Kind.LEAVE:
@@ -319,13 +360,14 @@ class Relay:
 
     def _deliver(self, result: Frame) -> None:
         parts = shares(result.kind, result.payload, self._owners)
-        same = result.encode() if parts is None else ()
+        encoded = result.encode() if parts is None else b""
         for peer, connection in self._below.items():
-            own = None if parts is None else result._replace(payload=parts.get(peer, b""))
-            self._send_encoded(connection, same if own is None else own.encode())
+            if parts is not None:
+                encoded = result._replace(payload=parts.get(peer, b"")).encode()
+            self._send(connection, encoded)
 
     def _leave(self, peer: Peer) -> None:
-        """A worker, or all workers of the nodes below one, ended as planned."""
+        """A worker, or all workers of a node, ended as planned."""
         self._left.add(peer)
         connection = self._below.pop(peer)
         del self._peers[connection]
@@ -345,20 +387,16 @@ class Relay:
         with suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
-        if self._asking.pop(connection, None) is not None:
-            return
-        reason = "" if isinstance(error, ConnectionResetError) else f" ({error})"
         if connection is self._above:
-            self._above = None
-            parent = self.position.parent or 0
-            name = f"the launcher of {self.position.names[parent]}"
-            self._fail(f"Connection closed by peer: {name}{reason}")
-            return
-        peer = self._peers.pop(connection, None)
-        if peer is not None:
+            self._above, name = None, f"the launcher of {self.position.names[0]}"
+        elif (peer := self._peers.pop(connection, None)) is not None:
             del self._below[peer]
             self._left.add(peer)
-            self._fail(f"Connection closed by peer: {self._describe([peer])}{reason}")
+            name = self._describe([peer])
+        else:
+            return
+        reason = "" if isinstance(error, ConnectionResetError) else f" ({error})"
+        self._fail(f"Connection closed by peer: {name}{reason}")
 
     def _fail(self, text: str, kind: Kind = Kind.FAULT) -> None:
         """Pass on why no operation can complete any more; the first reason counts."""
@@ -367,25 +405,19 @@ class Relay:
         self._fault = Frame(kind, 0, text.encode())
         self._operations.clear()
         log.debug("control plane: %s", text)
-        for connection in [*self._below.values(), *self._asking]:
-            self._send(connection, self._fault)
-        if self.position.index:
-            self._up(self._fault)
+        for connection in self._below.values():
+            self._send(connection, self._fault.encode())
+        self._up(self._fault)
 
     def _up(self, frame: Frame) -> None:
-        if self._above is None:
-            self._held.append(frame)
-        else:
-            self._send(self._above, frame)
+        if self._above is not None:
+            self._send(self._above, frame.encode())
 
-    def _send(self, connection: Connection, frame: Frame) -> None:
-        self._send_encoded(connection, frame.encode())
-
-    def _send_encoded(self, connection: Connection, parts: tuple[bytes, ...]) -> None:
+    def _send(self, connection: Connection, frame: bytes) -> None:
         with suppress(OSError):  # noticed when the connection is read
-            waits = connection.unsent
-            connection.queue_encoded(parts)
-            if connection.unsent != waits:
+            unsent = connection.unsent
+            connection.queue_encoded(frame)
+            if connection.unsent != unsent:
                 self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
@@ -394,30 +426,3 @@ class Relay:
         with suppress(KeyError, ValueError):
             if self._selector.get_key(connection.socket).events != events:
                 self._selector.modify(connection.socket, events, connection)
-
-    def _set_above(self, found: Connection | Frame) -> None:
-        if isinstance(found, Frame):
-            self._fail(found.payload.decode(), found.kind)
-            return
-        found.socket.setblocking(False)
-        self._above = found
-        self._selector.register(found.socket, selectors.EVENT_READ, found)
-        for frame in self._held:
-            self._send(found, frame)
-        self._held.clear()
-
-    def _register(self, connection: Connection, port: int) -> None:
-        """Root: note where a node listens; answer those that wait for an address."""
-        node = self._asking.get(connection)
-        if node is None:  # directly below the root
-            node = self._peers[connection].number
-        self._addresses[node] = (connection.socket.getpeername()[0], port)
-        for waiting, index in [*self._asking.items()]:
-            parent = Position(index, self.position.names, self.position.per_node).parent
-            # Not before it has reported where it listens itself: it closes after the answer.
-            if index in self._addresses and parent in self._addresses:
-                host, number = self._addresses[parent]
-                self._send(waiting, Frame(Kind.PARENT, 0, f"{host}:{number}".encode()))
-                del self._asking[waiting]
-                self._selector.unregister(waiting.socket)
-                waiting.socket.close()

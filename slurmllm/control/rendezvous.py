@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from slurmllm.errors import ConfigError, NodeError
@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def own_node_rank() -> int:
-    """The index of this node in its allocation, as --local or srun sets it."""
+    """Return the index of this node in its allocation, as --local or srun sets it."""
     return int(os.environ.get(NODE_RANK) or os.environ.get("SLURM_NODEID") or 0)
 
 
@@ -49,7 +49,7 @@ def rendezvous_variables(
     local_rank: int,
     threads: int | None = None,
 ) -> dict[str, str]:
-    """The variables with which a worker finds its peers, as torchrun sets them.
+    """Return the variables with which a worker finds its peers, as torchrun sets them.
 
     $OMP_NUM_THREADS takes precedence over `threads`, the CPU threads of a worker.
     """
@@ -68,7 +68,7 @@ def rendezvous_variables(
 
 
 def new_secret() -> dict[str, str]:
-    """The variable with a new secret, for all workers that are started together.
+    """Return the variable with a new secret, for all workers that are started together.
 
     Only for their environment, which other users cannot read: they can read command lines.
     """
@@ -76,7 +76,7 @@ def new_secret() -> dict[str, str]:
 
 
 def own_secret() -> bytes:
-    """The secret that this worker shares with its peers."""
+    """Return the secret that this worker shares with its peers."""
     try:
         return os.environ[SECRET].encode()
     except KeyError as error:
@@ -86,7 +86,7 @@ def own_secret() -> bytes:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket, on every interface only if `address` is a name or of another machine."""
+    """Listen, on every interface only if `address` is a name or of another machine."""
     try:
         ipaddress.IPv4Address(address)
         return socket.create_server((address, port), backlog=_BACKLOG)
@@ -120,7 +120,7 @@ def listen_for_nodes(address: str, port: int, name: str) -> socket.socket:
 
 
 def interface_variables(master_addr: str, routes: Path = _ROUTES) -> dict[str, str]:
-    """The variables that name the network interface, as far as they are not set yet.
+    """Return the variables that name the network interface, as far as they are not set yet.
 
     Empty if all workers are on one machine, or if there is no default route in `routes`, the
     kernel's table of IPv4 routes.
@@ -135,21 +135,21 @@ def interface_variables(master_addr: str, routes: Path = _ROUTES) -> dict[str, s
 
 
 def default_interface(routes: Path = _ROUTES) -> str | None:
-    """The interface of the default route with the lowest metric, if there is one."""
+    """Return the interface of the default route with the lowest metric, if there is one."""
     try:
         lines = routes.read_text().splitlines()[1:]
     except OSError:
         return None
-    found = []
+    defaults = []
     for line in lines:
         interface, destination, _, flags, _, _, metric, mask, *_ = line.split()
         if destination == _ANYWHERE and mask == _ANYWHERE and int(flags, 16) & _UP:
-            found.append((int(metric), interface))
-    return min(found)[1] if found else None
+            defaults.append((int(metric), interface))
+    return min(defaults)[1] if defaults else None
 
 
 def reachable_address(name: str) -> str:
-    """An IPv4 address by which all nodes reach this one, looked up on the node itself.
+    """Return an IPv4 address by which all nodes reach this one, looked up on the node itself.
 
     An address and not a name: a name has several, and Neuron's runtime cannot resolve names longer
     than 63 characters (Neuron, runtime troubleshooting). The address of the default route is
@@ -159,27 +159,17 @@ def reachable_address(name: str) -> str:
     addresses = [address for address in _addresses(name) if not _is_loopback(address)]
     if not addresses:
         return name
-    own = _default_address()
-    return own if own in addresses else addresses[0]
+    default = _default_address()
+    return default if default in addresses else addresses[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of this machine without a listener; other processes may take them at any time."""
+    """Return ports of this machine without a listener; others may take them at any time."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:  # all are held until the last is found, so that no two are equal
             probe.bind(("", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def source_address(peer: str) -> str:
-    """This machine's IPv4 address on the way to another one; "" if there is no way yet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((peer, 9))  # a datagram socket sends nothing
-            return str(probe.getsockname()[0])
-        except OSError:
-            return ""
 
 
 def free_port() -> int:
@@ -193,10 +183,10 @@ def die_with_parent() -> None:
 
 def _addresses(name: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return list(dict.fromkeys(str(address[0]) for *_, address in answers))
 
 
 def _is_loopback(address: str) -> bool:
@@ -204,5 +194,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def _default_address() -> str | None:
-    """This machine's address on its default route."""
-    return source_address("192.0.2.1") or None  # RFC 5737: an address that nobody has
+    """Return this machine's address on its default route; None if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        # RFC 5737: an address that nobody has, to which a datagram socket sends nothing.
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return None

@@ -60,7 +60,7 @@ def with_bandwidth(
 
 
 def _bandwidth_finding(name: str, measured: Bandwidth, floor: float | None) -> Finding:
-    """Fails the slow nodes; if no pair is slow, the slow one is unknown and all nodes fail."""
+    """Fail the slow nodes; if no pair is slow, the slow one is unknown and all nodes fail."""
     gb_s = round(measured.gb_s, 2)
     if floor is None or measured.gb_s >= floor:
         return ok(CHECK, gb_s, floor or "")
@@ -77,12 +77,10 @@ def measure_with_torch(
     nodes: Nodes, config: RunConfig, command: Sequence[str], port: int, stop: Callable[[], bool]
 ) -> Bandwidth:
     cluster = config.cluster
-    processes = nodes.ask(
-        [*command, "allreduce", "--nodes", str(len(nodes.nodes)),
-         "--workers", str(cluster.devices_per_node), "--device", cluster.device,
-         "--address", nodes.master_addr, "--port", str(port),
-         "--floor", str(cluster.health.min_allreduce_gb_s or 0.0)]
-    )  # fmt: skip
+    verb = ["allreduce", f"--nodes={len(nodes.nodes)}", f"--workers={cluster.devices_per_node}"]
+    verb += [f"--device={cluster.device}", f"--address={nodes.master_addr}", f"--port={port}"]
+    verb += [f"--floor={cluster.health.min_allreduce_gb_s or 0.0}"]
+    processes = nodes.ask([*command, *verb])
     overall: float | None = None
     by_node: dict[str, float] = {}
     last_line = "no output"
@@ -102,34 +100,31 @@ def measure_with_torch(
 def measure_with_nccom(
     nodes: Nodes, per_node: int, job_id: str | None, stop: Callable[[], bool]
 ) -> Bandwidth:
-    several = len(nodes.nodes) > 1
     name, *options = nccom_command(len(nodes.nodes), per_node, job_id)
     path = find(name)
-    if several and path is None:
-        raise NodeError(f"{name} is neither on $PATH nor in {FOLDERS[0]}")
     call = [path or f"{FOLDERS[0]}/{name}", *options]
-    if several:
-        processes = [subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)]
-    else:
+    if len(nodes.nodes) == 1:
         processes = nodes.ask(call)
+    elif path is None:
+        raise NodeError(f"{name} is neither on $PATH nor in {FOLDERS[0]}")
+    else:
+        processes = [subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)]
     return Bandwidth(bus_bandwidth("".join(t for _, t in read_lines(processes, LIMIT_S, stop))))
 
 
 def nccom_command(nodes: int, per_node: int, job_id: str | None) -> list[str]:
-    """The call of nccom-test; for several nodes it starts its own Slurm step in the same job."""
-    over = ["--nnodes", str(nodes), "--slurm-mode", "--slurm-job-id", job_id or "alloc"]
-    return [
-        "nccom-test", "--nworkers", str(nodes * per_node), *(over if nodes > 1 else []),
-        "--minbytes", NCCOM_SIZE, "--maxbytes", NCCOM_SIZE, "--datatype", "bf16",
-        "--non-interactive", "allr",
-    ]  # fmt: skip
+    """Return the call of nccom-test, which starts a Slurm step in the job for several nodes."""
+    command = ["nccom-test", "--nworkers", str(nodes * per_node)]
+    if nodes > 1:
+        command += ["--nnodes", str(nodes), "--slurm-mode", "--slurm-job-id", job_id or "alloc"]
+    command += ["--minbytes", NCCOM_SIZE, "--maxbytes", NCCOM_SIZE, "--datatype", "bf16"]
+    return [*command, "--non-interactive", "allr"]
 
 
 def bus_bandwidth(output: str) -> float:
-    """The bus bandwidth of the largest message in nccom-test's output; its GB are 2^30 bytes.
+    """Return the bus bandwidth of the largest message in nccom-test's output, GB of 2^30 bytes.
 
-    Raises:
-        NodeError: it measured nothing; the message quotes its output.
+    Raises a NodeError, which quotes the output, if it measured nothing.
     """
     column: int | None = None
     rows: list[tuple[int, float]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from slurmllm.errors import EXIT_OK, Blame, InfrastructureError, UserError
 from slurmllm.run.records import Finding
@@ -10,46 +11,30 @@ from slurmllm.run.records import Finding
 Value = int | float | str
 
 
-def ok(check: str, value: Value, expected: Value = "") -> Finding:
-    """Meets the profile, or the profile has no requirement."""
-    return Finding(check=check, status="ok", value=value, expected=expected)
-
-
-def warn(
-    check: str, value: Value, expected: Value = "", message: str = "", *, fix: str = ""
-) -> Finding:
-    """A run can start, but may fail or be slow later."""
-    return Finding(
-        check=check, status="warn", value=value, expected=expected, message=message, fix=fix
-    )
-
-
-def fail(
+def _finding(
     check: str,
     value: Value,
     expected: Value = "",
     message: str = "",
     *,
+    status: str,
     fix: str = "",
-    blame: Blame = "infrastructure",
+    blame: Blame | None = None,
 ) -> Finding:
-    """No run can start here.
-
-    `blame` is `user` for packages, profile and options; `infrastructure` for Slurm, a node or a
-    file system.
-    """
-    return Finding(
-        check=check, status="fail", value=value, expected=expected, message=message, fix=fix,
-        blame=blame,
-    )  # fmt: skip
+    fields = {"check": check, "status": status, "value": value, "expected": expected}
+    return Finding.model_validate({**fields, "message": message, "fix": fix, "blame": blame})
 
 
-def skipped(check: str, reason: str) -> Finding:
-    return Finding(check=check, status="skipped", value=reason)
+ok = partial(_finding, status="ok")  # meets the profile, or the profile has no requirement
+warn = partial(_finding, status="warn")  # a run can start, but may fail or be slow later
+# No run can start. `blame` is `user` for packages, profile and options, else `infrastructure`: for
+# Slurm, a node or a file system.
+fail = partial(_finding, status="fail", blame="infrastructure")
+skipped = partial(_finding, status="skipped")
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0 if nothing failed; 2 if the user can fix a failed check; else 3."""
+    """Return 0 if nothing failed; 2 if the user can fix a failed check; else 3."""
     blames = {finding.blame for finding in findings if finding.status == "fail"}
     if "user" in blames:
         return UserError.exit_code

@@ -48,13 +48,13 @@ _UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
 def installation_findings(cluster: Cluster) -> Iterator[Finding]:
     """Checks of this Python, for the backend of the profile's device."""
     neuron = cluster.device == "neuron"
-    found = f"{platform.python_version()}, {sys.executable}"
+    python = f"{platform.python_version()}, {sys.executable}"
     lowest, highest = NEURON_PYTHON
     if neuron and not lowest <= sys.version_info[:2] <= highest:
         fix = "the Neuron 2.28 wheels need Python 3.11 or 3.12; a new venv"
-        yield fail("python", found, fix=fix, blame="user")
+        yield fail("python", python, fix=fix, blame="user")
     else:
-        yield ok("python", found)  # pip refuses to install slurmllm with a Python before 3.11
+        yield ok("python", python)  # pip refuses to install slurmllm with a Python before 3.11
     yield packages_finding()
     yield torch_finding(cluster)
     yield private_names_finding()
@@ -74,8 +74,8 @@ def installed_version(distribution: str) -> str | None:
 
 def numbers(version: str) -> tuple[int, ...]:
     """`2.13.0+cpu` → (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def at_least(version: str, minimum: str) -> bool:
@@ -85,8 +85,8 @@ def at_least(version: str, minimum: str) -> bool:
 
 def in_series(version: str, series: str) -> bool:
     """Whether a version belongs to a series: `2.9.0` to `2.9`, `2.90` not."""
-    wanted = numbers(series)
-    return numbers(version)[: len(wanted)] == wanted
+    prefix = numbers(series)
+    return numbers(version)[: len(prefix)] == prefix
 
 
 def packages_finding() -> Finding:
@@ -95,10 +95,9 @@ def packages_finding() -> Finding:
         requirements = importlib.metadata.requires("slurmllm") or []
         version = importlib.metadata.version("slurmllm")
     except importlib.metadata.PackageNotFoundError:
-        found = "slurmllm runs from a folder and is not installed"
-        return warn("packages", found, fix="pip install .")
-    faults = []
-    count = 0
+        state = "slurmllm runs from a folder and is not installed"
+        return warn("packages", state, fix="pip install .")
+    faults, count = [], 0
     for requirement in requirements:
         name, _, extra = requirement.partition(";")
         if "extra" in extra or name.startswith("torch"):
@@ -120,15 +119,15 @@ def packages_finding() -> Finding:
 def torch_finding(cluster: Cluster) -> Finding:
     present = installed_version("torch")
 
-    def failed(found: str, fix: str) -> Finding:
-        return fail("torch", found, fix=fix, blame="user")
+    def failed(state: str, fix: str) -> Finding:
+        return fail("torch", state, fix=fix, blame="user")
 
     if present is None:
         return failed("not installed", "pip install torch, in this environment")
     imported = import_torch()
     if imported is None:
-        found = f"{present}; not imported within {IMPORT_TIMEOUT_S} s"
-        return warn("torch", found, fix="move the environment to a faster file system")
+        state = f"{present}; not imported within {IMPORT_TIMEOUT_S} s"
+        return warn("torch", state, fix="move the environment to a faster file system")
     status, _, rest = imported.partition(" ")
     if status != "imported":
         return failed(f"{present} does not import: {imported}", "install it again")
@@ -148,15 +147,15 @@ def torch_finding(cluster: Cluster) -> Finding:
 
 
 def import_torch() -> str | None:
-    """`imported <version> <CUDA version or None>`, or the import's last line; None: too slow."""
+    """Return `imported VERSION CUDA`, or the last line of the import's error; None: too slow."""
     script = "import torch; print('imported', torch.__version__, torch.version.cuda)"
+    # -P: not the torch.py of the working directory, which may be another user's.
+    command = [sys.executable, "-P", "-c", script]
     try:
-        # A process of its own: an import that crashes or hangs does not take this one with it.
+        # A child process: an import that crashes or hangs does not take this one with it.
         done = subprocess.run(
-            # -P: not the torch.py of the working directory, which may be another user's.
-            [sys.executable, "-P", "-c", script], capture_output=True, text=True,
-            timeout=IMPORT_TIMEOUT_S, check=False,
-        )  # fmt: skip
+            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return None
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
@@ -201,11 +200,8 @@ def compiler_finding() -> Finding:
     path = shutil.which(compiler)
     if path is not None:
         return ok("C++ compiler", path)
-    return warn(
-        "C++ compiler", f"no {compiler!r} here",
-        fix="torch.compile needs one, on the nodes too: install g++, set $CXX, or "
-        "--set train.compile=false",
-    )  # fmt: skip
+    fix = "torch.compile needs one, on the nodes too: install g++, set $CXX, or "
+    return warn("C++ compiler", f"no {compiler!r} here", fix=f"{fix}--set train.compile=false")
 
 
 def slurm_findings(
@@ -223,8 +219,8 @@ def slurm_findings(
             yield skipped(check, "no Slurm here")
         return
     if missing:
-        found = f"{', '.join(missing)}: not on the PATH"
-        yield fail("slurm commands", found, fix="install Slurm's client commands here")
+        state = f"{', '.join(missing)}: not on the PATH"
+        yield fail("slurm commands", state, fix="install Slurm's client commands here")
     else:
         yield ok("slurm commands", ", ".join(COMMANDS))
     try:
@@ -241,8 +237,8 @@ def slurm_findings(
     if at_least(version, OLDEST_SLURM):
         yield ok("slurm version", version)
     else:
-        found = f"{version or 'unknown'}, older than {OLDEST_SLURM}"
-        yield fail("slurm version", found, fix=f"Slurm {OLDEST_SLURM} or later")
+        state = f"{version or 'unknown'}, older than {OLDEST_SLURM}"
+        yield fail("slurm version", state, fix=f"Slurm {OLDEST_SLURM} or later")
     requeue = settings.get("JobRequeue", "")
     if requeue == "1":
         yield ok("requeue", "JobRequeue=1: slurm.restart: auto requeues")
@@ -269,33 +265,32 @@ def _partition_findings(
     nodes: Sequence[PartitionNode], cluster: Cluster, partition: str | None
 ) -> Iterator[Finding]:
     """The partition that jobs are submitted to, and its nodes."""
-    own = [node for node in nodes if (node.partition == partition if partition else node.default)]
-    if not own:
-        known = ", ".join(sorted({node.partition for node in nodes})) or "none"
+    members = [n for n in nodes if (n.partition == partition if partition else n.default)]
+    if not members:
+        names = ", ".join(sorted({node.partition for node in nodes})) or "none"
         fault = f"{partition!r} is unknown, closed to you or empty" if partition else "no default"
         fix = "one of these with --partition, or as the profile's partition"
-        found = f"{fault}; partitions: {known}"
-        yield fail("partition", found, fix=fix, blame="user")
+        yield fail("partition", f"{fault}; partitions: {names}", fix=fix, blame="user")
         for check in _NODE_CHECKS:
             yield skipped(check, "no partition")
         return
-    name = own[0].partition
-    if own[0].up:
+    name = members[0].partition
+    if members[0].up:
         yield ok("partition", name + ", the default" * (not partition))
     else:
         yield fail("partition", f"{name} is down", fix=f"`scontrol show partition {name}`")
     # `*`: the node does not respond.
-    unusable = [node for node in own if _UNUSABLE.match(node.state) or node.state.endswith("*")]
-    found = f"{len(own) - len(unusable)} of {len(own)} usable"
+    unusable = [node for node in members if _UNUSABLE.match(node.state) or node.state.endswith("*")]
+    state = f"{len(members) - len(unusable)} of {len(members)} usable"
     if unusable:
         names = ", ".join(f"{node.name} {node.state}" for node in unusable[:5])
-        found += f"; {names}" + ", …" * (len(unusable) > 5)
-        status = fail if len(unusable) == len(own) else warn
+        state += f"; {names}" + ", …" * (len(unusable) > 5)
+        status = fail if len(unusable) == len(members) else warn
         explained = [text for node in unusable if (text := explain_drain(node))]
-        yield status("nodes", found, fix="; ".join(["`sinfo --list-reasons`", *explained[:3]]))
+        yield status("nodes", state, fix="; ".join(["`sinfo --list-reasons`", *explained[:3]]))
     else:
-        yield ok("nodes", found)
-    yield from _node_size_findings(own, cluster)
+        yield ok("nodes", state)
+    yield from _node_size_findings(members, cluster)
 
 
 def _node_size_findings(nodes: Sequence[PartitionNode], cluster: Cluster) -> Iterator[Finding]:
@@ -316,12 +311,10 @@ def _node_size_findings(nodes: Sequence[PartitionNode], cluster: Cluster) -> Ite
         reason = f"the profile's {devices} a node cannot be checked here"
         yield skipped("devices", f"Slurm counts no NeuronCores: {reason}")
     elif fewest < devices:
-        yield fail(
-            "devices", f"{fewest} GPU(s) a node; profile {cluster.name} requires {devices}",
-            fix=f"another --partition, or a profile with devices_per_node: {fewest}; Slurm "
-            "counts GPUs if slurm.conf has Gres=gpu:N",
-            blame="user",
-        )  # fmt: skip
+        state = f"{fewest} GPU(s) a node; profile {cluster.name} requires {devices}"
+        fix = f"another --partition, or a profile with devices_per_node: {fewest}; Slurm "
+        fix += "counts GPUs if slurm.conf has Gres=gpu:N"
+        yield fail("devices", state, fix=fix, blame="user")
     else:
         yield ok("devices", f"{fewest} GPUs per node")
 

@@ -70,8 +70,7 @@ def memory_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Findin
 def device_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
     """Devices, driver, error counters and CPUs; /sys is read under `root`.
 
-    Raises:
-        NodeError: the tool that lists the devices is not installed or fails.
+    Raises a NodeError if the tool that lists the devices is not installed or fails.
     """
     if cluster.device == "neuron":
         driver = _read(root / "sys/module/neuron/version")
@@ -86,9 +85,13 @@ def device_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Findin
 
 
 def _at_least(
-    check: str, value: float, required: float, unit: str, cluster: Cluster,
+    check: str,
+    value: float,
+    required: float,
+    unit: str,
+    cluster: Cluster,
     status: Callable[..., Finding] = fail,
-) -> Finding:  # fmt: skip
+) -> Finding:
     if value >= required:
         return ok(check, value, required or "")
     message = f"{value} {unit}; profile {cluster.name} requires {required:g}"
@@ -114,10 +117,9 @@ def _counted(
 
 
 def neuron_cores() -> int:
-    """The number of cores of all Neuron devices, by `neuron-ls`.
+    """Return the number of cores of all Neuron devices, by `neuron-ls`.
 
-    Raises:
-        NodeError: it is not installed, fails, or prints something else.
+    Raises a NodeError if that is not installed, fails, or prints something else.
     """
     output = output_of("neuron-ls", "--json-output")
     try:
@@ -138,15 +140,12 @@ def neuron_errors(root: Path) -> list[str]:
 
 
 def nvidia_gpus() -> list[tuple[str, str, int]]:
-    """(index, driver, uncorrected memory errors since the driver was loaded) of every GPU.
+    """Return (index, driver, uncorrected memory errors since it was loaded) of every GPU.
 
-    Raises:
-        NodeError: `nvidia-smi` is not installed, fails, or prints something else.
+    Raises a NodeError if `nvidia-smi` is not installed, fails, or prints something else.
     """
-    output = output_of(
-        "nvidia-smi", "--query-gpu=index,driver_version,ecc.errors.uncorrected.volatile.total",
-        "--format=csv,noheader",
-    )  # fmt: skip
+    query = "--query-gpu=index,driver_version,ecc.errors.uncorrected.volatile.total"
+    output = output_of("nvidia-smi", query, "--format=csv,noheader")
     gpus = []
     for line in output.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -167,8 +166,7 @@ def _read(path: Path) -> str:
 def efa_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
     """The EFA interfaces that libfabric can use; no finding if the profile requires none.
 
-    Raises:
-        NodeError: libfabric's `fi_info` finds none: it then fails.
+    Raises a NodeError if libfabric's `fi_info` finds none: it then fails.
     """
     required = cluster.health.efa_interfaces
     if required == 0:
@@ -185,24 +183,28 @@ def efa_findings(cluster: Cluster, root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def find(name: str) -> str | None:
-    """A program's path, on $PATH or in the vendors' folders."""
+    """Return a program's path, on $PATH or in the vendors' folders."""
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS]))
 
 
 def output_of(name: str, *arguments: str) -> str:
-    """The standard output of a program.
+    """Return the standard output of a program.
 
-    Raises:
-        NodeError: it is not installed, too slow or fails; the message has its last line.
+    Raises a NodeError if it is not installed, too slow or fails; the message has its last line.
     """
     path = find(name)
     if path is None:
         raise NodeError(f"{name} is neither on $PATH nor in {', '.join(FOLDERS)}")
     try:
         done = subprocess.run(
-            [path, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
+            [path, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+        )
     except OSError as error:
         raise NodeError(f"{path} cannot be started: {error.strerror or error}") from error
     except subprocess.TimeoutExpired as error:

@@ -133,19 +133,11 @@ def check_nodes(
     command: Sequence[str],
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, NodeHealth] | None:
-    """Run the checks of `node.py` on every node.
+    """Run the checks of `node.py` on every node; returns the health of each, None if stopped.
 
-    Args:
-        folder: On the shared file system.
-        command: `python -m slurmllm`.
-        stop: Polled; True stops the checks.
-
-    Returns:
-        Health by node, for all nodes; None if stopped.
-
-    Raises:
-        StorageError: the folder cannot be written from here.
-        SlurmError: srun is not installed.
+    `folder` is on the shared file system, `command` is `python -m slurmllm`; `stop` is polled and
+    stops the checks. Raises a StorageError if the folder cannot be written from here, a SlurmError
+    without srun.
     """
     limits = config.cluster.health
     with contextlib.ExitStack() as stack:
@@ -159,10 +151,8 @@ def check_nodes(
             raise StorageError(
                 f"cannot write to {folder}: {error.strerror or error}; check the file system"
             ) from error
-        processes = nodes.ask(
-            [*command, "check-node", "--profile", config.cluster.model_dump_json(),
-             "--backend", config.backend, "--marker-file", marker.name]
-        )  # fmt: skip
+        probe = [*command, "check-node", "--profile", config.cluster.model_dump_json()]
+        processes = nodes.ask([*probe, "--backend", config.backend, "--marker-file", marker.name])
         reports = collect(nodes.nodes, processes, limits.timeout_s, stop)
     return None if reports is None else compare_nodes(reports, limits)
 
@@ -175,8 +165,7 @@ def collect(
 ) -> dict[str, NodeReport] | None:
     """Collect the nodes' reports until all processes have ended or the time limit is reached.
 
-    Returns:
-        A report for each name, also for nodes that did not respond; None if stopped.
+    Returns a report for each name, also for nodes that did not respond; None if stopped.
     """
     reports = {name: NodeReport(NodeHealth(node=name)) for name in names}
     for arrived, text in read_lines(processes, limit_s, stop):
@@ -193,7 +182,7 @@ def collect(
 def read_lines(
     processes: Sequence[subprocess.Popen[bytes]], limit_s: float, stop: Callable[[], bool]
 ) -> Iterator[tuple[float, str]]:
-    """(Unix time of arrival, line) of the processes' output; ends the processes at the end."""
+    """Yield (Unix time of arrival, line) of the processes' output; ends them at the end."""
     lines: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
 
     def pump(process: subprocess.Popen[bytes]) -> None:
@@ -282,13 +271,13 @@ def _version_findings(
         counts = Counter(of_node.get(library, "none") for of_node in reporting.values())
         (version, count), *_ = counts.most_common(1)
         majority[library] = version if 2 * count > counts.total() else ""
-    for name, own in reporting.items():
-        odd = sorted(lib for lib, version in majority.items() if own.get(lib, "none") != version)
+    for name, here in reporting.items():
+        odd = sorted(lib for lib, version in majority.items() if here.get(lib, "none") != version)
         if not odd:
-            yield name, ok("versions", f"{len(own)} the same")
+            yield name, ok("versions", f"{len(here)} the same")
             continue
         message = ", ".join(
-            f"{lib} {own.get(lib, 'none')} here, {majority[lib] or 'several'} on the others"
+            f"{lib} {here.get(lib, 'none')} here, {majority[lib] or 'several'} on the others"
             for lib in odd
         )
         # Without a majority it is unknown which nodes are wrong: warn only.

@@ -21,13 +21,9 @@ from slurmllm.run.safe_files import replaceable_error, untrusted_error
 
 GB = 10**9
 # File systems that other machines mount too (the types of /proc/mounts).
-SHARED_TYPES = frozenset(
-    {
-        "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs",
-        "fuse.sshfs", "fuse.weka", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "panfs", "pvfs2",
-        "smb3", "virtiofs", "wekafs",
-    }
-)  # fmt: skip
+SHARED_TYPES = {"9p", "afs", "ceph", "cifs", "nfs", "nfs4", "smb3", "virtiofs"}
+SHARED_TYPES |= {"beegfs", "glusterfs", "gpfs", "lustre", "panfs", "pvfs2", "wekafs"}
+SHARED_TYPES |= {f"fuse.{kind}" for kind in ("ceph", "glusterfs", "juicefs", "sshfs", "weka")}
 WARN_FREE_BYTES = 200 * GIB  # a checkpoint of neox_20b with its optimizer: 124 GB
 MIN_FREE_BYTES = GIB
 # Every attempt, checkpoint and node writes records in this way, some of them while a save waits.
@@ -38,7 +34,7 @@ VISIBLE_S = 3.0  # until a file that another node has just created must be visib
 
 
 def file_system(path: Path, mounts: str | None = None) -> tuple[str, str]:
-    """(type, mount point) of the file system that holds an absolute path; `mounts` is for tests."""
+    """Return type and mount point of the file system of an absolute path; `mounts` is for tests."""
     text = Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts
     best = ("unknown", "/")
     for line in text.splitlines():
@@ -55,9 +51,8 @@ def file_system(path: Path, mounts: str | None = None) -> tuple[str, str]:
 def write_seconds(path: Path) -> float:
     """Time the write of one record (temporary name, fsync, rename, fsync of the folder), s.
 
-    Raises:
-        StorageError: it cannot be written or read.
-        NodeError: the content read back differs from what was written.
+    Raises a StorageError if it cannot be written or read, a NodeError if the content read back
+    differs from what was written.
     """
     text = f"{time.time_ns()} " * 100
     start = time.monotonic()
@@ -73,10 +68,9 @@ def write_seconds(path: Path) -> float:
 
 
 def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
-    """On a node: its own disk exists, is writable, not shared, and has space.
+    """Check on a node that its disk exists, is not shared, and has space.
 
-    Raises:
-        OSError: it cannot be written to.
+    Raises an OSError if it cannot be written to.
     """
     folder, required = Path(cluster.node_local), cluster.health.min_node_local_gb
     if not folder.is_dir():
@@ -103,13 +97,10 @@ def node_local_findings(cluster: Cluster) -> Iterator[Finding]:
 
 
 def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Finding]:
-    """On a node: the folder of the run is the shared one, is writable and fast enough.
+    """Check on a node that the folder of the run is the shared one and fast enough.
 
-    The machine that started the checks has just created `marker` in the folder.
-
-    Raises:
-        NodeError: the content read back differs from what was written.
-        StorageError: the folder cannot be written to.
+    The machine that started the checks has just created `marker` in the folder. Raises the errors
+    of `write_seconds`.
     """
     folder, limit = marker.parent, cluster.health.max_write_s
     deadline = time.monotonic() + VISIBLE_S
@@ -137,7 +128,7 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Iterator[Findi
 
 
 def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator[Finding]:
-    """On the login node: the folder of all runs, and the node-local one as far as visible here.
+    """Check on the login node the folder of all runs, and the node-local one if it is here too.
 
     `runs` need not exist yet; with Slurm, the nodes of the cluster must share it.
     """
@@ -161,10 +152,9 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
         elif writable:
             names = ", ".join(path.name for path in writable[:3]) + " …" * (len(writable) > 3)
             mode = stat.S_IMODE(writable[0].stat().st_mode)
-            yield warn(
-                "runs folder", f"others may write to {len(writable)} of your runs: {names}",
-                fix=f"`chmod -R go-w {writable[0]}`, which has mode {mode:o}",
-            )  # fmt: skip
+            state = f"others may write to {len(writable)} of your runs: {names}"
+            fix = f"`chmod -R go-w {writable[0]}`, which has mode {mode:o}"
+            yield warn("runs folder", state, fix=fix)
         else:
             yield ok("runs folder", f"{runs}" + ", created by submit" * (existing != runs))
         yield from _runs_folder_findings(existing, seconds, ahead_s, with_slurm)
@@ -173,29 +163,29 @@ def storage_findings(runs: Path, cluster: Cluster, with_slurm: bool) -> Iterator
         yield ok("node-local disk", f"{local}; not on this machine, the nodes must have it")
         return
     kind, point = file_system(local.resolve())
-    found = f"{local}: {kind}, mounted at {point} here"
+    state = f"{local}: {kind}, mounted at {point} here"
     if kind in SHARED_TYPES:
         fix = "a folder on every node's own disk: --set cluster.node_local=/var/tmp"
-        yield warn("node-local disk", found, fix=fix)
+        yield warn("node-local disk", state, fix=fix)
     elif not os.access(local, os.W_OK):
-        yield warn("node-local disk", f"{found}, no write access", fix="cluster.node_local")
+        yield warn("node-local disk", f"{state}, no write access", fix="cluster.node_local")
     elif reason := replaceable_error(local, cluster.trusted_group):
         yield warn("node-local disk", reason, fix="ask an administrator, or cluster.node_local")
     else:
-        yield ok("node-local disk", found)
+        yield ok("node-local disk", state)
 
 
 def _writable_runs(runs: Path, group: str | None) -> list[Path]:
-    """This user's runs whose folders others may write to."""
-    found, paths = [], []
+    """Return this user's runs whose folders others may write to."""
+    writable, paths = [], []
     with suppress(OSError):  # not there yet, or closed to this user: the other checks say so
         paths = sorted(runs.iterdir())
     for path in paths:
         with suppress(OSError):  # removed meanwhile
-            own = is_run(path) and path.stat().st_uid == os.geteuid()
-            if own and untrusted_error(path.stat(), group):
-                found.append(path)
-    return found
+            users_run = is_run(path) and path.stat().st_uid == os.geteuid()
+            if users_run and untrusted_error(path.stat(), group):
+                writable.append(path)
+    return writable
 
 
 def _runs_folder_findings(
@@ -205,29 +195,27 @@ def _runs_folder_findings(
     if kind in SHARED_TYPES or not with_slurm:
         yield ok("file system", f"{kind}, mounted at {point}")
     else:
-        yield warn(
-            "file system", f"{kind}, mounted at {point}: not a type that other machines share",
-            fix="choose a folder that all nodes share, with --runs-dir or $SLURMLLM_RUNS",
-        )  # fmt: skip
+        state = f"{kind}, mounted at {point}: not a type that other machines share"
+        fix = "choose a folder that all nodes share, with --runs-dir or $SLURMLLM_RUNS"
+        yield warn("file system", state, fix=fix)
     free = shutil.disk_usage(folder).free
-    found = f"{free / GIB:,.1f} GiB free"
+    state = f"{free / GIB:,.1f} GiB free"
     if free < MIN_FREE_BYTES:
-        yield fail("free space", found, fix="free some; a full disk stops a run")
+        yield fail("free space", state, fix="free some; a full disk stops a run")
     elif free < WARN_FREE_BYTES:
-        yield warn("free space", found, fix="a checkpoint of neox_20b takes 115 GiB")
+        yield warn("free space", state, fix="a checkpoint of neox_20b takes 115 GiB")
     else:
-        yield ok("free space", found)
-    found = f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}"
+        yield ok("free space", state)
+    state = f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}"
     if write_s > SLOW_WRITE_S:
-        fix = "a faster file system; saves and records wait for it"
-        yield warn("fsynced write", found, fix=fix)
-    else:
-        yield ok("fsynced write", found)
-    if abs(ahead_s) > CLOCK_TOLERANCE_S:
         yield warn(
-            "clock", f"the file server's clock differs by {ahead_s:+.1f} s from this machine's",
-            fix="check the time service (chrony); records of several machines are compared "
-            "by time",
-        )  # fmt: skip
+            "fsynced write", state, fix="a faster file system; saves and records wait for it"
+        )
+    else:
+        yield ok("fsynced write", state)
+    if abs(ahead_s) > CLOCK_TOLERANCE_S:
+        state = f"the file server's clock differs by {ahead_s:+.1f} s from this machine's"
+        fix = "check the time service (chrony); records of several machines are compared by time"
+        yield warn("clock", state, fix=fix)
     else:
         yield ok("clock", f"within {CLOCK_TOLERANCE_S:.0f} s of the file server's")

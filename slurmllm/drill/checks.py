@@ -77,10 +77,8 @@ def check_recovery(
 ) -> DrillResult:
     """Compare a run that had a fault, and has ended, with the reference.
 
-    Args:
-        injection: None if the injector never started.
-        reference: Directory of the reference run, or its metrics file.
-        state: State and reason of the run (`status.run_state`); `done` if it finished.
+    `injection` is None if the injector never started; `reference` is the run directory of the
+    reference, or its metrics file; `state` has state and reason of the run, `done` if it finished.
     """
     attempts = load_attempts(run, "train")
     faults: list[str] = []
@@ -162,24 +160,23 @@ def _checkpoint_faults(run: RunDir, steps: int) -> list[str]:
 
 
 def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
-    """The recovery from a fault, as `status` derives it, but measured from the fault itself.
+    """Return the recovery from a fault as `status` derives it, but measured from the fault itself.
 
-    Returns:
-        None if no later attempt has completed a step.
+    Returns None if no later attempt has completed a step.
     """
-    history = read_history(run)
-    found = next((r for r in find_recoveries(history) if r.attempt == injection.attempt), None)
-    if found is None or found.seconds is None:
+    history, attempt = read_history(run), injection.attempt
+    recovery = next((r for r in find_recoveries(history) if r.attempt == attempt), None)
+    if recovery is None or recovery.seconds is None:
         return None
-    hit = history.steps.get(found.attempt)
-    broken = next(a for a in history.attempts if a.stage == "train" and a.attempt == found.attempt)
+    hit = history.steps.get(attempt)
+    broken = next(a for a in history.attempts if a.stage == "train" and a.attempt == attempt)
     # `status` measures from the last completed step, which is before or after the fault.
     last_step_at = float(hit.ends[-1]) if hit is not None else broken.started_at
     before_s = injection.time - last_step_at
-    resumed = next(n for n in sorted(history.steps) if n > found.attempt)
+    resumed = next(n for n in sorted(history.steps) if n > attempt)
     worker_path = run.attempt("train", resumed).worker(0)
     start_up_s = WorkerRecord.load(worker_path).start_up_s if worker_path.is_file() else 0.0
-    phases_s = found.phases_s
+    phases_s = recovery.phases_s
     times = {
         "detection_s": max(0.0, phases_s["noticing"] + phases_s["stopping"] - before_s),
         "requeue_s": phases_s["requeue"],
@@ -191,4 +188,4 @@ def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
         "first_step_s": phases_s["first_step"],
     }
     rounded = {name: round(seconds, 3) for name, seconds in times.items()}
-    return RecoveryTimes(total_s=round(found.seconds - before_s, 3), **rounded)
+    return RecoveryTimes(total_s=round(recovery.seconds - before_s, 3), **rounded)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +24,7 @@ from slurmllm.run.rundir import RunDir, write_atomic
 from slurmllm.run.safe_files import read_limited
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
+from slurmllm.supervise.allocation import node_command
 
 POLL_S = 0.25
 QUEUE_POLL_S = 2.0  # slurmctld answers slowly if many clients poll it
@@ -50,9 +50,7 @@ class Drill:
     def run(self, keep: bool) -> DrillReport:
         """Run the reference and the copies; remove those that passed, unless `keep`.
 
-        Raises:
-            CodeError: the reference did not finish.
-            SlurmllmError: a copy could not be started.
+        Raises a CodeError if the reference does not finish, the error of a copy that cannot start.
         """
         plan = self.plan
         reference, name = plan.run.metrics(0), plan.run.name
@@ -114,8 +112,7 @@ class Drill:
     def _run_to_end(self, run: RunDir, kind: FaultKind | None) -> Injection | None:
         """Start a copy, start the injector once its workers run, wait until the copy has ended.
 
-        Returns:
-            The injected fault; None for the reference, or if the copy never trained.
+        Returns the injected fault; None for the reference, or if the copy never trained.
         """
         part = kind or "reference"
         injector: subprocess.Popen[bytes] | None = None
@@ -160,11 +157,8 @@ class Drill:
         node = run.attempt("train", 0).node(spec.node)
         if not node.is_file() or not NodeRecord.load(node).pids:
             return None
-        command = [
-            self.plan.config.cluster.python or sys.executable, "-P", "-m",
-            "slurmllm.drill.injector", str(run.path),
-            spec.model_dump_json(),
-        ]  # fmt: skip
+        command = node_command(self.plan.config.cluster, "slurmllm.drill.injector")
+        command += [str(run.path), spec.model_dump_json()]
         return self.runner.start_on_node(run, spec.node, command)
 
     def _status(self, run: RunDir) -> str:

@@ -92,9 +92,9 @@ class RunProcess(NamedTuple):
 
 
 def find_processes(run: RunDir) -> list[RunProcess]:
-    """The processes on this machine that have the run's path among their arguments."""
-    found = (_read_process(pid, run) for pid in _pids() if pid != os.getpid())
-    return [process for process in found if process is not None]
+    """Return the processes on this machine that have the run's path among their arguments."""
+    processes = (_read_process(pid, run) for pid in _pids() if pid != os.getpid())
+    return [process for process in processes if process is not None]
 
 
 def _read_process(pid: int, run: RunDir) -> RunProcess | None:
@@ -132,9 +132,8 @@ def signal_worker(
 ) -> int:
     """Send a signal to a worker on this machine; returns its process id.
 
-    Raises:
-        NodeError: it does not run here, or has already ended.
-        StorageError: the launcher's record cannot be read.
+    Raises a NodeError if it does not run here or has already ended, a StorageError if the
+    launcher's record cannot be read.
     """
     path = run.attempt("train", attempt).node(node)
     pid = NodeRecord.load(path).pids.get(rank)
@@ -153,7 +152,7 @@ def signal_worker(
 
 
 def node_pids(run: RunDir, node: str | None = None) -> list[int]:
-    """The launchers of a node first, so that none can start workers again, then their descendants.
+    """Return a node's launchers, so that none can start workers again, then their descendants.
 
     `node` is one of --local's nodes, which share this machine; None: this machine is the node.
     """
@@ -166,7 +165,7 @@ def node_pids(run: RunDir, node: str | None = None) -> list[int]:
 
 
 def supervisor_pids(run: RunDir) -> list[int]:
-    """The supervisor on this machine; raises NodeError if it does not run here."""
+    """Return the supervisor on this machine; raises NodeError if it does not run here."""
     pids = [process.pid for process in find_processes(run) if process.role == "supervise"]
     if not pids:
         raise NodeError(f"the supervisor of {run.name} does not run here")
@@ -174,19 +173,19 @@ def supervisor_pids(run: RunDir) -> list[int]:
 
 
 def descendants(pids: Iterable[int]) -> list[int]:
-    """All descendants of some processes, parents before children."""
+    """Return all descendants of some processes, parents before children."""
     children: dict[int, list[int]] = {}
     for pid in _pids():
         # "pid (name) state ppid …", and the name may contain blanks and parentheses.
         fields = _proc(pid, "stat").rpartition(b")")[2].split()
         if fields:
             children.setdefault(int(fields[1]), []).append(pid)
-    found: list[int] = []
+    below: list[int] = []
     level = list(pids)
     while level:
         level = [child for pid in level for child in children.get(pid, [])]
-        found += level
-    return found
+        below += level
+    return below
 
 
 def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
@@ -197,7 +196,7 @@ def kill(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def save_in_progress(run: RunDir) -> int | None:
-    """The step of the checkpoint that is being written, if newer than all complete ones."""
+    """Return the step of the checkpoint being written, if newer than all complete ones."""
     newest = max(run.checkpoint_steps(), default=-1)
     with suppress(FileNotFoundError):
         for entry in run.checkpoints.iterdir():
@@ -228,7 +227,7 @@ def inject(run: RunDir, spec: FaultSpec) -> Injection:
 
 
 def _wait_for_step(run: RunDir, spec: FaultSpec) -> int | None:
-    """The last completed step, or the step being saved; None if the attempt ended before."""
+    """Return the last completed step, or the one being saved; None if the attempt ended before."""
     checked_at, save_is_near = time.monotonic(), False
     while True:
         if spec.kind == "save" and save_is_near:
@@ -238,8 +237,8 @@ def _wait_for_step(run: RunDir, spec: FaultSpec) -> int | None:
                 return saving
         else:
             row = last_row(run)
-            own = row is not None and row.get("attempt") == spec.attempt
-            step = int(row["step"]) if row is not None and own else 0
+            of_attempt = row is not None and row.get("attempt") == spec.attempt
+            step = int(row["step"]) if row is not None and of_attempt else 0
             if spec.kind == "save":
                 save_is_near = step >= spec.at_step - STEPS_BEFORE_SAVE
             elif step >= spec.at_step:

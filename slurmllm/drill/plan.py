@@ -81,22 +81,20 @@ def make_plan(
     seed: int,
     overrides: Sequence[str] = (),
 ) -> DrillPlan:
-    """Plan a drill.
+    """Plan a drill of a run with this configuration.
 
-    `config` is the run's own; without `steps`, three checkpoint intervals at the run's pace.
-
-    Raises:
-        RunError: too few steps for three checkpoints.
-        ConfigError: invalid overrides, or the mesh does not fit the nodes.
+    Without `steps`, three checkpoint intervals at the run's pace. Raises a RunError if there are
+    too few steps for three checkpoints, a ConfigError for invalid overrides, or if the mesh does
+    not fit the nodes.
     """
-    given = change(config, None, overrides) if overrides else config
-    train, optim = given.recipe.train, given.recipe.optim
+    changed = change(config, None, overrides) if overrides else config
+    train, optim = changed.recipe.train, changed.recipe.optim
     if steps is None:
         times = recent_step_times(run)
         step_s = statistics.median(times) if times else 0.0
         every = max(MIN_STEPS, math.ceil(MIN_INTERVAL_S / step_s)) if step_s else DEFAULT_STEPS
-        own = given.recipe.checkpoint.every_steps
-        every = every if own == "auto" else min(every, own)
+        every_steps = changed.recipe.checkpoint.every_steps
+        every = every if every_steps == "auto" else min(every, every_steps)
         total = min(NUM_CHECKPOINTS * every, train.steps)
     else:
         total = steps
@@ -118,7 +116,7 @@ def make_plan(
     ]
     if optim.decay_start is not None and optim.decay_start >= total:
         values += ["optim.decay=constant", "optim.decay_start=null"]
-    drilled = change(given, None, values)
+    drilled = change(changed, None, values)
     make_mesh(drilled, nodes, reuse.measured_micro_batch(run))
     pattern = re.compile(rf"{re.escape(run.name)}-drill-(\d+)-")
     matches = (pattern.match(entry.name) for entry in run.path.parent.iterdir())
@@ -130,8 +128,8 @@ def make_plan(
     return plan
 
 
-def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str:
-    """Why the run itself cannot be the reference; empty if it can.
+def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str | None:
+    """Return why the run itself cannot be the reference; None if it can.
 
     Its first attempt must have completed all steps of the drill, with the same number of workers,
     configuration and versions.
@@ -151,14 +149,13 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str:
         return "its metrics file is missing"
     if not reuse.has_all_graphs(plan.config, plan.nodes, plan.local, run):
         return "versions or code have changed"
-    return ""
+    return None
 
 
 def parse_kinds(text: str, nodes: int) -> tuple[FaultKind, ...]:
-    """The kinds of `--kinds`: names separated by commas, or all.
+    """Return the kinds of `--kinds`: names separated by commas, or all.
 
-    Raises:
-        RunError: a name is unknown, or needs more nodes than there are.
+    Raises a RunError if a name is unknown, or needs more nodes than there are.
     """
     if text == "all":
         return tuple(kind for kind in FAULT_KINDS if FAULTS[kind].min_nodes <= nodes)

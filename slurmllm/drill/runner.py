@@ -11,10 +11,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, Any, Protocol
 
 from slurmllm.config.load import load
 from slurmllm.control.rendezvous import die_with_parent
@@ -30,37 +29,33 @@ from slurmllm.supervise.run_lock import locked
 
 CANCEL_S = 60.0  # for a cancelled run to save and exit
 REQUEUE_S = 120.0  # for Slurm to end a job whose batch script was killed
+_NO_FILES: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 # By the exit code of `slurmllm resume`.
 _ERRORS: dict[int, type[SlurmllmError]] = {2: RunError, 3: SlurmError, 4: StorageError}
 
 
-class Runner(ABC):
+class Runner(Protocol):
     """Starts, monitors and cancels runs."""
 
-    @abstractmethod
     def start(self, run: RunDir, nodes: int) -> None:
         """Start a run whose directory has a configuration; raises as `slurmllm resume` does."""
 
-    @abstractmethod
     def start_on_node(
         self, run: RunDir, node: str, command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
         """Start a command on a node of an active run."""
 
-    @abstractmethod
     def active(self, run: RunDir) -> bool:
         """Whether the run is pending or running."""
 
-    @abstractmethod
     def restart(self, run: RunDir, nodes: int) -> None:
         """Restart the run, as Slurm does when the first node of a job has died."""
 
-    @abstractmethod
     def cancel(self, run: RunDir) -> None:
         """End a run: its processes, or its Slurm jobs."""
 
 
-class SlurmRunner(Runner):
+class SlurmRunner:
     """Jobs of a Slurm cluster."""
 
     def __init__(self, client: SlurmClient) -> None:
@@ -75,16 +70,11 @@ class SlurmRunner(Runner):
     def start_on_node(
         self, run: RunDir, node: str, command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
-        # --overlap: the step shares the CPUs of the run's own steps.
-        srun = [
-            "srun", f"--jobid={self._job(run)}", f"--nodelist={node}", "--nodes=1", "--ntasks=1",
-            "--overlap", "--cpu-bind=none", "--input=none", "--quiet", *command,
-        ]  # fmt: skip
+        srun = ["srun", f"--jobid={self._job(run)}", f"--nodelist={node}", "--nodes=1"]
+        # --overlap: the step shares the CPUs of the run's steps.
+        srun += ["--ntasks=1", "--overlap", "--cpu-bind=none", "--input=none", "--quiet"]
         try:
-            return subprocess.Popen(
-                srun, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+            return subprocess.Popen([*srun, *command], **_NO_FILES)
         except OSError as error:
             raise SlurmError(f"srun cannot be started: {error}") from error
 
@@ -106,8 +96,8 @@ class SlurmRunner(Runner):
             time.sleep(0.5)
 
     def cancel(self, run: RunDir) -> None:
-        if (sent := JobsRecord.of(run).last) is not None:
-            self.client.cancel(sent.own_jobs)
+        if (last := JobsRecord.of(run).last) is not None:
+            self.client.cancel(last.own_jobs)
 
     def _job(self, run: RunDir) -> str:
         job = JobsRecord.load(run.jobs).submissions[-1].train_job
@@ -115,7 +105,7 @@ class SlurmRunner(Runner):
         return job
 
 
-class LocalRunner(Runner):
+class LocalRunner:
     """Launchers on this machine."""
 
     def __init__(self) -> None:
@@ -126,30 +116,21 @@ class LocalRunner(Runner):
         # Returns at once: an error of `resume` is raised by `active`.
         self._stderr.seek(0)
         self._stderr.truncate()
+        options = [f"--nodes={nodes}", f"--runs-dir={run.path.parent}", "--json", "--local"]
         self._process = subprocess.Popen(
-            [
-                *SLURMLLM, "resume", run.name, f"--nodes={nodes}",
-                f"--runs-dir={run.path.parent}", "--json", "--local",
-            ],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._stderr,
+            [*SLURMLLM, "resume", run.name, *options],
+            **{**_NO_FILES, "stderr": self._stderr},
             start_new_session=True,  # Ctrl-C reaches only the drill, which then cancels the run
             preexec_fn=die_with_parent,
-        )  # fmt: skip
+        )
 
     def start_on_node(
         self, run: RunDir, node: str, command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, preexec_fn=die_with_parent,
-        )  # fmt: skip
+        return subprocess.Popen(command, **_NO_FILES, preexec_fn=die_with_parent)
 
     def active(self, run: RunDir) -> bool:
-        """See Runner.
-
-        Raises:
-            SlurmllmError: the run ended with an error before its first attempt.
-        """
+        """See Runner; raises a SlurmllmError if the run ended before its first attempt."""
         assert self._process is not None
         if self._process.poll() is None:
             return True
@@ -157,9 +138,8 @@ class LocalRunner(Runner):
             code = self._process.returncode
             self._stderr.seek(0)
             text = self._stderr.read().decode(errors="replace").strip().removeprefix("error: ")
-            raise _ERRORS.get(code, CodeError)(
-                text or f"slurmllm resume ended with exit code {code}"
-            )
+            text = text or f"slurmllm resume ended with exit code {code}"
+            raise _ERRORS.get(code, CodeError)(text)
         return False
 
     def restart(self, run: RunDir, nodes: int) -> None:

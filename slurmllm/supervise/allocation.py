@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Allocation(ABC):
-    """The nodes of an attempt; the first one is the supervisor's own."""
+    """The nodes of an attempt; the supervisor runs on the first one."""
 
     nodes: tuple[str, ...]
     given_up: tuple[str, ...] = ()  # nodes that the job no longer holds; a requeue asks for as many
@@ -120,10 +120,7 @@ class SlurmAllocation(Allocation):
         return len(self.all_nodes or self.nodes) + len(self.given_up)
 
     def choose(self, without: Collection[str], count: int) -> tuple[str, ...]:
-        """The nodes for new workers in this job; empty if too few remain.
-
-        The first one must remain: the supervisor runs there.
-        """
+        """Return the nodes for new workers; empty if too few remain, or not the supervisor's."""
         left = [name for name in self.all_nodes if name not in without]
         usable = len(left) >= count and left[0] == self.all_nodes[0]
         return tuple(left[:count]) if usable else ()
@@ -132,9 +129,7 @@ class SlurmAllocation(Allocation):
         """Release lost nodes, so that Slurm does not end the job when it marks them as down.
 
         Not --no-kill: with it, a job whose batch host dies keeps its nodes until the time limit.
-
-        Raises:
-            SlurmError: Slurm does not let jobs shrink.
+        Raises a SlurmError if Slurm does not let jobs shrink.
         """
         left = tuple(name for name in self.all_nodes if name not in lost)
         if left != self.all_nodes:
@@ -168,21 +163,14 @@ class SlurmAllocation(Allocation):
     def _srun(
         self, options: Sequence[str], command: Sequence[str], output: int | None
     ) -> subprocess.Popen[bytes]:
-        some = bool(self.all_nodes) and self.nodes != self.all_nodes
-        srun = [
-            "srun",
-            *([f"--nodelist={','.join(self.nodes)}"] if some else []),
-            f"--nodes={len(self.nodes)}",
-            f"--ntasks={len(self.nodes)}",
-            "--ntasks-per-node=1",
-            # The only task of a node uses all of it; Slurm would bind it to one CPU.
-            "--cpu-bind=none",
-            "--input=none",
-            *(f"--cpus-per-task={cpus}" for cpus in [os.environ.get("SLURM_CPUS_ON_NODE")] if cpus),
-            *options,
-            *shlex.split(os.environ.get(SRUN_OPTIONS, "")),
-            *task_command(command),
-        ]
+        srun = ["srun", f"--nodes={len(self.nodes)}", f"--ntasks={len(self.nodes)}"]
+        # The only task of a node uses all of it; Slurm would bind it to one CPU.
+        srun += ["--ntasks-per-node=1", "--cpu-bind=none", "--input=none"]
+        if self.all_nodes and self.nodes != self.all_nodes:
+            srun.append(f"--nodelist={','.join(self.nodes)}")
+        if cpus := os.environ.get("SLURM_CPUS_ON_NODE"):
+            srun.append(f"--cpus-per-task={cpus}")
+        srun += [*options, *shlex.split(os.environ.get(SRUN_OPTIONS, "")), *task_command(command)]
         errors = None if output is None else subprocess.STDOUT
         try:
             # srun hands its environment to the nodes.
@@ -197,12 +185,12 @@ class SlurmAllocation(Allocation):
         # sbcast sends through a tree; without it every node reads the shared file system once.
         # Without --force it makes the file: an existing one, or a link to another, is refused.
         deadline, fault = time.monotonic() + BROADCAST_S, ""
+        command = ["sbcast", str(source), str(target)]
         try:
             with tempfile.TemporaryFile() as errors:
                 process = subprocess.Popen(
-                    ["sbcast", str(source), str(target)],
-                    stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
-                )  # fmt: skip
+                    command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
+                )
                 while process.poll() is None and not fault:
                     if stop():
                         fault = "stopped"
@@ -281,10 +269,12 @@ class LocalAllocation(Allocation):
             subprocess.Popen(
                 in_container(command),
                 env={**environment, NODE_RANK: str(index), NODE_NAME: name},
-                preexec_fn=die_with_parent, stdout=output, stderr=errors,
+                preexec_fn=die_with_parent,
+                stdout=output,
+                stderr=errors,
             )
             for index, name in enumerate(self.nodes)
-        ]  # fmt: skip
+        ]
 
     def broadcast(
         self, source: Path, target: Path, stop: Callable[[], bool] = lambda: False
@@ -307,10 +297,9 @@ def current_allocation(run: RunDir) -> Allocation:
 
 
 def held_allocation(client: SlurmClient, nodes: int | None) -> tuple[str, int]:
-    """The job id of the allocation that this command runs in, and `nodes` or all of its nodes.
+    """Return the job id of this shell's allocation, and `nodes` or the number of its nodes.
 
-    Raises:
-        UserError: there is no allocation, it has ended, or it has fewer nodes.
+    Raises a UserError if there is no allocation, it has ended, or it has fewer nodes.
     """
     job_id, nodelist = (os.environ.get(f"SLURM_JOB_{name}") for name in ("ID", "NODELIST"))
     if not job_id or not nodelist:
@@ -319,10 +308,10 @@ def held_allocation(client: SlurmClient, nodes: int | None) -> tuple[str, int]:
     if job is None or job.state != "RUNNING":
         state = "gone" if job is None else job.state
         raise UserError(f"the allocation of this shell, job {job_id}, is {state}; `salloc` again")
-    held = len(client.hostnames(nodelist))
-    if nodes is not None and nodes > held:
-        raise UserError(f"job {job_id} holds {held} nodes, fewer than --nodes {nodes}")
-    return job_id, nodes or held
+    count = len(client.hostnames(nodelist))
+    if nodes is not None and nodes > count:
+        raise UserError(f"job {job_id} holds {count} nodes, fewer than --nodes {nodes}")
+    return job_id, nodes or count
 
 
 def set_cpus_on_node() -> None:
@@ -331,39 +320,39 @@ def set_cpus_on_node() -> None:
         os.environ.setdefault("SLURM_CPUS_ON_NODE", cpus.group())
 
 
-def started_again(allocation: SlurmAllocation) -> bool:
+def was_restarted(allocation: SlurmAllocation) -> bool:
     """Whether the job runs as a later incarnation: Slurm had lost contact with this one."""
     job = retry_unreachable(lambda: allocation.client.batch_job(allocation.job_id))
     later = job.restarts > allocation.restart_count or job.host != allocation.nodes[0]
     return job.state == "RUNNING" and later
 
 
-def lost_start(allocation: Allocation) -> str:
-    """Why slurmctld does not know of this start of its job; empty if it does.
+def lost_start(allocation: Allocation) -> str | None:
+    """Return why slurmctld does not know of this start of its job; None if it does.
 
     It saves its state with some seconds of delay. Killed right after it has started a job, it shows
     the job as pending again while the batch script runs, and starts it once more: on another node,
     or on this one, which refuses a second copy and is drained ("Duplicate jobid").
     """
     if not isinstance(allocation, SlurmAllocation) or not allocation.requeues:
-        return ""
+        return None
     job_id = allocation.job_id
     try:
         job = retry_unreachable(lambda: allocation.client.batch_job(job_id))
     except SlurmError as error:
         log.warning("the state of job %s is unknown: %s", job_id, error)
-        return ""
+        return None
     if job.restarts > allocation.restart_count:  # known, and requeued since
-        return ""
+        return None
     if job.state == "PENDING":
         return f"slurmctld shows job {job_id} as pending: it has lost this start of the job"
     if job.state == "RUNNING" and job.host != allocation.nodes[0]:
         return f"slurmctld has lost this start of job {job_id} and started it on {job.host}"
-    return ""
+    return None
 
 
-def unrecorded(run: RunDir, allocation: Allocation) -> str:
-    """Return why this job is not in its run's last submission; empty if it is.
+def not_recorded(run: RunDir, allocation: Allocation) -> str | None:
+    """Return why this job is not in its run's last submission; None if it is.
 
     `submit` or `resume` was killed after sbatch and before it recorded the job. No command knows
     such a job: it could not be cancelled, and would supersede the job of a later `resume`.
@@ -380,17 +369,17 @@ def unrecorded(run: RunDir, allocation: Allocation) -> str:
                 f"`slurmllm resume {run.name}` submits one"
             )
         time.sleep(0.5)
-    return ""
+    return None
 
 
 def node_command(cluster: Cluster, module: str = "slurmllm") -> list[str]:
-    """`python -m slurmllm` on the nodes, for a verb outside a run."""
-    own = sys.executable if cluster.container is not None else cluster.python
-    return [own or sys.executable, "-P", "-m", module]
+    """Return `python -m slurmllm` on the nodes, for a verb outside a run."""
+    python = sys.executable if cluster.container is not None else cluster.python
+    return [python or sys.executable, "-P", "-m", module]
 
 
 def task_command(command: Sequence[str]) -> list[str]:
-    """The command of a task of srun: after cluster.setup, and in cluster.container."""
+    """Return the command of a task of srun: after cluster.setup, and in cluster.container."""
     inside = in_container(command)
     # With pyxis the task itself is inside, where the site's modules are not.
     by_srun = CONTAINER_PYTHON in os.environ and CONTAINER not in os.environ
@@ -430,7 +419,7 @@ def allocate_nodes(
     options: Mapping[str, str | None] | None = None,
     folders: Sequence[Path] = (),
 ) -> Allocation:
-    """The nodes for a verb: this machine, those of the current job, or those of a new one.
+    """Return the nodes for a verb: this machine, or those of the current job or of a new one.
 
     Inside an allocation (salloc, a batch script) these are its nodes, unless a number is given.
     Else this function does not return: salloc replaces this process and runs the verb again inside
@@ -442,8 +431,8 @@ def allocate_nodes(
         os.environ[LOCAL_NODES] = str(nodes or 1)
         return LocalAllocation()
     export_site(config, folders)
-    given = dict(options or {})
-    if "SLURM_JOB_ID" in os.environ and nodes is None and not given.get("nodelist"):
+    salloc_options = dict(options or {})
+    if "SLURM_JOB_ID" in os.environ and nodes is None and not salloc_options.get("nodelist"):
         set_cpus_on_node()
         return SlurmAllocation()
     if shutil.which("salloc") is None:
@@ -451,12 +440,12 @@ def allocate_nodes(
             "salloc is not on the PATH; run this on a node of the Slurm cluster, or add --local "
             "to use this machine"
         )
-    given["partition"] = given.get("partition") or config.cluster.partition
-    given["time"] = given.get("time") or "15"
-    if nodes is not None or not given.get("nodelist"):
-        given["nodes"] = str(nodes or 1)
+    salloc_options["partition"] = salloc_options.get("partition") or config.cluster.partition
+    salloc_options["time"] = salloc_options.get("time") or "15"
+    if nodes is not None or not salloc_options.get("nodelist"):
+        salloc_options["nodes"] = str(nodes or 1)
     salloc = ["salloc", f"--job-name={job_name}", "--ntasks-per-node=1"]
-    salloc += [f"--{name}={value}" for name, value in given.items() if value]
+    salloc += [f"--{name}={value}" for name, value in salloc_options.items() if value]
     salloc += [*(["--exclusive"] if config.cluster.exclusive else []), *config.cluster.directives]
     # salloc would take the variables of a surrounding job for its own options.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_JOB")}

@@ -6,17 +6,17 @@ import logging
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
+from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts
-from slurmllm.supervise.classify import is_echo, reported_all
+from slurmllm.supervise.classify import failed_workers, is_echo, reported_all
 from slurmllm.supervise.watchdog import LOOK_S, Watchdog
 
 POLL_S = 0.1
@@ -24,7 +24,7 @@ REPEAT_SIGNAL_S = 5.0
 # From the first failure to the end of the remaining launchers: if the cause is known, if all nodes
 # but one unresponsive one have reported, and otherwise.
 CLEAR_GRACE_S, REPORTED_GRACE_S, LAUNCHER_GRACE_S = 3.0, 2.5, 20.0
-GRACE_LOOK_S = FAILURES_LOOK_S = 0.5  # intervals between looks at the shared file system
+FAILURES_LOOK_S = 0.5  # interval between looks at the shared file system
 HANG_GRACE_S = 60.0  # for launchers to notice the hang and dump stacks: NFS caches directories
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Observations:
     hang: HangRecord | None = None
     superseded_by: int | None = None
     unwritable: str | None = None  # why the run directory could not be written
-    sign_at: float | None = None  # Unix time of the first sign of the end
+    first_symptom_at: float | None = None  # Unix time of the first sign of the end
 
 
 class AttemptMonitor:
@@ -83,9 +83,8 @@ class AttemptMonitor:
         self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
         self._next_look = time.monotonic() + self._look_s
         self._failed_at: float | None = None
-        self._grace_s, self._next_grace_look = LAUNCHER_GRACE_S, 0.0
+        self._grace_s, self._next_failures_look = LAUNCHER_GRACE_S, 0.0
         self._ended: dict[str, NodeRecord] = {}  # of the nodes whose workers have ended
-        self._next_failures_look = 0.0
         self._kill_at: float | None = None
         self.observed = Observations()
 
@@ -96,7 +95,7 @@ class AttemptMonitor:
             # Repeated: launchers and workers ignore it until their handlers are installed.
             if self._stop.name is not None and now - signalled_at >= REPEAT_SIGNAL_S:
                 signalled_at = now
-                self._note_sign(now - self._stop.at)
+                self._note_symptom(now - self._stop.at)
                 self._send(signal.SIGUSR2)  # srun forwards it to the launchers
             self._check_failures(now)
             # The time limit is near, and the workers have not saved and left.
@@ -121,21 +120,20 @@ class AttemptMonitor:
 
     def _check_failures(self, now: float) -> None:
         """After the first failure, give the other launchers a grace period."""
+        look = now >= self._next_failures_look
+        if look:
+            self._next_failures_look = now + FAILURES_LOOK_S
         if self._failed_at is None:
             # The folder appears with the first failure record: one look at the shared file system
             # for any number of nodes. The peers of a worker that was killed record failures too.
-            paths = self._run.attempt(self._record.stage, self._record.attempt)
+            folder = self._run.attempt(self._record.stage, self._record.attempt).failure(0).parent
             failed = any(launcher.poll() for launcher in self._launchers)
-            if not failed and now >= self._next_failures_look:
-                self._next_failures_look = now + FAILURES_LOOK_S
-                failed = paths.failure(0).parent.is_dir()
-            if not failed:
+            if not failed and not (look and folder.is_dir()):
                 return
-            self._failed_at = now
-            self._note_sign()
+            self._failed_at, look = now, True
+            self._note_symptom()
             self.observed.failed_first = self._stop.name is None
-        if now >= self._next_grace_look:
-            self._next_grace_look = now + GRACE_LOOK_S
+        if look:
             self._grace_s = self._grace()
         # Never later than a deadline that has passed already.
         if now - self._failed_at > self._grace_s:
@@ -146,41 +144,47 @@ class AttemptMonitor:
         if self._record.stage == "precompile":
             return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
         try:
-            # The record of a node whose workers have all ended changes no more.
-            rest = [name for name in self._record.nodes if name not in self._ended]
-            nodes = self._ended | attempts.node_records(self._run, self._record, rest)
-            self._ended = {
-                name: node
-                for name, node in nodes.items()
-                if node.pids and node.exit_codes.keys() >= node.pids.keys()
-            }
+            nodes = self._node_records()
             failures = attempts.failure_records(self._run, self._record)
         except SlurmllmError:
             return LAUNCHER_GRACE_S
-        # A node with a failure record is alive: its launcher waits for its other workers.
-        alive = {failure.node for failure in failures}
-        alive |= {name for name, node in nodes.items() if node.exit_codes}
-        pending = [n for n in self._record.nodes if not reported_all(nodes.get(n))]
-        all_reported = not pending or (len(pending) == 1 and pending[0] not in alive)
+        all_reported = self._all_reported(nodes, failures)
         if self.observed.hang is not None:  # the cause is known, but stacks take time
             return REPORTED_GRACE_S if all_reported else HANG_GRACE_S
         codes = [code for node in nodes.values() for code in node.exit_codes.values()]
         if StorageError.exit_code in codes:  # the others' records may be late or never written
             return LAUNCHER_GRACE_S
-        killed = any(
-            code < 0 and rank not in node.stopped_ranks
-            for node in nodes.values()
-            for rank, code in node.exit_codes.items()
-        )
+        killed = any(worker.code < 0 for worker in failed_workers(nodes))
         if killed or not all(map(is_echo, failures)):
             return CLEAR_GRACE_S
         return REPORTED_GRACE_S if all_reported else LAUNCHER_GRACE_S
+
+    def _node_records(self) -> dict[str, NodeRecord]:
+        # The record of a node whose workers have all ended changes no more.
+        rest = [name for name in self._record.nodes if name not in self._ended]
+        nodes = self._ended | attempts.node_records(self._run, self._record, rest)
+        self._ended = {
+            name: node
+            for name, node in nodes.items()
+            if node.pids and node.exit_codes.keys() >= node.pids.keys()
+        }
+        return nodes
+
+    def _all_reported(
+        self, nodes: Mapping[str, NodeRecord], failures: Sequence[FailureRecord]
+    ) -> bool:
+        """Whether all nodes have reported their workers' ends, or all but one that is dead."""
+        # A node with a failure record is alive: its launcher waits for its other workers.
+        alive = {failure.node for failure in failures}
+        alive |= {name for name, node in nodes.items() if node.exit_codes}
+        pending = [n for n in self._record.nodes if not reported_all(nodes.get(n))]
+        return not pending or (len(pending) == 1 and pending[0] not in alive)
 
     def _look_for_newer(self, now: float) -> None:
         newer = attempts.newer_attempt(self._run, self._record.stage, self._record.attempt)
         if newer is not None and self.observed.superseded_by is None:
             self.observed.superseded_by = newer
-            self._note_sign()
+            self._note_symptom()
             self._kill_at = now
 
     def _look(self, now: float) -> None:
@@ -192,7 +196,7 @@ class AttemptMonitor:
         hang = None if self._watchdog is None or ending else self._watchdog.look()
         if hang is None:
             return
-        self._note_sign(hang.waited_s)
+        self._note_symptom(hang.waited_s)
         try:
             hang.save(self._run.attempt("train", self._record.attempt).hang)
         except StorageError as error:
@@ -204,11 +208,10 @@ class AttemptMonitor:
         self.observed.hang = hang
         self._kill_at = now + HANG_GRACE_S
         log.warning(
-            "train attempt %d: no progress for %.0f s after step %d (limit %.0f s): dumping "
-            "stacks, then ending it",
-            self._record.attempt, hang.waited_s, hang.step, hang.limit_s,
-        )  # fmt: skip
+            f"train attempt {self._record.attempt}: no progress for {hang.waited_s:.0f} s after "
+            f"step {hang.step} (limit {hang.limit_s:.0f} s): dumping stacks, then ending it"
+        )
 
-    def _note_sign(self, ago_s: float = 0.0) -> None:
-        if self.observed.sign_at is None:
-            self.observed.sign_at = time.time() - ago_s
+    def _note_symptom(self, ago_s: float = 0.0) -> None:
+        if self.observed.first_symptom_at is None:
+            self.observed.first_symptom_at = time.time() - ago_s

@@ -62,15 +62,12 @@ def process_identity(pid: int) -> str | None:
 
 
 def is_running(pid: int, identity: str | None, text: bytes) -> bool:
-    """Whether a recorded process still runs, with `text` in its command line.
-
-    Records of earlier versions have no identity.
-    """
+    """Whether a recorded process still runs, with `text` in its command line."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return text in command and identity in (None, process_identity(pid))
+    return text in command and identity is not None and identity == process_identity(pid)
 
 
 def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> str | None:
@@ -101,20 +98,19 @@ def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> st
     return None
 
 
-def other_supervisor(run: RunDir, stage: Stage, allocation: Allocation) -> str:
-    """Return which process of this node supervises this start of the job already; empty if none.
+def other_supervisor(run: RunDir, stage: Stage, allocation: Allocation) -> str | None:
+    """Return which process of this node supervises this start of the job already; None if none.
 
     A second one must leave: if it superseded the first, Slurm would end the job with the first.
     """
+    this_start = allocation.job_id, allocation.restart_count, socket.gethostname()
     for record in load_attempts(run, stage):
-        same = (record.job_id, record.restart_count, record.host) == (
-            allocation.job_id, allocation.restart_count, socket.gethostname(),
-        )  # fmt: skip
+        same = (record.job_id, record.restart_count, record.host) == this_start
         if record.ended_at is None and record.job_id is not None and same:
             pid = record.pid
             if pid not in (None, os.getpid()) and is_running(pid, record.process, b"supervise"):
                 return f"attempt {record.attempt} of job {record.job_id} is supervised by {pid}"
-    return ""
+    return None
 
 
 def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
@@ -143,7 +139,7 @@ def incarnation(record: AttemptRecord, rows: Sequence[AccountingRow]) -> Account
 def ending_of_orphaned(
     record: AttemptRecord, reported: Mapping[str, NodeRecord], row: AccountingRow | None
 ) -> Ending:
-    """The ending of an attempt whose supervisor died with its node, by Slurm's accounting."""
+    """Return the ending of an attempt whose supervisor died with its node, by accounting."""
     state = row.state if row is not None else "UNKNOWN"
     evidence = (
         f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a record"
@@ -160,9 +156,8 @@ def ending_of_orphaned(
 
 
 def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
-    paths = [attempt.record for attempt in run.attempts(stage)]
-    found = read_all(AttemptRecord.find, paths)
-    return [record for record in found if record is not None]
+    records = read_all(AttemptRecord.find, [attempt.record for attempt in run.attempts(stage)])
+    return [record for record in records if record is not None]
 
 
 def open_attempt(
@@ -216,30 +211,23 @@ def close_attempt(
     ending: Ending,
     phases_s: Mapping[str, float] | None = None,
     ended_at: float | None = None,
-    sign_at: float | None = None,
+    first_symptom_at: float | None = None,
     row: AccountingRow | None = None,
-    again: Restart = "requeue",
+    restart_mode: Restart = "requeue",
     in_allocation: bool = False,
 ) -> AttemptRecord:
     """Record how an attempt ended and the action that follows; returns the closed record.
 
-    `phases_s` are the supervisor's own measurements; the others follow from the workers' files.
-    `ended_at` (None: now) and `sign_at`, of the first sign of the end, are Unix times, s. `again`
+    `phases_s` are the supervisor's measurements; the others follow from the workers' files.
+    `ended_at` (None: now) and `first_symptom_at`, of the end, are Unix times, s. `restart_mode`
     and `in_allocation` are as in `policy.decide`. Raises a StorageError if the run directory cannot
     be read or written.
     """
-    paths = run.attempt(record.stage, record.attempt)
-    end = ended_at or time.time()
-    found = timeline(run, record, end, sign_at) if record.stage == "train" else Timeline()
-    phases = {**record.phases_s, **(phases_s or {})}
-    if paths.worker(0).is_file():
-        worker = WorkerRecord.load(paths.worker(0))
-        phases |= {"start_up": worker.start_up_s, "first_step": worker.first_step_s}
-    phases |= found.phases_s
+    end, times = ended_at or time.time(), Timeline()
+    if record.stage == "train":
+        times = timeline(run, record, end, first_symptom_at)
     earlier = load_attempts(run, record.stage)
-    waited_s = queue_s(record, earlier, row)
-    if waited_s is not None:
-        phases = {"queue": waited_s, **phases}
+    phases = _phases(run, record, phases_s or {}, times, queue_s(record, earlier, row))
     nodes = node_records(run, record).values()
     closed = record.model_copy(
         update={
@@ -247,11 +235,11 @@ def close_attempt(
             "ending": ending.ending,
             "evidence": ending.evidence,
             "blamed_nodes": ending.blamed_nodes,
-            "first_step": found.first_step,
-            "last_step": found.last_step,
+            "first_step": times.first_step,
+            "last_step": times.last_step,
             "checkpoint_after": max(run.checkpoint_steps(), default=record.checkpoint_before),
-            "steps_gained": found.steps_gained,
-            "steps_lost": found.steps_lost,
+            "steps_gained": times.steps_gained,
+            "steps_lost": times.steps_lost,
             "phases_s": {name: round(seconds, 3) for name, seconds in phases.items()},
             "new_graphs": tuple(sorted({name for node in nodes for name in node.new_graphs})),
         }
@@ -265,12 +253,29 @@ def close_attempt(
         load(run.config).recipe,
         rolled_back=any(skip.attempt == closed.attempt for skip in skips.skips),
         started=ending.started,
-        again=again,
+        restart_mode=restart_mode,
         in_allocation=in_allocation,
     )
     # Written last: until then the attempt counts as open, and the next supervisor closes it.
-    closed.save(paths.record)
+    closed.save(run.attempt(record.stage, record.attempt).record)
     return closed
+
+
+def _phases(
+    run: RunDir,
+    record: AttemptRecord,
+    measured_s: Mapping[str, float],
+    times: Timeline,
+    waited_s: float | None,
+) -> dict[str, float]:
+    """Return the phases of an attempt in their order, s."""
+    phases = {} if waited_s is None else {"queue": waited_s}
+    phases |= {**record.phases_s, **measured_s}
+    path = run.attempt(record.stage, record.attempt).worker(0)
+    if path.is_file():
+        worker = WorkerRecord.load(path)
+        phases |= {"start_up": worker.start_up_s, "first_step": worker.first_step_s}
+    return phases | times.phases_s
 
 
 @dataclass(frozen=True)
@@ -286,12 +291,12 @@ class Timeline:
 
 
 def timeline(
-    run: RunDir, record: AttemptRecord, ended_at: float, sign_at: float | None
+    run: RunDir, record: AttemptRecord, ended_at: float, first_symptom_at: float | None
 ) -> Timeline:
     """Reconstruct the timeline of a train attempt.
 
-    `record` has the phases before the launchers' start; `ended_at` and `sign_at`, the first sign of
-    the end that the supervisor saw, are Unix times.
+    `record` has the phases before the launchers' start; `ended_at` and `first_symptom_at`, when the
+    supervisor saw the first sign of the end, are Unix times.
     """
     steps = saved_by(run, record.attempt)
     first, last = None, None
@@ -317,7 +322,7 @@ def timeline(
         waited_at = max((event.time for event in waits), default=0.0)
     worked_until = max(last["time"], waited_at)
     # A step in progress at the first sign counts as training.
-    work_end = min(max(worked_until, sign_at or 0.0), ended_at)
+    work_end = min(max(worked_until, first_symptom_at or 0.0), ended_at)
     launched = record.started_at + sum(
         record.phases_s.get(name, 0.0) for name in ("preflight", "cache")
     )
@@ -342,20 +347,20 @@ def timeline(
 
 
 def saved_by(run: RunDir, attempt: int) -> list[int]:
-    """The steps of the existing checkpoints that an attempt wrote."""
-    found = []
+    """Return the steps of the existing checkpoints that an attempt wrote."""
+    steps = []
     for step in run.checkpoint_steps():
         with suppress(StorageError):
             manifest = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")
             if manifest.attempt == attempt:
-                found.append(step)
-    return found
+                steps.append(step)
+    return steps
 
 
 def queue_s(
     record: AttemptRecord, earlier: Sequence[AttemptRecord], row: AccountingRow | None
 ) -> float | None:
-    """Seconds in the queue; None if unknown.
+    """Return the seconds in the queue; None if unknown.
 
     A requeued attempt waits from the end of the one before it, the first one from the time at which
     it was eligible to start.
@@ -370,12 +375,12 @@ def queue_s(
 
 
 def first_attempt(run: RunDir) -> int:
-    """The first train attempt of the last submission: budgets count from there."""
+    """Return the first train attempt of the last submission: budgets count from there."""
     return JobsRecord.load(run.jobs).submissions[-1].first_attempt if run.jobs.is_file() else 0
 
 
 def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
-    """The number of an attempt that another supervisor has begun since, if any."""
+    """Return the number of an attempt that another supervisor has begun since, if any."""
     try:
         newest = max((attempt.number for attempt in run.attempts(stage)), default=number)
     except OSError:
@@ -386,16 +391,16 @@ def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
 def node_records(
     run: RunDir, record: AttemptRecord, names: Iterable[str] | None = None
 ) -> dict[str, NodeRecord]:
-    """The records of an attempt's nodes, or of those with `names`; missing ones are left out."""
+    """Return the records of an attempt's nodes, or of those in `names`, as far as they exist."""
     paths = run.attempt(record.stage, record.attempt)
 
     def read(name: str) -> NodeRecord | None:
         path = paths.node(name)
         return NodeRecord.load(path) if path.is_file() else None
 
-    wanted = list(record.nodes if names is None else names)
-    found = zip(wanted, read_all(read, wanted), strict=True)
-    return {name: node for name, node in found if node is not None}
+    names = list(record.nodes if names is None else names)
+    records = zip(names, read_all(read, names), strict=True)
+    return {name: node for name, node in records if node is not None}
 
 
 def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecord]:
@@ -405,7 +410,7 @@ def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecor
 
 
 def lost_nodes(run: RunDir, record: AttemptRecord) -> list[str]:
-    """The blamed nodes of an attempt that did not report, or whose device broke."""
+    """Return the blamed nodes of an attempt that did not report, or whose device broke."""
     reported = node_records(run, record)
     broken = {f.node for f in failure_records(run, record) if device_fault(f)}
     return [
@@ -416,7 +421,7 @@ def lost_nodes(run: RunDir, record: AttemptRecord) -> list[str]:
 
 
 def unequal_versions(by_node: Mapping[str, Mapping[str, str]]) -> str:
-    """The versions that differ between nodes, with the nodes; empty if none do."""
+    """Return which versions differ between nodes, with the nodes; empty if none do."""
     reported = {name: versions for name, versions in by_node.items() if versions}
     lines = []
     for component in sorted({key for versions in reported.values() for key in versions}):

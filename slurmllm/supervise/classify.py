@@ -6,12 +6,13 @@ A pure function of records, so that every row is tested without a cluster.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
-from slurmllm.run.error_patterns import ENDINGS, Meaning, cause_line, matches, meaning_of
+from slurmllm.run.error_patterns import ENDINGS, cause_line, matches, meaning_of
 from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, NodeRecord
 
 # Signals that a process raises by a fault of its own code; others come from outside.
@@ -40,6 +41,20 @@ class Evidence:
     superseded_by: int | None = None
     unwritable: str | None = None  # why the run directory cannot be written
 
+    @property
+    def unreported(self) -> list[str]:
+        """The nodes whose launchers did not record how all their workers ended."""
+        return [n for n in self.expected_nodes if not reported_all(self.nodes.get(n))]
+
+    @property
+    def exit_codes(self) -> list[int]:
+        return [code for node in self.nodes.values() for code in node.exit_codes.values()]
+
+    @property
+    def finished(self) -> bool:
+        codes, launchers_ok = self.exit_codes, all(n.error is None for n in self.nodes.values())
+        return bool(codes) and not any(codes) and launchers_ok and not self.unreported
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -64,41 +79,61 @@ class FailedWorker(NamedTuple):
 
 def classify(evidence: Evidence) -> Ending:
     """Classify the ending; the first matching row of the table wins."""
-    if evidence.superseded_by is not None:
-        text = f"superseded by attempt {evidence.superseded_by} of another supervisor"
-        return Ending("superseded", (text,))
-    silent = [n for n in evidence.expected_nodes if not reported_all(evidence.nodes.get(n))]
-    codes = {rank: code for n in evidence.nodes.values() for rank, code in n.exit_codes.items()}
-    finished = not silent and bool(codes) and all(code == 0 for code in codes.values())
-    finished = finished and all(node.error is None for node in evidence.nodes.values())
-    stop_signal = evidence.stop_signal
-    if finished and not evidence.uncompiled:
-        return Ending("done", (f"all {len(codes)} workers finished",))
+    endings = (row(evidence) for row in _TABLE)
+    return next(ending for ending in endings if ending is not None)
+
+
+def _superseded(evidence: Evidence) -> Ending | None:
+    if evidence.superseded_by is None:
+        return None
+    text = f"superseded by attempt {evidence.superseded_by} of another supervisor"
+    return Ending("superseded", (text,))
+
+
+def _done(evidence: Evidence) -> Ending | None:
+    if not evidence.finished or evidence.uncompiled:
+        return None
+    return Ending("done", (f"all {len(evidence.exit_codes)} workers finished",))
+
+
+def _by_slurm(evidence: Evidence) -> Ending | None:
     if evidence.slurm_state == "CANCELLED":
         return Ending("cancelled", ("the job was cancelled",))
     if evidence.step_out_of_memory:
-        incomplete = evidence.uncompiled if finished else ()
+        incomplete = evidence.uncompiled if evidence.finished else ()
         return Ending("out_of_memory", ("Slurm: the step ran out of host memory", *incomplete))
-    if finished:
-        cut = (f"{stop_signal} came before the compiler was done",) if stop_signal else ()
-        return Ending("compile_failure", (*cut, *evidence.uncompiled))
-    ended = set(codes.values())
-    if not silent and EXIT_REQUEUE in ended and ended <= {EXIT_OK, EXIT_REQUEUE}:
-        return Ending("advance_signal", (f"{stop_signal or 'a stop signal'}: saved and left",))
-    if (hang := evidence.hang) is not None:
-        # Unless a worker failed by itself before the others were found waiting for it.
-        recorded = (f.time < hang.found_at and not is_echo(f) for f in evidence.failures)
-        failed = failed_workers(evidence.nodes)
-        if not any(recorded) and all(worker.code not in _EXITS for worker in failed):
-            return Ending("hang", (*hang_text(hang), *evidence.stacks), hang.suspects)
-    if down := tuple(name for name in silent if name in evidence.down_nodes):
-        return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down)
-    if (by_failure := _by_failure(evidence)) is not None:
-        return by_failure
-    # If the run directory cannot be written, most other records could not be written either.
-    if evidence.unwritable is not None:
-        return Ending("storage_failure", (evidence.unwritable,))
-    return _by_exit_code(evidence) or _by_signal(evidence) or _by_silence(evidence, silent)
+    return None
+
+
+def _uncompiled(evidence: Evidence) -> Ending | None:
+    if not evidence.finished:
+        return None
+    number = evidence.stop_signal
+    cut = (f"{number} came before the compiler was done",) if number else ()
+    return Ending("compile_failure", (*cut, *evidence.uncompiled))
+
+
+def _saved(evidence: Evidence) -> Ending | None:
+    codes = {*evidence.exit_codes}
+    if evidence.unreported or EXIT_REQUEUE not in codes or codes - {EXIT_OK, EXIT_REQUEUE}:
+        return None
+    text = f"{evidence.stop_signal or 'a stop signal'}: saved and left"
+    return Ending("advance_signal", (text,))
+
+
+def _hang(evidence: Evidence) -> Ending | None:
+    """A hang, unless a worker failed by itself before the others were found waiting for it."""
+    hang = evidence.hang
+    if hang is None or any(f.time < hang.found_at and not is_echo(f) for f in evidence.failures):
+        return None
+    if any(worker.code in _EXITS for worker in failed_workers(evidence.nodes)):
+        return None
+    return Ending("hang", (*hang_text(hang), *evidence.stacks), hang.suspects)
+
+
+def _down(evidence: Evidence) -> Ending | None:
+    down = tuple(name for name in evidence.unreported if name in evidence.down_nodes)
+    return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down) if down else None
 
 
 def reported_all(node: NodeRecord | None) -> bool:
@@ -109,7 +144,7 @@ def reported_all(node: NodeRecord | None) -> bool:
 
 
 def failed_workers(nodes: Mapping[str, NodeRecord]) -> list[FailedWorker]:
-    """The workers that failed by themselves, by node and rank."""
+    """Return the workers that failed by themselves, by node and rank."""
     return [
         FailedWorker(rank, code, name)
         for name, node in nodes.items()
@@ -118,11 +153,11 @@ def failed_workers(nodes: Mapping[str, NodeRecord]) -> list[FailedWorker]:
     ]
 
 
-def without_record(
-    workers: Sequence[FailedWorker], failures: Sequence[FailureRecord]
+def workers_without_failure_record(
+    nodes: Mapping[str, NodeRecord], failures: Sequence[FailureRecord]
 ) -> list[FailedWorker]:
     recorded = {failure.rank for failure in failures}
-    return [worker for worker in workers if worker.rank not in recorded]
+    return [worker for worker in failed_workers(nodes) if worker.rank not in recorded]
 
 
 def hang_text(hang: HangRecord) -> list[str]:
@@ -138,13 +173,17 @@ def hang_text(hang: HangRecord) -> list[str]:
     return lines
 
 
+def _port_taken(evidence: Evidence) -> Ending | None:
+    """Another process took the rendezvous port first: no node is to blame."""
+    for failure in evidence.failures:
+        if matches(failure.message, "port"):
+            text = f"rank {failure.rank} on {failure.node}: {failure.message}"
+            return Ending("node_failure", (f"the rendezvous port was taken: {text}",))
+    return None
+
+
 def _by_failure(evidence: Evidence) -> Ending | None:
     """The earliest failure record that is not an echo of another worker's failure."""
-    for taken in evidence.failures:
-        if matches(taken.message, "port"):
-            # No node is to blame: another process took the port first. Waiting peers may be silent.
-            text = f"rank {taken.rank} on {taken.node}: {taken.message}"
-            return Ending("node_failure", (f"the rendezvous port was taken: {text}",))
     primary = [f for f in evidence.failures if not is_echo(f)]
     if not primary:
         return None
@@ -185,88 +224,122 @@ def is_echo(failure: FailureRecord) -> bool:
     return meaning_of(_text(failure)) == "lost_peer"
 
 
+def _unwritable(evidence: Evidence) -> Ending | None:
+    """The run directory cannot be written; most records could not be written either."""
+    if evidence.unwritable is None:
+        return None
+    return Ending("storage_failure", (evidence.unwritable,))
+
+
 def _by_exit_code(evidence: Evidence) -> Ending | None:
     """A specific exit code of a worker that could not write its failure record."""
-    failed = without_record(failed_workers(evidence.nodes), evidence.failures)
-    for known, ending in _EXITS.items():
+    failed = workers_without_failure_record(evidence.nodes, evidence.failures)
+    for exit_code, ending in _EXITS.items():
         for rank, code, name in failed:
-            if code == known:
+            if code == exit_code:
                 text = f"rank {rank} on {name} ended with exit code {code} and could not write why"
                 return Ending(ending, (text,))
     return None
 
 
-def _by_signal(evidence: Evidence) -> Ending | None:
-    """A worker ended by a signal that was not its launcher's; before that, a failed launcher."""
+def _launcher_error(evidence: Evidence) -> Ending | None:
     for name, node in evidence.nodes.items():
         if node.error is not None:
             # If its port was taken, another process took it first, which may be gone next time.
             blamed = () if meaning_of(node.error) == "port" else (name,)
             return Ending("node_failure", (f"{name}: {node.error}",), blamed)
-    echo: Ending | None = None
-    unexplained: Ending | None = None
-    # Workers with a failure record have been judged by it: echoes, or one was the cause.
-    for rank, code, name in without_record(failed_workers(evidence.nodes), evidence.failures):
-        if code >= 0:
-            continue
-        number = signal.Signals(-code)
-        line = cause_line(evidence.log_tails.get(rank, ()))
-        if line is not None:
-            ending = _by_line(*line, f"rank {rank} on {name} ended by {number.name}", name)
-            if line[1] != "lost_peer":
-                return ending
-            echo = echo or ending
-        elif unexplained is None:
-            who = f"rank {rank} on {name}"
-            if number in CRASHES:
-                unexplained = Ending("code_error", (f"{who} crashed with {number.name}",))
-            elif evidence.overran_s is not None:
-                continue  # the supervisor may have sent the signal
-            elif number == signal.SIGBUS:
-                text = f"{who}: SIGBUS: memory, or a file mapped into it, could not be read"
-                unexplained = Ending("node_failure", (text,), (name,))
-            else:
-                text = f"{who} was ended by {number.name} from outside"
-                unexplained = Ending("node_failure", (text,), (name,))
-    if unexplained is not None or echo is not None:
-        return unexplained or echo
-    if evidence.overran_s is not None:
-        text = f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
-        return Ending("advance_signal", (text,))
     return None
 
 
-def _by_line(line: str, meaning: Meaning, who: str, node: str) -> Ending:
-    ending, blamed = ENDINGS[meaning]
-    return Ending(ending, (f"{who}: {line.strip()[:400]}",), (node,) if blamed else ())
-
-
-def _by_silence(evidence: Evidence, silent: Sequence[str]) -> Ending:
-    """A node that never reported, or workers that left no cause but in their logs."""
-    if silent and evidence.stop_signal is not None:
-        text = f"{evidence.stop_signal}: {', '.join(silent)} ended before the workers reported"
+def _by_signal(evidence: Evidence) -> Ending | None:
+    """A worker ended by a signal that was not its launcher's, or by the forced end of a stop."""
+    # Workers with a failure record have been judged by it: echoes, or one was the cause.
+    failed = workers_without_failure_record(evidence.nodes, evidence.failures)
+    ending = _by_workers(evidence, [worker for worker in failed if worker.code < 0])
+    if ending is None and evidence.overran_s is not None:
+        text = f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
         return Ending("advance_signal", (text,))
-    if silent:
-        text = f"{', '.join(silent)} stopped responding"
-        # If most nodes are silent at once, none is to blame: Slurm ended the step, or the network
-        # failed.
-        few = len(silent) <= max(len(evidence.expected_nodes) // 2, 1)
-        return Ending("node_failure", (text,), tuple(silent) if few else ())
-    if evidence.failures:
-        first = min(evidence.failures, key=lambda failure: failure.time)
-        text = f"communication: rank {first.rank} on {first.node}: {first.message}"
-        return Ending("node_failure", (text,))
-    failed = without_record(failed_workers(evidence.nodes), evidence.failures)
-    echo: Ending | None = None
-    for rank, code, name in failed:
-        line = cause_line(evidence.log_tails.get(rank, ()))
-        if line is not None:
-            ending = _by_line(*line, f"rank {rank} on {name} ended with exit code {code}", name)
-            if line[1] != "lost_peer":
-                return ending
-            echo = echo or ending
-    if echo is not None:
-        return echo
+    return ending
+
+
+def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending | None:
+    """What a log explains; else the first worker's signal; else a log with a lost peer."""
+    echo = unexplained = None
+    for worker in workers:
+        cause = cause_line(evidence.log_tails.get(worker.rank, ()))
+        if cause is None:
+            unexplained = unexplained or _unexplained(worker, evidence)
+            continue
+        line, meaning = cause
+        text = f"rank {worker.rank} on {worker.node} {how_ended(worker.code)}: "
+        ending, blamed = ENDINGS[meaning]
+        blamed_nodes = (worker.node,) if blamed else ()
+        by_log = Ending(ending, (f"{text}{line.strip()[:400]}",), blamed_nodes)
+        if meaning != "lost_peer":
+            return by_log
+        echo = echo or by_log
+    return unexplained or echo
+
+
+def how_ended(code: int) -> str:
+    """Return `ended with exit code 1`, `ended by SIGKILL`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended by signal {-code}"  # a real-time signal
+
+
+def _unexplained(worker: FailedWorker, evidence: Evidence) -> Ending | None:
+    rank, code, name = worker
+    how = how_ended(code).removeprefix("ended by ")
+    if code >= 0:
+        return None
+    if -code in CRASHES:
+        return Ending("code_error", (f"rank {rank} on {name} crashed with {how}",))
+    if evidence.overran_s is not None:
+        return None  # the supervisor may have sent the signal
+    text = f"rank {rank} on {name} was ended by {how} from outside"
+    if -code == signal.SIGBUS:
+        text = f"rank {rank} on {name}: SIGBUS: memory, or a file mapped into it, could not be read"
+    return Ending("node_failure", (text,), (name,))
+
+
+def _unreported(evidence: Evidence) -> Ending | None:
+    """Nodes whose launchers did not record how their workers ended."""
+    names = evidence.unreported
+    if not names:
+        return None
+    if evidence.stop_signal is not None:
+        text = f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported"
+        return Ending("advance_signal", (text,))
+    # If most nodes are silent at once, none is to blame: Slurm ended the step, or the network
+    # failed.
+    few = len(names) <= max(len(evidence.expected_nodes) // 2, 1)
+    text = f"{', '.join(names)} stopped responding"
+    return Ending("node_failure", (text,), tuple(names) if few else ())
+
+
+def _echoes(evidence: Evidence) -> Ending | None:
+    """Workers that only lost their peers."""
+    if not evidence.failures:
+        return None
+    first = min(evidence.failures, key=lambda failure: failure.time)
+    text = f"communication: rank {first.rank} on {first.node}: {first.message}"
+    return Ending("node_failure", (text,))
+
+
+def _no_record(evidence: Evidence) -> Ending:
+    """Workers that left no cause, or only in their logs."""
+    failed = workers_without_failure_record(evidence.nodes, evidence.failures)
+    if (ending := _by_workers(evidence, failed)) is not None:
+        return ending
     rank, code, _ = failed[0] if failed else (-1, -1, "")
     text = f"rank {rank} ended with exit code {code} and wrote no reason; see its log"
     return Ending("code_error", (text,))
+
+
+_TABLE: tuple[Callable[[Evidence], Ending | None], ...] = (
+    *(_superseded, _done, _by_slurm, _uncompiled, _saved, _hang, _down, _port_taken, _by_failure),
+    *(_unwritable, _by_exit_code, _launcher_error, _by_signal, _unreported, _echoes, _no_record),
+)

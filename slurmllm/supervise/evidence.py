@@ -17,7 +17,11 @@ from slurmllm.run.safe_files import open_regular
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations
-from slurmllm.supervise.classify import Evidence, failed_workers, reported_all, without_record
+from slurmllm.supervise.classify import (
+    Evidence,
+    reported_all,
+    workers_without_failure_record,
+)
 from slurmllm.supervise.exclusion import usable
 
 ACCOUNTING_LAG_S = 3.0
@@ -64,15 +68,24 @@ def gather_evidence(
                 probe.write(b"written")
         except OSError as error:
             unwritable = f"cannot write {folder}: {error.strerror or error}"
-    ranks = [worker.rank for worker in without_record(failed_workers(nodes), failures)]
+    ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
     return Evidence(
-        expected_nodes=record.nodes, nodes=nodes, failures=failures, slurm_state=slurm_state,
-        step_out_of_memory=out_of_memory, down_nodes=down_nodes, stop_signal=stop_signal,
-        overran_s=observed.overran_s, uncompiled=uncompiled, hang=hang, stacks=lines,
+        expected_nodes=record.nodes,
+        nodes=nodes,
+        failures=failures,
+        slurm_state=slurm_state,
+        step_out_of_memory=out_of_memory,
+        down_nodes=down_nodes,
+        stop_signal=stop_signal,
+        overran_s=observed.overran_s,
+        uncompiled=uncompiled,
+        hang=hang,
+        stacks=lines,
         log_tails=dict(zip(ranks, tails, strict=True)),
-        superseded_by=observed.superseded_by, unwritable=unwritable,
-    )  # fmt: skip
+        superseded_by=observed.superseded_by,
+        unwritable=unwritable,
+    )
 
 
 def _with_stacks(
@@ -86,13 +99,13 @@ def _with_stacks(
         hang = hang.model_copy(update={"unresponsive_nodes": frozen, "suspects": frozen})
     if not hang.suspects:
         node_of = {rank: name for name, node in nodes.items() for rank in node.pids}
-        apart = [node_of[rank] for rank in first_failure.outliers(locations) if rank in node_of]
-        hang = hang.model_copy(update={"suspects": tuple(dict.fromkeys(apart))})
+        suspects = (node_of[r] for r in first_failure.outliers(locations) if r in node_of)
+        hang = hang.model_copy(update={"suspects": tuple(dict.fromkeys(suspects))})
     return hang, first_failure.stack_lines(locations)
 
 
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:
-    """The end of a worker's log; rank 0 shares the stage's log with earlier attempts."""
+    """Return the end of a worker's log; rank 0 shares the stage's log with earlier attempts."""
     try:
         with open_regular(first_failure.log_of(run, record, rank)) as stream:
             stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))

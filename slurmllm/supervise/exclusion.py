@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 def excluded(run: RunDir) -> list[ExcludedNode]:
-    now, found = time.time(), ExcludedNodes.find(run.excluded) or ExcludedNodes()
-    return [node for node in found.nodes if node.until > now]
+    now, record = time.time(), ExcludedNodes.find(run.excluded) or ExcludedNodes()
+    return [node for node in record.nodes if node.until > now]
 
 
 def failing(run: RunDir, closed: AttemptRecord, config: RunConfig) -> dict[str, str]:
-    """Node → reason of the nodes that an attempt lost, or that were blamed twice."""
+    """Return node → reason of the nodes that an attempt lost, or that were blamed twice."""
     if not closed.blamed_nodes:
         return {}
     earlier = [
@@ -74,11 +74,11 @@ def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
             log.warning("%s is not drained (slurm.drain): %s", node.node, error)
 
 
-def to_avoid(client: SlurmClient, run: RunDir, config: RunConfig, wanted: int) -> list[str]:
-    """The excluded nodes, if a new job of the run can start without them."""
+def to_avoid(client: SlurmClient, run: RunDir, config: RunConfig, count: int) -> list[str]:
+    """Return the excluded nodes, if a new job of `count` nodes can start without them."""
     names = sorted(node.node for node in excluded(run))
     partition = config.recipe.slurm.partition or config.cluster.partition
-    return names if names and enough_others(client, wanted, names, partition) else []
+    return names if names and enough_others(client, count, names, partition) else []
 
 
 def usable(state: str) -> bool:
@@ -87,35 +87,35 @@ def usable(state: str) -> bool:
 
 
 def enough_others(
-    client: SlurmClient, wanted: int, avoid: Sequence[str], partition: str | None
+    client: SlurmClient, count: int, avoid: Sequence[str], partition: str | None
 ) -> bool:
-    """Whether `wanted` usable nodes remain; `partition` None is Slurm's default."""
+    """Whether `count` usable nodes remain; `partition` None is Slurm's default."""
     names = partition.split(",") if partition else None  # sbatch takes several
     spare = {
         node.name
         for node in retry_unreachable(client.partition_nodes)
         if (node.partition in names if names else node.default) and usable(node.state)
     }
-    return len(spare - set(avoid)) >= wanted
+    return len(spare - set(avoid)) >= count
 
 
 def nodes_to_avoid(
     client: SlurmClient,
-    wanted: int,
+    count: int,
     lost: Sequence[str],
     excluded_before: Sequence[str],
     partition: str | None = None,
     job_id: str | None = None,
 ) -> list[str]:
-    """The nodes to exclude from a requeued job: those lost, if there are spare nodes.
+    """Return the nodes to exclude from a requeued job: those lost, if there are spare nodes.
 
     Without spare nodes none is excluded; the function then waits until Slurm itself has noticed the
     loss, or returns at once if the nodes respond: then only the launcher was lost. Nodes in
-    `excluded_before` are used again if there are no others. `job_id` is this process's own job,
-    which holds the nodes; without it they are not asked.
+    `excluded_before` are used again if there are no others. `job_id` is this process's job, which
+    holds the nodes; without it they are not asked.
     """
     for avoid in (sorted({*lost, *excluded_before}), sorted(lost)):
-        if avoid and enough_others(client, wanted, avoid, partition):
+        if avoid and enough_others(client, count, avoid, partition):
             return avoid
     if not lost:
         return []
@@ -141,11 +141,11 @@ def requeue(
     avoided_before: bool = False,
     backoff_s: float = 0.0,
 ) -> None:
-    """Requeue this process's own job, away from some nodes, in `backoff_s` seconds or later.
+    """Requeue this process's job, away from some nodes, in `backoff_s` seconds or later.
 
     Slurm refuses a new ExcNodeList or start time while the job runs and accepts them once the
     requeue has begun; the caller must ignore the SIGTERM that comes with it. `excluded` is the
-    recipe's own exclusion, which the new list replaces; `avoided_before`: the job may have a list
+    recipe's exclusion, which the new list replaces; `avoided_before`: the job may have a list
     already. Raises a SlurmError if Slurm refuses, or does not respond for some minutes.
     """
     try:

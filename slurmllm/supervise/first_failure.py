@@ -10,11 +10,9 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from signal import Signals
 from typing import NamedTuple
 
 from slurmllm.log import message_of
@@ -27,9 +25,10 @@ from slurmllm.supervise.classify import (
     FailedWorker,
     failed_workers,
     hang_text,
+    how_ended,
     is_echo,
     reported_all,
-    without_record,
+    workers_without_failure_record,
 )
 from slurmllm.supervise.log_files import GrowingLog, node_of
 
@@ -56,25 +55,25 @@ class Culprit:
 
 
 def failed_attempts(run: RunDir, stages: Sequence[Stage]) -> list[AttemptRecord]:
-    """The attempts that failed or are failing, by start time."""
-    found = []
-    for record in (record for stage in stages for record in load_attempts(run, stage)):
-        if record.ending is not None:
-            failed = record.ending not in _NO_FAILURES
-        else:
-            hang = run.attempt(record.stage, record.attempt).hang.is_file()
-            failed = hang or bool(failure_records(run, record))
-            failed = failed or bool(failed_workers(node_records(run, record)))
-        if failed:
-            found.append(record)
-    return sorted(found, key=lambda record: record.started_at)
+    """Return the attempts that failed or are failing, by start time."""
+    records = [record for stage in stages for record in load_attempts(run, stage)]
+    failed = [record for record in records if _has_failed(run, record)]
+    return sorted(failed, key=lambda record: record.started_at)
+
+
+def _has_failed(run: RunDir, record: AttemptRecord) -> bool:
+    if record.ending is not None:
+        return record.ending not in _NO_FAILURES
+    if run.attempt(record.stage, record.attempt).hang.is_file():
+        return True
+    return bool(failure_records(run, record) or failed_workers(node_records(run, record)))
 
 
 def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     """Find the worker that made an attempt fail; StorageError if a record is damaged."""
     nodes, failures = node_records(run, record), failure_records(run, record)
-    own = [failure for failure in failures if not is_echo(failure)]
-    first = min(own, key=lambda failure: failure.time, default=None)
+    primary = [failure for failure in failures if not is_echo(failure)]
+    first = min(primary, key=lambda failure: failure.time, default=None)
     hang_path = run.attempt(record.stage, record.attempt).hang
     if hang_path.is_file() and record.ending in (None, "hang"):
         hang = HangRecord.load(hang_path)
@@ -92,8 +91,7 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
         return _lost(record, lost)
     if first is not None:
         return Culprit(record, first.rank, first.node, _exit(nodes, first.rank), first)
-    unrecorded = without_record(failed_workers(nodes), failures)
-    if unrecorded:
+    if unrecorded := workers_without_failure_record(nodes, failures):
         likely = _most_likely(run, record, unrecorded)
         return Culprit(record, likely.rank, likely.node, _exit(nodes, likely.rank))
     if silent and record.ending is not None:
@@ -112,28 +110,28 @@ def log_of(run: RunDir, record: AttemptRecord, rank: int) -> Path:
 
 
 def last_lines(run: RunDir, record: AttemptRecord, rank: int, lines: int) -> list[str]:
-    """The last lines of a worker's log; for rank 0 mixed with the supervisor's."""
+    """Return the last lines of a worker's log; for rank 0 mixed with the supervisor's."""
     log = GrowingLog(log_of(run, record, rank))
     if rank != 0:
         log.skip_to_last(lines)
         return list(deque(chain(log.lines(), log.flush()), lines))
     # Rank 0 shares the stage's log with the supervisor and the other attempts.
-    found: deque[str] = deque(maxlen=lines)
+    tail: deque[str] = deque(maxlen=lines)
     begin, following = (f"{record.stage} attempt {n}" for n in (record.attempt, record.attempt + 1))
     for text in (*log.lines(), *log.flush()):
         message = message_of(text)
         if message.startswith((f"{following}:", f"{following} ")):
             break
         if message.startswith((f"{begin}:", f"{begin} ")) and "→" not in message:
-            found.clear()
-        found.append(text)
-    return list(found)
+            tail.clear()
+        tail.append(text)
+    return list(tail)
 
 
 def _most_likely(
     run: RunDir, record: AttemptRecord, failed: Sequence[FailedWorker]
 ) -> FailedWorker:
-    """The worker whose log names a cause; else the first ended by a signal, else the first."""
+    """Return the worker whose log names a cause; else the first ended by a signal, or the first."""
     for worker in failed:
         line = cause_line(last_lines(run, record, worker.rank, _SEARCHED_LINES))
         if line is not None and line[1] != "lost_peer":
@@ -142,14 +140,7 @@ def _most_likely(
 
 
 def _exit(nodes: Mapping[str, NodeRecord], rank: int) -> tuple[str, ...]:
-    code = next((n.exit_codes[rank] for n in nodes.values() if rank in n.exit_codes), None)
-    if code is None:
-        return ()
-    if code >= 0:
-        return (f"ended with exit code {code}",)
-    with suppress(ValueError):
-        return (f"ended by {Signals(-code).name}",)
-    return (f"ended by signal {-code}",)  # a real-time signal
+    return tuple(how_ended(n.exit_codes[rank]) for n in nodes.values() if rank in n.exit_codes)
 
 
 def _lost(record: AttemptRecord, nodes: Sequence[str]) -> Culprit:
@@ -161,19 +152,19 @@ def _lost(record: AttemptRecord, nodes: Sequence[str]) -> Culprit:
 
 
 class StackLocation(NamedTuple):
-    """Location of a worker's main thread; `apart` if it neither computed nor waited for others."""
+    """Location of a worker's main thread."""
 
     text: str
-    apart: bool
+    outside_step: bool  # whether it neither computed nor waited for the others
 
 
 def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
-    """Rank → location of the workers of an attempt that hung."""
+    """Return the location of each worker of an attempt that hung, by rank."""
     return {rank: stack_location(dump) for rank, dump in read_stacks(attempt).items()}
 
 
 def read_stacks(attempt: AttemptDir) -> dict[int, str]:
-    """Rank → the dump of a worker's stacks, of all that can be read."""
+    """Return the dumps of the workers' stacks that can be read, by rank."""
     folder = attempt.stacks(0).parent
 
     def read(path: Path) -> tuple[int, str] | None:
@@ -184,40 +175,40 @@ def read_stacks(attempt: AttemptDir) -> dict[int, str]:
             return None
 
     paths = sorted(folder.glob("rank_*.txt")) if folder.is_dir() else []
-    return dict(found for found in read_all(read, paths) if found is not None)
+    return dict(dump for dump in read_all(read, paths) if dump is not None)
 
 
 def stack_location(dump: str) -> StackLocation:
-    """The location of a worker's main thread in a dump of its stacks."""
+    """Return the location of a worker's main thread in a dump of its stacks."""
     if dump.startswith("no answer"):
-        return StackLocation(dump.splitlines()[0], apart=True)
+        return StackLocation(dump.splitlines()[0], outside_step=True)
     # faulthandler prints the thread that took the signal, the main one, under "Current thread",
     # and the innermost frame first.
     main = dump.rpartition("Current thread")[2]
     frames = list(_FAULTHANDLER.finditer(main)) or list(_PY_SPY.finditer(main))
     if not frames:
-        return StackLocation("no Python frames", apart=False)
+        return StackLocation("no Python frames", outside_step=False)
     inner = frames[0]
     text = f"{inner['name']} ({_short(inner['path'])}:{inner['line']})"
-    own = next((frame for frame in frames if "slurmllm/" in frame["path"]), None)
-    if own is not None and own is not inner:
-        text += f" from {own['name']} ({_short(own['path'])}:{own['line']})"
+    caller = next((frame for frame in frames if "slurmllm/" in frame["path"]), None)
+    if caller is not None and caller is not inner:
+        text += f" from {caller['name']} ({_short(caller['path'])}:{caller['line']})"
     # A frame of a library or a backend: it is in the step that all workers take together.
     return StackLocation(text, not any(_COLLECTIVE.search(frame["path"]) for frame in frames))
 
 
 def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
-    """The ranks for which the others wait; empty if all or none are apart."""
-    apart = tuple(sorted(rank for rank, found in locations.items() if found.apart))
-    return apart if len(apart) < len(locations) else ()
+    """Return the ranks for which the others wait; empty if all or none are outside the step."""
+    ranks = tuple(sorted(rank for rank, location in locations.items() if location.outside_step))
+    return ranks if len(ranks) < len(locations) else ()
 
 
 def stack_lines(locations: Mapping[int, StackLocation]) -> tuple[str, ...]:
-    """A line for each outlier; without outliers, one line with the most common location."""
-    apart = outliers(locations)
-    lines = [f"rank {rank}: {locations[rank].text}" for rank in apart[:_MAX_LINES]]
-    if not apart and locations:
-        texts = [found.text for found in locations.values()]
+    """Return a line for each outlier; without outliers, one with the most common location."""
+    ranks = outliers(locations)
+    lines = [f"rank {rank}: {locations[rank].text}" for rank in ranks[:_MAX_LINES]]
+    if not ranks and locations:
+        texts = [location.text for location in locations.values()]
         most = max(set(texts), key=texts.count)
         lines = [f"{texts.count(most)} of {len(texts)} workers: {most}"]
     return tuple(lines)

@@ -49,17 +49,14 @@ STOPPED_GRACE_S = 10.0  # after a stop signal, for other nodes to submit their g
 log = logging.getLogger(__name__)
 
 
-class Launcher:
-    """One node's part in one attempt."""
+class Launcher(Workers):
+    """One node's part in one attempt: its workers, and the graphs that they use and compile."""
 
     def __init__(self, run: RunDir, stage: Stage, attempt: int) -> None:
-        self.run, self.stage = run, stage
-        self.workers = Workers(run, stage, attempt)
-        self.config, self.record = self.workers.config, self.workers.record
-        self.attempt, self.node = self.workers.attempt, self.workers.node
-        self.environment = load_environment(self.config.backend)
-        self.cache = Path(node_local_cache(self.config, run))  # as planned; see `main`
-        self.staging = NodeStaging(self.config)
+        super().__init__(run, stage, attempt)
+        self.backend = load_environment(self.config.backend)
+        self.planned_cache = self.cache = Path(node_local_cache(self.config, run))
+        self.staging = NodeStaging(self.config)  # holds what is staged as long as it exists
         self.group = self.config.cluster.trusted_group
         self.manifest: GraphManifest | None = None  # of the archive, train stage
         # Of this node: what its graphs are made for, and that with the versions of libraries.
@@ -72,66 +69,62 @@ class Launcher:
 
         Else 1: the supervisor reads the records, and srun ends the other launchers.
         """
-        self.workers.watch_signals()
+        self.watch_signals()
         try:
-            recipe = self.config.recipe
-            plugins = versions(recipe.plugin_refs, recipe.plugins)
-            self._reset_environment()
-            self.processor = node_processor(self.config)
-            self.versions = {**self.environment.versions(), **self.processor}
-            short = {n: v for n, v in self.processor.items() if n in ("cpu_capability", "gpu")}
-            self.workers.save(versions={**self.environment.node_versions(), **short, **plugins})
-            planned, self.cache = self.cache, make_cache_folder(self.config, self.run)
-            if self.processor:  # nodes may share a disk, and a disk may get another processor
-                digest = hashlib.sha256(str(self.processor).encode()).hexdigest()[:8]
-                self.cache = self.cache.with_name(f"{self.cache.name}-{digest}")
-            self.workers.save(**self.staging.prepare(self.cache.parent))
-            self._set_cache()
-            collect_leftovers(self.config, self.run, self.stage, self.attempt.number)
-            if self.stage == "precompile":
-                self._empty_cache()
-                remove_leftovers(planned)
-                failed = self._precompile()
-            else:
-                # Workers import while the graphs are installed, and wait before they compile.
-                with graph_cache.installing(self.cache, self.node) as installed:
-                    failed = self.workers.run_to_end(
-                        lambda: self._install_graphs(planned, installed)
-                    )
+            self._prepare()
+            failed = self._precompile() if self.stage == "precompile" else self._train()
         except SlurmllmError as error:
-            self.workers.end()
-            self.workers.save_with_retries(error=str(error))
-            log.error("%s", error)
+            self.end_with_error(error)
             failed = True
-        # After a failure too: what was compiled need not be compiled again.
-        if self.manifest is not None and self.workers.node_record.pids:
-            try:
-                names = merge.submit_new_graphs(
-                    self.cache, self.run, self.attempt.number, self.record.nodes, self.node,
-                    self.manifest, self.versions,
-                )  # fmt: skip
-                if names:
-                    self.workers.save(new_graphs=names)
-            except (SlurmllmError, OSError) as error:  # changes nothing in the attempt
-                log.warning("new graphs are not kept: %s", error)
+        self._submit_new_graphs()
         return 1 if failed else 0
 
-    def _reset_environment(self) -> None:
-        """Set the configuration's variables again: cluster.setup and an image may change them."""
+    def _prepare(self) -> None:
+        """Record the node's versions, and prepare its environment and its cache."""
+        recipe = self.config.recipe
+        plugins = versions(recipe.plugin_refs, recipe.plugins)
         if self.config.cluster.setup or self.config.cluster.container:
-            given = worker_environment(self.config, self.run).items()
-            os.environ.update({n: v.value for n, v in given if not is_secret(n, v.value)})
-
-    def _set_cache(self) -> None:
-        own = self.environment.cache_variables(str(self.cache))
-        given = {**self.config.cluster.env, **self.config.recipe.env}
-        os.environ.update({name: own[name].value for name in own if name not in given})
+            # Again: cluster.setup and an image may have changed the variables.
+            variables = worker_environment(self.config, self.run).items()
+            os.environ.update({n: v.value for n, v in variables if not is_secret(n, v.value)})
+        self.processor = node_processor(self.config)
+        self.versions = {**self.backend.versions(), **self.processor}
+        short = {n: v for n, v in self.processor.items() if n in ("cpu_capability", "gpu")}
+        self.save(versions={**self.backend.node_versions(), **short, **plugins})
+        self.cache = make_cache_folder(self.config, self.run)
+        if self.processor:  # nodes may share a disk, and a disk may get another processor
+            digest = hashlib.sha256(str(self.processor).encode()).hexdigest()[:8]
+            self.cache = self.cache.with_name(f"{self.cache.name}-{digest}")
+        self.save(**self.staging.prepare(self.cache.parent))
+        variables = self.backend.cache_variables(str(self.cache)).items()
+        configured = {**self.config.cluster.env, **recipe.env}
+        os.environ.update({n: v.value for n, v in variables if n not in configured})
         os.environ["SLURMLLM_CACHE"] = str(self.cache)
+        collect_leftovers(self.config, self.run, self.stage, self.attempt.number)
+
+    def _train(self) -> bool:
+        # Workers import while the graphs are installed, and wait before they compile.
+        with graph_cache.installing(self.cache, self.node) as installed:
+            return self.run_to_end(lambda: self._install_graphs(installed))
+
+    def _submit_new_graphs(self) -> None:
+        """Submit what was compiled in training; after a failure too, as it is needed again."""
+        if self.manifest is None or not self.node_record.pids:
+            return
+        attempt, nodes = self.attempt.number, self.record.nodes
+        try:
+            names = merge.submit_new_graphs(
+                self.cache, self.run, attempt, nodes, self.node, self.manifest, self.versions
+            )
+            if names:
+                self.save(new_graphs=names)
+        except (SlurmllmError, OSError) as error:  # changes nothing in the attempt
+            log.warning("new graphs are not kept: %s", error)
 
     def _empty_cache(self) -> None:
         # The nodes of --local share one folder. The first one empties it before its workers
         # open the rendezvous, when no worker can have compiled anything.
-        if self.workers.node_rank == 0 or not self.workers.local:
+        if self.node_rank == 0 or not self.local:
             graph_cache.empty_cache(self.cache)
             # Begin with the graphs of an earlier attempt; those that failed are retried.
             with suppress(StorageError, NodeError):
@@ -140,14 +133,15 @@ class Launcher:
                     same = not earlier.unusable(self.versions) and not earlier.complete
                     if same and earlier.fingerprint == self._fingerprint():
                         graph_cache.install_archive(self.cache, self.run, earlier, group=self.group)
-        if self.workers.node_rank == 0:
+        if self.node_rank == 0:
             graph_cache.remove_submitted(self.run, self.record.nodes)
             # A complete archive here was rejected by the user (`--precompile always`).
             with suppress(StorageError):
                 if GraphManifest.load(self.run.graphs_manifest).complete:
                     self.run.graphs_manifest.unlink(missing_ok=True)
+        remove_leftovers(self.planned_cache)
 
-    def _install_graphs(self, planned: Path, done: Path) -> None:
+    def _install_graphs(self, installed: Path) -> None:
         started = time.monotonic()
         self.manifest = graph_cache.load_manifest(self.run, self.group)
         if reason := self.manifest.unusable(self.versions):
@@ -156,35 +150,34 @@ class Launcher:
             origin = "rejected" if self.manifest.rejected else "other_versions"
         else:
             broadcast = os.environ.get(BROADCAST)
+            archive = Path(broadcast) if broadcast else None
             origin = graph_cache.install_archive(
-                self.cache, self.run, self.manifest, Path(broadcast) if broadcast else None,
-                self.group,
-            )  # fmt: skip
-        remove_leftovers(planned)
+                self.cache, self.run, self.manifest, archive, self.group
+            )
+        remove_leftovers(self.planned_cache)
         # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.
         suspect = not reason and self.manifest.graphs > 0 and self.processor
-        with node_disk(f"write {done}"):
-            partial = done.with_name(f"{done.name}.new")
+        with node_disk(f"write {installed}"):
+            partial = installed.with_name(f"{installed.name}.new")
             partial.write_text(REUSED if suspect else "", encoding="ascii")
-            partial.replace(done)
-        self.workers.save(cache=origin, cache_reason=reason, cache_s=time.monotonic() - started)
+            partial.replace(installed)
+        self.save(cache=origin, cache_reason=reason, cache_s=time.monotonic() - started)
 
     def _fingerprint(self) -> str | None:
         mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)
-        return graph_fingerprint(self.config, mesh, self.workers.local, measured)
+        return graph_fingerprint(self.config, mesh, self.local, measured)
 
     def _precompile(self) -> bool:
         """Run the workers under the backend's commands; returns whether one of them failed."""
+        self._empty_cache()
         work = self.cache.with_name(f"{self.cache.name}.work-{self.node}")
-        inner = [
-            worker_python(), "-P", "-m", "slurmllm.supervise.workers",
-            str(self.run.path), self.stage, str(self.attempt.number),
-        ]  # fmt: skip
-        run_workers, *compilers = self.environment.precompile_commands(self.config, inner, work)
+        inner = [worker_python(), "-P", "-m", "slurmllm.supervise.workers"]
+        inner += [str(self.run.path), self.stage, str(self.attempt.number)]
+        run_workers, *compilers = self.backend.precompile_commands(self.config, inner, work)
         try:
             code = self._command(run_workers, WORKER_SIGNAL)
-            self.workers.load_record()
-            record = self.workers.node_record
+            self.load_record()
+            record = self.node_record
             codes = set(record.exit_codes.values())
             if record.error is not None or codes - {EXIT_OK, EXIT_REQUEUE}:
                 return True
@@ -193,24 +186,28 @@ class Launcher:
                     f"{run_workers[0]} ended with exit code {code} before its workers did; "
                     f"see its output in {self.run.stage_log(self.stage)}"
                 )
-            if EXIT_REQUEUE in codes:
-                return False  # stopped before the end
-            # The nodes of --local share one cache: the first one compiles for all of them, when
-            # their workers have ended.
-            if self.workers.local and self.workers.node_rank == 0:
-                for name in self.record.nodes[1:]:
-                    while not reported_all(self._record_of(name)) and not self._has_failed(name):
-                        time.sleep(POLL_S)
-            if not self.workers.local or self.workers.node_rank == 0:
-                started = time.monotonic()
-                for command in compilers:
-                    # SIGKILL on a stop: a compiler has nothing to save, unlike the workers.
-                    code = self._command(command, signal.SIGKILL)
-                    log.info("%s: exit code %d", Path(command[0]).name, code)
-                self._archive_graphs(time.monotonic() - started if compilers else 0.0)
+            if EXIT_REQUEUE not in codes:  # else stopped before the end
+                self._compile(compilers)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return False
+
+    def _compile(self, compilers: Sequence[Sequence[str]]) -> None:
+        """Run the backend's compilers on what the workers traced, and archive the graphs."""
+        if self.local:
+            # The nodes of --local share one cache: the first one compiles for all of them, when
+            # their workers have ended.
+            if self.node_rank != 0:
+                return
+            for name in self.record.nodes[1:]:
+                while not reported_all(self._record_of(name)) and not self._has_failed(name):
+                    time.sleep(POLL_S)
+        started = time.monotonic()
+        for command in compilers:
+            # SIGKILL on a stop: a compiler has nothing to save, unlike the workers.
+            code = self._command(command, signal.SIGKILL)
+            log.info("%s: exit code %d", Path(command[0]).name, code)
+        self._archive_graphs(time.monotonic() - started if compilers else 0.0)
 
     def _command(self, command: Sequence[str], on_stop: signal.Signals) -> int:
         def send(group: int) -> None:
@@ -219,7 +216,7 @@ class Launcher:
                 os.killpg(group, on_stop)
 
         try:
-            return run_command(list(command), lambda: self.workers.stop_requested, send)
+            return run_command(list(command), lambda: self.stop_requested, send)
         except OSError as error:
             raise NodeError(
                 f"{command[0]} cannot be started on {self.node}: {error.strerror or error}; it "
@@ -228,13 +225,13 @@ class Launcher:
 
     def _archive_graphs(self, compile_s: float) -> None:
         # The other nodes submit their graphs through the run directory.
-        others = () if self.workers.local else self.record.nodes[1:]
-        found = self.environment.graphs(self.cache)
-        compiled = tuple(graph.folder for graph in found if graph.state == "compiled")
-        self.workers.save(compile_s=compile_s, graphs=compiled)
-        if self.workers.node_rank != 0:
+        others = () if self.local else self.record.nodes[1:]
+        graphs = self.backend.graphs(self.cache)
+        compiled = tuple(graph.folder for graph in graphs if graph.state == "compiled")
+        self.save(compile_s=compile_s, graphs=compiled)
+        if self.node_rank != 0:
             # Nodes before this one submit the graphs that both have compiled.
-            before = map(self._record_of, self.record.nodes[: self.workers.node_rank])
+            before = map(self._record_of, self.record.nodes[: self.node_rank])
             elsewhere = {folder for r in before if r is not None for folder in r.graphs}
             graph_cache.submit_graphs(self.cache, self.run, self.node, without=elsewhere)
             return
@@ -243,18 +240,22 @@ class Launcher:
         )
         first = self.attempt.worker(0)
         manifest = graph_cache.pack_archive(
-            self.cache, self.run, self.config.backend,
+            self.cache,
+            self.run,
+            self.config.backend,
             WorkerRecord.load(first).first_step_s if first.is_file() else 0.0,
-            versions=self.versions, compile_s=compile_s, fingerprint=self._fingerprint(),
+            versions=self.versions,
+            compile_s=compile_s,
+            fingerprint=self._fingerprint(),
             missing_nodes=missing,
-            expected=self.environment.expects_graphs(self.config),
-        )  # fmt: skip
+            expected=self.backend.expects_graphs(self.config),
+        )
+        total = "" if manifest.complete else f" of {len(manifest.states)}"
         log.info(
-            "graph cache: %d%s graphs in %.1f MB; first step %.1f s with an empty cache%s",
-            manifest.graphs, "" if manifest.complete else f" of {len(manifest.states)}",
-            manifest.archive_bytes / 1e6, manifest.cold_first_step_s,
-            f", compiled in {compile_s:.1f} s" if compile_s else "",
-        )  # fmt: skip
+            f"graph cache: {manifest.graphs}{total} graphs in {manifest.archive_bytes / 1e6:.1f} "
+            f"MB; first step {manifest.cold_first_step_s:.1f} s with an empty cache"
+            + (f", compiled in {compile_s:.1f} s" if compile_s else "")
+        )
 
     def _record_of(self, node: str) -> NodeRecord | None:
         with suppress(StorageError):
@@ -266,7 +267,7 @@ class Launcher:
         record = self._record_of(node)
         if record is not None and (record.error is not None or any(record.exit_codes.values())):
             return True
-        if self.workers.stop_requested and self.stopped_at is None:
+        if self.stop_requested and self.stopped_at is None:
             self.stopped_at = time.monotonic()
         return self.stopped_at is not None and time.monotonic() > self.stopped_at + STOPPED_GRACE_S
 

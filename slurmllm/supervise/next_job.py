@@ -1,4 +1,4 @@
-"""How a run continues when its job must end: the same job again, its successor, or another job.
+"""How a run continues when its job must end: the same job, its successor, or another job.
 
 A requeue is the job's own; a chain's successor (`successor.py`) waits since the attempt's start; a
 job that Slurm cannot start again is replaced by a new one.
@@ -22,7 +22,7 @@ from slurmllm.run.rundir import STAGES, RunDir, Stage
 from slurmllm.run.safe_files import open_trusted, os_error_text
 from slurmllm.slurm.client import retry_unreachable
 from slurmllm.supervise import attempts
-from slurmllm.supervise.allocation import Allocation, SlurmAllocation, started_again
+from slurmllm.supervise.allocation import Allocation, SlurmAllocation, was_restarted
 from slurmllm.supervise.attempts import log_attempt
 from slurmllm.supervise.exclusion import excluded, nodes_to_avoid, requeue, to_avoid
 from slurmllm.supervise.policy import backoff_s, is_transient
@@ -42,12 +42,12 @@ class NextJob:
         self.run, self.stage, self.config, self.allocation = run, stage, config, allocation
 
     @property
-    def _wanted(self) -> int:
+    def _fewest_nodes(self) -> int:
         """The fewest nodes, spare ones included, that the job starts with."""
         slurm = self.config.recipe.slurm
-        return (
-            self.allocation.size if slurm.min_nodes is None else slurm.min_nodes + slurm.spare_nodes
-        )
+        if slurm.min_nodes is None:
+            return self.allocation.size
+        return slurm.min_nodes + slurm.spare_nodes
 
     def cancel(self) -> None:
         """Cancel the successor of this job, if it has one."""
@@ -59,7 +59,9 @@ class NextJob:
         if not isinstance(self.allocation, SlurmAllocation) or not self.chained:
             return
         try:
-            ensure_successor(self.run, self.allocation, self._script("train"), self._to_exclude())
+            avoid = to_avoid(self.allocation.client, self.run, self.config, self._fewest_nodes)
+            exclude = self._with_recipes(avoid)
+            ensure_successor(self.run, self.allocation, self._script("train"), exclude)
         except SlurmllmError as error:
             log.warning("no successor job yet, tried again at the end: %s", error)
 
@@ -67,12 +69,10 @@ class NextJob:
     def chained(self) -> bool:
         return self.stage == "train" and restart_of(self.run, self.allocation) == "chain"
 
-    def _to_exclude(self) -> list[str]:
-        """The nodes that a new job of the run excludes; empty: those of its script."""
-        assert isinstance(self.allocation, SlurmAllocation)
-        client, given = self.allocation.client, self.config.recipe.slurm.exclude
-        avoid = to_avoid(client, self.run, self.config, self._wanted)
-        return [*([given] if given else []), *avoid] if avoid else []
+    def _with_recipes(self, avoid: Sequence[str]) -> list[str]:
+        """Add the recipe's exclusion to some nodes; if empty, the script's list applies."""
+        exclude = self.config.recipe.slurm.exclude
+        return [*([exclude] if exclude and avoid else []), *avoid]
 
     def replace(self, avoid: Sequence[str] = (), lost: bool = True) -> None:
         """Submit this job once more, as another job, and with it what depends on it.
@@ -81,7 +81,7 @@ class NextJob:
         Slurm drains the node and holds the job. `avoid`: nodes to exclude.
         """
         assert isinstance(self.allocation, SlurmAllocation)
-        client, own = self.allocation.client, self.allocation.job_id
+        client, this_job = self.allocation.client, self.allocation.job_id
         stages = STAGES[STAGES.index(self.stage) :]
         try:
             with locked(self.run, "supervise"):
@@ -90,9 +90,9 @@ class NextJob:
                     stage: last.train_job if stage == "train" else last.precompile_job
                     for stage in stages
                 }
-                if old[self.stage] != own:
+                if old[self.stage] != this_job:
                     return  # resumed since
-                if lost and client.batch_job(own).state != "PENDING":
+                if lost and client.batch_job(this_job).state != "PENDING":
                     return  # cancelled since, or Slurm has started it elsewhere
                 requeue = last.restart == "requeue"
                 job: str | None = None
@@ -100,12 +100,11 @@ class NextJob:
                     replaced = old[stage]
                     if replaced is None:  # a run that only compiles graphs for a sweep
                         continue
-                    exclude = client.batch_job(replaced).excluded
-                    script = self._script(stage)
+                    exclude = ",".join(avoid) or client.batch_job(replaced).excluded
+                    name, script = last.lane if stage == "train" else None, self._script(stage)
                     job = client.submit(
-                        script, after_ok=job, exclude=",".join(avoid) or exclude, requeue=requeue,
-                        name=last.lane if stage == "train" else None,
-                    )  # fmt: skip
+                        script, after_ok=job, exclude=exclude, requeue=requeue, name=name
+                    )
                     last = last.model_copy(update={f"{stage}_job": job})
                     JobsRecord(submissions=(*before, last)).save(self.run.jobs)
                     log.warning("submitted job %s in place of job %s", job, replaced)
@@ -130,35 +129,33 @@ class NextJob:
         partition = os.environ.get("SLURM_JOB_PARTITION")
         try:
             # A second requeue would end the incarnation that runs now.
-            if started_again(allocation):
+            if was_restarted(allocation):
                 log_attempt(closed, "Slurm has started the job again: not requeued")
                 return closed
             lost = attempts.lost_nodes(self.run, closed)
             before = [node.node for node in excluded(self.run)]
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
-            own_job = allocation.job_id
-            avoid = nodes_to_avoid(client, self._wanted, lost, before, partition, own_job)
-            given = [slurm.exclude] if slurm.exclude else []
+            job = allocation.job_id
+            avoid = nodes_to_avoid(client, self._fewest_nodes, lost, before, partition, job)
             if closed.action == "chain":
-                return self._chain(allocation, closed, [*given, *avoid] if avoid else [])
+                return self._chain(allocation, closed, self._with_recipes(avoid))
             if self.stage == "precompile" and avoid:
                 # The train job depends on this one; it may not start on the same nodes either.
                 last = JobsRecord.load(self.run.jobs).submissions[-1]
-                before = [node.node for node in excluded(self.run)]
-                wanted = (slurm.min_nodes or last.nodes) + slurm.spare_nodes
-                kept_out = nodes_to_avoid(client, wanted, [], before, partition)
-                if last.train_job is not None and kept_out:
-                    client.exclude(last.train_job, [*given, *kept_out])
+                nodes = (slurm.min_nodes or last.nodes) + slurm.spare_nodes
+                train_avoid = nodes_to_avoid(client, nodes, [], before, partition)
+                if last.train_job is not None and train_avoid:
+                    client.exclude(last.train_job, self._with_recipes(train_avoid))
             listed = self.run.excluded.is_file()
             try:
-                requeue(client, own_job, avoid, slurm.exclude, listed, closed.backoff_s)
+                requeue(client, job, avoid, slurm.exclude, listed, closed.backoff_s)
             except SlurmError as error:
                 # Not after scancel: the job no longer runs then.
-                if slurm.restart != "auto" or client.batch_job(own_job).state != "RUNNING":
+                if slurm.restart != "auto" or client.batch_job(job).state != "RUNNING":
                     raise
                 log.warning("%s: another job continues the run", error)
                 closed = self._changed(closed, "chain")
-                return self._chain(allocation, closed, [*given, *avoid] if avoid else [])
+                return self._chain(allocation, closed, self._with_recipes(avoid))
         except SlurmllmError as error:
             # The record has the action, but the job may end here.
             log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)
@@ -198,7 +195,7 @@ class NextJob:
 
 
 def script_of(run: RunDir, stage: Stage, group: str | None = None) -> str:
-    """The text of a stage's batch script; StorageError if others may have written it."""
+    """Return the text of a stage's batch script; StorageError if others may have written it."""
     path = run.script(stage)
     try:
         with open_trusted(path, group) as stream:
@@ -224,9 +221,8 @@ def requeue_unrecorded(
 ) -> int:
     """Requeue a run whose directory is not writable; the next attempt closes the open record.
 
-    Raises:
-        StorageError: The fault is not transient, or as many starts in a row failed with it as
-            slurm.storage_budget allows.
+    Raises the error if it is not transient, or if as many starts in a row failed with it as
+    slurm.storage_budget allows.
     """
     if not is_transient([str(error)]):
         raise error
@@ -245,12 +241,12 @@ def requeue_unrecorded(
     log.warning("%s; trying again in %.0f s", error, wait_s)
     if isinstance(allocation, SlurmAllocation) and allocation.requeues:
         writable = wait_writable(run, WRITABLE_S)
-        again = restart_of(run, allocation) if writable else "requeue"
-        if again == "none":
+        restart_mode = restart_of(run, allocation) if writable else "requeue"
+        if restart_mode == "none":
             raise error
-        if again == "chain" and stage == "train":
+        if restart_mode == "chain" and stage == "train":
             ensure_successor(run, allocation, script_of(run, stage), [])
-        elif not started_again(allocation):
+        elif not was_restarted(allocation):
             requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=wait_s)
     else:
         time.sleep(wait_s)

@@ -1,8 +1,7 @@
 """Notifications of a run: a webhook or a command when an attempt starts and when it ends.
 
-Each is sent by a thread of its own, which nothing waits for while the run has work to do. The
-supervisor's last act is to wait a few seconds for what is under way; it does not if an earlier
-notification of the attempt has taken too long.
+Each is sent by a thread, for which nothing waits while the run has work to do. The supervisor's
+last act is to wait a few seconds for what is under way, unless a notification took too long.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -84,17 +84,20 @@ class Notifier:
             thread.start()
             self._sending.append(thread)
 
-    def _try(self, deliver: Any, message: dict[str, Any]) -> None:
+    def _try(
+        self, deliver: Callable[[dict[str, Any]], str | None], message: dict[str, Any]
+    ) -> None:
         begin = time.monotonic()
         try:
             fault = deliver(message)
         except Exception as error:  # whatever a user's host, proxy or command does
             fault = type(error).__name__  # its text may hold the URL, which is a secret
         self._slow |= time.monotonic() - begin >= TIMEOUT_S
-        if fault:
+        if fault is not None:
             log.warning("notification of %s not delivered: %s", message["event"], fault)
 
-    def _post(self, message: dict[str, Any]) -> str:
+    def _post(self, message: dict[str, Any]) -> str | None:
+        """Return why the webhook did not take the message; None if it did."""
         name = str(self._notify.webhook)
         url = self._config.variable(name) or ""
         if not url.startswith(("https://", "http://")):
@@ -103,7 +106,7 @@ class Notifier:
         request = Request(url, json.dumps(message).encode(), headers)  # noqa: S310 (http(s) only)
         try:
             with urlopen(request, timeout=TIMEOUT_S):  # noqa: S310
-                return ""
+                return None
         except HTTPError as error:
             return f"the webhook in {name} answered HTTP {error.code}"
         except URLError as error:
@@ -113,19 +116,23 @@ class Notifier:
         except (TimeoutError, http.client.HTTPException) as error:
             return f"the webhook in {name} has not answered: {type(error).__name__}"
 
-    def _call(self, message: dict[str, Any]) -> str:
+    def _call(self, message: dict[str, Any]) -> str | None:
+        """Return why the command did not take the message; None if it did."""
         command = self._notify.command
-        environment = {**os.environ, NOTIFICATION: message["text"]}
         try:
             done = subprocess.run(
-                command, input=json.dumps(message).encode(), env=environment,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=TIMEOUT_S,
-            )  # fmt: skip
+                command,
+                input=json.dumps(message).encode(),
+                env={**os.environ, NOTIFICATION: message["text"]},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=TIMEOUT_S,
+            )
         except subprocess.TimeoutExpired:
             return f"{command[0]} has not ended after {TIMEOUT_S:g} s"
         except OSError as error:
             return f"{command[0]} cannot be started: {error.strerror}"
-        return f"{command[0]} ended with exit code {done.returncode}" if done.returncode else ""
+        return f"{command[0]} ended with exit code {done.returncode}" if done.returncode else None
 
 
 _FIELDS = {
@@ -135,7 +142,7 @@ _FIELDS = {
 
 
 def event_of(record: AttemptRecord) -> NotifyEvent | None:
-    """The event that a closed attempt is; None if there is nothing to announce."""
+    """Return the event that a closed attempt is; None if there is nothing to announce."""
     if record.ending == "superseded" or (record.stage, record.action) == ("precompile", "finish"):
         return None
     if record.ending == "divergence":

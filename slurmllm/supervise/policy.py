@@ -49,16 +49,16 @@ def decide(
     *,
     rolled_back: bool = False,
     started: bool = True,
-    again: Restart = "requeue",
+    restart_mode: Restart = "requeue",
     in_allocation: bool = False,
 ) -> AttemptRecord:
     """Decide the action after an attempt; the only place that does, for both stages.
 
     `earlier` are the attempts of the stage since the last submission, oldest first; `rolled_back`,
-    after a divergence: the workers chose a checkpoint to go back to; `again`: how the run continues
-    after the end of its job; `in_allocation`: the job holds enough healthy nodes for new workers.
-    Returns the record with action and backoff. If a limit is reached, the evidence names it; the
-    class becomes `no_progress` after too many attempts without a new checkpoint.
+    after a divergence: the workers chose a checkpoint to go back to; `restart_mode`: how the run
+    continues after the end of its job; `in_allocation`: the job holds enough healthy nodes for new
+    workers. Returns the record with action and backoff. If a limit is reached, the evidence names
+    it; the class becomes `no_progress` after too many attempts without a new checkpoint.
     """
     assert closed.ending is not None
     actions = ACTIONS[closed.ending]
@@ -74,7 +74,7 @@ def decide(
         actions = ("stop",)
     if "requeue" not in actions:
         return _with_action(closed, actions[0])
-    if again == "none":
+    if restart_mode == "none":
         text = "slurm.restart is none: `slurmllm resume` continues the run"
         return _with_action(closed, "stop", (*closed.evidence, text))
     limits = recipe.slurm
@@ -100,7 +100,7 @@ def decide(
     # is no backoff, as the nodes wait too.
     if in_allocation and "restart" in actions and idle <= 1:
         return _with_action(closed, "restart")
-    return closed.model_copy(update={"action": again, "backoff_s": backoff})
+    return closed.model_copy(update={"action": restart_mode, "backoff_s": backoff})
 
 
 def _with_action(
@@ -111,7 +111,7 @@ def _with_action(
 
 
 def backoff_s(first_s: float, failures: int) -> float:
-    """The wait before the next start after some failures in a row, doubled with each."""
+    """Return the wait before the next start after some failures in a row, doubled with each."""
     # Not 2.0 ** failures: with a high limit of attempts a float overflows.
     return min(first_s * 2.0 ** min(failures - 1, 20), MAX_BACKOFF_S)
 
@@ -130,27 +130,27 @@ def is_transient(evidence: Sequence[str]) -> bool:
 def failing_nodes(
     closed: AttemptRecord, earlier: Sequence[AttemptRecord], lost: Collection[str], hours: float
 ) -> dict[str, str]:
-    """Node → reason of the nodes to exclude after an attempt; `earlier` is of both stages.
+    """Return node → reason of the nodes to exclude after an attempt; `earlier` is of both stages.
 
     One ending is enough for `lost` nodes: they stopped responding, failed their checks or have a
     broken device. Other nodes are excluded after two within `hours`.
     """
-    found = {}
+    reasons = {}
     for name in closed.blamed_nodes:
         if name in lost:
             naming = [line for line in closed.evidence if name in line]
-            found[name] = (naming or [*closed.evidence, str(closed.ending)])[0]
+            reasons[name] = (naming or [*closed.evidence, str(closed.ending)])[0]
             continue
         blaming = [a for a in (*earlier, closed) if name in a.blamed_nodes]
         recent = [a for a in blaming if _end(a) >= _end(closed) - hours * HOUR_S]
         if len(recent) > 1:
             which = ", ".join(f"{a.stage} {a.attempt}" for a in recent)
-            found[name] = f"blamed for {len(recent)} attempts: {which}"
-    return found
+            reasons[name] = f"blamed for {len(recent)} attempts: {which}"
+    return reasons
 
 
 def gained(attempt: AttemptRecord) -> bool:
-    """Whether an attempt left a newer checkpoint than it found."""
+    """Whether an attempt left a newer checkpoint than the one before it."""
     if attempt.steps_gained is not None:
         return attempt.steps_gained > 0
     before, after = attempt.checkpoint_before, attempt.checkpoint_after

@@ -37,46 +37,39 @@ def preflight(
 
     Raises a StorageError if the run directory is not writable from here, a SlurmError without srun.
     """
-    found = check_nodes(allocation, config, run.path, SLURMLLM, stop)
-    if found is not None and config.cluster.health.bandwidth == "always":
-        found = with_bandwidth(
-            found, allocation, allocation.job_id, config, SLURMLLM, free_port(), stop
+    nodes = check_nodes(allocation, config, run.path, SLURMLLM, stop)
+    if nodes is not None and config.cluster.health.bandwidth == "always":
+        nodes = with_bandwidth(
+            nodes, allocation, allocation.job_id, config, SLURMLLM, free_port(), stop
         )
-    if found is None or stop():  # interrupted checks are incomplete: ignore them
+    if nodes is None or stop():  # interrupted checks are incomplete: ignore them
         return Preflight(None, ())
     paths = run.attempt(record.stage, record.attempt)
     with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(lambda health: health.save(paths.health(health.node)), found.values()))
-    return Preflight(preflight_ending(found), tuple(lines(found, "warn")))
+        list(pool.map(lambda health: health.save(paths.health(health.node)), nodes.values()))
+    warnings = (f"{name}: {f.message}" for name, node in nodes.items() for f in node.of("warn"))
+    return Preflight(preflight_ending(nodes), tuple(warnings))
 
 
-def preflight_ending(found: Mapping[str, NodeHealth]) -> Ending | None:
-    """The ending if a node failed its checks.
+def preflight_ending(nodes: Mapping[str, NodeHealth]) -> Ending | None:
+    """Return the ending if a node failed its checks.
 
     A check that fails on all of several nodes is a fault of the profile, and blames none of them.
     The shared file system is never a node's fault if all nodes fail with it.
     """
-    failed = {name: health.of("fail") for name, health in found.items() if health.of("fail")}
+    failed = {name: health.of("fail") for name, health in nodes.items() if health.of("fail")}
     if not failed:
         return None
-    common = set.intersection(*({f.check for f in health.of("fail")} for health in found.values()))
+    common = set.intersection(*({f.check for f in health.of("fail")} for health in nodes.values()))
     of_first = next(iter(failed.values()))
     if SHARED in common:
         message = next(f.message for f in of_first if f.check == SHARED)
-        nodes = "all nodes" if len(found) > 1 else next(iter(found))
-        return Ending("storage_failure", (f"preflight: {nodes}: {message}",), started=False)
+        names = "all nodes" if len(nodes) > 1 else next(iter(nodes))
+        return Ending("storage_failure", (f"preflight: {names}: {message}",), started=False)
     evidence = []
-    if common and len(found) > 1:
+    if common and len(nodes) > 1:
         evidence += [f"preflight: all nodes: {f.message}" for f in of_first if f.check in common]
-        failed = {
-            name: own
-            for name, findings in failed.items()
-            if (own := tuple(f for f in findings if f.check not in common))
-        }
+        rest = {n: [f for f in fs if f.check not in common] for n, fs in failed.items()}
+        failed = {name: tuple(findings) for name, findings in rest.items() if findings}
     evidence += [f"preflight: {name}: {f.message}" for name, fs in failed.items() for f in fs]
     return Ending("node_failure", tuple(evidence), tuple(failed), started=False)
-
-
-def lines(found: Mapping[str, NodeHealth], status: str) -> list[str]:
-    """`n3: 0.4 GB free in /scratch, …`, for the findings of a status."""
-    return [f"{name}: {f.message}" for name, health in found.items() for f in health.of(status)]

@@ -1,4 +1,4 @@
-"""The logs of a node's workers: on the node's own disk, collected into the run directory.
+"""The logs of a node's workers: on the node's disk, collected into the run directory.
 
 Rank 0 writes to the log of the stage. The others write to files on the disk of their node, so that
 thousands of workers do not keep files open on the shared file system. The launcher collects them:
@@ -51,17 +51,12 @@ log = logging.getLogger(__name__)
 
 
 class RankLogs:
-    """The logs of the workers that this launcher starts.
-
-    Args:
-        look_s: Interval between looks for requests, s.
-    """
+    """The logs of the workers that this launcher starts; `look_s` is between looks for requests."""
 
     def __init__(
         self, config: RunConfig, run: RunDir, record: AttemptRecord, node: str, look_s: float
     ) -> None:
         self._config, self._run, self._record, self._node = config, run, record, node
-        self._attempt = run.attempt(record.stage, record.attempt)
         self._look_s, self._next_look = look_s, 0.0
         self._files: _LocalFiles | None = None
         self._refused = False
@@ -69,8 +64,7 @@ class RankLogs:
     def open(self, rank: int) -> int:
         """Return a descriptor of a worker's new log.
 
-        Raises:
-            OSError: The node's disk refuses, and the run directory too.
+        Raises an OSError if the node's disk refuses, and the run directory too.
         """
         if not self._refused:
             try:
@@ -90,8 +84,7 @@ class RankLogs:
         with node_disk(f"make a folder in {base}"):
             base.mkdir(mode=0o700, exist_ok=True)
             check_private_folder(base)
-            started = _milliseconds(self._record)
-            folder = base / f"{stage}_{number:03d}-{started}-{self._node}"
+            folder = base / f"{stage}_{number:03d}-{_milliseconds(self._record)}-{self._node}"
             folder.mkdir(mode=0o700, exist_ok=True)
             return _LocalFiles(folder, self._run, stage, number)
 
@@ -104,42 +97,32 @@ class RankLogs:
         """Look for requests, and copy the logs that are asked for, if it is time."""
         if self._files is None or time.monotonic() < self._next_look:
             return
-        names: set[str] = set()
+        attempt, names = self._run.attempt(self._record.stage, self._record.attempt), set[str]()
         with suppress(OSError):
-            names = {entry.name for entry in self._attempt.log_requests.iterdir()}
+            names = {entry.name for entry in attempt.log_requests.iterdir()}
         ranks = set(self._files.copied)
-        if self._attempt.log_request(None).name not in names:
+        if attempt.log_request(None).name not in names:
             ranks &= {int(match[1]) for match in map(_LOG.match, names) if match}
         self._files.copy(ranks, requested=True)
-        self._next_look = time.monotonic() + (
-            min(MIRROR_S, self._look_s) if ranks else self._look_s
-        )
+        interval_s = min(MIRROR_S, self._look_s) if ranks else self._look_s
+        self._next_look = time.monotonic() + interval_s
 
     def collect(self) -> None:
         """Copy all logs and remove them from the node's disk; after the workers have ended.
 
         If the run directory refuses, they stay for the next launcher on this node.
         """
-        if self._files is None:
-            return
-        if self._files.copy(self._files.copied):
-            shutil.rmtree(self._files.folder, ignore_errors=True)
-        self._files.lock.close()
-        self._files = None
+        if self._files is not None:
+            self._files.collect()
+            self._files = None
 
 
 class _LocalFiles:
-    """The log files of one launcher on the node's disk, and how much of each was copied.
-
-    Raises:
-        OSError: Another launcher uses the folder.
-    """
+    """The log files of one launcher on the node's disk; OSError if another launcher uses them."""
 
     def __init__(self, folder: Path, run: RunDir, stage: Stage, attempt: int) -> None:
-        self.folder = folder
-        # Rank → bytes; -1: there is no copy yet; None: as many as the copy has.
-        self.copied: dict[int, int | None] = {}
-        self._run, self._stage, self._attempt = run, stage, attempt
+        self.copied: dict[int, int] = {}  # rank → bytes that were copied
+        self._folder, self._run, self._stage, self._attempt = folder, run, stage, attempt
         # Held as long as this process lives and by no other: workers do not inherit it.
         self.lock = open_lock(folder / "lock")
         try:
@@ -150,56 +133,63 @@ class _LocalFiles:
 
     def open_new(self, rank: int) -> int:
         descriptor = open_append(self._path(rank))
-        self.copied[rank] = -1
+        self.copied[rank] = 0
         return descriptor
 
     def register(self) -> None:
         """Register the files of a launcher that has ended, which may have copied parts."""
-        matches = (_LOG.match(entry.name) for entry in self.folder.iterdir())
-        self.copied = {int(match[1]): None for match in matches if match}
+        for match in (_LOG.match(entry.name) for entry in self._folder.iterdir()):
+            if match is not None:
+                self.copied[int(match[1])] = 0
+                with suppress(OSError):  # not copied yet
+                    self.copied[int(match[1])] = self._target(int(match[1])).stat().st_size
 
     def copy(self, ranks: Iterable[int], *, requested: bool = False) -> bool:
         """Append to the copies what they lack; returns whether all of it was copied.
 
-        Args:
-            requested: Whether logs without content are copied too, and errors are not reported,
-                because the copy is repeated.
+        `requested`: logs without content are copied too, and errors are not reported, because the
+        copy is repeated.
         """
         complete = True
         for rank in sorted(self.copied.keys() & ranks):
-            target = self._run.worker_log(self._stage, self._attempt, rank)
             try:
-                self._append(rank, target, requested)
+                self._append(rank, requested)
             except OSError as error:
                 complete = False
                 if not requested:
-                    log.warning(
-                        "cannot copy %s to %s: %s; it stays there until the next attempt",
-                        *(self._path(rank), target.parent, os_error_text(error)),
-                    )
+                    path, target = self._path(rank), self._target(rank).parent
+                    fate = f"{os_error_text(error)}; it stays there until the next attempt"
+                    log.warning("cannot copy %s to %s: %s", path, target, fate)
         return complete
 
-    def _append(self, rank: int, copy: Path, empty_too: bool) -> None:
+    def collect(self) -> bool:
+        """Copy all logs and remove them, unless the run directory refuses."""
+        with self.lock:
+            complete = self.copy(self.copied)
+            if complete:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        return complete
+
+    def _append(self, rank: int, empty_too: bool) -> None:
         """Append what is new; of more than MOST_BYTES the middle is left out, which a line says."""
         with open_regular(self._path(rank), follow=False) as source:
             size, done = os.fstat(source.fileno()).st_size, self.copied[rank]
-            if size == done or (size == 0 and not empty_too):
+            if size == done and (size > 0 or not empty_too):
                 return
-            with os.fdopen(open_append(copy), "ab") as target:
-                at = min(os.fstat(target.fileno()).st_size, size) if done is None else max(done, 0)
-                parts = [(at, size)]
-                if size - at > MOST_BYTES:
-                    parts = [(at, at + BEGIN_BYTES), (size - MOST_BYTES + BEGIN_BYTES, size)]
-                for begin, end in parts:
-                    if begin > at:
-                        target.write(f"\n[{begin - at} bytes left out]\n".encode())
-                    source.seek(begin)
-                    target.write(source.read(max(end - begin, 0)))
-                    at = end
+            with os.fdopen(open_append(self._target(rank)), "ab") as target:
+                source.seek(done)
+                if (left_out := size - done - MOST_BYTES) > 0:
+                    target.write(source.read(BEGIN_BYTES))
+                    target.write(f"\n[{left_out} bytes left out]\n".encode())
+                    source.seek(left_out, os.SEEK_CUR)
+                target.write(source.read(max(size - source.tell(), 0)))
         self.copied[rank] = size
 
     def _path(self, rank: int) -> Path:
-        return self.folder / f"rank_{rank:05d}.log"
+        return self._folder / f"rank_{rank:05d}.log"
+
+    def _target(self, rank: int) -> Path:
+        return self._run.worker_log(self._stage, self._attempt, rank)
 
 
 def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int) -> None:
@@ -215,20 +205,16 @@ def collect_leftovers(config: RunConfig, run: RunDir, stage: Stage, attempt: int
         # An attempt of this number or a later one may have just begun.
         if match is None or (match[1] == stage and int(match[2]) >= attempt):
             continue
-        leftover, number = cast("Stage", match[1]), int(match[2])
+        of_stage, number = cast("Stage", match[1]), int(match[2])
         with suppress(OSError):  # its launcher may live: with --local several use one disk
-            files = _LocalFiles(folder, run, leftover, number)
-            with files.lock:
-                record = None
-                with suppress(StorageError):
-                    record = AttemptRecord.find(run.attempt(leftover, number).record)
-                if record is not None and str(_milliseconds(record)) == match[3]:
-                    files.register()
-                    if not files.copy(files.copied):
-                        continue
-                    workers = f"{len(files.copied)} workers of {leftover} attempt {number}"
-                    log.info("collected the logs of %s, whose launcher was killed", workers)
-                shutil.rmtree(folder, ignore_errors=True)
+            files, record = _LocalFiles(folder, run, of_stage, number), None
+            with suppress(StorageError):
+                record = AttemptRecord.find(run.attempt(of_stage, number).record)
+            if record is not None and str(_milliseconds(record)) == match[3]:
+                files.register()
+            if files.collect() and files.copied:
+                workers = f"{len(files.copied)} workers of {of_stage} attempt {number}"
+                log.info("collected the logs of %s, whose launcher was killed", workers)
 
 
 def _logs_folder(config: RunConfig, run: RunDir) -> Path:

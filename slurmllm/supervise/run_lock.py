@@ -38,11 +38,8 @@ _MAX_BYTES = 4096
 def locked(run: RunDir, verb: str, wait_s: float | None = None) -> Iterator[None]:
     """Hold the lock of a run; SIGTERM and SIGHUP without a handler then act as Ctrl-C does.
 
-    `wait_s` (None: WAIT_S) is for another command to end.
-
-    Raises:
-        RunError: Another command holds it.
-        StorageError: It cannot be made.
+    `wait_s` (None: WAIT_S) is for another command to end. Raises a RunError if that holds the lock
+    for longer, a StorageError if it cannot be made.
     """
     descriptor = _acquire(run, verb, WAIT_S if wait_s is None else wait_s)
     released = threading.Event()
@@ -68,9 +65,9 @@ def locked(run: RunDir, verb: str, wait_s: float | None = None) -> Iterator[None
         thread.join()
         with contextlib.suppress(OSError):
             # Not the lock of another command that has found this one expired.
-            own = os.path.samestat(os.fstat(descriptor), run.lock.lstat())
+            unchanged = os.path.samestat(os.fstat(descriptor), run.lock.lstat())
             os.close(descriptor)
-            if own:
+            if unchanged:
                 run.lock.unlink()
 
 
@@ -87,7 +84,7 @@ def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
     """Make the lock file; returns its descriptor."""
     now = time.time()
     pid, host = os.getpid(), socket.gethostname()
-    own = LockRecord(verb=verb, host=host, pid=pid, process=process_identity(pid), since=now)
+    record = LockRecord(verb=verb, host=host, pid=pid, process=process_identity(pid), since=now)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     began = seen_at = time.monotonic()
     seen: _Holder | None = None
@@ -95,7 +92,7 @@ def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
         try:
             descriptor = os.open(run.lock, flags, 0o644)
             try:
-                os.write(descriptor, own.model_dump_json().encode())
+                os.write(descriptor, record.model_dump_json().encode())
                 os.fsync(descriptor)
             except BaseException:
                 os.close(descriptor)
@@ -122,7 +119,7 @@ def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
 
 
 def _read(path: Path) -> _Holder | None:
-    """The lock file's holder; None if there is none."""
+    """Return the lock file's holder; None if there is none."""
     record = None
     try:
         # Opened, because NFS asks the server for the times of a file only then.
@@ -165,8 +162,8 @@ def _remove(path: Path, holder: _Holder) -> None:
                     guard.unlink()
             return
         try:
-            found = _read(path)
-            if found is not None and found.identity == holder.identity:
+            newest = _read(path)
+            if newest is not None and newest.identity == holder.identity:
                 path.unlink()
         finally:
             guard.unlink(missing_ok=True)

@@ -40,9 +40,9 @@ def restart_of(run: RunDir, allocation: Allocation) -> Restart:
 def choose_restart(
     setting: RestartSetting, before: Submission | None, client: SlurmClient
 ) -> Restart:
-    """`slurm.restart` of a new submission, with `auto` resolved.
+    """Return `slurm.restart` of a new submission, with `auto` resolved.
 
-    What an earlier submission of the run has found out holds on: a requeue was refused.
+    If a requeue was refused in an earlier submission of the run, it stays a chain.
     """
     if setting != "auto":
         return setting
@@ -53,32 +53,31 @@ def choose_restart(
     return "requeue"
 
 
-def take_over(run: RunDir, allocation: Allocation) -> str:
+def register_train_job(run: RunDir, allocation: Allocation) -> str | None:
     """Record this job as its run's train job if it is the successor of that.
 
-    Returns:
-        Why it must not train: the run has ended, or a user has cancelled the job before.
+    Returns why it must not train: the run has ended, or a user has cancelled the job before.
     """
     predecessor = os.environ.get(PREDECESSOR)
     if not isinstance(allocation, SlurmAllocation) or predecessor is None:
-        return ""
-    client, own = allocation.client, allocation.job_id
+        return None
+    client, this_job = allocation.client, allocation.job_id
     with locked(run, "supervise", LOCK_S):
         *before, last = JobsRecord.load(run.jobs).submissions
         if last.train_job != predecessor:
-            return ""  # it is recorded already, or of an earlier submission
-        others = [job for job in client.successors(predecessor, _name(run, last)) if job != own]
-        client.cancel(others)
+            return None  # it is recorded already, or of an earlier submission
+        successors = client.successors(predecessor, _name(run, last))
+        client.cancel([job for job in successors if job != this_job])
         if reason := _ended(run, last, client):
             return reason
         earlier = (*last.earlier_jobs, predecessor)
-        _save(run, before, last, train_job=own, successor_job=None, earlier_jobs=earlier)
-    log.info("job %s continues the run after job %s", own, predecessor)
-    return ""
+        _save(run, before, last, train_job=this_job, successor_job=None, earlier_jobs=earlier)
+    log.info("job %s continues the run after job %s", this_job, predecessor)
+    return None
 
 
-def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str:
-    """Why nothing follows the last train job; empty if its successor continues the run."""
+def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str | None:
+    """Return why nothing follows the last train job; None if its successor continues the run."""
     if last.cancelled_at is not None:
         return "the run was cancelled"
     records = attempts.load_attempts(run, "train")
@@ -87,7 +86,7 @@ def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str:
         return f"the run has ended: {record.ending} → {record.action}"
     # A supervisor may have no time to see that its job was cancelled, and not only preempted.
     if _state(client, str(last.train_job)) != "CANCELLED":
-        return ""
+        return None
     text = f"Slurm: job {last.train_job} CANCELLED"
     if record is not None:
         ending = Ending("cancelled", (text, *record.evidence))
@@ -98,7 +97,7 @@ def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str:
 
 
 def _state(client: SlurmClient, job_id: str) -> str:
-    """The state of a job that has ended: slurmctld forgets it, and accounting may lag behind."""
+    """Return the state of an ended job: slurmctld forgets it, and accounting may lag behind."""
     job = retry_unreachable(lambda: client.queue([job_id])).get(job_id)
     if job is not None:
         return job.state
@@ -111,28 +110,23 @@ def ensure_successor(
 ) -> str | None:
     """Submit the successor of this train job unless it has one; returns its job id.
 
-    Returns:
-        None if the job is not its run's train job, or was cancelled.
-
-    Raises:
-        SlurmError: sbatch refused it, or slurmctld is unreachable.
+    Returns None if the job is not its run's train job, or was cancelled. Raises a SlurmError if
+    sbatch refuses it, or slurmctld is unreachable.
     """
-    client, own = allocation.client, allocation.job_id
+    client, this_job = allocation.client, allocation.job_id
     with locked(run, "supervise", LOCK_S):
         *before, last = JobsRecord.load(run.jobs).submissions
-        if last.train_job != own or last.cancelled_at is not None:
+        if last.train_job != this_job or last.cancelled_at is not None:
             return None
         name = _name(run, last)
         # Also one whose supervisor was killed before it could record it.
-        found = client.successors(own, name)
-        job = last.successor_job if last.successor_job in found else next(iter(found), None)
-        client.cancel([other for other in found if other != job])
+        jobs = client.successors(this_job, name)
+        job = last.successor_job if last.successor_job in jobs else next(iter(jobs), None)
+        client.cancel([other for other in jobs if other != job])
         if job is None:
-            job = client.submit(script, exclude=",".join(exclude), requeue=False, after=own,
-                                name=name)  # fmt: skip
-            log.info(
-                "job %s is the successor: it starts when this job ends, and continues the run", job
-            )
+            excluded = ",".join(exclude)
+            job = client.submit(script, exclude=excluded, requeue=False, after=this_job, name=name)
+            log.info("job %s continues the run when this job ends (its successor)", job)
         _save(run, before, last, restart="chain", successor_job=job)
     return job
 
@@ -140,22 +134,22 @@ def ensure_successor(
 def cancel_successor(run: RunDir, allocation: Allocation) -> None:
     """Cancel the successor of this train job; an error is only logged: it would exit by itself."""
     assert isinstance(allocation, SlurmAllocation)
-    client, own = allocation.client, allocation.job_id
+    client, this_job = allocation.client, allocation.job_id
     try:
         with locked(run, "supervise", LOCK_S):
             *before, last = JobsRecord.load(run.jobs).submissions
-            if last.train_job != own:
+            if last.train_job != this_job:
                 return
             recorded = [] if last.successor_job is None else [last.successor_job]
-            found = client.successors(own, _name(run, last))
-            client.cancel(list(dict.fromkeys([*recorded, *found])))
+            jobs = client.successors(this_job, _name(run, last))
+            client.cancel(list(dict.fromkeys([*recorded, *jobs])))
             _save(run, before, last, successor_job=None)
     except SlurmllmError as error:
         log.warning("cannot cancel the successor job, which exits when it starts: %s", error)
 
 
 def _name(run: RunDir, last: Submission) -> str:
-    """The name of all successors in a chain: of its lane, else no other run's (`singleton`)."""
+    """Return the name of all successors in a chain: its lane's, else one of no other run."""
     if last.lane is not None:
         return last.lane
     first = (*last.earlier_jobs, last.train_job)[0]

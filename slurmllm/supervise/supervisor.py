@@ -52,7 +52,7 @@ from slurmllm.supervise.allocation import (
     SlurmAllocation,
     current_allocation,
     lost_start,
-    unrecorded,
+    not_recorded,
 )
 from slurmllm.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
 from slurmllm.supervise.attempts import (
@@ -64,15 +64,11 @@ from slurmllm.supervise.attempts import (
 )
 from slurmllm.supervise.classify import Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
-from slurmllm.supervise.exclusion import (
-    drain,
-    exclude_failed,
-    failing,
-)
+from slurmllm.supervise.exclusion import drain, exclude_failed, failing
 from slurmllm.supervise.next_job import NextJob, requeue_unrecorded
 from slurmllm.supervise.notify import Notifier
 from slurmllm.supervise.preflight import preflight
-from slurmllm.supervise.successor import restart_of, take_over
+from slurmllm.supervise.successor import register_train_job, restart_of
 from slurmllm.supervise.tracking import Tracking
 
 RETURNS = ("requeue", "chain")  # actions that return a run to the queue
@@ -80,9 +76,9 @@ RETURNS = ("requeue", "chain")  # actions that return a run to the queue
 # holds a lost node does not end before Slurm notices the loss.
 STEPS_END_S, LOST_STEPS_END_S = 15.0, 2.0
 EXIT_FAILED = {  # by class of ending; 70 for the others
-    "bad_configuration": 2, "storage_failure": 4, "divergence": 71, "stale_graphs": 71,
-    "cancelled": EXIT_NEGATIVE, "superseded": EXIT_NEGATIVE,
-}  # fmt: skip
+    **{"bad_configuration": 2, "storage_failure": 4, "divergence": 71, "stale_graphs": 71},
+    **{"cancelled": EXIT_NEGATIVE, "superseded": EXIT_NEGATIVE},
+}
 
 log = logging.getLogger(__name__)
 
@@ -106,46 +102,49 @@ class Supervisor:
         self._sent_graphs, self._sent_environment = "", False
 
     def _used_nodes(self, held: int) -> int:
-        """How many of the nodes that the job holds the train stage uses."""
+        """Return how many of the nodes that the job holds the train stage uses."""
         slurm = self.config.recipe.slurm
-        given = held - slurm.spare_nodes
-        if slurm.min_nodes is None or slurm.min_nodes >= given:
-            return given
-        return possible_nodes(self.config, slurm.min_nodes, given)[-1]
+        available = held - slurm.spare_nodes
+        if slurm.min_nodes is None or slurm.min_nodes >= available:
+            return available
+        return possible_nodes(self.config, slurm.min_nodes, available)[-1]
 
     def main(self) -> int:
         """Run the attempts; returns 0 finished, 75 to be started again, or a code of errors.py.
 
-        Raises:
-            StorageError: The run directory is no longer writable; the attempt's record is open.
+        Raises a StorageError, with the attempt's record open, if the run is no longer writable.
         """
         self.stop.install()
-        if reason := take_over(self.run, self.allocation):
+        if (exit_code := self._leave_early()) is not None:
+            return exit_code
+        if (stopped := self._close_orphaned()) is not None:
+            return self._act(stopped)
+        closed, error = self._attempt()
+        while closed.action == "restart":
+            self._restart(closed)
+            closed, error = self._attempt()
+        if error is None or closed.action in RETURNS:
+            return self._act(closed)
+        log.error("%s", error)
+        self._act(closed)
+        return error.exit_code
+
+    def _leave_early(self) -> int | None:
+        """Return the exit code if this job must not run an attempt; None if it may."""
+        if reason := register_train_job(self.run, self.allocation):
             log.error("%s; this job, which would have continued it, leaves", reason)
             return EXIT_NEGATIVE
         if reason := lost_start(self.allocation):
             log.warning("%s", reason)
             self.next_job.replace()
             return EXIT_REQUEUE  # Slurm ignores the end of a script that it does not know of
-        if reason := unrecorded(self.run, self.allocation):
+        if reason := not_recorded(self.run, self.allocation):
             log.error("%s", reason)
             return EXIT_NEGATIVE
         if reason := other_supervisor(self.run, self.stage, self.allocation):
             log.error("%s; this supervisor leaves", reason)
             return EXIT_NEGATIVE
-        stopped = self._close_orphaned()
-        if stopped is not None:
-            return self._act(stopped)
-        while True:
-            closed, error = self._attempt()
-            if closed.action == "restart":
-                self._restart(closed)
-            elif error is not None and closed.action not in RETURNS:
-                log.error("%s", error)
-                self._act(closed)
-                return error.exit_code
-            else:
-                return self._act(closed)
+        return None
 
     def _attempt(self) -> tuple[AttemptRecord, SlurmllmError | None]:
         """Run one attempt; returns its closed record, and the error that ended it, if any."""
@@ -159,7 +158,7 @@ class Supervisor:
             check_setup_ran(__version__)
             if self.config.cluster.container is not None and record.attempt == 0:
                 check_container(__version__, paths_of(self.config.cluster.container))
-            self._take_graphs()
+            self._link_graphs()
             self._fit_mesh(len(record.nodes))
             self._merge_new_graphs()
             ending = self._prepare_nodes(record, phases)
@@ -173,10 +172,11 @@ class Supervisor:
             return self._close(record, ending, phases, observed), error
         if ending is None:
             started = time.monotonic()
-            observed = AttemptMonitor(
-                self.run, record, self.config, launchers, self.stop,
-                job_limited=self.allocation.job_id is not None,
-            ).wait()  # fmt: skip
+            job_limited = self.allocation.job_id is not None
+            monitor = AttemptMonitor(
+                self.run, record, self.config, launchers, self.stop, job_limited
+            )
+            observed = monitor.wait()
             phases["workers"] = time.monotonic() - started
             stop_signal = None if observed.failed_first else self.stop.name
             ending = classify(
@@ -195,13 +195,13 @@ class Supervisor:
             log_attempt(closed, f"{' '.join(spares)} in place of {' '.join(left_out)}")
 
     def _nodes_for_restart(self, record: AttemptRecord, ending: Ending) -> tuple[str, ...]:
-        """The nodes for new workers in this job; empty if too few are healthy, or time is over."""
+        """Return the nodes for new workers in this job; empty if too few, or time is over."""
         if not isinstance(self.allocation, SlurmAllocation) or self.stage != "train":
             return ()
         if self.stop.name is not None or not self.config.recipe.slurm.restart_in_allocation:
             return ()
-        update = {"ending": ending.ending, "blamed_nodes": ending.blamed_nodes}
-        blamed = record.model_copy(update={**update, "evidence": ending.evidence})
+        fields = {"blamed_nodes": ending.blamed_nodes, "evidence": ending.evidence}
+        blamed = record.model_copy(update={**fields, "ending": ending.ending})
         self._failed_nodes |= failing(self.run, blamed, self.config).keys()
         chosen = self.allocation.choose(self._failed_nodes, len(record.nodes))
         try:
@@ -213,7 +213,11 @@ class Supervisor:
         return chosen
 
     def _close(
-        self, record: AttemptRecord, ending: Ending, phases: dict[str, float], seen: Observations
+        self,
+        record: AttemptRecord,
+        ending: Ending,
+        phases: dict[str, float],
+        observed: Observations,
     ) -> AttemptRecord:
         """Record the ending and the action, unless another supervisor has done so."""
         if ending.ending == "node_failure" and (reason := lost_start(self.allocation)):
@@ -229,9 +233,15 @@ class Supervisor:
         row = incarnation(record, self._accounting(record.job_id)) if first else None
         self._next_nodes = self._nodes_for_restart(record, ending)
         closed = attempts.close_attempt(
-            self.run, record, ending, phases, sign_at=seen.sign_at, row=row,
-            again=restart_of(self.run, self.allocation), in_allocation=bool(self._next_nodes),
-        )  # fmt: skip
+            self.run,
+            record,
+            ending,
+            phases,
+            first_symptom_at=observed.first_symptom_at,
+            row=row,
+            restart_mode=restart_of(self.run, self.allocation),
+            in_allocation=bool(self._next_nodes),
+        )
         self._exclude_failed(closed)
         if ending.ending == "stale_graphs":
             try:
@@ -286,13 +296,13 @@ class Supervisor:
         if not self.config.cluster.health.enabled:
             return None
         started = time.monotonic()
-        found = preflight(
+        result = preflight(
             self.run, record, self.config, self.allocation, lambda: self.stop.name is not None
         )
         phases["preflight"] = time.monotonic() - started
-        for line in found.warnings:
+        for line in result.warnings:
             log.warning("preflight: warning: %s", line)
-        return found.ending
+        return result.ending
 
     def _broadcast_graphs(self, stop: Callable[[], bool]) -> dict[str, str]:
         """Copy the archive to every node's own disk; returns the launchers' variables."""
@@ -323,7 +333,7 @@ class Supervisor:
             log.warning("sbcast: %s; the nodes read %s", fault, archive)
         return {BROADCAST: str(target)}
 
-    def _take_graphs(self) -> None:
+    def _link_graphs(self) -> None:
         """Link a run of a sweep to the graphs that another one has compiled for it."""
         last = JobsRecord.of(self.run).last
         if last is None or last.graphs_of is None or self.run.graphs_manifest.is_file():
@@ -340,9 +350,9 @@ class Supervisor:
     def _broadcast_environment(self, stop: Callable[[], bool]) -> dict[str, str]:
         if self._sent_environment or self._failed_nodes:
             return {}
-        found = broadcast_environment(self.run, self.config, self.allocation, stop)
+        variables = broadcast_environment(self.run, self.config, self.allocation, stop)
         self._sent_environment = not stop()
-        return found
+        return variables
 
     def _fit_mesh(self, nodes: int) -> None:
         """Write the mesh again if Slurm gave the job another number of nodes than the last one."""
@@ -417,15 +427,15 @@ class Supervisor:
                 continue
             row = incarnation(record, self._accounting(record.job_id))
             ending = ending_of_orphaned(record, attempts.node_records(self.run, record), row)
-            own = record.job_id is not None and record.job_id == self.allocation.job_id
-            if own and record.restart_count == self.allocation.restart_count:
+            this_job = record.job_id is not None and record.job_id == self.allocation.job_id
+            if this_job and record.restart_count == self.allocation.restart_count:
                 text = f"slurmctld lost this start of job {record.job_id}, and started it again"
                 ending, row = Ending("node_failure", (text,)), None  # and no node is to blame
             ended_at = None if row is None else to_unix(row.end)
+            restart_mode = restart_of(self.run, self.allocation)
             closed = attempts.close_attempt(
-                self.run, record, ending, ended_at=ended_at, row=row,
-                again=restart_of(self.run, self.allocation),
-            )  # fmt: skip
+                self.run, record, ending, ended_at=ended_at, row=row, restart_mode=restart_mode
+            )
             log_attempt(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
             self.notifier.closed(closed)
             self._exclude_failed(closed)

@@ -27,25 +27,26 @@ class Tracking:
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
         self._run, self._names = run, config.recipe.trackers
-        self._wanted = bool(self._names) and config.cluster.trackers.network
+        self._enabled = bool(self._names) and config.cluster.trackers.network
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self, stage: Stage) -> None:
-        if not self._wanted or stage != "train":
+        if not self._enabled or stage != "train":
             return
         if self._child is not None and self._child.poll() is None:
             return  # of an earlier attempt in this job; it sends those of this one too
-        command = [
-            *("nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm"),
-            *("track", "sync", str(self._run.path), "--supervised"),
-        ]
+        command = ["nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm"]
+        command += ["track", "sync", str(self._run.path), "--supervised"]
         try:
             output = open_append(self._run.track_log)
             with os.fdopen(output, "wb", buffering=0) as stream:
                 self._child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=stream,
                     preexec_fn=die_with_parent,
-                )  # fmt: skip
+                )
         except OSError as error:
             log.warning("trackers: cannot be started: %s", os_error_text(error))
 
@@ -59,8 +60,8 @@ class Tracking:
                 if self._child.wait(LAST_STEPS_S) == 0:
                     return
             log.warning(
-                "trackers: %s may lack the last steps; see %s, then `slurmllm track sync %s`",
-                " and ".join(self._names), self._run.track_log, self._run.name,
-            )  # fmt: skip
+                f"trackers: {' and '.join(self._names)} may lack the last steps; see "
+                f"{self._run.track_log}, then `slurmllm track sync {self._run.name}`"
+            )
         self._child.kill()
         self._child.wait()

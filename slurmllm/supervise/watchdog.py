@@ -74,7 +74,7 @@ class AttemptProgress:
 
 
 def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> float:
-    """The time limit of a phase, s; `slow_step_s` is None before the second step of the run."""
+    """Return the time limit of a phase, s; `slow_step_s` is None before the run's second step."""
     if phase in ("starting", "resuming"):
         return config.start_up_s
     if phase in ("saving", "stopping"):
@@ -86,7 +86,7 @@ def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> 
 
 
 def behind(phases: Mapping[int, WorkerPhase]) -> tuple[int, ...]:
-    """The ranks furthest behind, which may be all of them."""
+    """Return the ranks furthest behind, which may be all of them."""
     places = {rank: _place(phase) for rank, phase in phases.items()}
     last = min(places.values(), default=None)
     return tuple(sorted(rank for rank, place in places.items() if place == last))
@@ -95,7 +95,7 @@ def behind(phases: Mapping[int, WorkerPhase]) -> tuple[int, ...]:
 def find_hang(
     progress: AttemptProgress, config: WatchdogConfig, slow_step_s: float | None, now: float
 ) -> HangRecord | None:
-    """The hang of an attempt, with the nodes that phases make suspect; `now` is Unix time, s."""
+    """Return the hang of an attempt, if any, with suspect nodes; `now` is Unix time, s."""
     last = behind(progress.phases)
     if not last:
         return None
@@ -123,7 +123,7 @@ def find_hang(
 
 
 def slow_step_s(step_times: Sequence[float]) -> float | None:
-    """The SLOW quantile of the last steps, s; None without steps."""
+    """Return the SLOW quantile of the last steps, s; None without steps."""
     if not step_times:
         return None
     ordered = sorted(step_times[-STEPS_LEARNED:])
@@ -131,7 +131,7 @@ def slow_step_s(step_times: Sequence[float]) -> float | None:
 
 
 def read_heartbeats(run: RunDir, record: AttemptRecord) -> list[Heartbeat]:
-    """The heartbeats of an attempt's nodes; those that are damaged or not written are left out."""
+    """Return the heartbeats of an attempt's nodes that are written and not damaged."""
     attempt = run.attempt(record.stage, record.attempt)
 
     def read(name: str) -> Heartbeat | None:
@@ -143,8 +143,8 @@ def read_heartbeats(run: RunDir, record: AttemptRecord) -> list[Heartbeat]:
 
 
 def recent_step_times(run: RunDir) -> list[float]:
-    """Durations of a run's last steps, s, oldest first, except each attempt's first."""
-    found: list[float] = []
+    """Return durations of a run's last steps, s, oldest first, except each attempt's first."""
+    durations: list[float] = []
     for path in reversed(run.metrics_files()):
         times = []
         with suppress(OSError), open_regular(path) as stream:
@@ -153,14 +153,14 @@ def recent_step_times(run: RunDir) -> list[float]:
             for line in stream.read().splitlines()[1:]:
                 with suppress(ValueError, KeyError, TypeError):  # a line that is being written
                     times.append(float(json.loads(line)["step_time_s"]))
-        found = times + found
-        if len(found) >= STEPS_LEARNED:
+        durations = times + durations
+        if len(durations) >= STEPS_LEARNED:
             break
-    return found[-STEPS_LEARNED:]
+    return durations[-STEPS_LEARNED:]
 
 
 def _place(worker: WorkerPhase) -> tuple[int, int, int]:
-    """The order of progress: start-up before steps; after one its evaluation, save, the next."""
+    """Return the order of progress: start-up, steps; after one its evaluation, save, the next."""
     place = _ORDER[worker.phase]
     if worker.phase in ("starting", "resuming"):
         return place, 0, 0
@@ -208,9 +208,10 @@ class Watchdog:
         if unchanged_s <= limit_s(self._lowest, self.config, 0.0):
             return None  # below the lowest limit: no need to read the step times
         unresponsive = tuple(
-            name for name in self.record.nodes
+            name
+            for name in self.record.nodes
             if now - self._alive_at.get(name, self._changed) > UNRESPONSIVE_S
-        )  # fmt: skip
+        )
         nodes = {rank: name for name, ranks in self._ranks.items() for rank in ranks}
         progress = AttemptProgress(self._phases, nodes, unchanged_s, unresponsive)
         slow_s = slow_step_s(recent_step_times(self.run))
@@ -279,10 +280,10 @@ class Heartbeats:
     def environment(self, rank: int) -> dict[str, str]:
         if self.folder is None:
             return {}
-        found = {PHASE_FILE: self._file(rank), STACKS_FILE: self._file(f"{rank}.stacks")}
+        paths = {PHASE_FILE: self._file(rank), STACKS_FILE: self._file(f"{rank}.stacks")}
         if self._run_copy is not None:
-            found[RUN_COPY] = self._run_copy.path
-        return {name: str(path) for name, path in found.items()}
+            paths[RUN_COPY] = self._run_copy.path
+        return {name: str(path) for name, path in paths.items()}
 
     def copy_run(self, run: RunDir) -> None:
         """Copy the files of the run that every worker reads; each reads the run if this fails."""
@@ -306,15 +307,15 @@ class Heartbeats:
         if self.folder is None or now - self._read_at < self._read_s:
             return
         self._read_at = now
-        phases = {rank: read_phase(self._file(rank)) for rank in ranks}
         # A worker that has not imported slurmllm yet has no phase.
-        known = {rank: phase for rank, phase in phases.items() if phase is not None}
+        read = ((rank, read_phase(self._file(rank))) for rank in ranks)
+        phases = {rank: phase for rank, phase in read if phase is not None}
         waited_s = now - self._written_at
-        changed = known != self._written and waited_s >= self._write_s
+        changed = phases != self._written and waited_s >= self._write_s
         if not changed and waited_s < HEARTBEAT_S:
             return
-        self._written, self._written_at = known, now
-        heartbeat = Heartbeat(node=self._node, written_at=time.time(), ranks=known)
+        self._written, self._written_at = phases, now
+        heartbeat = Heartbeat(node=self._node, written_at=time.time(), ranks=phases)
         self._write(heartbeat.model_dump_json().encode())
 
     def _write(self, content: bytes) -> None:
@@ -383,12 +384,10 @@ def _inspect_process(pid: int) -> str:
     spy = shutil.which("py-spy")
     if spy is None:
         return head
+    command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            [spy, "dump", "--nonblocking", "--pid", str(pid)],
-            capture_output=True, text=True, errors="replace", timeout=PY_SPY_S, check=False,
-        )  # fmt: skip
-        return head + (done.stdout or done.stderr)
+        done = subprocess.run(command, capture_output=True, timeout=PY_SPY_S, check=False)
+        return head + (done.stdout or done.stderr).decode(errors="replace")
     return head
 
 

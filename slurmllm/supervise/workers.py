@@ -16,10 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 from slurmllm.backends.environment import worker_environment
 from slurmllm.config.load import load
@@ -73,6 +74,8 @@ class Workers:
         self.attempt = run.attempt(stage, attempt)
         self.record = AttemptRecord.load(self.attempt.record)
         self.config: RunConfig = load(run.config, trusted=True)
+        self.local = self.record.job_id is None
+        self.watched = stage == "train"  # whether the watchdog reads this node's heartbeats
         self.node_rank = own_node_rank()
         self.node = os.environ.get(NODE_NAME) or self.record.nodes[self.node_rank]
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -84,15 +87,6 @@ class Workers:
         self._look_s = min(LOOK_S, max(self.config.recipe.watchdog.min_step_s / 8, 0.25))
         self._looked_at = 0.0
         self.logs = RankLogs(self.config, run, self.record, self.node, self._look_s)
-
-    @property
-    def local(self) -> bool:
-        return self.record.job_id is None
-
-    @property
-    def watched(self) -> bool:
-        """Whether the supervisor's watchdog reads this node's heartbeats."""
-        return self.stage == "train"
 
     def watch_signals(self) -> None:
         """Record stop signals instead of dying of them."""
@@ -126,12 +120,18 @@ class Workers:
         deadline = time.monotonic() + SAVE_RETRY_S
         while True:
             try:
-                return self.save(**update)
+                self.save(**update)
+                return
             except StorageError as error:
                 if time.monotonic() > deadline:
                     log.error("%s", error)
-                    return None
+                    return
                 time.sleep(1.0)
+
+    def end_with_error(self, error: SlurmllmError) -> None:
+        self.end()
+        self.save_with_retries(error=str(error))
+        log.error("%s", error)
 
     def start(self) -> None:
         per_node = self.config.cluster.devices_per_node
@@ -140,26 +140,28 @@ class Workers:
         mesh = load_mesh(self.run.plan)
         if self.watched:
             self.heartbeats.copy_run(self.run)
+        command = [worker_python(), "-P", "-m", "slurmllm", "worker", str(self.run.path)]
+        command += ["--stage", self.stage, "--attempt", str(self.attempt.number)]
         for local_rank in range(per_node):
             rank = self.node_rank * per_node + local_rank
             # Rank 0 inherits the stage's log; the others have a file each.
             output = None if rank == 0 else self.logs.open(rank)
             self.processes[rank] = subprocess.Popen(
-                [worker_python(), "-P", "-m", "slurmllm", "worker", str(self.run.path),
-                 "--stage", self.stage, "--attempt", str(self.attempt.number)],
+                command,
                 env={**os.environ, **self._environment(mesh, rank, local_rank)},
-                stdin=subprocess.DEVNULL, stdout=output,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 preexec_fn=prepare_child,
-            )  # fmt: skip
+            )
             if output is not None:
                 os.close(output)
-        found = {**os.environ, **interface_variables(self.record.master_addr)}
-        found = mask({**found, **self.config.worker_secrets()})
+        variables = {**os.environ, **interface_variables(self.record.master_addr)}
+        variables = mask({**variables, **self.config.worker_secrets()})
         names = [*worker_environment(self.config, self.run), *INTERFACES]
         self.save(
             pids={rank: worker.pid for rank, worker in self.processes.items()},
-            environment={name: found[name] for name in names if name in found},
+            environment={name: variables[name] for name in names if name in variables},
         )
 
     def _start_relay(self, per_node: int) -> None:
@@ -178,8 +180,6 @@ class Workers:
             self.heartbeats.folder / "control",
             (record.master_addr, record.control_port),
             own_secret(),
-            # A fixed port is the one that is open between machines; local nodes share one machine.
-            port=record.control_port if self.config.cluster.master_port and not self.local else 0,
         )
         self.relay.start()
 
@@ -188,12 +188,17 @@ class Workers:
         # Compiled CPU graphs contain the number of threads: precompile must use train's.
         on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
         cpus = self.config.cluster.cpus_per_node or int(on_node)
+        rendezvous = rendezvous_variables(
+            self.record.master_addr,
+            self.record.master_port,
+            nodes=len(self.record.nodes),
+            workers_per_node=per_node,
+            node_rank=self.node_rank,
+            local_rank=local_rank,
+            threads=threads_of(cpus, mesh, self.local),
+        )
         return {
-            **rendezvous_variables(
-                self.record.master_addr, self.record.master_port, nodes=len(self.record.nodes),
-                workers_per_node=per_node, node_rank=self.node_rank, local_rank=local_rank,
-                threads=threads_of(cpus, mesh, self.local),
-            ),
+            **rendezvous,
             NODE_NAME: self.node,
             SHARING: str(sharing(mesh, self.local)),
             "PATH": search_path(),
@@ -201,26 +206,14 @@ class Workers:
             "PYTHONUNBUFFERED": "1",  # the last lines of a killed worker must be in its log
             **(self.heartbeats.environment(rank) if self.heartbeats and self.watched else {}),
             **({} if self.relay is None else {CONTROL_SOCKET: str(self.relay.path)}),
-        }  # fmt: skip
+        }
 
     def wait(self) -> bool:
         """Wait for all workers; returns whether one of them failed."""
         signalled_at = -REPEAT_SIGNAL_S
         while any(worker.poll() is None for worker in self.processes.values()):
             if failed := self._failed_ranks():
-                self.logs.copy(failed)  # at once: `logs --failed` shows them
-                # Its peers wait in a collective, and fail only when they lose the connection.
-                # They get some time to record why.
-                clear = False  # whether the cause is known
-                for rank in failed:
-                    with suppress(StorageError):  # it left no failure record
-                        clear = clear or self.processes[rank].returncode < 0
-                        failure = self.attempt.failure(rank)
-                        clear = clear or not is_echo(FailureRecord.load(failure))
-                deadline = time.monotonic() + (CLEAR_GRACE_S if clear else PEER_GRACE_S)
-                while self._pids() and time.monotonic() < deadline:
-                    time.sleep(POLL_S)
-                self.end()
+                self._end_peers(failed)
                 break
             if self._must_end():
                 self.end()
@@ -234,6 +227,23 @@ class Workers:
             self.logs.update()
             time.sleep(POLL_S)
         return bool(self._failed_ranks())
+
+    def _end_peers(self, failed: Sequence[int]) -> None:
+        """End the peers of failed workers, which wait in a collective for ever.
+
+        They fail only when they lose the connection, and get some time to record why.
+        """
+        self.logs.copy(failed)  # at once: `logs --failed` shows them
+        cause_known = False
+        for rank in failed:
+            with suppress(StorageError):  # it left no failure record
+                cause_known = cause_known or self.processes[rank].returncode < 0
+                failure = self.attempt.failure(rank)
+                cause_known = cause_known or not is_echo(FailureRecord.load(failure))
+        deadline = time.monotonic() + (CLEAR_GRACE_S if cause_known else PEER_GRACE_S)
+        while self._pids() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        self.end()
 
     def _must_end(self) -> bool:
         """Whether the supervisor has found a hang, or a newer attempt has taken over."""
@@ -298,9 +308,9 @@ class Workers:
 
 
 def search_path() -> str:
-    """$PATH with this interpreter's own folder: jobs activate no environment."""
-    own, given = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
-    return given if own in given.split(os.pathsep) else f"{given}{os.pathsep}{own}"
+    """Return $PATH with this interpreter's folder: jobs activate no environment."""
+    folder, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    return path if folder in path.split(os.pathsep) else f"{path}{os.pathsep}{folder}"
 
 
 def prepare_child() -> None:
@@ -323,9 +333,12 @@ def run_command(
     Raises an OSError if the command cannot be started.
     """
     process = subprocess.Popen(
-        command, env={**os.environ, "PATH": search_path()}, stdin=subprocess.DEVNULL,
-        process_group=0, preexec_fn=prepare_child,
-    )  # fmt: skip
+        command,
+        env={**os.environ, "PATH": search_path()},
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=prepare_child,
+    )
     stopped_at = -REPEAT_SIGNAL_S
     try:
         while process.poll() is None:
@@ -345,16 +358,13 @@ def main(arguments: list[str]) -> int:
     die_with_parent()
     setup_logging()
     path, stage, attempt = arguments
-    known: Stage = "train" if stage == "train" else "precompile"
-    workers = Workers(RunDir(Path(path)), known, int(attempt))
+    workers = Workers(RunDir(Path(path)), cast("Stage", stage), int(attempt))
     workers.watch_signals()
     workers.load_record()
     try:
         failed = workers.run_to_end()
     except SlurmllmError as error:
-        workers.end()
-        workers.save_with_retries(error=str(error))
-        log.error("%s", error)
+        workers.end_with_error(error)
         return 1
     return 1 if failed else 0
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from control.trees import SECRET, Nodes, Tree, failure, tree
+from control.gangs import SECRET, Gang, Nodes, failure, gang
 
-from slurmllm.control import position, rendezvous
 from slurmllm.control import relay as relays
+from slurmllm.control import rendezvous
 from slurmllm.control.plane import ControlPlane
 from slurmllm.control.relay import Position, Relay
 from slurmllm.control.rendezvous import free_port
@@ -27,7 +27,6 @@ from slurmllm.run.error_patterns import meaning_of
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-
     with tempfile.TemporaryDirectory(prefix="control-") as made:
         yield Path(made)
 
@@ -43,8 +42,8 @@ def nodes(folder: Path) -> Iterator[Callable[..., Nodes]]:
         return made[0]
 
     yield start
-    for one in made:
-        one.close()
+    for launchers in made:
+        launchers.close()
 
 
 def lost(message: str) -> bool:
@@ -56,10 +55,10 @@ def lost(message: str) -> bool:
 
 
 def test_a_killed_worker_is_named_on_all_nodes(nodes: Callable[..., Nodes]) -> None:
-    found = nodes(3, 2)
+    workers = nodes(3, 2)
 
-    os.kill(found.pids[2][1], signal.SIGKILL)
-    messages = [*found.failures(0), *found.failures(1)]
+    os.kill(workers.pids[2][1], signal.SIGKILL)
+    messages = [*workers.failures(0), *workers.failures(1)]
     assert set(messages) == {"Connection closed by peer: rank 5 on n2"}
     assert lost(messages[0])
 
@@ -67,9 +66,9 @@ def test_a_killed_worker_is_named_on_all_nodes(nodes: Callable[..., Nodes]) -> N
 def test_a_killed_launcher_takes_its_workers_along_and_is_named(
     nodes: Callable[..., Nodes],
 ) -> None:
-    found = nodes(3, 2)
-    found.kill_launcher(1)
-    messages = [*found.failures(0), *found.failures(2)]
+    workers = nodes(3, 2)
+    workers.kill_launcher(1)
+    messages = [*workers.failures(0), *workers.failures(2)]
     assert set(messages) <= {
         # Whose end arrives first: the kernel ends launcher and workers together.
         "Connection closed by peer: the launcher of n1",
@@ -79,7 +78,7 @@ def test_a_killed_launcher_takes_its_workers_along_and_is_named(
     assert len(set(messages)) == 1
     assert lost(messages[0])
     deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}/maps").exists() and running(pid) for pid in found.pids[1]):
+    while any(Path(f"/proc/{pid}/maps").exists() and running(pid) for pid in workers.pids[1]):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -92,17 +91,17 @@ def running(pid: int) -> bool:
 
 
 def test_the_root_s_launcher_is_named_by_all_others(nodes: Callable[..., Nodes]) -> None:
-    found = nodes(3, 1)
-    found.kill_launcher(0)
-    messages = [*found.failures(1), *found.failures(2)]
+    workers = nodes(3, 1)
+    workers.kill_launcher(0)
+    messages = [*workers.failures(1), *workers.failures(2)]
     pattern = r"Connection closed by peer: (?:the launcher of n0|rank 0 on n0)"
     assert all(re.fullmatch(pattern, message) for message in messages)
 
 
 def test_a_frozen_worker_is_named_within_the_limit(nodes: Callable[..., Nodes]) -> None:
-    found = nodes(3, 2, operation_s=6.0)
-    found.send(2, signal.SIGSTOP, launcher=False)
-    messages = [*found.failures(0), *found.failures(1)]
+    workers = nodes(3, 2, operation_s=6.0)
+    workers.send(2, signal.SIGSTOP, launcher=False)
+    messages = [*workers.failures(0), *workers.failures(1)]
     # The first one frozen is named if the other still contributed to the operation; if neither did,
     # their launcher relays nothing, and is what the root misses.
     assert len(set(messages)) == 1
@@ -113,27 +112,25 @@ def test_a_frozen_worker_is_named_within_the_limit(nodes: Callable[..., Nodes]) 
 
 
 def test_one_frozen_worker_is_named_by_its_own_launcher(nodes: Callable[..., Nodes]) -> None:
-    found = nodes(3, 2, operation_s=6.0)
-    os.kill(found.pids[2][0], signal.SIGSTOP)
-    messages = [*found.failures(0), *found.failures(1)]
+    workers = nodes(3, 2, operation_s=6.0)
+    os.kill(workers.pids[2][0], signal.SIGSTOP)
+    messages = [*workers.failures(0), *workers.failures(1)]
     assert set(messages) == {"Timed out waiting for rank 4 on n2 after 6 s"}
 
 
 def test_a_frozen_node_is_named_although_its_connections_stay(
     nodes: Callable[..., Nodes],
 ) -> None:
-    found = nodes(3, 2, operation_s=6.0)
-    found.send(1, signal.SIGSTOP)
-    messages = [*found.failures(0), *found.failures(2)]
+    workers = nodes(3, 2, operation_s=6.0)
+    workers.send(1, signal.SIGSTOP)
+    messages = [*workers.failures(0), *workers.failures(2)]
     assert set(messages) == {"Timed out waiting for the launcher of n1 after 6 s"}
 
 
 # Threads.
 
 
-def test_a_fault_deep_in_the_tree_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(position, "FAN_OUT", 1)
-
+def test_a_fault_of_the_last_node_reaches_everybody() -> None:
     def work(plane: ControlPlane) -> str:
         plane.barrier()
         if plane.rank == 7:
@@ -147,8 +144,8 @@ def test_a_fault_deep_in_the_tree_reaches_everybody(monkeypatch: pytest.MonkeyPa
         assert failure(plane.barrier) == str(caught.value)  # the same reason from then on
         return str(caught.value)
 
-    with tree(4, 2) as found:
-        results = found.run(work)
+    with gang(4, 2) as workers:
+        results = workers.run(work)
     assert set(results[:7]) == {"Connection closed by peer: rank 7 on n3"}
 
 
@@ -160,8 +157,8 @@ def test_a_worker_that_leaves_early_is_named() -> None:
             return ""
         return failure(plane.barrier)
 
-    with tree(2, 2) as found:
-        results = found.run(work)
+    with gang(2, 2) as workers:
+        results = workers.run(work)
     assert {results[0], *results[2:]} == {"Connection closed by peer: rank 1 on n0 has ended"}
 
 
@@ -178,8 +175,8 @@ def test_results_before_a_fault_still_count() -> None:
         time.sleep(0.5)
         return [*pending.result(), failure(plane.barrier)]
 
-    with tree(2, 2) as found:
-        results = found.run(work)
+    with gang(2, 2) as workers:
+        results = workers.run(work)
     assert results[1:] == [[3, "Connection closed by peer: rank 0 on n0"]] * 3
 
 
@@ -189,8 +186,8 @@ def test_workers_that_run_different_code_are_no_lost_peers() -> None:
             plane.gather(1) if plane.rank == 2 else plane.all_reduce([1], "sum")
         return str(caught.value)
 
-    with tree(2, 2) as found:
-        (message,) = set(found.run(work))
+    with gang(2, 2) as workers:
+        (message,) = set(workers.run(work))
     assert "the workers run different code; install the same version on all nodes" in message
     assert re.search(r"called \w+ as operation 0, others \w+ as operation 0", message)
     assert not lost(message)
@@ -202,14 +199,14 @@ def test_lists_of_different_lengths_are_named() -> None:
             plane.all_reduce([1] * (plane.rank + 1), "sum")
         return str(caught.value)
 
-    with tree(1, 2) as found:
-        assert set(found.run(work)) == {"SUM 0 of lists of different lengths"}
+    with gang(1, 2) as workers:
+        assert set(workers.run(work)) == {"SUM 0 of lists of different lengths"}
 
 
 def test_a_worker_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "RENDEZVOUS_S", 1.0)
-    with tree(2, 2) as found:
-        planes = [found.connect(rank) for rank in (0, 1, 2)]
+    with gang(2, 2) as workers:
+        planes = [workers.connect(rank) for rank in (0, 1, 2)]
         messages = {failure(plane.barrier) for plane in planes}
     (message,) = messages
     assert message.startswith("Timed out waiting for rank 3 on n1: not connected after 1 s")
@@ -218,24 +215,23 @@ def test_a_worker_that_never_connects_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_node_that_never_connects_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "RENDEZVOUS_S", 1.0)
-    monkeypatch.setattr(position, "FAN_OUT", 1)
-    found = Tree(folder, 4, 1, free_port())
-    started = [found.relays[index] for index in (0, 1, 3)]  # node 2, between them, is missing
-    for one in started:
-        one.start()
-    planes = [found.connect(rank) for rank in (0, 1, 3)]
+    workers = Gang(folder, 4, 1, free_port())
+    started = [workers.relays[index] for index in (0, 1, 3)]  # node 2, between them, is missing
+    for relay in started:
+        relay.start()
+    planes = [workers.connect(rank) for rank in (0, 1, 3)]
     messages = [failure(plane.barrier) for plane in planes]
-    found.close()
+    workers.close()
     assert "Timed out waiting for the launcher of n2" in messages[0]
     assert all("launcher of n2" in message and lost(message) for message in messages)
 
 
 def test_a_root_that_never_listens_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "RENDEZVOUS_S", 1.0)
-    found = Tree(folder, 2, 1, free_port())
-    found.relays[1].start()
-    message = failure(found.connect(1).barrier)
-    found.close()
+    workers = Gang(folder, 2, 1, free_port())
+    workers.relays[1].start()
+    message = failure(workers.connect(1).barrier)
+    workers.close()
     assert message.startswith("Timed out waiting for the launcher of n0 at 127.0.0.1:")
     assert "a firewall may block connections" in message
 
@@ -244,10 +240,10 @@ def test_a_port_that_is_taken_is_named(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rendezvous, "_PORT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        found = Tree(folder, 2, 1, port)
+        workers = Gang(folder, 2, 1, port)
         with pytest.raises(NodeError) as caught:
-            found.relays[0].start()
-        found.close()
+            workers.relays[0].start()
+        workers.close()
     message = str(caught.value)
     assert message.startswith(f"the control plane cannot listen on port {port} of n0: Address")
     assert "set another cluster.master_port" in message
@@ -257,12 +253,12 @@ def test_a_port_that_is_taken_is_named(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_port_that_becomes_free_is_used(folder: Path) -> None:
     other = socket.create_server(("127.0.0.1", 0))
-    found = Tree(folder, 2, 1, other.getsockname()[1])
+    workers = Gang(folder, 2, 1, other.getsockname()[1])
     timer = threading.Timer(0.5, other.close)
     timer.start()
-    found.start()
-    found.run(ControlPlane.barrier)
-    found.close()
+    workers.start()
+    workers.run(ControlPlane.barrier)
+    workers.close()
     timer.join()
 
 
@@ -285,8 +281,8 @@ def test_a_relay_that_fails_ends_its_workers(
         monkeypatch.setattr(relays, "combine", broken)
         return failure(plane.barrier)
 
-    with tree(2, 2) as found:
-        messages = found.run(work)
+    with gang(2, 2) as workers:
+        messages = workers.run(work)
     assert all("a bug" in message for message in messages)
     assert "the relay has failed" in caplog.text
 
@@ -294,7 +290,7 @@ def test_a_relay_that_fails_ends_its_workers(
 def test_a_launcher_without_descriptors_serves_when_one_is_free(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with tree(1, 2) as found:
+    with gang(1, 2) as workers:
         accept, refusals = socket.socket.accept, [None] * 3
 
         def full(server: socket.socket) -> object:
@@ -304,6 +300,6 @@ def test_a_launcher_without_descriptors_serves_when_one_is_free(
             return accept(server)
 
         monkeypatch.setattr(socket.socket, "accept", full)
-        found.run(ControlPlane.barrier)
+        workers.run(ControlPlane.barrier)
     assert refusals == []
     assert "too many open files in the launcher" in caplog.text

@@ -148,6 +148,6 @@ def test_several_workers_need_a_secret() -> None:
 
 
 def test_the_real_machine_answers() -> None:
-    found = default_interface()
-    assert found is None or found in [name for _, name in socket.if_nameindex()]
+    interface = default_interface()
+    assert interface is None or interface in [name for _, name in socket.if_nameindex()]
     assert reachable_address("localhost") == "localhost"

@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from control.trees import SECRET, Tree, failure
+from control.gangs import SECRET, Gang, failure
 
-from slurmllm.control import position, reception
+from slurmllm.control import authentication
 from slurmllm.control import relay as relays
+from slurmllm.control.authentication import GREETING_BYTES, Claim, Role, authenticate
 from slurmllm.control.plane import ControlPlane
 from slurmllm.control.rendezvous import free_port, listen
-from slurmllm.control.wire import GREETING_BYTES, Claim, Role, introduce
 from slurmllm.errors import NodeError
 
 
@@ -35,10 +35,10 @@ class Planted:
 
 
 @pytest.fixture
-def attacked() -> Iterator[Tree]:
+def attacked() -> Iterator[Gang]:
     """Two nodes, of which only the root has started."""
     with tempfile.TemporaryDirectory(prefix="control-") as folder:
-        made = Tree(Path(folder), 2, 1, free_port())
+        made = Gang(Path(folder), 2, 1, free_port())
         made.relays[0].start()
         try:
             yield made
@@ -46,24 +46,26 @@ def attacked() -> Iterator[Tree]:
             made.close()
 
 
-def rendezvous(tree: Tree) -> None:
+def rendezvous(gang: Gang) -> None:
     """Start the other node, and exchange something."""
-    tree.relays[1].start()
-    assert tree.run(lambda plane: plane.broadcast(plane.rank)) == [0, 0]
+    gang.relays[1].start()
+    assert gang.run(lambda plane: plane.broadcast(plane.rank)) == [0, 0]
 
 
-def dial(tree: Tree) -> socket.socket:
-    return socket.create_connection(tree.root, timeout=5)
+def dial(gang: Gang) -> socket.socket:
+    return socket.create_connection(gang.root, timeout=5)
 
 
-def test_text_and_pickles_of_strangers_are_not_read(attacked: Tree, tmp_path: Path) -> None:
+def test_text_and_pickles_of_strangers_are_not_read(attacked: Gang, tmp_path: Path) -> None:
     payload = pickle.dumps(Planted(tmp_path / "planted"))
     framed = struct.pack("!BQQ", 6, 0, len(payload)) + payload
     texts = (
-        b"GET / HTTP/1.1\r\n" * 6, payload, framed,
+        b"GET / HTTP/1.1\r\n" * 6,
+        payload,
+        framed,
         # As a node that greets, without a proof: what follows is not read either.
         struct.pack("!BII", Role.NODE, 1, 2) + bytes(64) + framed,
-    )  # fmt: skip
+    )
     for text in texts:
         with dial(attacked) as stranger, suppress(OSError):  # refused already
             stranger.sendall(text)
@@ -75,9 +77,9 @@ def test_text_and_pickles_of_strangers_are_not_read(attacked: Tree, tmp_path: Pa
 
 
 def test_idle_strangers_delay_nobody(
-    attacked: Tree, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    attacked: Gang, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception, "_GREETING_S", 600.0)
+    monkeypatch.setattr(authentication, "_GREETING_S", 600.0)
     for _ in range(20):
         stranger = dial(attacked)
         request.addfinalizer(stranger.close)
@@ -85,8 +87,8 @@ def test_idle_strangers_delay_nobody(
     rendezvous(attacked)
 
 
-def test_an_idle_stranger_is_dismissed(attacked: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception, "_GREETING_S", 0.2)
+def test_an_idle_stranger_is_dismissed(attacked: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "_GREETING_S", 0.2)
     with dial(attacked) as stranger:
         assert len(stranger.recv(32)) == 32  # the challenge
         assert stranger.recv(1) == b""
@@ -95,9 +97,9 @@ def test_an_idle_stranger_is_dismissed(attacked: Tree, monkeypatch: pytest.Monke
 
 
 def test_many_strangers_keep_no_node_and_no_worker_out(
-    attacked: Tree, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    attacked: Gang, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception, "MAX_GUESTS", 4)
+    monkeypatch.setattr(authentication, "MAX_PENDING", 4)
     # A worker that has connected and not greeted yet is no stranger, and does not give way.
     slow = socket.socket(socket.AF_UNIX)
     request.addfinalizer(slow.close)
@@ -108,7 +110,7 @@ def test_many_strangers_keep_no_node_and_no_worker_out(
         request.addfinalizer(stranger.close)
         stranger.recv(32)
     assert strangers[0].recv(1) == b""  # the oldest gave way
-    introduce(slow, Claim(Role.WORKER, 0, 2), SECRET)
+    authenticate(slow, Claim(Role.WORKER, 0, 2), SECRET)
     attacked.relays[1].start()
     plane = attacked.connect(1)
     plane.reduce([1], "sum")
@@ -116,29 +118,29 @@ def test_many_strangers_keep_no_node_and_no_worker_out(
 
 
 def test_a_late_worker_of_an_earlier_attempt_is_refused(
-    attacked: Tree, caplog: pytest.LogCaptureFixture
+    attacked: Gang, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
         message = failure(lambda: attacked.connect(0, b"the secret of the attempt before"))
         assert message.startswith("Connection refused by this node's launcher at ")
     rendezvous(attacked)
-    warnings = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+    warnings = [log.message for log in caplog.records if log.levelno >= logging.WARNING]
     assert warnings == [
         "control plane: refused a connection: it does not know the secret of this attempt"
     ]
 
 
-def test_a_second_worker_of_a_rank_is_refused(attacked: Tree) -> None:
+def test_a_second_worker_of_a_rank_is_refused(attacked: Gang) -> None:
     first = attacked.connect(0)
     assert "Connection refused" in failure(lambda: attacked.connect(0))
     attacked.relays[1].start()
     second = attacked.connect(1)
     pending = [plane.reduce([plane.rank], "sum") for plane in (first, second)]
-    assert [one.result() for one in pending] == [[1], [1]]
+    assert [reduction.result() for reduction in pending] == [[1], [1]]
 
 
 def test_a_worker_of_a_run_of_another_size_is_refused(
-    attacked: Tree, caplog: pytest.LogCaptureFixture
+    attacked: Gang, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(attacked.relays[0].path)
     assert "Connection refused" in failure(lambda: ControlPlane(0, 4, path, SECRET))
@@ -146,7 +148,7 @@ def test_a_worker_of_a_run_of_another_size_is_refused(
     assert "it belongs to 4 workers, not 2" in caplog.text
 
 
-def test_a_recorded_greeting_lets_nobody_in(attacked: Tree) -> None:
+def test_a_recorded_greeting_lets_nobody_in(attacked: Gang) -> None:
     with socket.create_server(("127.0.0.1", 0)) as tap, socket.socket() as node:
         node.settimeout(20)
         node.connect(tap.getsockname())
@@ -155,7 +157,7 @@ def test_a_recorded_greeting_lets_nobody_in(attacked: Tree) -> None:
         thread = threading.Thread(target=pass_on_once, args=(tap, attacked, recorded))
         thread.start()
         with suppress(OSError):
-            introduce(node, Claim(Role.NODE, 1, 2), SECRET)
+            authenticate(node, Claim(Role.NODE, 1, 2), SECRET)
         thread.join()
     assert len(recorded[0]) == GREETING_BYTES
     with dial(attacked) as stranger:
@@ -166,9 +168,9 @@ def test_a_recorded_greeting_lets_nobody_in(attacked: Tree) -> None:
     rendezvous(attacked)
 
 
-def pass_on_once(tap: socket.socket, tree: Tree, recorded: list[bytes]) -> None:
+def pass_on_once(tap: socket.socket, gang: Gang, recorded: list[bytes]) -> None:
     node, _ = tap.accept()
-    with node, dial(tree) as root:
+    with node, dial(gang) as root:
         node.sendall(root.recv(32))
         recorded.append(node.recv(GREETING_BYTES))
 
@@ -194,18 +196,18 @@ def test_nothing_from_a_false_relay_is_unpickled(
         with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
             unix.bind(str(folder / "false"))
             unix.listen()
-            threads = [threading.Thread(target=serve, args=(one,)) for one in (tcp, unix)]
+            threads = [threading.Thread(target=serve, args=(server,)) for server in (tcp, unix)]
             for thread in threads:
                 thread.start()
             # To a worker, and to the relay of another node.
             with pytest.raises(NodeError, match="Connection refused by this node's launcher"):
                 ControlPlane(1, 2, str(folder / "false"), SECRET)
-            tree = Tree(folder, 2, 1, tcp.getsockname()[1])
-            tree.relays[1].start()
-            message = failure(lambda: tree.connect(1).broadcast(None))
-            tree.close()
-            for one in (tcp, unix):
-                one.shutdown(socket.SHUT_RDWR)
+            gang = Gang(folder, 2, 1, tcp.getsockname()[1])
+            gang.relays[1].start()
+            message = failure(lambda: gang.connect(1).broadcast(None))
+            gang.close()
+            for server in (tcp, unix):
+                server.shutdown(socket.SHUT_RDWR)
             for thread in threads:
                 thread.join()
     for peer in peers:
@@ -214,7 +216,7 @@ def test_nothing_from_a_false_relay_is_unpickled(
     assert not (tmp_path / "planted").exists()
 
 
-def test_a_message_longer_than_any_ends_the_connection(attacked: Tree) -> None:
+def test_a_message_longer_than_any_ends_the_connection(attacked: Gang) -> None:
     attacked.relays[1].start()
     planes = [attacked.connect(rank) for rank in range(2)]
     connection = planes[0]._connection
@@ -231,10 +233,7 @@ def test_the_root_listens_only_where_its_workers_connect() -> None:
             assert server.getsockname()[0] == "0.0.0.0"
 
 
-def test_other_relays_listen_only_towards_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(position, "FAN_OUT", 1)
-    with tempfile.TemporaryDirectory(prefix="control-") as folder:
-        tree = Tree(Path(folder), 3, 1, free_port())
-        tree.relays[1].start()
-        assert tree.relays[1]._servers[-1].getsockname()[0] == "127.0.0.1"
-        tree.close()
+def test_only_the_root_listens_for_other_nodes(attacked: Gang) -> None:
+    attacked.relays[1].start()
+    families = [[server.family for server in relay._servers] for relay in attacked.relays]
+    assert families == [[socket.AF_UNIX, socket.AF_INET], [socket.AF_UNIX]]

@@ -44,8 +44,11 @@ def test_the_all_reduce_against_a_floor_that_nobody_reaches(tmp_path: Path) -> N
 def test_without_slurm_salloc_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "slurmllm", "health", "--runs-dir", str(tmp_path)],
-        capture_output=True, text=True, check=False, env={"PATH": str(tmp_path)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": str(tmp_path)},
+    )
     assert done.returncode == 3
     assert "salloc is not on the PATH" in done.stderr
     assert "--local" in done.stderr

@@ -16,10 +16,18 @@ from slurmllm.run.records import Finding
 def chips(count: int) -> str:
     """What neuron-ls --json-output prints, in the fields that it prints on a trn1 node."""
     listed = [
-        {"neuron_device": n, "bdf": f"0000:{n:02x}:1e.0", "cpu_affinity": "0-7", "numa_node": "0",
-         "connected_to": None, "nc_count": 2, "memory_size": 34359738368, "neuron_processes": []}
+        {
+            "neuron_device": n,
+            "bdf": f"0000:{n:02x}:1e.0",
+            "cpu_affinity": "0-7",
+            "numa_node": "0",
+            "connected_to": None,
+            "nc_count": 2,
+            "memory_size": 34359738368,
+            "neuron_processes": [],
+        }
         for n in range(count)
-    ]  # fmt: skip
+    ]
     return f"cat <<'end'\n{json.dumps(listed)}\nend"
 
 

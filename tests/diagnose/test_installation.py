@@ -62,9 +62,10 @@ def test_nxd_of_the_next_release_warns_and_one_of_another_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = neuron(
-        monkeypatch, tmp_path,
+        monkeypatch,
+        tmp_path,
         {"neuronx-distributed": "0.18.27753", "neuronx-cc": "2.24.5133.0", "torch-xla": "2.90.0"},
-    )  # fmt: skip
+    )
     assert found["neuronx-distributed"].status == "warn"
     assert found["neuronx-cc"].status == "fail"
     assert found["neuronx-cc"].value == "2.24.5133.0; supported: 2.23.*"
@@ -76,9 +77,10 @@ def test_an_empty_package_of_the_public_index_is_called_one(
 ) -> None:
     modules(monkeypatch, tmp_path, "torch_xla", "torch_neuronx", "neuronxcc", "libneuronxla")
     monkeypatch.setitem(
-        login_node.NEURON_PACKAGES, "neuronx-distributed",
+        login_node.NEURON_PACKAGES,
+        "neuronx-distributed",
         ("no_such_neuronx_distributed", ("0.17",), "0.17.26814"),
-    )  # fmt: skip
+    )
     distributions(monkeypatch, tmp_path, {**PINNED, "neuronx-distributed": "0.1"})
     found = {finding.check: finding for finding in login_node.neuron_findings()}[
         "neuronx-distributed"

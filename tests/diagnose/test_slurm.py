@@ -44,10 +44,18 @@ def test_a_node_that_fails_its_preflight_is_excluded(tmp_path: Path) -> None:
 
     corpus, tokenizer = ensure_stdlib(tmp_path / "stdlib")
     bench.call(
-        "submit", "tiny_neox", "--nodes=2", "--name=r", "--exclude=n[4-5]", *SMALL,
-        f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}",
-        "--set=train.compile=false", "--set=train.steps=15", "--set=slurm.drain=true",
-    )  # fmt: skip
+        "submit",
+        "tiny_neox",
+        "--nodes=2",
+        "--name=r",
+        "--exclude=n[4-5]",
+        *SMALL,
+        f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}",
+        "--set=train.compile=false",
+        "--set=train.steps=15",
+        "--set=slurm.drain=true",
+    )
     done = lambda: bench.status("r")["state"] in ("done", "stopped", "cancelled")  # noqa: E731
     bench.until(done, "never done", 120, every_s=1.5)
     shown = bench.status("r")

@@ -30,10 +30,13 @@ def look(runs: Path, *overrides: str, with_slurm: bool = True) -> dict[str, Find
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("/fsx/runs", "lustre"), ("/fsxy", "overlay"), ("/home/ana/runs", "nfs4"),
-        ("/my disk/x", "xfs"), ("/var", "overlay"),
+        ("/fsx/runs", "lustre"),
+        ("/fsxy", "overlay"),
+        ("/home/ana/runs", "nfs4"),
+        ("/my disk/x", "xfs"),
+        ("/var", "overlay"),
     ],
-)  # fmt: skip
+)
 def test_the_file_system_of_a_path(path: str, kind: str) -> None:
     assert storage.file_system(Path(path), MOUNTS)[0] == kind
 

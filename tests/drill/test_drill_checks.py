@@ -29,20 +29,32 @@ STEPS, SAVED, BROKEN = 9, 3, 5
 def write_rows(run: RunDir, attempt: int, first: int, last: int, began: float) -> None:
     run.metrics(attempt).parent.mkdir(parents=True, exist_ok=True)
     rows = [
-        {"step": s, "attempt": attempt, "time": began + s - first, "loss": 1 / s, "grad_norm": s**2,
-         "step_time_s": 2.0 if s == first else 1.0}
+        {
+            "step": s,
+            "attempt": attempt,
+            "time": began + s - first,
+            "loss": 1 / s,
+            "grad_norm": s**2,
+            "step_time_s": 2.0 if s == first else 1.0,
+        }
         for s in range(first, last + 1)
-    ]  # fmt: skip
+    ]
     run.metrics(attempt).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def record(attempt: int, **fields: object) -> AttemptRecord:
     return AttemptRecord.model_validate(
         {
-            "attempt": attempt, "stage": "train", "job_id": None, "nodes": ("local0",),
-            "world_size": 1, "master_addr": "", "master_port": 1, **fields,
+            "attempt": attempt,
+            "stage": "train",
+            "job_id": None,
+            "nodes": ("local0",),
+            "world_size": 1,
+            "master_addr": "",
+            "master_port": 1,
+            **fields,
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -59,13 +71,20 @@ def run(tmp_path: Path) -> RunDir:
     write_rows(run, 0, 1, BROKEN, 100.0)
     write_rows(run, 1, SAVED + 1, STEPS, 125.0)
     record(
-        0, started_at=90.0, ended_at=110.0, ending="node_failure", last_step=BROKEN,
+        0,
+        started_at=90.0,
+        ended_at=110.0,
+        ending="node_failure",
+        last_step=BROKEN,
         checkpoint_after=SAVED,
-    ).save(run.attempt("train", 0).record)  # fmt: skip
+    ).save(run.attempt("train", 0).record)
     record(
-        1, started_at=111.0, ended_at=140.0, ending="done",
+        1,
+        started_at=111.0,
+        ended_at=140.0,
+        ending="done",
         phases_s={"preflight": 0.5, "cache": 0.25, "start_up": 99.0},
-    ).save(run.attempt("train", 1).record)  # fmt: skip
+    ).save(run.attempt("train", 1).record)
     WorkerRecord(
         rank=0, node="local0", start_up_s=8.0, first_step_s=2.0, cache_hits=0, cache_misses=0
     ).save(run.attempt("train", 1).worker(0))
@@ -73,12 +92,18 @@ def run(tmp_path: Path) -> RunDir:
     target.mkdir(parents=True)
     (target / "shard").write_bytes(b"weights")
     CheckpointManifest(
-        step=STEPS, tokens=0, world_size=1, attempt=1, recipe="", saved_at=0.0, save_s=0.0,
+        step=STEPS,
+        tokens=0,
+        world_size=1,
+        attempt=1,
+        recipe="",
+        saved_at=0.0,
+        save_s=0.0,
         fingerprint="",
         files=(
             CheckpointFile(path="shard", bytes=7, sha256=hashlib.sha256(b"weights").hexdigest()),
         ),
-    ).save(target / "manifest.json")  # fmt: skip
+    ).save(target / "manifest.json")
     return run
 
 
@@ -104,9 +129,14 @@ def test_the_seconds_add_up(run: RunDir, reference: Path) -> None:
     assert took is not None
     parts = took.model_dump(exclude={"total_s"})
     assert parts == {
-        "detection_s": 5.0, "requeue_s": 1.0, "preflight_s": 0.5, "cache_s": 0.25,
-        "launch_s": 3.25, "start_up_s": 8.0, "first_step_s": 2.0,
-    }  # fmt: skip
+        "detection_s": 5.0,
+        "requeue_s": 1.0,
+        "preflight_s": 0.5,
+        "cache_s": 0.25,
+        "launch_s": 3.25,
+        "start_up_s": 8.0,
+        "first_step_s": 2.0,
+    }
     assert sum(parts.values()) == took.total_s == 20.0
 
 
@@ -199,8 +229,10 @@ def test_invalid_input(tmp_path: Path, arguments: tuple[str, ...], message: str)
     write_atomic(RunDir(tmp_path / "r").config, resolve("tiny_neox", "local").to_yaml())
     done = subprocess.run(
         [sys.executable, "-m", "slurmllm", "drill", *arguments, f"--runs-dir={tmp_path}"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert message in done.stderr
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["r"]

@@ -29,9 +29,15 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "r")
     run.checkpoints.mkdir(parents=True)
     AttemptRecord(
-        attempt=0, stage="train", job_id=None, nodes=("local0", "local1"), world_size=2,
-        master_addr="", master_port=1, started_at=0.0,
-    ).save(run.attempt("train", 0).record)  # fmt: skip
+        attempt=0,
+        stage="train",
+        job_id=None,
+        nodes=("local0", "local1"),
+        world_size=2,
+        master_addr="",
+        master_port=1,
+        started_at=0.0,
+    ).save(run.attempt("train", 0).record)
     return run
 
 

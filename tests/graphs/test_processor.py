@@ -167,11 +167,11 @@ class MixedPartition:
                 inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
                 assert inductor == launcher.cache / "inductor"
                 compile_graphs(launcher.cache, *graphs)
-                launcher.workers.save(pids={0: 1}, exit_codes={0: EXIT_OK})
+                launcher.save(pids={0: 1}, exit_codes={0: EXIT_OK})
                 return False
 
-            patch.setattr(launcher.workers, "run_to_end", train)
-            patch.setattr(launcher.workers, "watch_signals", lambda: None)
+            patch.setattr(launcher, "run_to_end", train)
+            patch.setattr(launcher, "watch_signals", lambda: None)
             for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "SLURMLLM_CACHE"):
                 patch.setenv(name, "")  # restored after the launcher has set it
             assert launcher.main() == 0
@@ -201,8 +201,8 @@ def test_a_partition_with_two_generations_of_processors(caplog: pytest.LogCaptur
         pack(partition, folder, {**environment.versions(), **wide})
         new, old = partition.launch("new", "late"), partition.launch("old", "narrow")
         assert partition.installed == {"new": True, "old": False}
-        assert new.workers.node_record.cache == "shared"
-        record = old.workers.node_record
+        assert new.node_record.cache == "shared"
+        record = old.node_record
         reason = (
             "built in another environment (cpu_capability AVX512 in the archive, AVX2 on this node)"
         )
@@ -227,7 +227,7 @@ def test_rejected_graphs_are_not_installed() -> None:
         wide = processor("cpu", {"ATEN_CPU_CAPABILITY": "avx512"})
         pack(partition, folder, {**load_environment("native").versions(), **wide})
         merge.reject_graphs(partition.run, "train attempt 0 failed with it")
-        record = partition.launch("new", "fresh").workers.node_record
+        record = partition.launch("new", "fresh").node_record
         assert partition.installed == {"new": False}
         assert (record.cache, record.cache_reason) == ("rejected", "train attempt 0 failed with it")
 

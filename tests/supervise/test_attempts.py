@@ -11,6 +11,7 @@ from socket import gethostname
 
 import pytest
 from fake_slurm import FakeSlurm
+from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.resolve import resolve
 from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
@@ -21,9 +22,8 @@ from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import (
     Allocation,
     LocalAllocation,
-    SlurmAllocation,
     lost_start,
-    started_again,
+    was_restarted,
 )
 from slurmllm.supervise.attempts import (
     close_attempt,
@@ -59,10 +59,16 @@ def attempt(run: RunDir, ending: Ending, checkpoint: int | None = None) -> Attem
     record = open_attempt(run, "train", resolve("tiny_neox"), allocation)
     if checkpoint is not None:
         manifest = CheckpointManifest(
-            step=checkpoint, tokens=0, world_size=1, attempt=record.attempt, recipe="r",
-            saved_at=0.0, save_s=0.0, fingerprint="",
+            step=checkpoint,
+            tokens=0,
+            world_size=1,
+            attempt=record.attempt,
+            recipe="r",
+            saved_at=0.0,
+            save_s=0.0,
+            fingerprint="",
             files=(CheckpointFile(path="shard", bytes=0, sha256=""),),
-        )  # fmt: skip
+        )
         run.checkpoint(checkpoint).mkdir(parents=True)
         manifest.save(run.checkpoint(checkpoint) / "manifest.json")
     return close_attempt(run, record, ending)
@@ -136,13 +142,6 @@ def test_unequal_versions_are_named_with_their_nodes() -> None:
     assert "torch" not in text
 
 
-def open_record(restart_count: int = 0) -> AttemptRecord:
-    return AttemptRecord(
-        attempt=0, stage="train", job_id="7", restart_count=restart_count, nodes=("n1", "n2"),
-        world_size=2, master_addr="n1", master_port=1, started_at=0.0,
-    )  # fmt: skip
-
-
 def rows(*states: str) -> list[AccountingRow]:
     found = []
     for state in states:
@@ -167,7 +166,7 @@ def rows(*states: str) -> list[AccountingRow]:
 def test_an_orphaned_attempt_ends_by_accounting(
     states: tuple[str, ...], restart_count: int, ending: str
 ) -> None:
-    record = open_record(restart_count)
+    record = attempt_record(restart_count=restart_count)
     found = ending_of_orphaned(record, {}, incarnation(record, rows(*states)))
     assert found.ending == ending
 
@@ -175,18 +174,16 @@ def test_an_orphaned_attempt_ends_by_accounting(
 def test_one_unresponsive_node_is_blamed_for_an_orphaned_attempt() -> None:
     reported = {"n1": NodeRecord(node="n1", pids={0: 5}, exit_codes={0: 70})}
     row = AccountingRow("7", "NODE_FAIL", "0:0", "n[1-2]", "", "2026-11-21T05:14:09")
-    assert ending_of_orphaned(open_record(), reported, row).blamed_nodes == ("n2",)
-    assert ending_of_orphaned(open_record(), {}, row).blamed_nodes == ()
+    assert ending_of_orphaned(attempt_record(), reported, row).blamed_nodes == ("n2",)
+    assert ending_of_orphaned(attempt_record(), {}, row).blamed_nodes == ()
     assert datetime.fromtimestamp(to_unix(row.end) or 0).isoformat() == row.end
 
 
-@pytest.mark.parametrize(
-    ("state", "good"),
-    [("idle", True), ("mixed", True), ("allocated", True), ("allocated*", False),
-     ("down*", False), ("drained", False), ("draining", False)],
-)  # fmt: skip
-def test_usable_nodes(state: str, good: bool) -> None:
-    assert usable(state) is good
+def test_usable_nodes() -> None:
+    assert all(map(usable, ("idle", "mixed", "allocated", "completing")))
+    unusable = ["down", "drained", "draining", "fail", "failing", "maint", "unknown", "idle*"]
+    unusable += ["powering_up", "power_saving", "reboot_requested"]
+    assert not any(map(usable, unusable))
 
 
 @pytest.mark.parametrize(
@@ -207,9 +204,16 @@ def test_lost_nodes(run: RunDir, message: str, reports: bool, lost: list[str]) -
     path = folder.failure(0)
     path.parent.mkdir(parents=True, exist_ok=True)
     FailureRecord(
-        rank=0, node="local0", error="RuntimeError", message=message, blame="code", exit_code=70,
-        step=1, time=1.0, traceback="",
-    ).save(path)  # fmt: skip
+        rank=0,
+        node="local0",
+        error="RuntimeError",
+        message=message,
+        blame="code",
+        exit_code=70,
+        step=1,
+        time=1.0,
+        traceback="",
+    ).save(path)
     assert lost_nodes(run, record) == lost
 
 
@@ -299,10 +303,14 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
     text = run.events(0).read_text()
     run.events(0).write_text(re.sub(r'"time":[0-9.]+', '"time":145.0', text) + '{"kind": "sa')
-    found = timeline(run, record, 171.0, sign_at=168.0)
+    found = timeline(run, record, 171.0, first_symptom_at=168.0)
     assert found.phases_s == {
-        "start_up": 10.0, "first_step": 10.0, "training": 33.0, "saving": 5.0, "stopping": 3.0,
-    }  # fmt: skip
+        "start_up": 10.0,
+        "first_step": 10.0,
+        "training": 33.0,
+        "saving": 5.0,
+        "stopping": 3.0,
+    }
     assert (found.first_step, found.last_step) == (7, 10)
     assert (found.steps_gained, found.steps_lost) == (0, 4)
     assert timeline(run, record, 171.0, None).phases_s["stopping"] == 6.0
@@ -310,17 +318,23 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     EventLog(run.events(0), 0).add("evaluation", 9, waited_s=4.0)
     text = run.events(0).read_text()
     run.events(0).write_text(re.sub(r'"time":1[0-9.]{9,}', '"time":160.0', text))
-    phases = timeline(run, record, 171.0, sign_at=168.0).phases_s
+    phases = timeline(run, record, 171.0, first_symptom_at=168.0).phases_s
     assert (phases["training"], phases["evaluation"]) == (29.0, 4.0)
 
 
 def test_what_an_attempt_waited_for_slurm(run: RunDir) -> None:
-    first = open_record().model_copy(update={"started_at": 1000.0, "ended_at": 2000.0})
-    again = open_record(1).model_copy(update={"attempt": 1, "started_at": 2120.0})
+    first = attempt_record().model_copy(update={"started_at": 1000.0, "ended_at": 2000.0})
+    again = attempt_record(restart_count=1).model_copy(update={"attempt": 1, "started_at": 2120.0})
     row = AccountingRow(
-        "7", "RUNNING", "0:0", "n[1-2]", "2026-11-21T05:14:09", "Unknown",
-        "2026-11-21T05:00:00", "2026-11-21T05:10:09",
-    )  # fmt: skip
+        "7",
+        "RUNNING",
+        "0:0",
+        "n[1-2]",
+        "2026-11-21T05:14:09",
+        "Unknown",
+        "2026-11-21T05:00:00",
+        "2026-11-21T05:10:09",
+    )
     assert queue_s(again, [first], row) == 120.0
     assert queue_s(first, [], row) == 240.0
     assert queue_s(first, [], None) is None
@@ -328,56 +342,49 @@ def test_what_an_attempt_waited_for_slurm(run: RunDir) -> None:
 
 def test_only_an_attempt_without_a_supervisor_is_closed_for_it(run: RunDir) -> None:
     cluster = FakeSlurm()
-    allocation = SlurmAllocation.__new__(SlurmAllocation)
-    allocation.client, allocation.job_id = cluster, "8"
-    assert still_runs(run, open_record(), allocation) is None  # job 7 is unknown to Slurm
+    allocation = start_of(cluster, "8", ("n1", "n2"))
+    assert still_runs(run, attempt_record(), allocation) is None  # job 7 is unknown to Slurm
     allocation.job_id = "7"
-    assert still_runs(run, open_record(), allocation) is None  # an earlier start of this job
-    local = open_record().model_copy(update={"job_id": None, "host": gethostname(), "pid": 2**22})
+    assert still_runs(run, attempt_record(), allocation) is None  # an earlier start of this job
+    local = attempt_record().model_copy(
+        update={"job_id": None, "host": gethostname(), "pid": 2**22}
+    )
     assert still_runs(run, local, LocalAllocation()) is None
 
 
 def test_another_job_that_runs_keeps_its_attempt(run: RunDir, job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
-    allocation = SlurmAllocation.__new__(SlurmAllocation)
-    allocation.client, allocation.job_id = cluster, "99"
-    of_it = open_record().model_copy(update={"job_id": job_id})
+    allocation = start_of(cluster, "99", ("n1", "n2"))
+    of_it = attempt_record().model_copy(update={"job_id": job_id})
     assert still_runs(run, of_it, allocation) == f"job {job_id} is RUNNING"
     cluster.finish(job_id, "FAILED")
     assert still_runs(run, of_it, allocation) is None
 
 
-def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:
-    allocation = SlurmAllocation.__new__(SlurmAllocation)
-    allocation.client, allocation.job_id, allocation.restart_count = cluster, job_id, 0
-    allocation.nodes = cluster.jobs[job_id].nodes
-    return allocation
-
-
 def test_an_incarnation_that_slurm_had_lost_requeues_nothing(job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
-    allocation = start_of(cluster, job_id)
-    assert not started_again(allocation)
+    allocation = start_of(cluster, job_id, cluster.jobs[job_id].nodes)
+    assert not was_restarted(allocation)
     cluster.fail_node("n2")
-    assert not started_again(allocation)  # it waits: its excluded nodes are not set yet
+    assert not was_restarted(allocation)  # it waits: its excluded nodes are not set yet
     cluster.start(job_id)
-    assert started_again(allocation)
+    assert was_restarted(allocation)
     allocation.restart_count, allocation.nodes = 1, cluster.jobs[job_id].nodes
-    assert not started_again(allocation)
+    assert not was_restarted(allocation)
 
 
 def test_a_start_that_slurmctld_has_lost_in_a_crash(job: tuple[FakeSlurm, str]) -> None:
     cluster, job_id = job
-    allocation = start_of(cluster, job_id)
-    assert lost_start(allocation) == ""
-    assert lost_start(LocalAllocation()) == ""
+    allocation = start_of(cluster, job_id, cluster.jobs[job_id].nodes)
+    assert lost_start(allocation) is None
+    assert lost_start(LocalAllocation()) is None
     # slurmctld has a state of before the start: pending, and no restart is counted.
     cluster.jobs[job_id].state, cluster.jobs[job_id].nodes = "PENDING", ()
     assert lost_start(allocation).startswith(f"slurmctld shows job {job_id} as pending")
-    assert not started_again(allocation)
+    assert not was_restarted(allocation)
     cluster.states[allocation.nodes[0]] = "drained"
     cluster.start(job_id)
     assert lost_start(allocation).endswith(f"started it on {cluster.jobs[job_id].nodes[0]}")
-    assert started_again(allocation)  # with the same count of restarts: it must not be requeued
+    assert was_restarted(allocation)  # with the same count of restarts: it must not be requeued
     cluster.requeue(job_id)
-    assert lost_start(allocation) == ""  # a requeue is counted, and known
+    assert lost_start(allocation) is None  # a requeue is counted, and known

@@ -349,12 +349,17 @@ def test_messages_of_a_lost_peer(line: str) -> None:
         "model xxx.neff, waiting for execution completion notification",
         "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR instance-id=i-05 hostname=ip-172-31-61-252",
         # the same, neuron-runtime/api/nrt_status.rst
-        "NRT_EXEC_HW_ERR_HBM_UE", "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE", "NRT_EXEC_HW_ERR_NC_UE",
-        "NRT_EXEC_HW_ERR_DMA_ABORT", "NRT_HW_ERROR", "NRT_EXEC_UNIT_UNRECOVERABLE",
-        "NRT_EXEC_COMPLETED_WITH_ERR", "nrt_execute status=1202 message=x",
+        "NRT_EXEC_HW_ERR_HBM_UE",
+        "NRT_EXEC_HW_ERR_REPAIRABLE_HBM_UE",
+        "NRT_EXEC_HW_ERR_NC_UE",
+        "NRT_EXEC_HW_ERR_DMA_ABORT",
+        "NRT_HW_ERROR",
+        "NRT_EXEC_UNIT_UNRECOVERABLE",
+        "NRT_EXEC_COMPLETED_WITH_ERR",
+        "nrt_execute status=1202 message=x",
         "Failed to execute model file.neff with status 1203",
     ],
-)  # fmt: skip
+)
 def test_messages_of_a_broken_device(line: str) -> None:
     ending = classify(seen(both(70, 70), failure(1, "RuntimeError", line)))
     assert (ending.ending, ending.blamed_nodes) == ("node_failure", ("n2",))
@@ -366,12 +371,13 @@ def test_messages_of_a_broken_device(line: str) -> None:
         # aws-neuron-sdk 81ce03a, neuron-runtime/explore/device-memory.rst
         "Failed to allocate 4.000GB (alignment: none, usage: tensors) on ND 0:NC 4",
         # the same, neuron-runtime/api/nrt_status.rst
-        "Failure: NRT_RESOURCE in nrt_load()", "NRT_FAIL_HOST_MEM_ALLOC",
+        "Failure: NRT_RESOURCE in nrt_load()",
+        "NRT_FAIL_HOST_MEM_ALLOC",
         # vllm issue 12443, aws-neuron-samples issue 96
         'nrt_tensor_allocate status=4 message="Allocation Failure"',
         'nrt_load_collectives status=4 message="Allocation Failure"',
     ],
-)  # fmt: skip
+)
 def test_messages_of_a_full_device(line: str) -> None:
     assert classify(seen(both(70, 70), failure(1, "RuntimeError", line))).ending == "out_of_memory"
 
@@ -384,10 +390,12 @@ def test_messages_of_a_full_device(line: str) -> None:
         "execution timeout (30000 ms) on model x.neff, potentially caused by DGE notifications "
         "enabled. Please disable it",
         "Failure: NRT_EXEC_OOB in nrt_execute()",
-        "nrt_execute status=1204 message=x", "NRT_LOAD_NOT_ENOUGH_NC",
+        "nrt_execute status=1204 message=x",
+        "NRT_LOAD_NOT_ENOUGH_NC",
         "Failed to execute the model status=1003 message=Numerical Error",
-        "the job's status=5", "HTTP status 101",
+        "the job's status=5",
+        "HTTP status 101",
     ],
-)  # fmt: skip
+)
 def test_messages_of_faulty_code(line: str) -> None:
     assert classify(seen(both(70, 70), failure(1, "RuntimeError", line))).ending == "code_error"

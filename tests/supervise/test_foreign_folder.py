@@ -21,12 +21,20 @@ def test_modules_of_the_working_folder_are_not_imported(
     monkeypatch.chdir(folder)
     with Bench(tmp_path / "runs") as bench:
         bench.call(
-            "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
-            "--set=train.compile=false", "--set=model.vocab_size=512",
+            "submit",
+            "tiny_neox",
+            "--nodes=2",
+            "--local",
+            "--set=backend=rehearsal",
+            *SMALL,
+            "--set=train.compile=false",
+            "--set=model.vocab_size=512",
             # Else the run may be over before the fault injector has started.
             "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.2",
-            f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}", "--name=r",
-        )  # fmt: skip
+            f"--set=data.corpus={corpus}",
+            f"--set=data.tokenizer={tokenizer}",
+            "--name=r",
+        )
         shown = bench.call("drill", "r", "--kinds=worker", "--json")
     assert '"passed": true' in shown
     assert not imported.exists()

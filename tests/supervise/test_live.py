@@ -22,11 +22,20 @@ RECORDED_WITHIN_S = 5.0
 def start(bench: Bench, folder: Path, *more: str) -> subprocess.Popen[str]:
     corpus, tokenizer = make_data(folder)
     return bench.start(
-        "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05", "--set=train.compile=false",
-        "--set=model.vocab_size=512", f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}", "--name=r", *more,
-    )  # fmt: skip
+        "submit",
+        "tiny_neox",
+        "--nodes=2",
+        "--local",
+        "--set=backend=rehearsal",
+        *SMALL,
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05",
+        "--set=train.compile=false",
+        "--set=model.vocab_size=512",
+        f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}",
+        "--name=r",
+        *more,
+    )
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm
+from supervise.starts import attempt_record
 
 from slurmllm.config.resolve import RunConfig, recipes_dir, resolve
 from slurmllm.errors import ConfigError
-from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare, render_run, write_run
 from slurmllm.supervise import notify, supervisor
@@ -27,14 +27,6 @@ from slurmllm.supervise.allocation import SlurmAllocation
 from slurmllm.supervise.notify import Notifier, event_of
 
 WEBHOOK = "slurm.notify.webhook=MY_WEBHOOK"
-
-
-def record_of(**fields: object) -> AttemptRecord:
-    values = {
-        "attempt": 3, "stage": "train", "job_id": "7", "nodes": ("n1", "n2"), "world_size": 2,
-        "master_addr": "n1", "master_port": 2000, "started_at": 1.0,
-    }  # fmt: skip
-    return AttemptRecord.model_validate({**values, **fields})
 
 
 @contextmanager
@@ -71,14 +63,18 @@ def notifier(tmp_path: Path, *overrides: str) -> Notifier:
 def test_a_webhook_gets_a_line_of_text_and_fields(tmp_path: Path) -> None:
     with webhook() as (url, got):
         sender = notifier(tmp_path, WEBHOOK, f"env.MY_WEBHOOK={url}")
-        sender.started(record_of())
+        sender.started(attempt_record(attempt=3))
         sender.wait()
         sender.closed(
-            record_of(
-                ending="node_failure", action="requeue", evidence=("n2 stopped responding",),
-                blamed_nodes=("n2",), last_step=45,
+            attempt_record(
+                attempt=3,
+                ending="node_failure",
+                action="requeue",
+                evidence=("n2 stopped responding",),
+                blamed_nodes=("n2",),
+                last_step=45,
             )
-        )  # fmt: skip
+        )
         sender.wait()
     assert [message["event"] for message in got] == ["start", "requeue"]
     assert got[0]["text"] == "demo: train attempt 3 of job 7: started on 2 node(s)"
@@ -87,10 +83,18 @@ def test_a_webhook_gets_a_line_of_text_and_fields(tmp_path: Path) -> None:
         "n2 stopped responding"
     )
     known = {
-        "run": "demo", "stage": "train", "attempt": 3, "job_id": "7", "class": "node_failure",
-        "action": "requeue", "nodes": ["n1", "n2"], "blamed_nodes": ["n2"], "last_step": 45,
-        "evidence": ["n2 stopped responding"], "run_dir": str(tmp_path / "demo"),
-    }  # fmt: skip
+        "run": "demo",
+        "stage": "train",
+        "attempt": 3,
+        "job_id": "7",
+        "class": "node_failure",
+        "action": "requeue",
+        "nodes": ["n1", "n2"],
+        "blamed_nodes": ["n2"],
+        "last_step": 45,
+        "evidence": ["n2 stopped responding"],
+        "run_dir": str(tmp_path / "demo"),
+    }
     assert known.items() <= got[1].items()
 
 
@@ -102,9 +106,9 @@ def test_a_command_gets_json_and_text(tmp_path: Path) -> None:
     )
     command = json.dumps([sys.executable, "-c", script])
     sender = notifier(tmp_path, f"slurm.notify.command={command}", "slurm.notify.on=[end]")
-    sender.started(record_of())
+    sender.started(attempt_record(attempt=3))
     assert sender._sending == []  # not asked for
-    sender.closed(record_of(ending="done", action="finish"))
+    sender.closed(attempt_record(attempt=3, ending="done", action="finish"))
     sender.wait()
     assert (tmp_path / "got").read_text() == "end"
 
@@ -125,7 +129,7 @@ def test_a_command_gets_json_and_text(tmp_path: Path) -> None:
     ],
 )
 def test_events(stage: str, ending: str, action: str, event: str | None) -> None:
-    assert event_of(record_of(stage=stage, ending=ending, action=action)) == event
+    assert event_of(attempt_record(attempt=3, stage=stage, ending=ending, action=action)) == event
 
 
 def test_each_failure_is_logged_without_the_url(
@@ -135,13 +139,13 @@ def test_each_failure_is_logged_without_the_url(
         sender = notifier(
             tmp_path, WEBHOOK, f"env.MY_WEBHOOK={url}", "slurm.notify.command=[/nowhere/tell]"
         )
-        sender.closed(record_of(ending="done", action="finish"))
+        sender.closed(attempt_record(attempt=3, ending="done", action="finish"))
         sender.wait()
-    sender.started(record_of())  # nobody listens there any more
+    sender.started(attempt_record(attempt=3))  # nobody listens there any more
     sender.wait()
     monkeypatch.setenv("MY_WEBHOOK", "https://host/cAnArY with a blank")
     broken = notifier(tmp_path, WEBHOOK)
-    broken.started(record_of())
+    broken.started(attempt_record(attempt=3))
     broken.wait()
     assert sorted(record.getMessage() for record in caplog.records) == [
         "notification of end not delivered: /nowhere/tell cannot be started: "
@@ -164,12 +168,12 @@ def test_a_webhook_that_hangs_delays_nothing(
     monkeypatch.setattr(notify, "LAST_WAIT_S", 600.0)
     with silent_server() as url:
         sender = notifier(tmp_path, WEBHOOK, f"env.MY_WEBHOOK={url}")
-        sender.started(record_of())
+        sender.started(attempt_record(attempt=3))
         assert sender._sending[0].is_alive()  # the run goes on meanwhile
         sender._sending[0].join()
         assert "start not delivered: the webhook in MY_WEBHOOK" in caplog.text
         monkeypatch.setattr(notify, "TIMEOUT_S", 600.0)
-        sender.closed(record_of(ending="done", action="finish"))
+        sender.closed(attempt_record(attempt=3, ending="done", action="finish"))
         sender.wait()  # returns at once, as the first one has taken too long
         assert sender._sending[1].is_alive()
     assert "not delivered before the end of the supervisor" in caplog.text
@@ -181,7 +185,7 @@ def test_the_end_waits_for_a_webhook_for_seconds_only(
     monkeypatch.setattr(notify, "LAST_WAIT_S", 0.2)
     with silent_server() as url:
         sender = notifier(tmp_path, WEBHOOK, f"env.MY_WEBHOOK={url}")
-        sender.closed(record_of(ending="done", action="finish"))
+        sender.closed(attempt_record(attempt=3, ending="done", action="finish"))
         sender.wait()
         assert sender._sending[0].is_alive()
 
@@ -192,9 +196,12 @@ def test_a_supervisor_announces_its_attempt(
     run, slurm = RunDir(tmp_path / "runs" / "r"), FakeSlurm(("n1",))
     with webhook() as (url, got):
         overrides = [
-            WEBHOOK, f"env.MY_WEBHOOK={url}", "data.corpus=none", "cluster.health.enabled=false",
+            WEBHOOK,
+            f"env.MY_WEBHOOK={url}",
+            "data.corpus=none",
+            "cluster.health.enabled=false",
             f"cluster.node_local={tmp_path}",
-        ]  # fmt: skip
+        ]
         config = resolve("tiny_neox", "local", overrides)
         run.path.mkdir(parents=True)
         write_run(render_run(config, 1, run))

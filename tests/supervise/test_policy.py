@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from supervise.starts import attempt_record
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
@@ -26,12 +27,9 @@ SHORT = recipe("slurm.no_progress_limit=3", "slurm.failure_budget=99", "slurm.ha
 
 
 def attempt(number: int, ending: EndingClass, gained: int = 0, **more: Any) -> AttemptRecord:
-    fields: dict[str, Any] = {
-        "attempt": number, "stage": "train", "job_id": "7", "nodes": ("n1", "n2"),
-        "world_size": 2, "master_addr": "n1", "master_port": 1, "started_at": number * HOUR_S,
-        "ended_at": (number + 1) * HOUR_S, "class": ending, "steps_gained": gained,
-    }  # fmt: skip
-    return AttemptRecord.model_validate({**fields, **more})
+    times = {"started_at": number * HOUR_S, "ended_at": (number + 1) * HOUR_S}
+    fields: dict[str, Any] = {"attempt": number, "class": ending, "steps_gained": gained, **times}
+    return attempt_record(**{**fields, **more})
 
 
 def play(endings: list[AttemptRecord], of: Recipe = RECIPE) -> list[AttemptRecord]:
@@ -72,8 +70,15 @@ def test_backoff_doubles_while_nothing_is_gained() -> None:
     assert play([attempt(0, "advance_signal")])[0].backoff_s == 0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["node_failure", "hang", "advance_signal"]),
-                          st.sampled_from([0, 0, 7])), min_size=1, max_size=30))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["node_failure", "hang", "advance_signal"]), st.sampled_from([0, 0, 7])
+        ),
+        min_size=1,
+        max_size=30,
+    )
+)
 def test_as_many_idle_attempts_in_a_row_as_the_limit_stop_the_run(
     history: list[tuple[EndingClass, int]],
 ) -> None:
@@ -160,10 +165,10 @@ def test_a_job_with_enough_nodes_goes_on_unless_it_gained_nothing_twice(
 
 def test_what_takes_the_place_of_a_requeue() -> None:
     left = attempt(0, "advance_signal", 5)
-    assert decide(left, (), RECIPE, again="chain").action == "chain"
-    stopped = decide(left, (), RECIPE, again="none", in_allocation=True)
+    assert decide(left, (), RECIPE, restart_mode="chain").action == "chain"
+    stopped = decide(left, (), RECIPE, restart_mode="none", in_allocation=True)
     assert stopped.action == "stop"
     assert "`slurmllm resume` continues the run" in stopped.evidence[-1]
     failed = attempt(0, "node_failure")
-    assert decide(failed, (), RECIPE, again="chain").backoff_s == 30
-    assert decide(failed, (), RECIPE, again="chain", in_allocation=True).action == "restart"
+    assert decide(failed, (), RECIPE, restart_mode="chain").backoff_s == 30
+    assert decide(failed, (), RECIPE, restart_mode="chain", in_allocation=True).action == "restart"

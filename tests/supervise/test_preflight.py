@@ -31,7 +31,7 @@ from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import close_attempt, open_attempt
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import exclude_failed, excluded, to_avoid
-from slurmllm.supervise.preflight import lines, preflight_ending
+from slurmllm.supervise.preflight import preflight_ending
 from slurmllm.supervise.supervisor import Supervisor
 
 OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_node_local_gb=0")
@@ -45,9 +45,8 @@ def health(node: str, *findings: object) -> NodeHealth:
 
 def test_nodes_that_are_fit() -> None:
     slow = warn("shared file system", 0.4, 0.25, "a fsynced write to /fsx takes 0.40 s")
-    found = {"n1": health("n1", ok("devices", 32)), "n2": health("n2", slow)}
-    assert preflight_ending(found) is None
-    assert lines(found, "warn") == ["n2: a fsynced write to /fsx takes 0.40 s"]
+    nodes = {"n1": health("n1", ok("devices", 32)), "n2": health("n2", slow)}
+    assert preflight_ending(nodes) is None
 
 
 def test_a_node_that_fails_is_named_and_blamed() -> None:
@@ -68,8 +67,9 @@ def test_what_all_nodes_fail_is_no_nodes_fault() -> None:
     assert ending is not None
     assert ending.blamed_nodes == ("n2",)
     assert ending.evidence == (
-        f"preflight: all nodes: {DISK.message}", f"preflight: n2: {CHIP.message}",
-    )  # fmt: skip
+        f"preflight: all nodes: {DISK.message}",
+        f"preflight: n2: {CHIP.message}",
+    )
     alone = preflight_ending({"n1": health("n1", DISK)})
     assert alone is not None
     assert alone.blamed_nodes == ("n1",)
@@ -147,8 +147,10 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     assert Supervisor(run, "train", asked).main() == 75
     record = AttemptRecord.load(run.attempt("train", 0).record)
     assert (record.ending, record.action, record.blamed_nodes) == (
-        "node_failure", "requeue", ("n2",),
-    )  # fmt: skip
+        "node_failure",
+        "requeue",
+        ("n2",),
+    )
     assert record.evidence[0].startswith("preflight: n2: /nowhere does not exist")
     assert list(record.phases_s) == ["preflight"]
     assert NodeHealth.load(run.attempt("train", 0).health("n1")).of("fail") == ()
@@ -167,9 +169,13 @@ def test_a_precompile_job_is_requeued_too_and_the_train_job_keeps_off(
     asked = allocation(run, slurm, monkeypatch, "precompile")
     train = slurm.submit(run.script("train").read_text(), after_ok=asked.job_id)
     sent = Submission(
-        submitted_at=0, nodes=2, local=False, first_attempt=0, precompile_job=asked.job_id,
+        submitted_at=0,
+        nodes=2,
+        local=False,
+        first_attempt=0,
+        precompile_job=asked.job_id,
         train_job=train,
-    )  # fmt: skip
+    )
     JobsRecord(submissions=(sent,)).save(run.jobs)
     assert Supervisor(run, "precompile", asked).main() == 75
     assert slurm.jobs[asked.job_id].state == slurm.jobs[train].state == "PENDING"

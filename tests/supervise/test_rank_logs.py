@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import SMALL, Bench, processes_with
+from supervise.starts import attempt_record
 from train.gang import Gang, make_data, make_run
 
 from slurmllm.backends.environment import make_cache_folder
@@ -31,10 +32,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def record_of(run: RunDir, attempt: int = 0, started_at: float = 1.5) -> AttemptRecord:
-    record = AttemptRecord(
-        attempt=attempt, stage="train", job_id=None, nodes=("n1", "n2"), world_size=4,
-        master_addr="n1", master_port=1, started_at=started_at,
-    )  # fmt: skip
+    record = attempt_record(attempt=attempt, job_id=None, world_size=4, started_at=started_at)
     record.save(run.attempt("train", attempt).record)
     return record
 
@@ -189,15 +187,26 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
     (tmp_path / "disk").mkdir()
     corpus, tokenizer = make_data(tmp_path)
     process = bench.start(
-        "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
-        "--set=cluster.devices_per_node=2", f"--set=cluster.node_local={tmp_path / 'disk'}",
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.4", "--set=train.compile=false",
-        "--set=model.vocab_size=512", f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}", "--set=slurm.backoff_s=0", "--name=r",
-        "--set=checkpoint.every_steps=5", "--set=watchdog.min_step_s=20",
+        "submit",
+        "tiny_neox",
+        "--nodes=2",
+        "--local",
+        "--set=backend=rehearsal",
+        *SMALL,
+        "--set=cluster.devices_per_node=2",
+        f"--set=cluster.node_local={tmp_path / 'disk'}",
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.4",
+        "--set=train.compile=false",
+        "--set=model.vocab_size=512",
+        f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}",
+        "--set=slurm.backoff_s=0",
+        "--name=r",
+        "--set=checkpoint.every_steps=5",
+        "--set=watchdog.min_step_s=20",
         # Many: on a busy machine the commands below take as long as dozens of steps.
         "--set=train.steps=100",
-    )  # fmt: skip
+    )
     run = RunDir(bench.runs / "r")
     bench.wait_for_step("r", 6)
     assert content(run, 3) is None

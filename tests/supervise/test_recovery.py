@@ -39,11 +39,18 @@ def submit(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
     corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
     return (
-        "submit", "tiny_neox", "--nodes=2", "--local", "--set=backend=rehearsal", *SMALL,
+        "submit",
+        "tiny_neox",
+        "--nodes=2",
+        "--local",
+        "--set=backend=rehearsal",
+        *SMALL,
         "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05",
-        "--set=watchdog.min_step_s=5", "--set=watchdog.save_s=30",
-        f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}",
-    )  # fmt: skip
+        "--set=watchdog.min_step_s=5",
+        "--set=watchdog.save_s=30",
+        f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +150,10 @@ def test_of_two_supervisors_the_newer_one_has_the_run(
     second = subprocess.Popen(
         ["bash", str(run / "scripts" / "train.sbatch")],
         env={**os.environ, "SLURMLLM_LOCAL_NODES": "2"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     old_pids = [bench.node("split", 0, f"local{n}")["pids"][str(n)] for n in (0, 1)]
     output, _ = first.communicate(timeout=400)
     assert first.returncode == 1, output

@@ -8,24 +8,17 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import FakeSlurm
+from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.resolve import resolve
 from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts
-from slurmllm.supervise.allocation import SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.supervisor import Supervisor
 
 NODES = tuple(f"n{number}" for number in range(1, 6))  # four of the mesh, and a spare one
-
-
-def allocation_of(cluster: FakeSlurm) -> SlurmAllocation:
-    allocation = SlurmAllocation.__new__(SlurmAllocation)
-    allocation.client, allocation.job_id, allocation.restart_count = cluster, "1", 0
-    allocation.nodes = allocation.all_nodes = NODES
-    return allocation
 
 
 def supervisor(tmp_path: Path, *overrides: str) -> Supervisor:
@@ -37,14 +30,13 @@ def supervisor(tmp_path: Path, *overrides: str) -> Supervisor:
     cluster.start(cluster.submit("#!/bin/bash\n#SBATCH --nodes=5\n"))
     last = Submission(submitted_at=1.0, nodes=4, first_attempt=0, local=False, train_job="1")
     JobsRecord(submissions=(last,)).save(run.jobs)
-    return Supervisor(run, "train", allocation_of(cluster))
+    return Supervisor(run, "train", start_of(cluster, "1", NODES))
 
 
 def record(own: Supervisor, number: int) -> AttemptRecord:
-    opened = AttemptRecord.model_validate({
-        "attempt": number, "stage": "train", "job_id": "1", "nodes": own.allocation.nodes,
-        "world_size": 4, "master_addr": "n1", "master_port": 2000, "started_at": time.time(),
-    })  # fmt: skip
+    nodes = own.allocation.nodes
+    fields = {"attempt": number, "job_id": "1", "nodes": nodes, "world_size": 4}
+    opened = attempt_record(**fields, started_at=time.time())
     opened.save(own.run.attempt("train", number).record)
     return opened
 
@@ -110,7 +102,7 @@ def test_srun_names_the_nodes_once_some_are_left_out(
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
-    own = allocation_of(FakeSlurm(NODES))
+    own = start_of(FakeSlurm(NODES), "1", NODES)
     own.launch(tmp_path, "train", 0)
     own.restart(("n1", "n3", "n4", "n5"), 0.0)
     own.launch(tmp_path, "train", 1)

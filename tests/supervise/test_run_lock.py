@@ -130,9 +130,10 @@ def test_the_second_command_is_refused_with_the_first(
         text = str(refusal.value)
     user = pwd.getpwuid(os.geteuid()).pw_name
     for part in (
-        f"`slurmllm resume` of {user}", f"process {os.getpid()} on {socket.gethostname()}",
+        f"`slurmllm resume` of {user}",
+        f"process {os.getpid()} on {socket.gethostname()}",
         " s; repeat `slurmllm cancel r`",
-    ):  # fmt: skip
+    ):
         assert part in text
     assert not run.lock.exists()
 
@@ -194,10 +195,12 @@ def test_a_planted_lock_is_neither_followed_nor_waited_for(
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for plant in (
-        lambda: run.lock.symlink_to(victim), lambda: run.lock.symlink_to(tmp_path / "new"),
-        lambda: os.mkfifo(run.lock), lambda: run.lock.write_text("{"),
+        lambda: run.lock.symlink_to(victim),
+        lambda: run.lock.symlink_to(tmp_path / "new"),
+        lambda: os.mkfifo(run.lock),
+        lambda: run.lock.write_text("{"),
         lambda: lock_of(run, 0, verb="\x1b[31m"),
-    ):  # fmt: skip
+    ):
         plant()
         with pytest.raises(RunError, match=rf"holds no record.*`rm {run.lock}`"), locked(run, "x"):
             pass

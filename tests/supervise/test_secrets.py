@@ -31,11 +31,17 @@ def test_only_workers_have_it_and_only_one_file(bench: Bench, tmp_path: Path) ->
     records = tmp_path / "records"
     records.mkdir()
     options = (
-        "--local", "--set=backend=rehearsal", *SMALL, "--set=train.compile=false",
-        "--set=model.vocab_size=512", f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}", f"--set=env.HF_TOKEN={CANARY}",
-        f"--set=env.PYTHONPATH={RECORDING}", f"--set=env.RECORDS={records}",
-    )  # fmt: skip
+        "--local",
+        "--set=backend=rehearsal",
+        *SMALL,
+        "--set=train.compile=false",
+        "--set=model.vocab_size=512",
+        f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}",
+        f"--set=env.HF_TOKEN={CANARY}",
+        f"--set=env.PYTHONPATH={RECORDING}",
+        f"--set=env.RECORDS={records}",
+    )
     shown = bench.call("submit", "tiny_neox", "--nodes=2", *options, "--dry-run", "--json")
     shown += bench.call("submit", "tiny_neox", "--nodes=2", *options, "--dry-run")
     shown += bench.call("submit", "tiny_neox", "--nodes=2", *options, "--name=r")

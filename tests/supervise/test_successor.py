@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import FakeSlurm
+from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.load import read_summary
 from slurmllm.config.resolve import resolve
@@ -22,18 +23,12 @@ from slurmllm.supervise.successor import (
     cancel_successor,
     choose_restart,
     ensure_successor,
-    take_over,
+    register_train_job,
 )
 from slurmllm.supervise.supervisor import Supervisor
 
+NODES = ("n1", "n2")
 SCRIPT = "#!/bin/bash\n#SBATCH --nodes=1\n"
-
-
-def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:
-    allocation = SlurmAllocation.__new__(SlurmAllocation)
-    allocation.client, allocation.job_id, allocation.restart_count = cluster, job_id, 0
-    allocation.nodes = allocation.all_nodes = ("n1", "n2")
-    return allocation
 
 
 def sent(run: RunDir) -> Submission:
@@ -43,11 +38,8 @@ def sent(run: RunDir) -> Submission:
 
 
 def attempt(run: RunDir, number: int, job: str, **more: object) -> AttemptRecord:
-    values = {
-        "attempt": number, "stage": "train", "job_id": job, "nodes": ("n1", "n2"), "world_size": 2,
-        "master_addr": "n1", "master_port": 2000, "started_at": time.time(),
-    }  # fmt: skip
-    record = AttemptRecord.model_validate({**values, **more})
+    fields = {"attempt": number, "job_id": job, "started_at": time.time()}
+    record = attempt_record(**fields, **more)
     record.save(run.attempt("train", number).record)
     return record
 
@@ -82,7 +74,7 @@ def begin(cluster: FakeSlurm, job: str, monkeypatch: pytest.MonkeyPatch) -> Slur
     cluster.start(job)
     assert cluster.jobs[job].state == "RUNNING"
     monkeypatch.setenv(PREDECESSOR, predecessor)
-    return start_of(cluster, job)
+    return start_of(cluster, job, NODES)
 
 
 def test_auto_finds_out(chained: tuple[RunDir, FakeSlurm]) -> None:
@@ -103,7 +95,7 @@ def test_a_job_has_one_successor_whatever_was_recorded(
     chained: tuple[RunDir, FakeSlurm],
 ) -> None:
     run, cluster = chained
-    own = start_of(cluster, "1")
+    own = start_of(cluster, "1", NODES)
     job = ensure_successor(run, own, SCRIPT, ["n3"])
     assert job == "2"
     assert (cluster.jobs["2"].after, cluster.jobs["2"].excluded) == ("1", ("n3",))
@@ -129,31 +121,60 @@ def test_the_successor_takes_over_and_has_one_itself(
 ) -> None:
     run, cluster = chained
     for number in range(3):
-        own = start_of(cluster, str(sent(run).train_job))
+        own = start_of(cluster, str(sent(run).train_job), NODES)
         job = ensure_successor(run, own, SCRIPT, [])
         assert job is not None
         attempt(run, number, own.job_id, ended_at=2.0, action="chain", **{"class": "hang"})
         cluster.finish(own.job_id, "FAILED")
         following = begin(cluster, job, monkeypatch)
-        assert take_over(run, following) == ""
+        assert register_train_job(run, following) is None
         assert (sent(run).train_job, sent(run).successor_job) == (job, None)
-        assert take_over(run, following) == ""  # again, as after a requeue
+        assert register_train_job(run, following) is None  # again, as after a requeue
         assert pending(cluster) == []
     assert sent(run).earlier_jobs == ("1", "2", "3")
     assert len({job.name for job in cluster.jobs.values() if job.name}) == 1  # all names equal
+
+
+def test_a_successor_cancels_its_duplicates(
+    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    job = ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, [])
+    assert job is not None
+    # Its supervisor was killed before it could record the first one.
+    duplicate = cluster.submit(SCRIPT, name=cluster.jobs[job].name, after="1", requeue=False)
+    cluster.finish("1", "FAILED")
+    assert register_train_job(run, begin(cluster, job, monkeypatch)) is None
+    assert cluster.jobs[duplicate].state == "CANCELLED"
+    assert sent(run).train_job == job
+
+
+def test_a_cancelled_run_has_no_successor(
+    chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = chained
+    job = ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, [])
+    assert job is not None
+    cancelled = sent(run).model_copy(update={"cancelled_at": 2.0})
+    JobsRecord(submissions=(cancelled,)).save(run.jobs)
+    assert ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, []) is None
+    cluster.finish("1", "FAILED")  # it had ended before `cancel` could end it
+    following = begin(cluster, job, monkeypatch)
+    assert register_train_job(run, following) == "the run was cancelled"
+    assert sent(run).train_job == "1"
 
 
 def test_the_successor_of_a_run_that_has_ended_leaves(
     chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
-    own = start_of(cluster, "1")
+    own = start_of(cluster, "1", NODES)
     job = ensure_successor(run, own, SCRIPT, [])
     assert job is not None
     attempt(run, 0, "1", ended_at=2.0, action="finish", **{"class": "done"})
     cluster.finish("1")  # killed before it could cancel
     following = begin(cluster, job, monkeypatch)
-    assert take_over(run, following) == "the run has ended: done → finish"
+    assert register_train_job(run, following) == "the run has ended: done → finish"
     assert Supervisor(run, "train", following).main() == 1
     assert len(run.attempts("train")) == 1
 
@@ -162,20 +183,20 @@ def test_the_successor_of_a_cancelled_job_records_that(
     chained: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
-    job = ensure_successor(run, start_of(cluster, "1"), SCRIPT, [])
+    job = ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, [])
     assert job is not None
     # A plain scancel of the running job only; the supervisor had taken it for a preemption.
     attempt(run, 0, "1", ended_at=2.0, action="chain", **{"class": "advance_signal"})
     cluster.finish("1", "CANCELLED")
     following = begin(cluster, job, monkeypatch)
-    assert take_over(run, following) == "Slurm: job 1 CANCELLED"
+    assert register_train_job(run, following) == "Slurm: job 1 CANCELLED"
     assert sent(run).cancelled_at is not None
     assert AttemptRecord.load(run.attempt("train", 0).record).ending == "cancelled"
 
 
 def test_the_end_of_the_run_cancels_the_successor(chained: tuple[RunDir, FakeSlurm]) -> None:
     run, cluster = chained
-    own = start_of(cluster, "1")
+    own = start_of(cluster, "1", NODES)
     ensure_successor(run, own, SCRIPT, [])
     cancel_successor(run, own)
     assert (pending(cluster), sent(run).successor_job) == ([], None)
@@ -196,7 +217,7 @@ def test_a_duplicate_and_a_job_of_an_earlier_submission_leave(
     assert Supervisor(run, "train", following).main() == 1
     assert f"job {late} is not of the last submission" in caplog.text
     assert sent(run).train_job == "77"
-    assert ensure_successor(run, start_of(cluster, "1"), SCRIPT, []) is None
+    assert ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, []) is None
 
 
 def closed(run: RunDir, **more: object) -> AttemptRecord:
@@ -209,7 +230,7 @@ def test_a_refused_requeue_becomes_a_chain(
 ) -> None:
     run, cluster = chained
     JobsRecord(submissions=(sent(run).model_copy(update={"restart": "requeue"}),)).save(run.jobs)
-    own = Supervisor(run, "train", start_of(cluster, "1"))
+    own = Supervisor(run, "train", start_of(cluster, "1", NODES))
     assert own._act(closed(run, backoff_s=60.0)) == 75
     assert AttemptRecord.load(run.attempt("train", 0).record).action == "chain"
     assert "disabled: another job continues the run" in caplog.text
@@ -222,7 +243,7 @@ def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(
 ) -> None:
     run, cluster = chained
     cluster.refuse = "QOSMaxSubmitJobPerUserLimit"
-    own = Supervisor(run, "train", start_of(cluster, "1"))
+    own = Supervisor(run, "train", start_of(cluster, "1", NODES))
     record = closed(run).model_copy(update={"action": "chain"})
     assert own._act(record) == 70
     found = AttemptRecord.load(run.attempt("train", 0).record)
@@ -236,7 +257,7 @@ def test_a_requeue_that_was_asked_for_is_not_replaced(
 ) -> None:
     run, cluster = chained
     run.config.write_text(resolve("tiny_neox", overrides=["slurm.restart=requeue"]).to_yaml())
-    own = Supervisor(run, "train", start_of(cluster, "1"))
+    own = Supervisor(run, "train", start_of(cluster, "1", NODES))
     assert own._act(closed(run)) == 75
     assert "disabled; if the job ends here, `slurmllm resume r`" in caplog.text
     assert list(cluster.jobs) == ["1"]
@@ -244,7 +265,7 @@ def test_a_requeue_that_was_asked_for_is_not_replaced(
 
 def test_status_and_cancel_know_the_successor(chained: tuple[RunDir, FakeSlurm]) -> None:
     run, cluster = chained
-    ensure_successor(run, start_of(cluster, "1"), SCRIPT, [])
+    ensure_successor(run, start_of(cluster, "1", NODES), SCRIPT, [])
     assert sent(run).own_jobs == ["2", "1"]
     attempt(run, 0, "1", ended_at=2.0, action="chain", **{"class": "hang"})
     cluster.finish("1", "FAILED")

@@ -13,6 +13,7 @@ from socket import gethostname
 
 import pytest
 from fake_slurm import FakeSlurm
+from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import EXIT_NEGATIVE
@@ -20,30 +21,18 @@ from slurmllm.run.records import AttemptRecord, Heartbeat, JobsRecord, Submissio
 from slurmllm.run.rundir import STAGES, RunDir, Stage
 from slurmllm.supervise import allocation as allocations
 from slurmllm.supervise import attempts, run_lock
-from slurmllm.supervise.allocation import SlurmAllocation
 from slurmllm.supervise.attempts import other_supervisor, process_identity, still_runs
 from slurmllm.supervise.supervisor import Supervisor
 
 
-def start_of(cluster: FakeSlurm, job_id: str) -> SlurmAllocation:
-    allocation = SlurmAllocation.__new__(SlurmAllocation)
-    allocation.client, allocation.job_id, allocation.restart_count = cluster, job_id, 1
-    allocation.nodes = ("n2",)
-    return allocation
-
-
-def open_record(**fields: object) -> AttemptRecord:
-    values = {
-        "attempt": 0, "stage": "train", "job_id": "7", "restart_count": 0, "nodes": ("n1",),
-        "world_size": 1, "master_addr": "n1", "master_port": 2000, "started_at": 1.0,
-    }  # fmt: skip
-    return AttemptRecord.model_validate({**values, **fields})
+def one_node_record(**fields: object) -> AttemptRecord:
+    return attempt_record(**{"nodes": ("n1",), "world_size": 1, **fields})
 
 
 def test_an_earlier_start_of_a_job_on_this_node_may_still_run(tmp_path: Path) -> None:
-    run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7")
+    run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7", ("n2",), 1)
     first = subprocess.Popen([sys.executable, "-c", "input()", "supervise"], stdin=subprocess.PIPE)
-    record = open_record(host=gethostname(), pid=first.pid, process=process_identity(first.pid))
+    record = one_node_record(host=gethostname(), pid=first.pid, process=process_identity(first.pid))
     try:
         reason = f"process {first.pid} on {gethostname()} is its supervisor"
         assert still_runs(run, record, allocation) == reason
@@ -58,12 +47,12 @@ def test_a_second_supervisor_of_one_start_leaves(
     lost: tuple[RunDir, FakeSlurm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = lost
-    monkeypatch.setattr("slurmllm.supervise.supervisor.lost_start", lambda _: "")
+    monkeypatch.setattr("slurmllm.supervise.supervisor.lost_start", lambda _: None)
     first = subprocess.Popen([sys.executable, "-c", "input()", "supervise"], stdin=subprocess.PIPE)
     path = run.attempt("train", 0).record
     fields = {"host": gethostname(), "pid": first.pid, "process": process_identity(first.pid)}
     try:
-        open_record(job_id="2", **fields).save(path)
+        one_node_record(job_id="2", **fields).save(path)
         second = supervisor(run, cluster, "train", "2")
         before = path.read_bytes()
         assert other_supervisor(run, "train", second.allocation) == (
@@ -73,7 +62,7 @@ def test_a_second_supervisor_of_one_start_leaves(
         assert (len(run.attempts("train")), path.read_bytes()) == (1, before)
         # A start that Slurm made after it takes over.
         second.allocation.restart_count = 1
-        assert other_supervisor(run, "train", second.allocation) == ""
+        assert other_supervisor(run, "train", second.allocation) is None
     finally:
         first.communicate(b"\n")
 
@@ -100,8 +89,8 @@ def test_an_earlier_start_of_a_job_on_another_node_shows_by_its_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempts, "HEARTBEAT_S", 1.0)
-    run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7")
-    record = open_record(host="n1", pid=1, process="boot 1")
+    run, allocation = RunDir(tmp_path), start_of(FakeSlurm(), "7", ("n2",), 1)
+    record = one_node_record(host="n1", pid=1, process="boot 1")
     path = run.attempt("train", 0).heartbeat("n1")
     assert still_runs(run, record, allocation) is None  # it never wrote one
     with beating(path):
@@ -123,17 +112,19 @@ def lost(tmp_path: Path) -> tuple[RunDir, FakeSlurm]:
     train = cluster.submit(run.script("train").read_text(), after_ok=precompile)
     cluster.exclude(train, ["n1", "n4"])
     sent = Submission(
-        submitted_at=1.0, nodes=1, first_attempt=0, local=False, precompile_job=precompile,
+        submitted_at=1.0,
+        nodes=1,
+        first_attempt=0,
+        local=False,
+        precompile_job=precompile,
         train_job=train,
-    )  # fmt: skip
+    )
     JobsRecord(submissions=(sent,)).save(run.jobs)
     return run, cluster
 
 
 def supervisor(run: RunDir, cluster: FakeSlurm, stage: Stage, job: str) -> Supervisor:
-    allocation = start_of(cluster, job)
-    allocation.restart_count = 0
-    return Supervisor(run, stage, allocation)
+    return Supervisor(run, stage, start_of(cluster, job, ("n2",)))
 
 
 def test_a_lost_precompile_job_is_replaced_with_the_train_job_after_it(
@@ -184,4 +175,4 @@ def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
     (sent,) = JobsRecord.load(run.jobs).submissions
     late = JobsRecord(submissions=(sent, sent.model_copy(update={"train_job": unknown})))
     threading.Timer(0.3, late.save, [run.jobs]).start()
-    assert allocations.unrecorded(run, start_of(cluster, unknown)) == ""
+    assert allocations.not_recorded(run, start_of(cluster, unknown, ("n2",))) is None

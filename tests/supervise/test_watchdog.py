@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from supervise.starts import attempt_record
 
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.run.records import AttemptRecord, Heartbeat, Phase, WorkerPhase
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.worker_files import PHASE_FILE, PhaseWriter
+from slurmllm.supervise import watchdog as watchdogs
 from slurmllm.supervise.first_failure import outliers, stack_lines, stack_location
 from slurmllm.supervise.watchdog import (
     AttemptProgress as Progress,
@@ -63,7 +66,7 @@ SAVING = beats(("saving", 40), ("saving", 40), ("stepping", 40), ("stepping", 40
         (Progress(beats(("stopping", 40), ("stepping", 40)), NODES, 61.0), 1.0, 60.0, ("n2",)),
         (Progress({}, NODES, 1e9), 1.0, None, ()),
     ],
-)  # fmt: skip
+)
 def test_the_judgement(
     seen: Progress, slow_s: float | None, limit: float | None, suspects: tuple[str, ...]
 ) -> None:
@@ -100,10 +103,8 @@ def test_what_slow_means_is_learned_from_the_run(tmp_path: Path) -> None:
 
 
 def open_record(nodes: tuple[str, ...]) -> AttemptRecord:
-    return AttemptRecord(
-        attempt=0, stage="train", job_id=None, nodes=nodes, world_size=len(nodes),
-        master_addr="", master_port=1, started_at=time.time(),
-    )  # fmt: skip
+    fields = {"nodes": nodes, "world_size": len(nodes), "started_at": time.time()}
+    return attempt_record(job_id=None, **fields)
 
 
 def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
@@ -127,9 +128,20 @@ def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
     assert (hang.phase, hang.behind, hang.suspects) == ("starting", (1,), ("n2",))
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.dictionaries(
-    st.integers(0, 1), st.tuples(st.sampled_from(["first_step", "evaluating", "stepping"]),
-                                 st.integers(0, 3)))), max_size=12))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.dictionaries(
+                st.integers(0, 1),
+                st.tuples(
+                    st.sampled_from(["first_step", "evaluating", "stepping"]), st.integers(0, 3)
+                ),
+            ),
+        ),
+        max_size=12,
+    )
+)
 def test_new_heartbeats_are_merged_as_all_of_them_would_be(
     tmp_path_factory: pytest.TempPathFactory,
     beats: list[tuple[int, dict[int, tuple[Phase, int]]]],
@@ -162,6 +174,23 @@ def test_new_heartbeats_are_merged_as_all_of_them_would_be(
         assert hang.behind == (() if len(last) == 6 else last)
 
 
+def test_a_supervisor_that_was_frozen_starts_all_clocks_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monotonic = SimpleNamespace(monotonic=lambda: clock[0], time=time.time)
+    monkeypatch.setattr(watchdogs, "time", monotonic)
+    limits = WatchdogConfig(start_up_s=10, first_step_s=10, min_step_s=10, save_s=10)
+    watchdog = Watchdog(RunDir(tmp_path), open_record(("n1", "n2")), limits)
+    hangs = []
+    for seconds in (9.0, watchdogs.UNRESPONSIVE_S, 9.0, 2.0):  # the second: it was frozen
+        clock[0] += seconds
+        hangs.append(watchdog.look())
+    assert hangs[:3] == [None] * 3
+    assert hangs[3] is not None
+    assert (hangs[3].waited_s, hangs[3].unresponsive_nodes) == (11.0, ())
+
+
 def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt("train", 0)
     attempt.path.mkdir(parents=True)
@@ -173,11 +202,12 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
     )
     workers = {
         rank: subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE,
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
             env={**os.environ, **found.environment(rank)},
         )
         for rank in (0, 1)
-    }  # fmt: skip
+    }
     try:
         pids = {rank: worker.pid for rank, worker in workers.items()}
         for worker in workers.values():
@@ -186,8 +216,9 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
         found.update(pids)
         beat = Heartbeat.load(attempt.heartbeat("n1"))
         assert {r: (b.phase, b.step) for r, b in beat.ranks.items()} == {
-            0: ("stepping", 7), 1: ("stepping", 7)
-        }  # fmt: skip
+            0: ("stepping", 7),
+            1: ("stepping", 7),
+        }
         os.kill(pids[1], signal.SIGSTOP)
         found.dump_stacks(pids)
         assert "most recent call first" in attempt.stacks(0).read_text()

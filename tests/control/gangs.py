@@ -24,7 +24,7 @@ T = TypeVar("T")
 SECRET = b"known to this attempt"
 
 
-class Tree:
+class Gang:
     """Relays of several nodes in threads of this process, and workers in others."""
 
     def __init__(self, folder: Path, nodes: int, per_node: int, port: int) -> None:
@@ -43,8 +43,8 @@ class Tree:
 
     def start(self) -> None:
         # The root last: the others try until it listens.
-        for one in reversed(self.relays):
-            one.start()
+        for relay in reversed(self.relays):
+            relay.start()
 
     def connect(self, rank: int, secret: bytes = SECRET) -> ControlPlane:
         path = self.relays[rank // self.positions[0].per_node].path
@@ -56,21 +56,21 @@ class Tree:
         """Call a function with each worker's control plane; its results by rank."""
         ranks = range(self.world_size)
         with ThreadPoolExecutor(self.world_size) as pool:
-            found = [pool.submit(lambda rank=rank: work(self.connect(rank))) for rank in ranks]
-            return [one.result(timeout_s) for one in found]
+            results = [pool.submit(lambda rank=rank: work(self.connect(rank))) for rank in ranks]
+            return [result.result(timeout_s) for result in results]
 
     def close(self) -> None:
         for plane in self.planes:
             plane.close()
-        for one in self.relays:
-            one.close()
+        for relay in self.relays:
+            relay.close()
 
 
 @contextmanager
-def tree(nodes: int, per_node: int) -> Iterator[Tree]:
+def gang(nodes: int, per_node: int) -> Iterator[Gang]:
     # In a short folder: the path of a Unix socket has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="control-") as folder:
-        made = Tree(Path(folder), nodes, per_node, free_port())
+        made = Gang(Path(folder), nodes, per_node, free_port())
         made.start()
         try:
             yield made
@@ -96,12 +96,12 @@ class Nodes:
         root = "127.0.0.1", free_port()
         self.launchers, self._pipes = [], []
         for index in range(nodes):
-            own, theirs = context.Pipe()
+            pipe, theirs = context.Pipe()
             arguments = (Position(index, names, per_node), folder, root, operation_s, theirs)
             self.launchers.append(context.Process(target=_launch, args=arguments))
             self.launchers[-1].start()
             theirs.close()
-            self._pipes.append(own)
+            self._pipes.append(pipe)
         self.pids = [self._receive(index) for index in range(nodes)]  # of the workers, by node
 
     def wait_until_all_beat(self) -> None:
@@ -140,11 +140,10 @@ def _launch(
     position: Position, folder: Path, root: tuple[str, int], operation_s: float, answers: Connection
 ) -> None:
     die_with_parent()
-    relays.OPERATION_S, relays._LEVEL_S = operation_s, operation_s / 4
+    relays.OPERATION_S, relays._ROOT_MARGIN_S = operation_s, operation_s / 4
     path, context = folder / f"control-{position.index}", mp.get_context("spawn")
     lock = context.Lock()
-    started = Relay(position, path, root, SECRET)
-    started.start()
+    Relay(position, path, root, SECRET).start()
     workers = []
     for rank in position.workers():
         first = rank == position.workers()[0]
