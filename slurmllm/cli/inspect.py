@@ -80,17 +80,7 @@ def inspect(
             epochs.append(count_epochs(report, spec, name, steps, weight / total_weight))
     shown = first_sequences(spec, encoder, sequences) if sequences and encoder else []
     if as_json:
-        exact_counts = all(report.tokens_are == "exact" for report in reports)
-        result = {
-            "documents": sum(report.documents for report in reports),
-            "bytes": sum(report.size for report in reports if report.unit == "bytes") or None,
-            "tokens": sum(report.tokens for report in reports),
-            "tokens_are": "exact" if exact_counts else "estimated",
-            "corpora": [report.model_dump() for report in reports],
-            "recipe": [entry.model_dump() for entry in epochs] or None,
-            "sequences": [sequence.model_dump() for sequence in shown],
-        }
-        options.echo_json(result)
+        options.echo_json(_to_json(reports, epochs, shown))
         return
     for index, report in enumerate(reports):
         _print_report(report)
@@ -105,6 +95,21 @@ def inspect(
         _print_sequence(sequence)
     if sequences and encoder is None:
         click.echo("sequences are token ids: --tokenizer FILE decodes them")
+
+
+def _to_json(
+    reports: list[CorpusReport], epochs: list[RecipeEpochs], shown: list[PackedSequence]
+) -> dict[str, object]:
+    exact_counts = all(report.tokens_are == "exact" for report in reports)
+    return {
+        "documents": sum(report.documents for report in reports),
+        "bytes": sum(report.size for report in reports if report.unit == "bytes") or None,
+        "tokens": sum(report.tokens for report in reports),
+        "tokens_are": "exact" if exact_counts else "estimated",
+        "corpora": [report.model_dump() for report in reports],
+        "recipe": [entry.model_dump() for entry in epochs] or None,
+        "sequences": [sequence.model_dump() for sequence in shown],
+    }
 
 
 def _corpus_stream(
