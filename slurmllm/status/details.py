@@ -128,7 +128,7 @@ def read_details(
 def read_worker_progress(
     run: RunDir, record: AttemptRecord, config: WatchdogConfig
 ) -> WorkerProgress | None:
-    """The progress of an open attempt; None before its launchers have written a heartbeat."""
+    """Return the progress of an open attempt; None before its launchers write a heartbeat."""
     beats: dict[int, WorkerPhase] = {}
     for heartbeat in read_heartbeats(run, record):
         beats |= heartbeat.ranks

@@ -58,7 +58,8 @@ STATE = RunState(
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 240])
 def test_no_number_is_cut_at_any_width(width: int) -> None:
     console = Console(width=width, record=True, file=StringIO())
-    runs_view([STATE, STATE], console).print(console)
+    for part in runs_view([STATE, STATE], console):
+        console.print(part, soft_wrap=True)
     text = console.export_text()
     shown = ["123456/500000", "precompiling", "2.3456"]
     shown += ["1234.5", "12:00:00"] if width >= 80 else ["no room for"]
@@ -73,9 +74,9 @@ def test_older_runs_give_way_to_those_that_run() -> None:
     console = Console(width=240)
     states = [RunState(str(n), "/r", state="done") for n in range(9)]
     view = runs_view([RunState("a", "/r", state="training"), *states], console, height=3)
-    _, *lines = view.tables[0].plain.splitlines()
+    _, *lines = view[0].plain.splitlines()
     assert [line.split()[0] for line in lines] == ["a", "7", "8"]
-    assert "7 older" in view.notes[-1].plain
+    assert "7 older" in view[-1].plain
 
 
 def test_json_has_the_figures_and_is_json() -> None:

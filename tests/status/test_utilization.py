@@ -99,6 +99,21 @@ def test_evaluations_are_a_part_of_their_own() -> None:
     assert used.productive_hours == without.productive_hours
 
 
+def test_an_excess_is_taken_from_the_waits_for_saves_first() -> None:
+    """The wait for an asynchronous save may be within a step's time, which then stays whole."""
+    alone = attempt(0, 100.0, 140.0, ending="done", checkpoint_after=5)
+    history = RunHistory("r", [alone], {0: steps(1, [6.0] * 5, 108.0)}, waited_s={0: 5.0})
+    (time,) = break_down_time(history)
+    measured = {part: seconds for part, seconds in time.parts_s.items() if seconds}
+    assert measured == pytest.approx({"productive": 30.0, "start_up": 8.0, "saving": 2.0})
+    assert time.overlap_s == 0.0
+    # More than the waits: all parts in proportion.
+    (time,) = break_down_time(replace(history, evaluated_s={0: 10.0}))
+    assert time.parts_s["saving"] == 0.0
+    assert time.parts_s["productive"] == pytest.approx(30 * 40 / 48)
+    assert time.overlap_s == pytest.approx(8.0)
+
+
 def test_a_recovery_has_its_phases() -> None:
     (lost,) = find_recoveries(lost_and_resumed())
     assert lost.seconds == pytest.approx(239 - 143)
