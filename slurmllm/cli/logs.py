@@ -36,6 +36,7 @@ _LEVELS: dict[str, dict[str, Any]] = {
     "ERROR": {"fg": "red"},
     "CRITICAL": {"fg": "red", "bold": True},
 }
+_Number = click.IntRange(min=0)
 _SELECTORS = {"--rank", "--ranks", "--all-ranks", "--failed"}
 
 
@@ -66,38 +67,13 @@ def _parse_ranks(
 @click.argument("run", shell_complete=options.complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Print new lines until the run ends.")
 @click.option("--stage", type=click.Choice(["precompile", "train"]), help="Only this stage.")
-@click.option(
-    "--attempt",
-    type=click.IntRange(min=0),
-    help="Only this attempt, of the train stage unless --stage is given.",
-)
-@click.option(
-    "--rank",
-    type=click.IntRange(min=0),
-    help="The log of one worker, of the last attempt unless --attempt is given.",
-)
-@click.option(
-    "--ranks",
-    metavar="LIST",
-    callback=_parse_ranks,
-    help="Merge the logs of several workers, such as 0,3,8-11.",
-)
-@click.option(
-    "--all-ranks", is_flag=True, help="Merge the logs of all workers; each line has its rank."
-)
-@click.option(
-    "--failed",
-    is_flag=True,
-    help="Error and last lines of the first worker that failed in the last failed attempt.",
-)
-@click.option("--stacks", is_flag=True, help="Show the workers' stack traces of the last hang.")
-@click.option(
-    "-n",
-    "--lines",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Only the last N lines of each log.",
-)
+@click.option("--attempt", type=_Number, help="Only this attempt (default stage: train).")
+@click.option("--rank", type=_Number, help="The log of one worker; default: of the last attempt.")
+@click.option("--ranks", metavar="LIST", callback=_parse_ranks, help="Workers, such as 0,3,8-11.")
+@click.option("--all-ranks", is_flag=True, help="All workers; each line has its rank.")
+@click.option("--failed", is_flag=True, help="The worker that failed first in the last failure.")
+@click.option("--stacks", is_flag=True, help="The workers' stack traces of the last hang.")
+@click.option("-n", "--lines", type=click.IntRange(min=1), help="Only the last lines of each log.")
 @options.runs_dir
 @click.pass_context
 def logs(
@@ -118,14 +94,13 @@ def logs(
     """Print the logs of RUN: precompile stage, then train stage.
 
     The log of a stage has the output of the batch script, the supervisor and rank 0. Logs of
-    several ranks are merged by time within each attempt; a line without a time follows the line
-    before it in its file.
+    several ranks are merged by time within each attempt.
 
     While an attempt runs, the logs of workers other than rank 0 are on the disks of their nodes.
     --rank, --ranks and --all-ranks have them copied into the run directory until it ends.
 
-    -f goes on with later attempts. It prints all ranks whose logs are in the run directory, unless
-    --rank, --ranks, --all-ranks or --failed is given.
+    -f continues with later attempts. Without an option for ranks it prints all ranks whose logs are
+    in the run directory.
     """
     from slurmllm.errors import EXIT_INTERRUPTED
     from slurmllm.run.rundir import find_run

@@ -40,12 +40,7 @@ class _StatusCommand(click.Command):
 
 @click.command(cls=_StatusCommand)
 @click.argument("run", required=False, shell_complete=options.complete_run)
-@click.option(
-    "--watch",
-    type=float,
-    metavar="[SECONDS]",
-    help=f"Refresh every SECONDS (default {_INTERVAL_S:g}) until all shown runs have ended.",
-)
+@click.option("--watch", type=float, metavar="[SECONDS]", help="Refresh every SECONDS (default 5).")
 @click.option("--active", is_flag=True, help="Show only runs that are pending or running.")
 @options.runs_dir
 @options.as_json
@@ -83,12 +78,13 @@ class _ShownStates:
         self.states, self.empty_text, self.sweep = states, empty_text, sweep
 
     def as_json(self, indent: int | None = None) -> str:
-        import json
+        from pydantic_core import to_json
 
         runs = [_state_json(state) for state in self.states]
         of_sweep = self.sweep.to_json() if self.sweep is not None else {}
         shown = runs[0] if self.empty_text is None else {**of_sweep, "runs": runs}
-        return json.dumps(shown, indent=indent)
+        # JSON has no NaN and no infinity, such as in a loss.
+        return to_json(shown, indent=indent, inf_nan_mode="null").decode()
 
     def view(self, height: int | None = None) -> list[Text]:
         from rich.text import Text
@@ -199,35 +195,18 @@ def _refresh_until_ended(
 
 
 def _state_json(state: RunState) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    values = asdict(state)
-    values["attempts"] = [a.model_dump(mode="json", by_alias=True) for a in state.attempts]
-    del values["details"]
-    if (details := state.details) is not None:
-        graphs, micro_batch, mesh = details.graphs, details.micro_batch, details.mesh
-        values |= {
-            "cold_first_step_s": details.cold_first_step_s,
-            "first_steps": {
-                node: {"first_step_s": seconds, "cache_hits": hits, "cache_misses": misses}
-                for node, (seconds, hits, misses) in details.first_steps.items()
-            },
-            "mesh": mesh.to_json() if mesh else None,
-            "micro_batch": micro_batch.model_dump(mode="json") if micro_batch else None,
+    values = dict(vars(state))
+    details = values.pop("details")
+    if details is not None:
+        graphs, unequal = details.graphs, details.unequal_versions
+        values |= vars(details) | {
+            "mesh": details.mesh and details.mesh.to_json(),
             # The list of files would be longer than everything else together.
-            "graphs": graphs.model_dump(mode="json", exclude={"files"}) if graphs else None,
-            "uncompiled": list(details.uncompiled),
-            "unused_graphs": details.unused_graphs,
-            "versions": details.versions,
-            "unequal_versions": details.unequal_versions,
-            "excluded": [node.model_dump(mode="json") for node in details.excluded],
-            "workers": asdict(details.workers) if details.workers is not None else None,
+            "graphs": graphs and graphs.model_dump(exclude={"files"}),
             "evaluation": _evaluation_json(details.evaluation),
-            "skips": [skip.model_dump(mode="json") for skip in details.skips],
-            "trial": details.trial,
-            "warnings": [details.unequal_versions] if details.unequal_versions else [],
+            "warnings": [unequal] if unequal else [],
         }
-    return {name: _finite(value) for name, value in values.items()}
+    return values
 
 
 def _evaluation_json(event: Event | None) -> dict[str, Any] | None:
@@ -237,14 +216,3 @@ def _evaluation_json(event: Event | None) -> dict[str, Any] | None:
         return None
     texts = {n: {"loss": v, "perplexity": perplexity(v)} for n, v in event.values.items()}
     return {"step": event.step, "attempt": event.attempt, "seconds": event.seconds, "texts": texts}
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, such as in a loss, by None: JSON has neither."""
-    import math
-
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value

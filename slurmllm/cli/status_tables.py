@@ -162,7 +162,7 @@ def _lines(state: RunState) -> Iterator[Line]:
 def _metric_lines(state: RunState) -> Iterator[Line]:
     norm = finite_number(state.metrics, "grad_norm")
     yield "loss", f"{_number(state.loss, '.4f')}, gradient norm {_number(norm, '.3f')}"
-    evaluation = state.details and state.details.evaluation
+    evaluation = None if state.details is None else state.details.evaluation
     if evaluation is not None:
         texts = "; ".join(
             f"{name} {value:.4f}, perplexity {perplexity(value):.2f}"
@@ -182,8 +182,8 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
     if details.cold_first_step_s is not None:
         cold = f"first step {details.cold_first_step_s:.1f} s with an empty cache (precompile)"
         warm = "; ".join(
-            f"{node} {seconds:.1f} s, {hits} hits, {misses} misses"
-            for node, (seconds, hits, misses) in list(details.first_steps.items())[:_SHOWN]
+            f"{node} {step.first_step_s:.1f} s, {step.cache_hits} hits, {step.cache_misses} misses"
+            for node, step in list(details.first_steps.items())[:_SHOWN]
         )
         yield "graph cache", f"{cold}{'; last attempt: ' + warm if warm else ''}"
     if details.graphs is not None and details.graphs.reused_from is not None:
@@ -196,8 +196,9 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
         added = state.attempts[-1].new_graphs
         names = ", ".join(added[:_SHOWN]) + (" …" if len(added) > _SHOWN else "")
         yield "new graphs", f"{len(added)} by the last attempt: {names}"
-    for node in details.excluded:
-        yield "excluded", f"{node.node} until {format_time(node.until)} ({node.reason})"
+    for exclusion in details.excluded:
+        until = format_time(exclusion.until)
+        yield "excluded", f"{exclusion.node} until {until} ({exclusion.reason})"
     for skip in details.skips:
         yield "skips", f"batches {skip.first}–{skip.last}: {skip.reason}"
     if details.unequal_versions:

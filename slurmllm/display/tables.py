@@ -21,17 +21,11 @@ _PIPED_WIDTH = 1_000_000  # a pipe or a log file has no width to fit into
 
 
 class Column(NamedTuple):
-    """A column of a table.
-
-    Attributes:
-        heading: Its heading.
-        room: Least cells if it may be folded; 0: the width of its widest cell.
-        drop: Columns with the highest number are dropped first; 0: never.
-    """
+    """A column of a table."""
 
     heading: str
-    room: int = 0
-    drop: int = 0
+    room: int = 0  # least cells if it may be folded; 0: the width of its widest cell
+    drop: int = 0  # columns with the highest number are dropped first; 0: never
 
 
 class Fitted(NamedTuple):
@@ -72,13 +66,8 @@ def fitted(
 ) -> Fitted:
     """Fit a table into a width: drop columns, then fold those that may be.
 
-    A table that needs more than `room` is wider: the terminal breaks its lines.
-
-    Args:
-        columns: Its columns.
-        rows: Their cells.
-        room: Cells per line.
-        one_line: Whether each row takes one line: prose is then truncated instead of folded.
+    A table that needs more than `room` cells is wider: the terminal breaks its lines. With
+    `one_line` each row takes one line, and prose is truncated instead of folded.
     """
     from rich.cells import cell_len
     from rich.console import Console

@@ -32,14 +32,14 @@ class ScoreRow:
     reference_errors: Mapping[str, float] = field(default_factory=dict)
 
     def difference(self, model: str, step: int) -> float | None:
-        """Score - published score, in standard errors of the two; None without an error of ours."""
+        """Return score - published score in standard errors of the two, if ours has an error."""
         if model not in self.references or step not in self.scores or not self.errors.get(step):
             return None
         error = math.hypot(self.errors[step], self.reference_errors.get(model, 0.0))
         return (self.scores[step] - self.references[model]) / error
 
     def published(self, model: str, steps: Sequence[int], number: Callable[[float], str]) -> str:
-        """A published score with its error, and the difference of the newest step's from it."""
+        """Return a published score with its error and the newest step's difference from it."""
         if model not in self.references:
             return ABSENT
         error = self.reference_errors.get(model)
@@ -68,11 +68,7 @@ class StoredScore:
 
 
 def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
-    """The tables of all suites in which a run has a score, shipped ones first.
-
-    Returns:
-        The tables, and a warning for each unreadable file.
-    """
+    """Return the tables of all suites with a score, shipped ones first; and warnings."""
     from slurmllm.evaluate.suites import LocatedSuite, find_suite, read_suite, suite_names
 
     stored, warnings = read_scores(run)
@@ -87,8 +83,8 @@ def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
     tables = [suite_table(suite, stored) for suite in suites]
     # Loss on held-out text is part of every suite: shown in the first one if nothing else is.
     scored = [table for table in tables if table.steps]
-    own = [table for table in scored if any(row.group != HELD_OUT for row in table.rows)]
-    return own or scored[:1], warnings
+    tasks = [table for table in scored if any(row.group != HELD_OUT for row in table.rows)]
+    return tasks or scored[:1], warnings
 
 
 # The group of `validation` in all shipped suites.
@@ -96,7 +92,7 @@ HELD_OUT = "held-out text"
 
 
 def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
-    """All scores of a run, and a warning for each unreadable file."""
+    """Return all scores of a run, and a warning for each unreadable file."""
     from slurmllm.run.artifact_records import EvaluationRecord
 
     stored, warnings = [], []
@@ -111,7 +107,7 @@ def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
 def suite_table(
     located: LocatedSuite, stored: Sequence[StoredScore], limit: int | None = None
 ) -> ScoreTable:
-    """The table of a suite, without rows that have no score.
+    """Return the table of a suite, without rows that have no score.
 
     With `limit`, only scores of so many questions; else of all questions if there are any, else of
     the most, and the row's name has their number.
@@ -137,8 +133,8 @@ def suite_table(
             scores = [newest[step] for step in sorted(newest)]
             steps |= {record.step: record.tokens for record in scores}
             group_rows += _rows(group.name, task, scores)
-        published = {one.model: one.figures.get(group.name, {}) for one in references}
-        errors = {one.model: one.errors.get(group.name, {}) for one in references}
+        published = {model.model: model.figures.get(group.name, {}) for model in references}
+        errors = {model.model: model.errors.get(group.name, {}) for model in references}
         for index, row in enumerate(group_rows):
             name = row.name.partition(" (first ")[0]
             group_rows[index] = replace(
@@ -148,9 +144,9 @@ def suite_table(
             )
         rows += group_rows
         if group.average and len(group.tasks) > 1:
-            known = {model: of[AVERAGE] for model, of in errors.items() if AVERAGE in of}
+            of_average = {model: of[AVERAGE] for model, of in errors.items() if AVERAGE in of}
             average = _average(group.name, group_rows, len(group.tasks), published)
-            rows += [replace(row, reference_errors=known) for row in average]
+            rows += [replace(row, reference_errors=of_average) for row in average]
     scored = tuple(sorted(steps))
     sources = {r.model: r.source for r in located.suite.references}
     return ScoreTable(located.suite.name, tuple(rows), scored, steps, sources)
@@ -159,11 +155,11 @@ def suite_table(
 def _matching(
     folder: Path, task: SuiteTask, stored: Iterable[StoredScore]
 ) -> list[EvaluationRecord]:
-    """The scores of a task as the suite defines it, of any version of the harness."""
+    """Return the scores of a task as the suite defines it, of any version of the harness."""
     from slurmllm.evaluate.request import task_key
     from slurmllm.evaluate.suites import VALIDATION
 
-    records = [(one.key, one.record) for one in stored if one.record.task == task.task]
+    records = [(score.key, score.record) for score in stored if score.record.task == task.task]
     # The key of `validation` depends on its text, which is not read here.
     if task.task.partition(":")[0] == VALIDATION:
         return [record for _, record in records]
@@ -203,7 +199,7 @@ def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> l
 
 
 def match_metric(metric: str, scores: Mapping[str, float]) -> str | None:
-    """The harness's name of a metric, with its filter: the first one if none is given."""
+    """Return the harness's name of a metric, with its filter: the first one by default."""
     if metric in scores:
         return metric
     return next((name for name in scores if name.partition(",")[0] == metric), None)
@@ -212,7 +208,7 @@ def match_metric(metric: str, scores: Mapping[str, float]) -> str | None:
 def _average(
     group: str, rows: Sequence[ScoreRow], tasks: int, published: Mapping[str, Mapping[str, float]]
 ) -> list[ScoreRow]:
-    """The mean of a group's rows, for steps and published models that have all of them."""
+    """Return the mean of a group's rows, for steps and published models that have all of them."""
     from slurmllm.evaluate.suites import AVERAGE
 
     if len(rows) != tasks:  # a mean of fewer tasks is not comparable with the published one

@@ -203,13 +203,8 @@ def request_logs(
     in the attempt's `log_requests` has the launcher of a worker copy that worker's log into the run
     directory, until the attempt ends.
 
-    Args:
-        selection: The logs.
-        requested: Attempts whose logs were requested before; this one is added.
-        is_active: Whether the run is active: an attempt whose supervisor was killed is open.
-
-    Returns:
-        The record of the attempt; None if there is no other, or it misses no log.
+    Returns the record of the attempt, and adds it to those `requested`; None if there is no other
+    than these, it misses no log, or the run is not active (its supervisor was killed).
 
     Raises:
         StorageError: This user may not write to the run, or a record is damaged.

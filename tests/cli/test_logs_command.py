@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from made_records import save_attempt
 
 from slurmllm.cli import logs as module
 from slurmllm.cli.main import cli
@@ -26,20 +27,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     write(run.stage_log("precompile"), b"precompile attempt 0: 1 node(s): a\n")
     write(run.stage_log("train"), b"train attempt 0: 2 node(s): a b\nzero\n")
     write(run.worker_log("train", 0, 1), b"one\nlast\xff\x00\n")
-    AttemptRecord(
-        attempt=0,
-        stage="train",
-        job_id=None,
-        nodes=("a", "b"),
-        world_size=2,
-        master_addr="a",
-        master_port=1,
-        started_at=0.0,
-        ended_at=9.0,
-        ending="code_error",
-        action="stop",
-        evidence=("rank 1 on b: KeyError: 'x'",),
-    ).save(run.attempt("train", 0).record)
+    evidence = ("rank 1 on b: KeyError: 'x'",)
+    end = {"ended_at": 9.0, "ending": "code_error", "action": "stop", "evidence": evidence}
+    save_attempt(run, nodes=("a", "b"), **end)
     return run
 
 

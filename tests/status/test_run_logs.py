@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_records import save_attempt
 
 from slurmllm.log import message_of
-from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.records import FailureRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.status.logs import LogSelection, MergedLogs
 from slurmllm.supervise.first_failure import culprit, failed_attempts, last_lines
@@ -23,20 +24,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def attempt(run: RunDir, number: int = 0, ending: str | None = "code_error", **more: Any) -> None:
-    AttemptRecord.model_validate(
-        {
-            "attempt": number,
-            "stage": "train",
-            "job_id": None,
-            "nodes": ("a", "b"),
-            "world_size": 4,
-            "master_addr": "a",
-            "master_port": 1,
-            "started_at": float(number),
-            "class": ending,
-            **more,
-        }
-    ).save(run.attempt("train", number).record)
+    fields = {"world_size": 4, "started_at": float(number), "class": ending}
+    save_attempt(run, number, nodes=("a", "b"), **(fields | more))
 
 
 def node(run: RunDir, name: str, codes: dict[int, int], **more: Any) -> None:
