@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from secrets import token_hex
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
-    from slurmllm.evaluate.evaluate import EvaluationPlan, EvaluationResult, JobRunner
-    from slurmllm.evaluate.request import EvaluationTarget, JobOutcome, JobRequest, Selection
+    from slurmllm.evaluate.evaluate import (
+        EvaluationPlan,
+        EvaluationResult,
+        JobRunner,
+        TaskFailure,
+    )
+    from slurmllm.evaluate.request import (
+        EvaluationSettings,
+        EvaluationTarget,
+        JobOutcome,
+        JobRequest,
+        Selection,
+    )
     from slurmllm.evaluate.suites import LocatedSuite
     from slurmllm.run.rundir import RunDir
 
@@ -81,9 +97,7 @@ def evaluate(
     as_json: bool,
     **more: Any,  # fields of EvaluationSettings, and options of Slurm jobs
 ) -> None:
-    """Evaluate checkpoints of RUN.
-
-    Runs tasks of lm-evaluation-harness and computes the validation loss.
+    """Evaluate checkpoints of RUN with lm-evaluation-harness tasks and validation loss.
 
     RUN is a run's name or directory, a checkpoint, or a Hugging Face model folder. Scores are
     cached, and an interrupted evaluation continues after its last score. The harness is an optional
@@ -92,42 +106,23 @@ def evaluate(
     Exit codes: 0 every task has a score, 1 some have none (they are listed), 2 invalid input or
     configuration, 3 a Slurm failure, 4 storage or a damaged checkpoint.
     """
-    from dataclasses import replace
-    from secrets import token_hex
-    from time import monotonic
-
-    from slurmllm.checkpoint.formats.tokenizer_files import tokenizer_from_file
     from slurmllm.cli.evaluate_output import report
-    from slurmllm.errors import EXIT_NEGATIVE, UserError
     from slurmllm.evaluate.evaluate import missing_metrics, plan_evaluation, plan_jobs
-    from slurmllm.evaluate.request import EvaluationSettings, find_target, select_models
+    from slurmllm.evaluate.request import find_target, select_models
 
     started = monotonic()
-    fields = ("limit", "batch_size", "device", "allow_code", "tokenizer")
-    settings = EvaluationSettings(call_id=token_hex(4), **{name: more.pop(name) for name in fields})
-    for option, value in more.items():
-        if value is not None and not slurm:
-            raise click.UsageError(f"--{option} is an option of Slurm jobs; add --slurm")
-    if plot is not None and (no_plot or len(suites) > 1):
-        raise UserError("--plot names the picture of one suite; omit --no-plot, other --suite")
-    options.check_picture(plot)
+    settings = _take_settings(more)
+    unused = [] if slurm else [name for name, value in more.items() if value is not None]
+    _check_options(unused, plot, no_plot, suites)
     located = _locate_suites(suites, tasks, shots)
     if fetch:
         _fetch(ctx, located, settings.allow_code)
         return
     target = find_target(run, runs_dir)
-    if settings.tokenizer is not None:
-        tokenizer_from_file(settings.tokenizer)  # raises its error before any job does
-        # Absolute: Slurm jobs may run in another directory.
-        settings = replace(settings, tokenizer=settings.tokenizer.absolute())
     plan = plan_evaluation(target, located, settings, named=tasks, corpus=corpus)
     selection = select_models(target, steps, lambda model: plan.is_cached(target, model, force))
     missing, forbidden, cached = plan_jobs(target, selection.models, plan, force=force)
-    for task in set(tasks) & set(forbidden):
-        raise UserError(f"{task} {forbidden[task]}")
-    plan = replace(plan, skipped={**plan.skipped, **forbidden})
-    for task, why in plan.skipped.items():
-        click.echo(f"warning: skipping {task}: {why}", err=True)
+    plan = _skip(plan, forbidden, named=tasks)
     for line in selection.warnings:
         click.echo(f"warning: {line}", err=True)
     if missing:
@@ -135,26 +130,58 @@ def evaluate(
         # A named corpus is part of the task's name, which no saved suite could repeat.
         if corpus is None:
             _save_suites(target, plan, complete=not (suites and tasks))
-    at_once = jobs or (_DEFAULT_JOBS if slurm else 1)
-    result = _run(missing, target.store, at_once, slurm, cluster, more)
+    result = _run(missing, target.store, jobs, slurm, cluster, more)
     result.cached = cached
-    without_metric = missing_metrics(target, selection.models, plan)
-    for failure in without_metric:
-        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.reason}", err=True)
-    result.failed += without_metric
+    _add_failures(result, missing_metrics(target, selection.models, plan))
     picture = None if no_plot else (plot or "")
-    seconds = monotonic() - started
-    report(target, selection, plan, result, plot=picture, as_json=as_json, seconds=seconds)
+    report(target, selection, plan, result, picture, as_json, monotonic() - started)
     _check_damage(selection, result)
     ctx.exit(EXIT_NEGATIVE if result.failed else 0)
+
+
+def _take_settings(more: dict[str, Any]) -> EvaluationSettings:
+    """Move the fields of the settings out of the options."""
+    from slurmllm.checkpoint.formats.tokenizer_files import tokenizer_from_file
+    from slurmllm.evaluate.request import EvaluationSettings
+
+    fields = ("limit", "batch_size", "device", "allow_code", "tokenizer")
+    settings = EvaluationSettings(call_id=token_hex(4), **{name: more.pop(name) for name in fields})
+    if settings.tokenizer is None:
+        return settings
+    tokenizer_from_file(settings.tokenizer)  # raises its error before any job does
+    # Absolute: Slurm jobs may run in another directory.
+    return replace(settings, tokenizer=settings.tokenizer.absolute())
+
+
+def _skip(plan: EvaluationPlan, forbidden: dict[str, str], named: Sequence[str]) -> EvaluationPlan:
+    """Skip tasks that may not run; raise UserError if one was named."""
+    for task in set(named) & set(forbidden):
+        raise UserError(f"{task} {forbidden[task]}")
+    skipped = {**plan.skipped, **forbidden}
+    for task, why in skipped.items():
+        click.echo(f"warning: skipping {task}: {why}", err=True)
+    return replace(plan, skipped=skipped)
+
+
+def _add_failures(result: EvaluationResult, failures: Sequence[TaskFailure]) -> None:
+    for failure in failures:
+        click.echo(f"failed: step {failure.step}, {failure.task}: {failure.reason}", err=True)
+    result.failed += failures
+
+
+def _check_options(
+    unused: Sequence[str], plot: str | None, no_plot: bool, suites: Sequence[str]
+) -> None:
+    for option in unused:
+        raise click.UsageError(f"--{option} is an option of Slurm jobs; add --slurm")
+    if plot is not None and (no_plot or len(suites) > 1):
+        raise UserError("--plot names the picture of one suite; omit --no-plot, other --suite")
+    options.check_picture(plot)
 
 
 def _locate_suites(
     suites: tuple[str, ...], tasks: tuple[str, ...], shots: int | None
 ) -> tuple[LocatedSuite, ...]:
-    from dataclasses import replace
-
-    from slurmllm.errors import UserError
     from slurmllm.evaluate.suites import (
         LocatedSuite,
         find_suite,
@@ -182,7 +209,6 @@ def _locate_suites(
 
 def _check_jobs(jobs: Sequence[JobRequest], plan: EvaluationPlan, slurm: bool) -> None:
     """Check before any job that its device exists and that the harness can run its tasks."""
-    from slurmllm.errors import UserError
     from slurmllm.evaluate.harness import require_harness, resolve_device, task_fault
 
     text, settings = plan.validation and plan.validation.name, plan.settings
@@ -208,7 +234,6 @@ def _save_suites(target: EvaluationTarget, plan: EvaluationPlan, complete: bool)
 
 
 def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool) -> None:
-    from slurmllm.errors import EXIT_NEGATIVE, DataError
     from slurmllm.evaluate.harness import fetch, require_harness
     from slurmllm.evaluate.request import TaskRequest
     from slurmllm.evaluate.suites import VALIDATION
@@ -231,20 +256,19 @@ def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool)
 def _run(
     jobs: Sequence[JobRequest],
     store: RunDir,
-    at_once: int,
+    at_once: int | None,
     slurm: bool,
     cluster: str | None,
     job_options: dict[str, Any],
 ) -> EvaluationResult:
     """Run jobs; report new scores and failures on stderr."""
-    from functools import partial
-
     from slurmllm.evaluate.evaluate import EvaluationResult, run_jobs
     from slurmllm.evaluate.executor import run_local, run_on_slurm
     from slurmllm.slurm.arrays import Resources
 
     if not jobs:
         return EvaluationResult()
+    at_once = at_once or (_DEFAULT_JOBS if slurm else 1)
     logs, progress = store.logs / "evaluate", _ScoreProgress(jobs)
     runner: JobRunner = partial(run_local, at_once=at_once, logs=logs, on_poll=progress)
     if slurm:
@@ -268,7 +292,6 @@ def _run(
 
 def _check_damage(selection: Selection, result: EvaluationResult) -> None:
     """Raise CheckpointError if no checkpoint, or a named one, does not verify."""
-    from slurmllm.errors import CheckpointError
 
     damaged = result.damaged
     # With --checkpoint all, a damaged checkpoint among good ones is only a warning.
@@ -282,7 +305,6 @@ def _check_damage(selection: Selection, result: EvaluationResult) -> None:
 def _directives(store: RunDir) -> dict[str, str | bool]:
     """Return the run's own options of sbatch; none of a run that others may have written."""
     from slurmllm.config.load import load
-    from slurmllm.errors import ConfigError
 
     try:
         return load(store.config, trusted=True).recipe.slurm.directives.evaluate

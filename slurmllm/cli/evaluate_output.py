@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
+from slurmllm.errors import SlurmllmError, StorageError
 from slurmllm.format import format_plural
 
 if TYPE_CHECKING:
@@ -25,13 +27,11 @@ def report(
     selection: Selection,
     plan: EvaluationPlan,
     result: EvaluationResult,
-    *,
     plot: str | None,
     as_json: bool,
     seconds: float,
 ) -> None:
     """Draw the pictures; print the tables or the JSON."""
-    from slurmllm.errors import SlurmllmError, StorageError
     from slurmllm.evaluate.evaluate import select_steps, suite_tables
     from slurmllm.metrics.source import read_curve
 
@@ -132,7 +132,6 @@ def _values(
 
 def _print(table: ScoreTable) -> None:
     """Print the newest checkpoints, and the published models that have a score."""
-    from slurmllm.display.tables import print_table
 
     steps = table.steps[-_MAX_COLUMNS:]
     models = [m for m in table.sources if any(m in row.references for row in table.rows)]

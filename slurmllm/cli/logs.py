@@ -13,6 +13,8 @@ import click
 from click.core import ParameterSource
 
 from slurmllm.cli import options
+from slurmllm.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
+from slurmllm.format import format_names, format_plural
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +46,6 @@ def _parse_ranks(
     ctx: click.Context, param: click.Parameter, text: str | None
 ) -> frozenset[int] | None:
     """`0,3,8-11` → the ranks."""
-    from slurmllm.errors import UserError
 
     if text is None:
         return None
@@ -102,7 +103,6 @@ def logs(
     -f continues with later attempts. Without an option for ranks it prints all ranks whose logs are
     in the run directory.
     """
-    from slurmllm.errors import EXIT_INTERRUPTED
     from slurmllm.run.rundir import find_run
     from slurmllm.status.logs import LogSelection
 
@@ -134,8 +134,6 @@ def logs(
 
 
 def _check_options(ctx: click.Context, stacks: bool) -> None:
-    from slurmllm.errors import UserError
-
     used = [
         param.opts[0]
         for param in ctx.command.params
@@ -162,7 +160,8 @@ def _print_logs(
     if request and not follow:
         _request_logs(selection, requested, wait=True)
     merged = MergedLogs(selection)
-    if not merged.any_file() and (text := _explain_no_log(selection, follow)):
+    rank = None if labels else next(iter(selection.ranks or {0}))  # the only one
+    if not merged.any_file() and (text := _explain_no_log(selection, rank, follow)):
         click.echo(text, err=True)
         return
     for path in map(run.stage_log, selection.stages if selection.includes(0) else ()):
@@ -177,19 +176,17 @@ def _print_logs(
             _request_logs(selection, requested, wait=False)
 
 
-def _explain_no_log(selection: LogSelection, follow: bool) -> str | None:
+def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> str | None:
     """Return that the only worker printed nothing; None if a log may still be written.
 
     Raises:
         RunError: There are no such workers, or the log is still on its node.
     """
-    from slurmllm.errors import RunError, StorageError
     from slurmllm.run.records import NodeRecord
     from slurmllm.status.logs import ranks_with_logs
     from slurmllm.supervise.log_files import node_of
 
     run, stage, attempt = selection.run, selection.stages[-1], selection.attempt
-    rank = next(iter(selection.ranks)) if selection.ranks and len(selection.ranks) == 1 else None
     record: AttemptRecord | None = None
     with suppress(StorageError):
         record = selection.newest_attempt()
@@ -230,8 +227,6 @@ def _request_logs(selection: LogSelection, requested: set[tuple[Stage, int]], wa
     With `wait`, wait until they are in the run directory or the attempt has ended, and warn if they
     are not there in time.
     """
-    from slurmllm.errors import SlurmError, StorageError
-    from slurmllm.format import format_names
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.logs import awaited_ranks, request_logs
     from slurmllm.status.runs import is_active
@@ -298,7 +293,6 @@ class _Printer:
 
     def _node(self, line: RankLine) -> str:
         """Return the node of a line; empty if the record of its attempt is not written yet."""
-        from slurmllm.errors import StorageError
         from slurmllm.run.records import AttemptRecord
         from slurmllm.supervise.log_files import node_of
 
@@ -311,7 +305,6 @@ class _Printer:
 
 def _stacks(run: RunDir, rank: int | None) -> str:
     """Return the stacks of the last attempt that hung, those that differ from the others first."""
-    from slurmllm.errors import RunError
     from slurmllm.supervise.first_failure import outliers, read_stacks, stack_location
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
@@ -334,7 +327,6 @@ def _stacks(run: RunDir, rank: int | None) -> str:
 
 def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
     """Print the first failing worker of an attempt; when following, of every failed attempt."""
-    from slurmllm.errors import RunError
     from slurmllm.supervise.first_failure import culprit, failed_attempts
 
     run, attempt = selection.run, selection.attempt
@@ -360,7 +352,6 @@ def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
 
 
 def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
-    from slurmllm.format import format_plural
     from slurmllm.supervise.first_failure import last_lines, log_of
 
     record = culprit.record
@@ -396,7 +387,6 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
 
 def _until_ended(run: RunDir) -> Iterator[bool]:
     """Yield whether the run has ended, checked before each read of the files."""
-    from slurmllm.errors import SlurmError
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_line, print_table
+from slurmllm.format import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from slurmllm.profile.profile import RankResult
@@ -31,7 +33,6 @@ def profile(run: str, attempt: int | None, rank: int | None, runs_dir: Path, as_
 
     Exit codes: 0 success; 2 no profile; 4 a trace cannot be read.
     """
-    from slurmllm.display.tables import print_line
     from slurmllm.profile.profile import read_profile
     from slurmllm.run.rundir import find_run
 
@@ -84,8 +85,6 @@ def _json(worker: RankResult) -> dict[str, object]:
 
 
 def _print_ranks(ranks: Sequence[RankResult]) -> None:
-    from slurmllm.display.tables import print_line, print_table
-    from slurmllm.format import format_seconds
     from slurmllm.profile.trace import PARTS
 
     rows = []
@@ -101,8 +100,6 @@ def _print_ranks(ranks: Sequence[RankResult]) -> None:
 
 
 def _print_parts(worker: RankResult) -> None:
-    from slurmllm.display.tables import print_line, print_table
-    from slurmllm.format import format_seconds
     from slurmllm.profile.trace import PARTS
 
     rows = [(part, format_seconds(worker.parts[part]), _share(worker, part)) for part in PARTS]
@@ -115,9 +112,6 @@ def _print_parts(worker: RankResult) -> None:
 
 
 def _print_operations(worker: RankResult) -> None:
-    from slurmllm.display.tables import print_line, print_table
-    from slurmllm.format import format_percent, format_seconds
-
     rows = []
     for operation in worker.profile.operations[:_SHOWN]:
         share = format_percent(operation.self_s / worker.profile.step_s, 1)
@@ -128,9 +122,6 @@ def _print_operations(worker: RankResult) -> None:
 
 
 def _print_files(worker: RankResult) -> None:
-    from slurmllm.display.tables import print_line
-    from slurmllm.format import format_bytes
-
     if worker.profile.peak_bytes is not None:
         print_line(f"allocated at most: {format_bytes(worker.profile.peak_bytes)}")
     print_line(f"trace: {worker.files.trace}")
@@ -141,6 +132,4 @@ def _print_files(worker: RankResult) -> None:
 
 
 def _share(worker: RankResult, part: str) -> str:
-    from slurmllm.format import format_percent
-
     return format_percent(worker.parts[part] / worker.profile.step_s, 1)

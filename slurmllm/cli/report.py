@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
+from slurmllm.errors import StorageError, UserError
 
 if TYPE_CHECKING:
     from slurmllm.report.facts import RunFacts
@@ -52,12 +54,9 @@ def report(
     (TensorBoard, JSON lines, CSV, text), or a sweep: a table of its runs, the lowest loss first,
     and a page of the best 20. Writes a self-contained HTML page and a Markdown version.
 
-    Node hours are taken from Slurm's accounting (sacct), or without it from the attempts' records.
-
     Exit codes: 0 success; 2 run not found or invalid options; 4 a file cannot be written.
     """
     from slurmllm.cli.sweep import ranking_json
-    from slurmllm.errors import StorageError
     from slurmllm.metrics.source import parse_tags
     from slurmllm.plan.prices import parse_price
     from slurmllm.report.sources import compare_with_first, make_names_unique, read_run_facts
@@ -65,8 +64,7 @@ def report(
     from slurmllm.slurm.client import SlurmClient
 
     choice = None if price is None else parse_price(price)
-    options.check_picture(plot)
-    _check_out(out, no_files)
+    _check_paths(out, plot, no_files)
     mapping, client = parse_tags(tags), SlurmClient()
     rankings, paths = _locate(sources, runs_dir, client)
     facts = [read_run_facts(path, mapping, choice, client) for path in paths]
@@ -100,9 +98,8 @@ def report(
         raise failure
 
 
-def _check_out(out: str | None, no_files: bool) -> None:
-    from slurmllm.errors import UserError
-
+def _check_paths(out: str | None, plot: str | None, no_files: bool) -> None:
+    options.check_picture(plot)
     if out is not None and no_files:
         raise UserError("--out and --no-files exclude each other; give one of them")
     if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
@@ -132,7 +129,6 @@ def _locate(
 
 
 def _draw(runs: Sequence[RunFacts], plot: str) -> None:
-    from slurmllm.errors import UserError
     from slurmllm.report.pictures import draw_utilization
 
     used = {run.name: run.used for run in runs if run.used is not None}
@@ -152,7 +148,6 @@ def _print_rankings(rankings: Rankings) -> None:
 
 def _print(runs: Sequence[RunFacts]) -> None:
     """Print the tables, and each run's warnings."""
-    from slurmllm.display.tables import print_table
     from slurmllm.report import tables
     from slurmllm.report.document import comparison_texts
     from slurmllm.report.throughput import scaling_rows

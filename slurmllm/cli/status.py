@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import console, print_line
+from slurmllm.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +54,6 @@ def status(
     --watch ends when all shown runs have ended. If the output is not a terminal, each refresh
     prints another table; with --json, one document per line.
     """
-    from slurmllm.errors import EXIT_INTERRUPTED, UserError
 
     if active and run is not None:
         raise UserError(f"--active cannot be combined with a run: leave out --active or {run!r}")
@@ -90,7 +91,6 @@ class _ShownStates:
         from rich.text import Text
 
         from slurmllm.cli.status_tables import run_view, runs_view
-        from slurmllm.display.tables import console
 
         if self.empty_text is None:
             return run_view(self.states[0], console())
@@ -102,8 +102,6 @@ class _ShownStates:
         return view
 
     def print(self) -> None:
-        from slurmllm.display.tables import print_line  # rich, which --json does not need
-
         for text in self.view():
             print_line(text)
 
@@ -153,8 +151,6 @@ def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: 
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
-
-    from slurmllm.display.tables import console
 
     terminal = console()
     if as_json or not terminal.is_terminal:  # nothing can be redrawn in a pipe or file

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
+from slurmllm.errors import UserError
 
 if TYPE_CHECKING:
     from slurmllm.config.recipe import TrackerName
@@ -48,7 +49,6 @@ def sync(
     from types import FrameType
 
     from slurmllm.config.load import load
-    from slurmllm.errors import UserError
     from slurmllm.log import setup_logging
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient

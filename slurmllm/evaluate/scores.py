@@ -6,15 +6,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slurmllm.errors import SlurmllmError
+from slurmllm.evaluate.request import task_key
+from slurmllm.evaluate.suites import (
+    AVERAGE,
+    VALIDATION,
+    LocatedSuite,
+    SuiteTask,
+    find_suite,
+    read_suite,
+    suite_names,
+)
 from slurmllm.format import ABSENT
+from slurmllm.run.artifact_records import EvaluationRecord
 from slurmllm.run.rundir import RunDir
-
-if TYPE_CHECKING:
-    from slurmllm.evaluate.suites import LocatedSuite, SuiteTask
-    from slurmllm.run.artifact_records import EvaluationRecord
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,6 @@ class StoredScore:
 
 def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
     """Return the tables of all suites with a score, shipped ones first; and warnings."""
-    from slurmllm.evaluate.suites import LocatedSuite, find_suite, read_suite, suite_names
-
     stored, warnings = read_scores(run)
     if not stored:
         return [], warnings
@@ -93,8 +97,6 @@ HELD_OUT = "held-out text"
 
 def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
     """Return all scores of a run, and a warning for each unreadable file."""
-    from slurmllm.run.artifact_records import EvaluationRecord
-
     stored, warnings = [], []
     for path in run.evaluation_files():
         try:
@@ -112,8 +114,6 @@ def suite_table(
     With `limit`, only scores of so many questions; else of all questions if there are any, else of
     the most, and the row's name has their number.
     """
-    from slurmllm.evaluate.suites import AVERAGE
-
     rows: list[ScoreRow] = []
     steps: dict[int, int] = {}
     references = located.suite.references
@@ -156,9 +156,6 @@ def _matching(
     folder: Path, task: SuiteTask, stored: Iterable[StoredScore]
 ) -> list[EvaluationRecord]:
     """Return the scores of a task as the suite defines it, of any version of the harness."""
-    from slurmllm.evaluate.request import task_key
-    from slurmllm.evaluate.suites import VALIDATION
-
     records = [(score.key, score.record) for score in stored if score.record.task == task.task]
     # The key of `validation` depends on its text, which is not read here.
     if task.task.partition(":")[0] == VALIDATION:
@@ -209,8 +206,6 @@ def _average(
     group: str, rows: Sequence[ScoreRow], tasks: int, published: Mapping[str, Mapping[str, float]]
 ) -> list[ScoreRow]:
     """Return the mean of a group's rows, for steps and published models that have all of them."""
-    from slurmllm.evaluate.suites import AVERAGE
-
     if len(rows) != tasks:  # a mean of fewer tasks is not comparable with the published one
         return []
     steps = set.intersection(*(set(row.scores) for row in rows))

@@ -112,7 +112,8 @@ def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
     name, train, precompile = records.run.name, _train_job(jobs), jobs.get("precompile")
     # The precompile job of a sweep continues for the other runs.
     shared = records.sent is not None and records.sent.graphs_of is not None
-    if shared and records.cancelled and (train is None or train.state == "CANCELLED"):
+    first = jobs.get("train")  # whatever its successor does
+    if shared and records.cancelled and (first is None or first.state == "CANCELLED"):
         return _cancelled(records.run)
     # A record cannot show that a requeued job runs again before its attempt is opened.
     if train is not None and train.state in _RUNNING:

@@ -36,17 +36,9 @@ def test_the_numbers_are_the_harness_s_own(learnt: Learnt, tmp_path: Path) -> No
     export = ["checkpoint", "export", "180", "--run", str(learnt.run.path)]
     done = CliRunner().invoke(cli, [*export, "--out", str(tmp_path / "hub")])
     assert done.exit_code == 0, done.output
-    of_harness = by_hand(
-        tmp_path / "hub",
-        tmp_path / "results",
-        "--num_fewshot",
-        "2",
-        "--include_path",
-        str(suites_dir() / "smoke"),
-        "--confirm_run_unsafe_code",
-        "--tasks",
-        "smoke_choice,smoke_sums,smoke_code",
-    )
+    tasks = f"--include_path {suites_dir() / 'smoke'} --tasks smoke_choice,smoke_sums,smoke_code"
+    arguments = f"--num_fewshot 2 --confirm_run_unsafe_code {tasks}".split()
+    of_harness = by_hand(tmp_path / "hub", tmp_path / "results", *arguments)
     ours = {name: scores(learnt.output, name)["180"] for name in ("smoke_choice", "smoke_sums")}
     assert ours["smoke_choice"] == of_harness["smoke_choice"]["acc,none"] > 0.25  # not by chance
     assert ours["smoke_sums"] == of_harness["smoke_sums"]["exact_match,get-answer"] > 0

@@ -101,22 +101,9 @@ def test_a_damaged_summary_is_read_from_the_trace(profiled: RunDir) -> None:
 
 
 def test_ranks_that_do_not_exist_are_refused_before_submission(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        cli,
-        [
-            "submit",
-            "tiny_neox",
-            "--nodes",
-            "2",
-            "--dry-run",
-            "--runs-dir",
-            str(tmp_path),
-            "--set",
-            "profile.steps=[3, 4]",
-            "--set",
-            "profile.ranks=[1, 2]",
-        ],
-    )
+    profile = ("--set", "profile.steps=[3, 4]", "--set", "profile.ranks=[1, 2]")
+    verb = f"submit tiny_neox --nodes 2 --dry-run --runs-dir {tmp_path}".split()
+    result = CliRunner().invoke(cli, [*verb, *profile])
     assert "profile.ranks: 2: the run has 2 workers; choose ranks from 0 to 1" in result.output
 
 
