@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
+from slurmllm.errors import SlurmllmError, StorageError
+from slurmllm.format import format_plural
 
 if TYPE_CHECKING:
     from slurmllm.evaluate.evaluate import EvaluationPlan, EvaluationResult
@@ -20,11 +23,15 @@ _MAX_COLUMNS = 8
 
 
 def report(
-    target: EvaluationTarget, selection: Selection, plan: EvaluationPlan, result: EvaluationResult,
-    *, plot: str | None, as_json: bool, seconds: float,
-) -> None:  # fmt: skip
+    target: EvaluationTarget,
+    selection: Selection,
+    plan: EvaluationPlan,
+    result: EvaluationResult,
+    plot: str | None,
+    as_json: bool,
+    seconds: float,
+) -> None:
     """Draw the pictures; print the tables or the JSON."""
-    from slurmllm.errors import SlurmllmError, StorageError
     from slurmllm.evaluate.evaluate import select_steps, suite_tables
     from slurmllm.metrics.source import read_curve
 
@@ -61,17 +68,20 @@ def report(
         _print(table)
         if table.suite in plots:
             click.echo(f"picture: {plots[table.suite]}")
-    click.echo(
-        f"{result.evaluated} task(s) evaluated, {result.cached} cached, {len(result.failed)} failed"
-    )
+    evaluated = format_plural(result.evaluated, "task")
+    click.echo(f"{evaluated} evaluated, {result.cached} cached, {len(result.failed)} failed")
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
 
 
 def _values(
-    target: EvaluationTarget, selection: Selection, plan: EvaluationPlan,
-    tables: Sequence[ScoreTable], plots: dict[str, str], result: EvaluationResult,
-) -> dict[str, Any]:  # fmt: skip
+    target: EvaluationTarget,
+    selection: Selection,
+    plan: EvaluationPlan,
+    tables: Sequence[ScoreTable],
+    plots: dict[str, str],
+    result: EvaluationResult,
+) -> dict[str, Any]:
     tasks = {
         (group.name, row.title): row.task
         for located in plan.suites
@@ -90,25 +100,19 @@ def _values(
                 "suite": table.suite,
                 "rows": [
                     {
-                        "group": row.group,
-                        "name": row.name,
+                        **vars(row),
                         "task": tasks.get((row.group, row.name.partition(" (first ")[0])),
-                        "shots": row.shots,
                         "metric": row.metric or None,
-                        "scores": dict(row.scores),
-                        "errors": dict(row.errors),
-                        "references": dict(row.references),
-                        "reference_errors": dict(row.reference_errors),
                         "differences": {
-                            model: {step: found}
+                            model: {step: difference}
                             for model in row.references
                             for step in table.steps[-1:]
-                            if (found := row.difference(model, step)) is not None
+                            if (difference := row.difference(model, step)) is not None
                         },
                     }
                     for row in table.rows
                 ],
-                "sources": dict(table.sources),
+                "sources": table.sources,
                 "plot": plots.get(table.suite),
             }
             for table in tables
@@ -128,12 +132,11 @@ def _values(
 
 def _print(table: ScoreTable) -> None:
     """Print the newest checkpoints, and the published models that have a score."""
-    from slurmllm.display.tables import print_table
 
     steps = table.steps[-_MAX_COLUMNS:]
     models = [m for m in table.sources if any(m in row.references for row in table.rows)]
     omitted = len(table.steps) - len(steps)
-    more = f"; {omitted} older checkpoint(s) in --json" if omitted else ""
+    more = f"; {format_plural(omitted, 'older checkpoint')} in --json" if omitted else ""
     click.echo(f"suite {table.suite}{more}")
     if not table.rows:
         click.echo("no score yet")

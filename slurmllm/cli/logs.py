@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from slurmllm.cli import options
+from slurmllm.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
+from slurmllm.format import format_names, format_plural
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from slurmllm.run.records import AttemptRecord
     from slurmllm.run.rundir import RunDir, Stage
-    from slurmllm.status.logs import LogRequests, RankLine
+    from slurmllm.status.logs import LogSelection, RankLine
     from slurmllm.supervise.first_failure import Culprit
 
 _LOOK_S = 0.5  # between two reads of the files
 _ASK_S = 5.0  # between two checks whether the run is active: they query slurmctld
+# For launchers to notice a request: they look every 5 s, and NFS may hide a new file for half a
+# minute.
+_ANSWER_S = 90.0
 _FAILED_LINES = 30
 _LINES_AT_ONCE = 256  # in a write: a flush for every line takes longer than the merge
 _COLOURS = ("cyan", "green", "magenta", "blue")  # of ranks; yellow and red are levels
@@ -32,6 +38,7 @@ _LEVELS: dict[str, dict[str, Any]] = {
     "ERROR": {"fg": "red"},
     "CRITICAL": {"fg": "red", "bold": True},
 }
+_Number = click.IntRange(min=0)
 _SELECTORS = {"--rank", "--ranks", "--all-ranks", "--failed"}
 
 
@@ -39,20 +46,21 @@ def _parse_ranks(
     ctx: click.Context, param: click.Parameter, text: str | None
 ) -> frozenset[int] | None:
     """`0,3,8-11` → the ranks."""
-    from slurmllm.errors import UserError
 
     if text is None:
         return None
     ranks: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--ranks {text}: {part!r} is not a rank; write such as 0,3,8-11")
-        if dash and int(last) < int(first):
+        # A slip of the keyboard would fill the memory: a rank has at most six digits.
+        match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part)
+        if match is None:
+            raise UserError(
+                f"--ranks {text}: {part!r} is not a rank below 1000000; write such as 0,3,8-11"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
             raise UserError(f"--ranks {text}: {part!r} ends before it begins; write {last}-{first}")
-        if int(last or first) >= 1_000_000:  # a slip of the keyboard would fill the memory
-            raise UserError(f"--ranks {text}: {part!r}: a rank is below 1000000")
-        ranks.update(range(int(first), int(last or first) + 1))
+        ranks.update(range(first, last + 1))
     return frozenset(ranks)
 
 
@@ -60,38 +68,13 @@ def _parse_ranks(
 @click.argument("run", shell_complete=options.complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Print new lines until the run ends.")
 @click.option("--stage", type=click.Choice(["precompile", "train"]), help="Only this stage.")
-@click.option(
-    "--attempt",
-    type=click.IntRange(min=0),
-    help="Only this attempt, of the train stage unless --stage is given.",
-)
-@click.option(
-    "--rank",
-    type=click.IntRange(min=0),
-    help="The log of one worker, of the last attempt unless --attempt is given.",
-)
-@click.option(
-    "--ranks",
-    metavar="LIST",
-    callback=_parse_ranks,
-    help="Merge the logs of several workers, such as 0,3,8-11.",
-)
-@click.option(
-    "--all-ranks", is_flag=True, help="Merge the logs of all workers; each line has its rank."
-)
-@click.option(
-    "--failed",
-    is_flag=True,
-    help="Error and last lines of the first worker that failed in the last failed attempt.",
-)
-@click.option("--stacks", is_flag=True, help="Show the workers' stack traces of the last hang.")
-@click.option(
-    "-n",
-    "--lines",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Only the last N lines of each log.",
-)
+@click.option("--attempt", type=_Number, help="Only this attempt (default stage: train).")
+@click.option("--rank", type=_Number, help="The log of one worker; default: of the last attempt.")
+@click.option("--ranks", metavar="LIST", callback=_parse_ranks, help="Workers, such as 0,3,8-11.")
+@click.option("--all-ranks", is_flag=True, help="All workers; each line has its rank.")
+@click.option("--failed", is_flag=True, help="The worker that failed first in the last failure.")
+@click.option("--stacks", is_flag=True, help="The workers' stack traces of the last hang.")
+@click.option("-n", "--lines", type=click.IntRange(min=1), help="Only the last lines of each log.")
 @options.runs_dir
 @click.pass_context
 def logs(
@@ -112,37 +95,38 @@ def logs(
     """Print the logs of RUN: precompile stage, then train stage.
 
     The log of a stage has the output of the batch script, the supervisor and rank 0. Logs of
-    several ranks are merged by time within each attempt; a line without a time follows the line
-    before it in its file.
+    several ranks are merged by time within each attempt.
 
     While an attempt runs, the logs of workers other than rank 0 are on the disks of their nodes.
     --rank, --ranks and --all-ranks have them copied into the run directory until it ends.
 
-    -f goes on with later attempts. It prints all ranks whose logs are in the run directory, unless
-    --rank, --ranks, --all-ranks or --failed is given.
+    -f continues with later attempts. Without an option for ranks it prints all ranks whose logs are
+    in the run directory.
     """
-    from slurmllm.errors import EXIT_INTERRUPTED
     from slurmllm.run.rundir import find_run
+    from slurmllm.status.logs import LogSelection
 
     _check_options(ctx, stacks)
     run_dir = find_run(run, runs_dir)
     stages: tuple[Stage, ...] = ("precompile", "train") if stage is None else (stage,)
     single = rank is not None or not (follow or all_ranks or ranks)  # worker
+    plain = single and rank is None and attempt is None  # rank 0, in all attempts
+    # A plain -f may be of thousands of workers, and few of them print anything.
+    request = rank is not None or ranks is not None or all_ranks
+    if single:
+        ranks = frozenset({rank or 0})
+    if attempt is not None or (single and not plain):
+        stages = stages[-1:]
+    # Earlier attempts can be long: the last lines are those of the newest attempt.
+    newest = (single or lines is not None) and not plain
+    selection = LogSelection(run_dir, stages, ranks, attempt, newest)
     try:
         if stacks:
             click.echo(_stacks(run_dir, rank), nl=False)
         elif failed:
-            _print_failures(run_dir, stages, attempt, lines or _FAILED_LINES, follow)
-        elif single and rank is None and attempt is None:
-            _print_stage_logs(run_dir, stages, lines)
+            _print_failures(selection, lines or _FAILED_LINES, follow)
         else:
-            if single or attempt is not None:
-                stages = stages[-1:]
-            if single:
-                ranks = frozenset({rank or 0})
-            # A plain -f may be of thousands of workers, and few of them print anything.
-            request = ranks is not None or all_ranks
-            _print_ranks(run_dir, stages, attempt, ranks, lines, follow, request, single)
+            _print_logs(selection, lines, follow, request, labels=not single)
     except KeyboardInterrupt:  # the usual way to leave
         if not follow:
             raise
@@ -150,8 +134,6 @@ def logs(
 
 
 def _check_options(ctx: click.Context, stacks: bool) -> None:
-    from slurmllm.errors import UserError
-
     used = [
         param.opts[0]
         for param in ctx.command.params
@@ -167,79 +149,58 @@ def _check_options(ctx: click.Context, stacks: bool) -> None:
         raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
 
 
-def _print_stage_logs(run: RunDir, stages: tuple[Stage, ...], lines: int | None) -> None:
-    from slurmllm.errors import RunError
-    from slurmllm.run.safe_files import open_regular
-    from slurmllm.supervise.log_files import GrowingLog, start_of_last
-
-    paths = [path for path in map(run.stage_log, stages) if path.is_file()]
-    if not paths:
-        raise RunError(
-            f"{run.name} has no logs yet: its jobs are pending; see `slurmllm status {run.name}`"
-        )
-    for path in paths:
-        open_regular(path).close()  # `GrowingLog` ignores a file that cannot be read
-        log = GrowingLog(path, 0 if lines is None else start_of_last(path, lines))
-        _echo(map(_coloured, chain(log.lines(), log.flush())))
-
-
-def _print_ranks(
-    run: RunDir,
-    stages: tuple[Stage, ...],
-    attempt: int | None,
-    ranks: frozenset[int] | None,
-    lines: int | None,
-    follow: bool,
-    request: bool,
-    single: bool,
+def _print_logs(
+    selection: LogSelection, lines: int | None, follow: bool, request: bool, labels: bool
 ) -> None:
-    """Print the logs of several workers (None: all), or of a single one of the last attempt."""
-    from slurmllm.status.logs import LogRequests, MergedLogs
+    from slurmllm.run.safe_files import open_regular
+    from slurmllm.status.logs import MergedLogs
 
-    requests = LogRequests(run, stages, ranks, attempt) if request else None
-    if requests is not None and not follow:
-        _request_logs(run, requests, wait=True)
-    # Earlier attempts can be long: the last lines are those of the newest attempt.
-    newest = {
-        stage: max((attempt.number for attempt in run.attempts(stage)), default=0)
-        for stage in (stages if lines or single else ())
-    }
-    merged = MergedLogs(run, stages, lambda rank: ranks is None or rank in ranks, newest, attempt)
-    rank = max(ranks) if single and ranks else None  # the only one
-    if not merged.any_file() and not _may_get_log(run, stages[-1], attempt, rank, follow):
+    run = selection.run
+    requested: set[tuple[Stage, int]] = set()
+    if request and not follow:
+        _request_logs(selection, requested, wait=True)
+    merged = MergedLogs(selection)
+    rank = None if labels else next(iter(selection.ranks or {0}))  # the only one
+    if not merged.any_file() and (text := _explain_no_log(selection, rank, follow)):
+        click.echo(text, err=True)
         return
-    printer = _Printer(run)
+    for path in map(run.stage_log, selection.stages if selection.includes(0) else ()):
+        if path.is_file():
+            open_regular(path).close()  # `GrowingLog` ignores a file that cannot be read
+    printer = _Printer(run, labels)
     for ended in _until_ended(run) if follow else [True]:
         rank_lines = merged.poll_last(lines, ended) if lines else merged.poll(ended)
         lines = None  # for the first look
-        _echo(printer.texts(rank_lines, prefix=not single))
-        if requests is not None and not ended:
-            _request_logs(run, requests, wait=False)
+        _echo(printer.texts(rank_lines))
+        if request and not ended:
+            _request_logs(selection, requested, wait=False)
 
 
-def _may_get_log(
-    run: RunDir, stage: Stage, attempt: int | None, rank: int | None, follow: bool
-) -> bool:
-    """Whether workers without a log, or the only one, may get one; False if it printed nothing.
+def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> str | None:
+    """Return that the only worker printed nothing; None if a log may still be written.
 
     Raises:
         RunError: There are no such workers, or the log is still on its node.
     """
-    from slurmllm.errors import RunError, StorageError
     from slurmllm.run.records import NodeRecord
-    from slurmllm.status.logs import newest_attempt, ranks_with_logs
+    from slurmllm.status.logs import ranks_with_logs
     from slurmllm.supervise.log_files import node_of
 
+    run, stage, attempt = selection.run, selection.stages[-1], selection.attempt
     record: AttemptRecord | None = None
     with suppress(StorageError):
-        record = newest_attempt(run, (stage,), attempt)
+        record = selection.newest_attempt()
     node = node_of(record, rank) if record is not None and rank is not None else ""
     if follow and (rank is None or record is None or node):
-        return True
+        return None
     numbers = [attempt.number for attempt in run.attempts(stage)]
     if attempt is not None and attempt not in numbers:
         others = f"there are 0–{numbers[-1]}" if numbers else "there is none yet"
         raise RunError(f"{stage} attempt {attempt} of {run.name}: {others}")
+    if not numbers and rank == 0:
+        raise RunError(
+            f"{run.name} has no logs yet: its jobs are pending; see `slurmllm status {run.name}`"
+        )
     number = max(numbers, default=0) if attempt is None else attempt
     if not (rank and node):
         ranks = ranks_with_logs(run, stage, number)
@@ -253,42 +214,41 @@ def _may_get_log(
         node_record = NodeRecord.find(run.attempt(stage, number).node(node))
         # Its launcher has collected the logs.
         if node_record is not None and rank in node_record.exit_codes:
-            click.echo(f"{worker}: it printed nothing", err=True)
-            return False
+            return f"{worker}: it printed nothing"
     raise RunError(
         f"{worker}: its log is on the disk of {node}, whose launcher has not collected it; the "
         f"next attempt on {node} does"
     )
 
 
-def _request_logs(run: RunDir, requests: LogRequests, wait: bool) -> None:
-    """Ask a running attempt for logs; warn if they are not there in time.
+def _request_logs(selection: LogSelection, requested: set[tuple[Stage, int]], wait: bool) -> None:
+    """Ask a running attempt for logs.
 
-    Args:
-        wait: Whether to wait until they are in the run directory or the attempt has ended.
+    With `wait`, wait until they are in the run directory or the attempt has ended, and warn if they
+    are not there in time.
     """
-    from slurmllm.errors import SlurmError, StorageError
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.logs import ANSWER_S
+    from slurmllm.status.logs import awaited_ranks, request_logs
     from slurmllm.status.runs import is_active
     from slurmllm.supervise.log_files import node_of
 
     try:
-        if record := requests.ask(lambda: is_active(run, SlurmClient())):
-            attempt = f"{record.stage} attempt {record.attempt}"
-            click.echo(f"asking the nodes of {attempt} for logs on their disks", err=True)
-        while missing := requests.awaited():
-            if (record := requests.pending) and time.monotonic() > requests.deadline:
+        record = request_logs(selection, requested, lambda: is_active(selection.run, SlurmClient()))
+        if record is None:
+            return
+        attempt = f"{record.stage} attempt {record.attempt}"
+        click.echo(f"asking the nodes of {attempt} for logs on their disks", err=True)
+        deadline = time.monotonic() + _ANSWER_S
+        while wait and (missing := awaited_ranks(selection, record)):
+            if time.monotonic() > deadline:
                 nodes = list(dict.fromkeys(node_of(record, rank) for rank in missing))
-                ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
                 click.echo(
-                    f"no answer from {' '.join(nodes[:8])} within {ANSWER_S:.0f} s: without the "
-                    f"logs of rank {ranks}, which are collected when the attempt ends",
+                    f"no answer from {format_names(nodes)} within {_ANSWER_S:.0f} s: without the "
+                    f"logs of rank {format_names([*map(str, missing)])}, which are collected when "
+                    "the attempt ends",
                     err=True,
                 )
-                requests.pending = None
-            if not wait:
-                break
+                return
             time.sleep(_LOOK_S)
     except (SlurmError, StorageError) as error:
         click.echo(f"cannot ask for logs on the disks of the nodes: {error}", err=True)
@@ -310,46 +270,41 @@ def _coloured(text: str) -> str:
 
 
 class _Printer:
-    """Lines in their colours, and with `[rank 3 node-b]` and a heading for each attempt."""
+    """Lines in their colours; with `labels`, `[rank 3 node-b]` and a heading for each attempt."""
 
-    def __init__(self, run: RunDir) -> None:
-        self.run = run
+    def __init__(self, run: RunDir, labels: bool) -> None:
+        self.run, self.labels = run, labels
         self.attempt: tuple[Stage, int] | None = None  # of the last line
         self.records: dict[tuple[Stage, int], AttemptRecord] = {}
         self.width = 0
 
-    def texts(self, lines: Iterable[RankLine], prefix: bool) -> Iterator[str]:
-        from slurmllm.supervise.log_files import node_of
-
+    def texts(self, lines: Iterable[RankLine]) -> Iterator[str]:
         for line in lines:
-            if not prefix:
+            if not self.labels:
                 yield _coloured(line.text)
                 continue
             if self.attempt != line[:2]:
                 self.attempt = line[:2]
                 yield click.style(f"── {line.stage} attempt {line.attempt}", bold=True)
-            record = self._record_of(line.stage, line.attempt)
-            node = "" if record is None else node_of(record, line.rank)
-            label = f"[rank {line.rank}{' ' + node if node else ''}]"
+            label = f"[rank {line.rank}{self._node(line)}]"
             self.width = max(self.width, len(label))
             label = click.style(label.ljust(self.width), fg=_COLOURS[line.rank % len(_COLOURS)])
             yield f"{label} {_coloured(line.text)}".rstrip()
 
-    def _record_of(self, stage: Stage, attempt: int) -> AttemptRecord | None:
-        """Return the record of an attempt, read once; None if it is not written yet."""
-        from slurmllm.errors import StorageError
+    def _node(self, line: RankLine) -> str:
+        """Return the node of a line; empty if the record of its attempt is not written yet."""
         from slurmllm.run.records import AttemptRecord
+        from slurmllm.supervise.log_files import node_of
 
-        if (stage, attempt) not in self.records:
+        if (key := line[:2]) not in self.records:
             with suppress(StorageError):
-                path = self.run.attempt(stage, attempt).record
-                self.records[stage, attempt] = AttemptRecord.load(path)
-        return self.records.get((stage, attempt))
+                self.records[key] = AttemptRecord.load(self.run.attempt(*key).record)
+        node = node_of(self.records[key], line.rank) if key in self.records else ""
+        return f" {node}" if node else ""
 
 
 def _stacks(run: RunDir, rank: int | None) -> str:
     """Return the stacks of the last attempt that hung, those that differ from the others first."""
-    from slurmllm.errors import RunError
     from slurmllm.supervise.first_failure import outliers, read_stacks, stack_location
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
@@ -370,30 +325,30 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     return "\n".join(parts)
 
 
-def _print_failures(
-    run: RunDir, stages: tuple[Stage, ...], attempt: int | None, lines: int, follow: bool
-) -> None:
+def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
     """Print the first failing worker of an attempt; when following, of every failed attempt."""
-    from slurmllm.errors import RunError
     from slurmllm.supervise.first_failure import culprit, failed_attempts
 
+    run, attempt = selection.run, selection.attempt
     printed: set[tuple[Stage, int]] = set()
     for ended in _until_ended(run) if follow else [True]:
         # More may be written about an attempt that is failing until it has ended: --follow waits.
         records = [
             record
-            for record in failed_attempts(run, stages if attempt is None else stages[-1:])
+            for record in failed_attempts(run, selection.stages)
             if attempt in (None, record.attempt) and (ended or record.ending is not None)
         ]
         if records and (records[-1].stage, records[-1].attempt) not in printed:
             printed.add((records[-1].stage, records[-1].attempt))
             _print_culprit(run, culprit(run, records[-1]), lines)
-    if not printed and follow:
-        click.echo(f"no attempt of {run.name} has failed")
-    elif not printed:
-        if attempt is None:
-            raise RunError(f"no attempt of {run.name} has failed; see `slurmllm status`")
-        raise RunError(f"attempt {attempt} of {run.name} has not failed; see `slurmllm status`")
+    if not printed:
+        text = f"no attempt of {run.name} has failed"
+        if follow:
+            click.echo(text)
+            return
+        if attempt is not None:
+            text = f"attempt {attempt} of {run.name} has not failed"
+        raise RunError(f"{text}; see `slurmllm status`")
 
 
 def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
@@ -423,13 +378,15 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
         click.echo(f"  stacks of all workers: `slurmllm logs {run.name} --stacks`")
     texts = last_lines(run, record, culprit.rank, lines)
     log = log_of(run, record, culprit.rank)
-    click.secho(f"last {len(texts)} lines of {log}" if texts else f"nothing in {log}", bold=True)
+    click.secho(
+        f"last {format_plural(len(texts), 'line')} of {log}" if texts else f"nothing in {log}",
+        bold=True,
+    )
     _echo(map(_coloured, texts))
 
 
 def _until_ended(run: RunDir) -> Iterator[bool]:
     """Yield whether the run has ended, checked before each read of the files."""
-    from slurmllm.errors import SlurmError
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
 

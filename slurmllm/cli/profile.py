@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_line, print_table
+from slurmllm.format import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from slurmllm.profile.profile import Profile, RankResult
+    from slurmllm.profile.profile import RankResult
 
 _SHOWN = 10  # operations
+_Number = click.IntRange(min=0)
 
 
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
-@click.option(
-    "--attempt", type=click.IntRange(min=0), help="Attempt.  [default: the newest with a profile]"
-)
-@click.option(
-    "--rank", type=click.IntRange(min=0),
-    help="Worker whose operations are shown.  [default: the lowest profiled]",
-)  # fmt: skip
+@click.option("--attempt", type=_Number, help="Attempt.  [default: the newest with a profile]")
+@click.option("--rank", type=_Number, help="Show its operations.  [default: the lowest profiled]")
 @options.runs_dir
 @options.as_json
 def profile(run: str, attempt: int | None, rank: int | None, runs_dir: Path, as_json: bool) -> None:
@@ -37,105 +36,100 @@ def profile(run: str, attempt: int | None, rank: int | None, runs_dir: Path, as_
     from slurmllm.profile.profile import read_profile
     from slurmllm.run.rundir import find_run
 
-    found_run = find_run(run, runs_dir)
-    found = read_profile(found_run, attempt, rank)
-    shown = next((one for one in found.ranks if one.profile.rank == rank), found.ranks[0])
+    run_dir = find_run(run, runs_dir)
+    profile = read_profile(run_dir, attempt, rank)
     if as_json:
+        ranks = [worker for worker in profile.ranks if rank in (None, worker.profile.rank)]
         options.echo_json(
             {
-                "run": found_run.name,
-                "attempt": found.attempt,
-                "neuron": None if found.neuron is None else str(found.neuron),
-                "ranks": [_json(one) for one in found.ranks if rank in (None, one.profile.rank)],
+                "run": run_dir.name,
+                "attempt": profile.attempt,
+                "neuron": None if profile.neuron is None else str(profile.neuron),
+                "ranks": [_json(worker) for worker in ranks],
             }
         )
         return
-    _print(found_run.name, found, shown)
+    shown = next((w for w in profile.ranks if w.profile.rank == rank), profile.ranks[0])
+    steps = f"steps {shown.profile.first_step}–{shown.profile.last_step}"
+    if shown.profile.num_steps == 1:
+        steps = f"step {shown.profile.first_step}"
+    where = "of the device" if shown.profile.device else "of the host"
+    print_line(f"{run_dir.name}, attempt {profile.attempt}, {steps}: time {where}, a step")
+    print_line()
+    if len(profile.ranks) > 1:
+        _print_ranks(profile.ranks)
+        print_line(f"rank {shown.profile.rank}:")
+    _print_parts(shown)
+    _print_operations(shown)
+    _print_files(shown)
+    if profile.neuron is not None:
+        print_line(f"Neuron's profiles: {profile.neuron}")
 
 
-def _json(one: RankResult) -> dict[str, object]:
-    own, files = one.profile, one.files
+def _json(worker: RankResult) -> dict[str, object]:
+    profile, files = worker.profile, worker.files
     return {
-        "rank": own.rank,
-        "node": own.node or None,
-        "first_step": own.first_step,
-        "last_step": own.last_step,
-        "step_s": own.step_s,
-        "parts": one.parts,
-        "evaluation_s": own.evaluation_s,
-        "waits_for": [{"rank": rank, "seconds": s} for rank, s in one.waits_for.items()],
-        "operations": [operation.model_dump() for operation in own.operations[:_SHOWN]],
-        "peak_bytes": own.peak_bytes,
+        "rank": profile.rank,
+        "node": profile.node or None,
+        "first_step": profile.first_step,
+        "last_step": profile.last_step,
+        "step_s": profile.step_s,
+        "parts": worker.parts,
+        "evaluation_s": profile.evaluation_s,
+        "waits_for": [{"rank": rank, "seconds": s} for rank, s in worker.waits_for.items()],
+        "operations": [operation.model_dump() for operation in profile.operations[:_SHOWN]],
+        "peak_bytes": profile.peak_bytes,
         "trace": str(files.trace),
         "snapshot": str(files.snapshot) if files.snapshot.is_file() else None,
     }
 
 
-def _print(name: str, found: Profile, shown: RankResult) -> None:
-    from slurmllm.display.tables import print_line, print_table
-    from slurmllm.format import format_bytes, format_percent, format_seconds
+def _print_ranks(ranks: Sequence[RankResult]) -> None:
     from slurmllm.profile.trace import PARTS
 
-    own = shown.profile
-    steps = f"steps {own.first_step}–{own.last_step}"
-    if own.first_step == own.last_step:
-        steps = f"step {own.first_step}"
-    where = "of the device" if own.device else "of the host"
-    print_line(f"{name}, attempt {found.attempt}, {steps}: time {where}, a step")
+    rows = []
+    for worker in ranks:
+        longest = list(worker.waits_for.items())[:3]
+        waits = ", ".join(f"rank {rank}: {format_seconds(seconds)}" for rank, seconds in longest)
+        shares = (_share(worker, part) for part in PARTS)
+        profile = worker.profile
+        step = format_seconds(profile.step_s)
+        rows.append((str(profile.rank), profile.node or "?", step, *shares, waits))
+    print_table(("rank", "node", "step", *PARTS, "waits for"), rows)
     print_line()
-    if len(found.ranks) > 1:
-        print_table(
-            ("rank", "node", "step", *PARTS, "waits for"),
-            [
-                (
-                    str(one.profile.rank), one.profile.node or "?",
-                    format_seconds(one.profile.step_s),
-                    *(_share(one, part) for part in PARTS),
-                    ", ".join(
-                        f"rank {rank}: {format_seconds(seconds)}"
-                        for rank, seconds in list(one.waits_for.items())[:3]
-                    ),
-                )
-                for one in found.ranks
-            ],
-        )  # fmt: skip
-        print_line()
-        print_line(f"rank {own.rank}:")
-    print_table(
-        ("part", "time", "share"),
-        [
-            *((part, format_seconds(shown.parts[part]), _share(shown, part)) for part in PARTS),
-            ("step", format_seconds(own.step_s), ""),
-        ],
-    )
-    if own.evaluation_s:
-        seconds = format_seconds(own.evaluation_s)
+
+
+def _print_parts(worker: RankResult) -> None:
+    from slurmllm.profile.trace import PARTS
+
+    rows = [(part, format_seconds(worker.parts[part]), _share(worker, part)) for part in PARTS]
+    step = ("step", format_seconds(worker.profile.step_s), "")
+    print_table(("part", "time", "share"), [*rows, step])
+    if worker.profile.evaluation_s:
+        seconds = format_seconds(worker.profile.evaluation_s)
         print_line(f"evaluation after these steps, not in their time: {seconds}")
     print_line()
-    longest = own.operations[:_SHOWN]
-    print_table(
-        ("operation", "self time", "share", "calls"),
-        [
-            (
-                one.name[:80], format_seconds(one.self_s),
-                format_percent(one.self_s / own.step_s, 1), f"{one.calls:,}",
-            )
-            for one in longest
-        ],
-    )  # fmt: skip
+
+
+def _print_operations(worker: RankResult) -> None:
+    rows = []
+    for operation in worker.profile.operations[:_SHOWN]:
+        share = format_percent(operation.self_s / worker.profile.step_s, 1)
+        seconds = format_seconds(operation.self_s)
+        rows.append((operation.name[:80], seconds, share, f"{operation.calls:,}"))
+    print_table(("operation", "self time", "share", "calls"), rows)
     print_line()
-    if own.peak_bytes is not None:
-        print_line(f"allocated at most: {format_bytes(own.peak_bytes)}")
-    print_line(f"trace: {shown.files.trace}")
+
+
+def _print_files(worker: RankResult) -> None:
+    if worker.profile.peak_bytes is not None:
+        print_line(f"allocated at most: {format_bytes(worker.profile.peak_bytes)}")
+    print_line(f"trace: {worker.files.trace}")
     print_line("open it at https://ui.perfetto.dev (Open trace file), which uploads nothing")
-    if shown.files.snapshot.is_file():
-        print_line(f"memory: {shown.files.snapshot}")
+    if worker.files.snapshot.is_file():
+        print_line(f"memory: {worker.files.snapshot}")
         print_line("open it at https://docs.pytorch.org/memory_viz")
-    if found.neuron is not None:
-        print_line(f"Neuron's profiles: {found.neuron}")
 
 
-def _share(one: RankResult, part: str) -> str:
-    from slurmllm.format import format_percent
-
-    return format_percent(one.parts[part] / one.profile.step_s, 1)
+def _share(worker: RankResult, part: str) -> str:
+    return format_percent(worker.parts[part] / worker.profile.step_s, 1)

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import print_table
+from slurmllm.errors import StorageError, UserError
 
 if TYPE_CHECKING:
     from slurmllm.report.facts import RunFacts
     from slurmllm.report.tables import Table
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.sweeps import RankedRun, SweepState
 
+    Rankings = Sequence[tuple[SweepState, list[RankedRun]]]
 
 _MOST_OF_SWEEP = 20  # runs in the page of a sweep
 
@@ -24,11 +29,7 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
     "sources", nargs=-1, required=True, metavar="SOURCE…", shell_complete=options.complete_run
 )
 @options.price
-@click.option(
-    "--out", metavar="FILE.html",
-    help="The HTML page; the Markdown version is written next to it.  "
-    "[default: <first run>/reports/report.html]",
-)  # fmt: skip
+@click.option("--out", metavar="FILE.html", help="Page (default: <run>/reports/report.html).")
 @click.option("--no-html", is_flag=True, help="Write only the Markdown version.")
 @click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
 @options.tags
@@ -36,74 +37,51 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
 @options.runs_dir
 @options.as_json
 def report(
-    *, sources: tuple[str, ...], price: str | None, out: str | None, no_html: bool, no_files: bool,
-    tags: tuple[str, ...], plot: str | None, runs_dir: Path, as_json: bool,
-) -> None:  # fmt: skip
+    *,
+    sources: tuple[str, ...],
+    price: str | None,
+    out: str | None,
+    no_html: bool,
+    no_files: bool,
+    tags: tuple[str, ...],
+    plot: str | None,
+    runs_dir: Path,
+    as_json: bool,
+) -> None:
     """Report curves, throughput, utilization and cost of runs.
 
     SOURCE is a run's name or directory (a partial copy is enough), another framework's log
     (TensorBoard, JSON lines, CSV, text), or a sweep: a table of its runs, the lowest loss first,
     and a page of the best 20. Writes a self-contained HTML page and a Markdown version.
 
-    Node hours are taken from Slurm's accounting (sacct), or without it from the attempts' records.
-
     Exit codes: 0 success; 2 run not found or invalid options; 4 a file cannot be written.
     """
-    from slurmllm.cli.sweep import print_ranking, ranking_json
-    from slurmllm.errors import StorageError, UserError
-    from slurmllm.metrics.source import locate, parse_tags
+    from slurmllm.cli.sweep import ranking_json
+    from slurmllm.metrics.source import parse_tags
     from slurmllm.plan.prices import parse_price
-    from slurmllm.report import sources as reading
+    from slurmllm.report.sources import compare_with_first, make_names_unique, read_run_facts
     from slurmllm.report.write import default_path, to_json, write_report
-    from slurmllm.run.rundir import find_sweep
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.sweeps import rank, read_sweep
 
     choice = None if price is None else parse_price(price)
-    options.check_picture(plot)
-    if out is not None and no_files:
-        raise UserError("--out and --no-files exclude each other; give one of them")
-    if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--out {out}: the page is HTML; name it {Path(out).stem}.html")
-    mapping = parse_tags(tags)
-    client = SlurmClient()
-    sweeps = [
-        read_sweep(sweep, client) for name in sources if (sweep := find_sweep(name, runs_dir))
-    ]
-    rankings = [rank(sweep) for sweep in sweeps]
-    # A run named twice, by its name and its directory, is one.
-    paths = dict.fromkeys(
-        reading.find_run_directory(name, runs_dir) or locate(name, runs_dir)
-        for name in sources
-        if find_sweep(name, runs_dir) is None
-    )
-    alone = not paths
-    for ranked in rankings:
-        paths |= dict.fromkeys(Path(one.state.run_dir) for one in ranked[:_MOST_OF_SWEEP])
-    facts = [reading.read_run_facts(path, mapping, choice, client) for path in paths]
-    runs = reading.compare_with_first(reading.make_names_unique(facts))
+    _check_paths(out, plot, no_files)
+    mapping, client = parse_tags(tags), SlurmClient()
+    rankings, paths = _locate(sources, runs_dir, client)
+    facts = [read_run_facts(path, mapping, choice, client) for path in paths]
+    runs = compare_with_first(make_names_unique(facts))
     if plot is not None:
-        from slurmllm.report.pictures import draw_utilization
-
-        used = {run.name: run.used for run in runs if run.used is not None}
-        if not used:
-            raise UserError(
-                f"--plot {plot}: none of the sources is a run, and logs have no node hours"
-            )
-        draw_utilization(used, Path(plot))
+        _draw(runs, plot)
+    only_sweeps = len(rankings) == len(sources)
     if not as_json:  # before the files, whose pictures take longer than all the reading
-        for state, ranked in zip(sweeps, rankings, strict=True):
-            print_ranking(state, ranked)
-            if len(ranked) > _MOST_OF_SWEEP:
-                click.echo(f"the report has the best {_MOST_OF_SWEEP} of {len(ranked)} runs")
-        if not alone:
+        _print_rankings(rankings)
+        if not only_sweeps:
             _print(runs)
         if plot is not None:
             click.echo(f"picture: {plot}")
         sys.stdout.flush()
     page = default_path(runs) if out is None else Path(out)
-    if out is None and alone and len(sweeps) == 1:
-        page = sweeps[0].sweep.reports / "report.html"
+    if out is None and only_sweeps and len(rankings) == 1:
+        page = rankings[0][0].sweep.reports / "report.html"
     written: dict[str, str | None] = {"html": None, "markdown": None}
     failure = None
     try:
@@ -111,7 +89,7 @@ def report(
     except StorageError as error:  # the JSON is printed anyway
         failure = StorageError(f"{error}; name another place with --out FILE.html, or --no-files")
     if as_json:
-        tables = [ranking_json(*one) for one in zip(sweeps, rankings, strict=True)]
+        tables = [ranking_json(*ranking) for ranking in rankings]
         click.echo(to_json(runs, written, **({"sweeps": tables} if tables else {})))
     else:
         for path in filter(None, written.values()):
@@ -120,9 +98,56 @@ def report(
         raise failure
 
 
+def _check_paths(out: str | None, plot: str | None, no_files: bool) -> None:
+    options.check_picture(plot)
+    if out is not None and no_files:
+        raise UserError("--out and --no-files exclude each other; give one of them")
+    if out is not None and Path(out).suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out {out}: the page is HTML; name it {Path(out).stem}.html")
+
+
+def _locate(
+    sources: Sequence[str], runs_dir: Path, client: SlurmClient
+) -> tuple[Rankings, list[Path]]:
+    """Return the sweeps with their runs by rank, and the paths of all sources of the page."""
+    from slurmllm.metrics.source import locate
+    from slurmllm.report.sources import find_run_directory
+    from slurmllm.run.rundir import find_sweep
+    from slurmllm.status.sweeps import rank, read_sweep
+
+    rankings, paths = [], []
+    for name in sources:
+        if (sweep := find_sweep(name, runs_dir)) is not None:
+            state = read_sweep(sweep, client)
+            rankings.append((state, rank(state)))
+        else:
+            paths.append(find_run_directory(name, runs_dir) or locate(name, runs_dir))
+    for _, ranked in rankings:
+        paths += [Path(run.state.run_dir) for run in ranked[:_MOST_OF_SWEEP]]
+    # A run named twice, by its name and its directory, is one.
+    return rankings, list(dict.fromkeys(paths))
+
+
+def _draw(runs: Sequence[RunFacts], plot: str) -> None:
+    from slurmllm.report.pictures import draw_utilization
+
+    used = {run.name: run.used for run in runs if run.used is not None}
+    if not used:
+        raise UserError(f"--plot {plot}: none of the sources is a run, and logs have no node hours")
+    draw_utilization(used, Path(plot))
+
+
+def _print_rankings(rankings: Rankings) -> None:
+    from slurmllm.cli.sweep import print_ranking
+
+    for state, ranked in rankings:
+        print_ranking(state, ranked)
+        if len(ranked) > _MOST_OF_SWEEP:
+            click.echo(f"the report has the best {_MOST_OF_SWEEP} of {len(ranked)} runs")
+
+
 def _print(runs: Sequence[RunFacts]) -> None:
-    """The tables, and each run's warnings."""
-    from slurmllm.display.tables import print_table
+    """Print the tables, and each run's warnings."""
     from slurmllm.report import tables
     from slurmllm.report.document import comparison_texts
     from slurmllm.report.throughput import scaling_rows
@@ -148,9 +173,8 @@ def _print(runs: Sequence[RunFacts]) -> None:
         show(tables.scaling_table(rows))
     for facts in runs:
         if facts.lost:
-            show(
-                tables.recoveries_table(facts.lost), f"\n{facts.name}: {tables.RECOVERIES_CAPTION}"
-            )
+            caption = f"\n{facts.name}: {tables.RECOVERIES_CAPTION}"
+            show(tables.recoveries_table(facts.lost), caption)
             show(tables.endings_table(facts.lost))
         for warning in facts.warnings:
             click.echo(f"warning: {facts.name}: {warning}")

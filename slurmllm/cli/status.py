@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
+from slurmllm.display.tables import console, print_line
+from slurmllm.errors import EXIT_INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slurmllm.cli.status_tables import View
+    from rich.text import Text
+
     from slurmllm.run.records import Event
     from slurmllm.status.runs import RunState
     from slurmllm.status.sweeps import SweepState
@@ -23,7 +26,7 @@ _INTERVAL_S = 5.0
 
 
 class _StatusCommand(click.Command):
-    """Makes the value of `--watch` optional, also before a run's name."""
+    """A command with an optional value of `--watch`, also before a run's name."""
 
     # click's own optional values would parse `--watch RUN` as RUN seconds.
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -39,10 +42,7 @@ class _StatusCommand(click.Command):
 
 @click.command(cls=_StatusCommand)
 @click.argument("run", required=False, shell_complete=options.complete_run)
-@click.option(
-    "--watch", type=float, metavar="[SECONDS]",
-    help=f"Refresh every SECONDS (default {_INTERVAL_S:g}) until all shown runs have ended.",
-)  # fmt: skip
+@click.option("--watch", type=float, metavar="[SECONDS]", help="Refresh every SECONDS (default 5).")
 @click.option("--active", is_flag=True, help="Show only runs that are pending or running.")
 @options.runs_dir
 @options.as_json
@@ -54,7 +54,6 @@ def status(
     --watch ends when all shown runs have ended. If the output is not a terminal, each refresh
     prints another table; with --json, one document per line.
     """
-    from slurmllm.errors import EXIT_INTERRUPTED, UserError
 
     if active and run is not None:
         raise UserError(f"--active cannot be combined with a run: leave out --active or {run!r}")
@@ -80,32 +79,31 @@ class _ShownStates:
         self.states, self.empty_text, self.sweep = states, empty_text, sweep
 
     def as_json(self, indent: int | None = None) -> str:
-        import json
+        from pydantic_core import to_json
 
-        found = [_state_json(state) for state in self.states]
+        runs = [_state_json(state) for state in self.states]
         of_sweep = self.sweep.to_json() if self.sweep is not None else {}
-        shown = found[0] if self.empty_text is None else {**of_sweep, "runs": found}
-        return json.dumps(shown, indent=indent)
+        shown = runs[0] if self.empty_text is None else {**of_sweep, "runs": runs}
+        # JSON has no NaN and no infinity, such as in a loss.
+        return to_json(shown, indent=indent, inf_nan_mode="null").decode()
 
-    def view(self, height: int | None = None) -> View:
+    def view(self, height: int | None = None) -> list[Text]:
         from rich.text import Text
 
-        from slurmllm.cli.status_tables import View, run_view, runs_view
-        from slurmllm.display.tables import console
+        from slurmllm.cli.status_tables import run_view, runs_view
 
         if self.empty_text is None:
             return run_view(self.states[0], console())
         if not self.states:
-            return View([Text(self.empty_text)], ())
+            return [Text(self.empty_text)]
         view = runs_view(self.states, console(), height)
-        if self.sweep is None:
-            return view
-        return view._replace(lines=[Text(f"sweep {self.sweep.sweep.name}, {self.sweep.summary}")])
+        if self.sweep is not None:
+            view.insert(0, Text(f"sweep {self.sweep.sweep.name}, {self.sweep.summary}"))
+        return view
 
     def print(self) -> None:
-        from slurmllm.display.tables import console  # rich, which --json does not need
-
-        self.view().print(console())
+        for text in self.view():
+            print_line(text)
 
     @property
     def active(self) -> bool:
@@ -132,14 +130,14 @@ def _make_reader(run: str | None, runs_dir: Path, active: bool) -> Callable[[], 
 
         return read_runs
     if run is not None:
-        found = find_run(run, runs_dir)
-        return lambda: _ShownStates([run_state(found, client)], None)
+        run_dir = find_run(run, runs_dir)
+        return lambda: _ShownStates([run_state(run_dir, client)], None)
 
     def read_states() -> _ShownStates:
         # Listed at each refresh: runs may be submitted in between.
         states = run_states(list_runs(runs_dir), client)
         if active and states:
-            # While slurmctld is unreachable, these runs may still be active: keep them in the list.
+            # While slurmctld is unreachable, these runs may still be active: they stay in the list.
             shown = [state for state in states if state.active or state.slurm_unreachable]
             empty_text = f"none of the {len(states)} runs in {runs_dir} is pending or running"
             return _ShownStates(shown, empty_text)
@@ -154,8 +152,6 @@ def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: 
     from rich.live import Live
     from rich.text import Text
 
-    from slurmllm.display.tables import console
-
     terminal = console()
     if as_json or not terminal.is_terminal:  # nothing can be redrawn in a pipe or file
         for shown in _refresh_until_ended(read_states, interval_s):
@@ -167,17 +163,14 @@ def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: 
                 click.echo("")
         return
     # The raw stream: drawing again needs sequences that are removed from the texts.
-    drawn = Console(file=sys.__stdout__, highlight=False)
-    with Live(console=drawn, auto_refresh=False, vertical_overflow="crop") as live:
+    raw = Console(file=sys.__stdout__, highlight=False)
+    with Live(console=raw, auto_refresh=False, vertical_overflow="crop") as live:
         for shown in _refresh_until_ended(read_states, interval_s):
             # Five lines are reserved: headings, clock, notes on omitted columns and rows.
             view = shown.view(max(terminal.height - 5, 1))
             now = time.strftime("%H:%M:%S")
             clock = f"{now}, refreshed every {interval_s:g} s; Ctrl-C to stop"
-            live.update(
-                Group(*view.lines, *view.tables, *view.notes, Text(clock, style="dim")),
-                refresh=True,
-            )
+            live.update(Group(*view, Text(clock, style="dim")), refresh=True)
 
 
 def _refresh_until_ended(
@@ -198,53 +191,24 @@ def _refresh_until_ended(
 
 
 def _state_json(state: RunState) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    found = asdict(state)
-    found["attempts"] = [a.model_dump(mode="json", by_alias=True) for a in state.attempts]
-    del found["details"]
-    if (details := state.details) is None:
-        return {name: _finite(value) for name, value in found.items()}
-    graphs = details.graphs
-    found |= {
-        "cold_first_step_s": details.cold_first_step_s,
-        "first_steps": {
-            node: {"first_step_s": seconds, "cache_hits": hits, "cache_misses": misses}
-            for node, (seconds, hits, misses) in details.first_steps.items()
-        },
-        "mesh": details.mesh.to_json() if details.mesh else None,
-        "micro_batch": details.micro_batch.model_dump(mode="json") if details.micro_batch else None,
-        # The list of files would be longer than everything else together.
-        "graphs": graphs.model_dump(mode="json", exclude={"files"}) if graphs else None,
-        "uncompiled": list(details.uncompiled),
-        "unused_graphs": details.unused_graphs,
-        "versions": details.versions,
-        "unequal_versions": details.unequal_versions,
-        "excluded": [node.model_dump(mode="json") for node in details.excluded],
-        "workers": asdict(details.workers) if details.workers is not None else None,
-        "evaluation": _evaluation_json(details.evaluation),
-        "skips": [skip.model_dump(mode="json") for skip in details.skips],
-        "trial": details.trial,
-        "warnings": [details.unequal_versions] if details.unequal_versions else [],
-    }
-    return {name: _finite(value) for name, value in found.items()}
+    values = dict(vars(state))
+    details = values.pop("details")
+    if details is not None:
+        graphs, unequal = details.graphs, details.unequal_versions
+        values |= vars(details) | {
+            "mesh": details.mesh and details.mesh.to_json(),
+            # The list of files would be longer than everything else together.
+            "graphs": graphs and graphs.model_dump(exclude={"files"}),
+            "evaluation": _evaluation_json(details.evaluation),
+            "warnings": [unequal] if unequal else [],
+        }
+    return values
 
 
-def _evaluation_json(found: Event | None) -> dict[str, Any] | None:
+def _evaluation_json(event: Event | None) -> dict[str, Any] | None:
     from slurmllm.metrics.evaluations import perplexity
 
-    if found is None:
+    if event is None:
         return None
-    texts = {n: {"loss": v, "perplexity": perplexity(v)} for n, v in found.values.items()}
-    return {"step": found.step, "attempt": found.attempt, "seconds": found.seconds, "texts": texts}
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, such as in a loss, by None: JSON has neither."""
-    import math
-
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+    texts = {n: {"loss": v, "perplexity": perplexity(v)} for n, v in event.values.items()}
+    return {"step": event.step, "attempt": event.attempt, "seconds": event.seconds, "texts": texts}

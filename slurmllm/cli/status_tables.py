@@ -1,73 +1,84 @@
-"""The tables of `slurmllm status`; numbers are never truncated, whatever the width."""
+"""The texts and tables of `slurmllm status`; numbers are never truncated, whatever the width."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from slurmllm.display.tables import PROSE, Column, fitted
-from slurmllm.format import format_age, format_duration, format_hours, format_time, printable
+from slurmllm.format import (
+    format_age,
+    format_duration,
+    format_hours,
+    format_plural,
+    format_time,
+    printable,
+)
 from slurmllm.metrics.evaluations import perplexity
 from slurmllm.metrics.step_time import finite_number
 
 if TYPE_CHECKING:
     from slurmllm.plan.mesh import Mesh
     from slurmllm.run.artifact_records import MicroBatchRecord
+    from slurmllm.run.records import AttemptRecord
     from slurmllm.status.details import Details, WorkerProgress
     from slurmllm.status.runs import RunState
 
-
-class View(NamedTuple):
-    """Lines, which may be longer than the terminal is wide, and tables that fit into it."""
-
-    lines: Sequence[Text]
-    tables: Sequence[Text]
-    notes: Sequence[Text] = ()
-
-    def print(self, console: Console) -> None:
-        for text in (*self.lines, *self.tables, *self.notes):
-            # The terminal breaks long lines, so that they are copied without line breaks.
-            console.print(text, soft_wrap=True)
-
+Line = tuple[str, str]  # its heading and its text
 
 _RUNS = (
-    Column("run", room=16), Column("state"), Column("step"), Column("loss", drop=1),
-    Column("seq/s", drop=3), Column("left", drop=2), Column("saved", drop=5),
-    Column("restarts", drop=7), Column("node h", drop=6), Column("usd", drop=8),
-    Column("nodes", drop=9), Column("reason", room=PROSE, drop=4),
-)  # fmt: skip
+    Column("run", room=16),
+    Column("state"),
+    Column("step"),
+    Column("loss", drop=1),
+    Column("seq/s", drop=3),
+    Column("left", drop=2),
+    Column("saved", drop=5),
+    Column("restarts", drop=7),
+    Column("node h", drop=6),
+    Column("usd", drop=8),
+    Column("nodes", drop=9),
+    Column("reason", room=PROSE, drop=4),
+)
 _ATTEMPTS = (
-    Column("attempt"), Column("nodes", drop=3), Column("steps"), Column("checkpoint", drop=2),
-    Column("time"), Column("ending"), Column("action", drop=1), Column("evidence", room=PROSE),
-)  # fmt: skip
+    Column("attempt"),
+    Column("nodes", drop=3),
+    Column("steps"),
+    Column("checkpoint", drop=2),
+    Column("time"),
+    Column("ending"),
+    Column("action", drop=1),
+    Column("evidence", room=PROSE),
+)
+_SHOWN = 4  # nodes, graphs
 
 
-def runs_view(states: Sequence[RunState], console: Console, height: int | None = None) -> View:
-    """A table with one row per run, the newest last.
+def runs_view(
+    states: Sequence[RunState], console: Console, height: int | None = None
+) -> list[Text]:
+    """Return a table with one row per run, the newest last, and notes on it.
 
     With a `height` each run takes one line, and older ones that do not fit are only counted.
     """
     shown = list(states)
     if height is not None and len(shown) > height:
         # Active runs first; by identity, as two runs may have equal figures.
-        kept = {id(state) for state in sorted(shown, key=lambda s: s.active)[-max(height, 1) :]}
-        shown = [state for state in shown if id(state) in kept]
+        fitting = {id(state) for state in sorted(shown, key=lambda s: s.active)[-max(height, 1) :]}
+        shown = [state for state in shown if id(state) in fitting]
     # A redrawn table must not be longer than the terminal: one line per run.
     one_line = height is not None
-    tables, left_out = _tables(_RUNS, [_run_row(state) for state in shown], console, one_line)
-    notes = []
+    table, left_out = _table(_RUNS, [_run_row(state) for state in shown], console, one_line)
+    view = [table]
     if "reason" in left_out and not one_line:
-        notes = [
-            Text(printable(f"{state.name}: {state.reason}")) for state in shown if state.reason
-        ]
-    if left_out:
-        notes.append(_no_room(left_out))
+        reasons = (f"{state.name}: {state.reason}" for state in shown if state.reason)
+        view += [Text(printable(reason)) for reason in reasons]
+    view += _no_room(left_out)
     if len(shown) < len(states):
-        notes.append(Text(f"… and {len(states) - len(shown)} older ones", style="dim"))
-    return View((), tables, notes)
+        view.append(Text(f"… and {len(states) - len(shown)} older ones", style="dim"))
+    return view
 
 
 def _run_row(state: RunState) -> tuple[str, ...]:
@@ -90,63 +101,50 @@ def _run_row(state: RunState) -> tuple[str, ...]:
     )
 
 
-def run_view(state: RunState, console: Console) -> View:
-    """A run's figures, one line each, and a table with one row per attempt."""
-    lines = [
-        Text.assemble((f"{name:<14} ", "bold"), printable(value), overflow="fold")
-        for name, value in _lines(state)
+def run_view(state: RunState, console: Console) -> list[Text]:
+    """Return a run's figures, one line each, and a table with one row per attempt."""
+    view = [
+        Text.assemble((f"{name:<14} ", "bold"), printable(text), overflow="fold")
+        for name, text in _lines(state)
     ]
-    open_ending = "running" if state.state == "training" else "not recorded"
-    rows = [
-        (
-            str(one.attempt),
-            " ".join(one.nodes[:4]) + (" …" if len(one.nodes) > 4 else ""),
-            f"{one.first_step}–{one.last_step}" if one.last_step else "",
-            str(one.checkpoint_after or ""),
-            format_duration(one.ended_at - one.started_at) if one.ended_at else "",
-            one.ending or open_ending,
-            one.action or "",
-            "; ".join(one.evidence),
-        )
-        for one in state.attempts
-    ]
-    if not rows:
-        return View(lines, ())
-    tables, left_out = _tables(_ATTEMPTS, rows, console)
-    return View(lines, tables, [_no_room(left_out)] if left_out else ())
+    if state.attempts:
+        open_ending = "running" if state.state == "training" else "not recorded"
+        rows = [_attempt_row(attempt, open_ending) for attempt in state.attempts]
+        table, left_out = _table(_ATTEMPTS, rows, console)
+        view += [table, *_no_room(left_out)]
+    return view
 
 
-def _lines(state: RunState) -> Iterator[tuple[str, str]]:
-    more = state.details
-    yield "run", f"{state.name}  recipe {state.recipe}, {state.nodes} node(s)"
-    yield "directory", state.run_dir
-    if more is not None and more.trial:
-        yield "data", "trial: texts that ship with Python (--data builtin), not the recipe's data"
+def _attempt_row(attempt: AttemptRecord, open_ending: str) -> tuple[str, ...]:
+    return (
+        str(attempt.attempt),
+        " ".join(attempt.nodes[:_SHOWN]) + (" …" if len(attempt.nodes) > _SHOWN else ""),
+        f"{attempt.first_step}–{attempt.last_step}" if attempt.last_step else "",
+        str(attempt.checkpoint_after or ""),
+        format_duration(attempt.ended_at - attempt.started_at) if attempt.ended_at else "",
+        attempt.ending or open_ending,
+        attempt.action or "",
+        "; ".join(attempt.evidence),
+    )
+
+
+def _lines(state: RunState) -> Iterator[Line]:
+    details = state.details
+    nodes = format_plural(state.nodes, "node")
+    yield "run", f"{state.name}  recipe {state.recipe}, {nodes}"
+    if details is not None and details.trial:
+        yield "data", "texts that ship with Python (--data builtin), not the recipe's data"
     yield "state", state.state + (f"  ({state.reason})" if state.reason else "")
     step = f"{state.step}/{state.steps}"
     if state.eta_s is not None and state.finish_at is not None:
         step += f", {format_duration(state.eta_s)} left (until {format_time(state.finish_at)})"
     yield "step", step
-    if more is not None and more.workers is not None:
-        yield "workers", _progress(more.workers)
-    if more is not None and more.mesh is not None:
-        yield "batch", _batch(more.mesh, more.micro_batch)
+    if details is not None and details.workers is not None:
+        yield "workers", _progress(details.workers)
+    if details is not None and details.mesh is not None:
+        yield "batch", _batch(details.mesh, details.micro_batch)
     if state.metrics:
-        norm = finite_number(state.metrics, "grad_norm")
-        yield "loss", f"{_number(state.loss, '.4f')}, gradient norm {_number(norm, '.3f')}"
-        if more is not None and more.evaluation is not None:
-            texts = "; ".join(
-                f"{name} {value:.4f}, perplexity {perplexity(value):.2f}"
-                for name, value in more.evaluation.values.items()
-            )
-            yield "validation", f"{texts} (step {more.evaluation.step})"
-        # Tokens/s at the median throughput, with the tokens per sequence of the last row.
-        sequences, tokens = (finite_number(state.metrics, k) for k in ("seq_per_s", "tokens_per_s"))
-        if state.seq_per_s is not None and sequences and tokens is not None:
-            tokens = state.seq_per_s * tokens / sequences
-        rate = f"{_number(state.seq_per_s, '.1f')} seq/s, {_number(tokens, '.0f')} tokens/s"
-        trained = f"; {state.tokens:,} tokens so far" if state.tokens is not None else ""
-        yield "rate", rate + trained
+        yield from _metric_lines(state)
     for stage, job in state.jobs.items():
         if job.state != "UNKNOWN" or state.state == "unknown":
             yield f"{stage} job", f"{job.job_id} {job.state} {job.reason}".rstrip()
@@ -157,34 +155,54 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     yield "restarts", str(state.restarts)
     usd = f", {state.usd:,.2f} dollars" if state.usd is not None else ""
     yield "cost so far", f"{format_hours(state.node_hours)} node hours{usd}"
-    if more is not None:
-        yield from _detail_lines(state, more)
+    if details is not None:
+        yield from _detail_lines(state, details)
 
 
-def _detail_lines(state: RunState, more: Details) -> Iterator[tuple[str, str]]:
-    if more.cold_first_step_s is not None:
-        cold = f"first step {more.cold_first_step_s:.1f} s with an empty cache (precompile)"
+def _metric_lines(state: RunState) -> Iterator[Line]:
+    norm = finite_number(state.metrics, "grad_norm")
+    yield "loss", f"{_number(state.loss, '.4f')}, gradient norm {_number(norm, '.3f')}"
+    evaluation = None if state.details is None else state.details.evaluation
+    if evaluation is not None:
+        texts = "; ".join(
+            f"{name} {value:.4f}, perplexity {perplexity(value):.2f}"
+            for name, value in evaluation.values.items()
+        )
+        yield "validation", f"{texts} (step {evaluation.step})"
+    # Tokens/s at the median throughput, with the tokens per sequence of the last row.
+    sequences, tokens = (finite_number(state.metrics, k) for k in ("seq_per_s", "tokens_per_s"))
+    if state.seq_per_s is not None and sequences and tokens is not None:
+        tokens = state.seq_per_s * tokens / sequences
+    rate = f"{_number(state.seq_per_s, '.1f')} seq/s, {_number(tokens, '.0f')} tokens/s"
+    trained = f"; {state.tokens:,} tokens so far" if state.tokens is not None else ""
+    yield "rate", rate + trained
+
+
+def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
+    if details.cold_first_step_s is not None:
+        cold = f"first step {details.cold_first_step_s:.1f} s with an empty cache (precompile)"
         warm = "; ".join(
-            f"{node} {seconds:.1f} s, {hits} hits, {misses} misses"
-            for node, (seconds, hits, misses) in list(more.first_steps.items())[:4]
+            f"{node} {step.first_step_s:.1f} s, {step.cache_hits} hits, {step.cache_misses} misses"
+            for node, step in list(details.first_steps.items())[:_SHOWN]
         )
         yield "graph cache", f"{cold}{'; last attempt: ' + warm if warm else ''}"
-    if more.graphs is not None and more.graphs.reused_from is not None:
-        yield "graphs", f"compiled by run {more.graphs.reused_from}"
-    for line in more.uncompiled:
+    if details.graphs is not None and details.graphs.reused_from is not None:
+        yield "graphs", f"compiled by run {details.graphs.reused_from}"
+    for line in details.uncompiled:
         yield "uncompiled", line
-    for node, reason in list(more.unused_graphs.items())[:4]:
+    for node, reason in list(details.unused_graphs.items())[:_SHOWN]:
         yield "graphs", f"not used on {node}: {reason}"
     if state.attempts and state.attempts[-1].new_graphs:
         added = state.attempts[-1].new_graphs
-        names = ", ".join(added[:4]) + (" …" if len(added) > 4 else "")
+        names = ", ".join(added[:_SHOWN]) + (" …" if len(added) > _SHOWN else "")
         yield "new graphs", f"{len(added)} by the last attempt: {names}"
-    for one in more.excluded:
-        yield "excluded", f"{one.node} until {format_time(one.until)} ({one.reason})"
-    for skip in more.skips:
+    for exclusion in details.excluded:
+        until = format_time(exclusion.until)
+        yield "excluded", f"{exclusion.node} until {until} ({exclusion.reason})"
+    for skip in details.skips:
         yield "skips", f"batches {skip.first}–{skip.last}: {skip.reason}"
-    if more.unequal_versions:
-        yield "warning", more.unequal_versions
+    if details.unequal_versions:
+        yield "warning", details.unequal_versions
 
 
 def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
@@ -213,25 +231,24 @@ def _progress(workers: WorkerProgress) -> str:
     return text
 
 
-def _tables(
+def _table(
     columns: Sequence[Column],
     rows: Sequence[Sequence[str]],
     console: Console,
     one_line: bool = False,
-) -> tuple[list[Text], list[str]]:
-    """The tables without empty columns, and the headings of columns without room."""
+) -> tuple[Text, list[str]]:
+    """Return a table without its empty columns, and the headings of those without room."""
     used = [at for at in range(len(columns)) if at == 0 or any(row[at] for row in rows)]
     cells = [[row[at] for at in used] for row in rows]
-    found = fitted([columns[at] for at in used], cells, console.width, one_line)
-    tables = [
-        Text.assemble((heading, "bold"), *(f"\n{line}" for line in lines), no_wrap=True)
-        for heading, *lines in found.parts
-    ]
-    return tables, found.left_out
+    table = fitted([columns[at] for at in used], cells, console.width, one_line)
+    heading, *lines = table.lines
+    text = Text.assemble((heading, "bold"), *(f"\n{line}" for line in lines), no_wrap=True)
+    return text, table.left_out
 
 
-def _no_room(columns: Sequence[str]) -> Text:
-    return Text(f"no room for {', '.join(columns)}; see --json", style="dim")
+def _no_room(columns: Sequence[str]) -> list[Text]:
+    text = f"no room for {', '.join(columns)}; see --json"
+    return [Text(text, style="dim")] if columns else []
 
 
 def _number(value: float | None, form: str) -> str:

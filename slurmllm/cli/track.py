@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
+from slurmllm.errors import UserError
 
 if TYPE_CHECKING:
     from slurmllm.config.recipe import TrackerName
+
+
+_Tracker = click.Choice(["wandb", "mlflow"])
 
 
 @click.group()
@@ -20,18 +24,19 @@ def track() -> None:
 
 @track.command()
 @click.argument("run", shell_complete=options.complete_run)
-@click.option(
-    "--to", "trackers", multiple=True, type=click.Choice(["wandb", "mlflow"]),
-    help="Tracker; repeatable.  [default: the recipe's trackers]",
-)  # fmt: skip
+@click.option("--to", "trackers", multiple=True, type=_Tracker, help="Default: the recipe's.")
 @click.option("--follow", "-f", is_flag=True, help="Continue until the run has ended.")
 @click.option("--supervised", is_flag=True, hidden=True)
 @options.runs_dir
 @options.as_json
 def sync(
-    run: str, trackers: tuple[TrackerName, ...], follow: bool, supervised: bool, runs_dir: Path,
+    run: str,
+    trackers: tuple[TrackerName, ...],
+    follow: bool,
+    supervised: bool,
+    runs_dir: Path,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Send the steps of RUN that a tracker does not have yet.
 
     All attempts of a run are one run of the tracker. Needs a network, the tracker's package and its
@@ -44,18 +49,17 @@ def sync(
     from types import FrameType
 
     from slurmllm.config.load import load
-    from slurmllm.errors import UserError
     from slurmllm.log import setup_logging
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
     from slurmllm.track import sync as sending
 
-    found = find_run(run, runs_dir)
-    config = load(found.config, trusted=True)
+    run_dir = find_run(run, runs_dir)
+    config = load(run_dir.config, trusted=True)
     names = trackers or config.recipe.trackers
     if not names:
-        raise UserError(f"{found.name} has no trackers; name one with --to wandb or --to mlflow")
+        raise UserError(f"{run_dir.name} has no trackers; name one with --to wandb or --to mlflow")
     setup_logging()
     if supervised:
         stop = threading.Event()
@@ -65,10 +69,10 @@ def sync(
 
         for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
             signal.signal(getattr(signal, name), on_signal)
-        sending.sync(found, config, names, stop.is_set, stop.wait)
+        sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
     client = SlurmClient()
-    sent = sending.sync(found, config, names, lambda: not (follow and is_active(found, client)))
+    sent = sending.sync(run_dir, config, names, lambda: not (follow and is_active(run_dir, client)))
     if as_json:
         options.echo_json(
             {name: {"steps_sent": n, "url": record.url} for name, (n, record) in sent.items()}

@@ -1,8 +1,8 @@
 """matplotlib, with this package's plot style.
 
-Modules that draw import matplotlib's names from here only. By default matplotlib prefers a
-`matplotlibrc` in the working directory, which other users may be able to write to; it is imported
-in `/` here, so that it ignores that file.
+Modules that draw import matplotlib's names from here only (`as` marks them for export). By default
+matplotlib prefers a `matplotlibrc` in the working directory, which other users may be able to write
+to; it is imported in `/` here, so that it ignores that file.
 """
 
 from __future__ import annotations
@@ -17,29 +17,22 @@ from slurmllm.run.rundir import write_bytes
 _here = os.open(".", os.O_PATH)  # fchdir returns to it even if it has been removed
 os.chdir("/")
 try:
-    from matplotlib import rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import (
-        EngFormatter,
-        FuncFormatter,
-        LogFormatter,
-        LogLocator,
-        MaxNLocator,
-        NullFormatter,
-        NullLocator,
-        StrMethodFormatter,
-    )  # fmt: skip
+    from matplotlib import rc_context as rc_context
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+    from matplotlib.figure import SubFigure as SubFigure
+    from matplotlib.lines import Line2D as Line2D
+    from matplotlib.ticker import EngFormatter as EngFormatter
+    from matplotlib.ticker import FuncFormatter as FuncFormatter
+    from matplotlib.ticker import LogFormatter as LogFormatter
+    from matplotlib.ticker import LogLocator as LogLocator
+    from matplotlib.ticker import MaxNLocator as MaxNLocator
+    from matplotlib.ticker import NullFormatter as NullFormatter
+    from matplotlib.ticker import NullLocator as NullLocator
+    from matplotlib.ticker import StrMethodFormatter as StrMethodFormatter
 finally:
     os.fchdir(_here)
     os.close(_here)
-
-__all__ = [
-    "PICTURE_STYLE", "Axes", "EngFormatter", "Figure", "FuncFormatter", "Line2D", "LogFormatter",
-    "LogLocator", "MaxNLocator", "NullFormatter", "NullLocator", "StrMethodFormatter",
-    "SubFigure", "rc_context", "write_picture",
-]  # fmt: skip
 
 PICTURE_STYLE = Path(__file__).with_name("picture.mplstyle")
 

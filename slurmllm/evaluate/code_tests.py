@@ -28,7 +28,7 @@ _LIMITS = {resource.RLIMIT_AS: 4 << 30, resource.RLIMIT_FSIZE: 64 << 20}
 def programs(
     responses: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]
 ) -> list[list[str]]:
-    """A filter of the harness: prompts followed by what the model wrote."""
+    """Return prompts followed by what the model wrote: a filter of the harness."""
     return [
         [doc["prompt"] + response for response in samples]
         for samples, doc in zip(responses, docs, strict=True)
@@ -38,7 +38,7 @@ def programs(
 def pass_at_k(
     references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,)
 ) -> dict[str, float]:
-    """A metric of the harness: unbiased probability that at least one of k samples passes.
+    """Return the unbiased probability that at least one of k samples passes: a harness metric.
 
     1 - C(n - c, k) / C(n, k) for c of n samples that pass (Chen et al. 2021, arXiv 2107.03374,
     section 2.1). A k above n is omitted. `references` are the tests and `predictions` the programs
@@ -53,7 +53,7 @@ def pass_at_k(
 
 
 def passes(program: str, limit_s: float = TIME_LIMIT_S) -> bool:
-    """Whether a program completes its last line in time."""
+    """Return whether a program completes its last line in time."""
     marker = secrets.token_hex(16)  # not printed if the program exits early, even with code 0
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

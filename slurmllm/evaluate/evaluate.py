@@ -46,7 +46,7 @@ class EvaluationPlan:
     settings: EvaluationSettings
 
     def request(self, row: SuiteTask, folder: Path) -> TaskRequest:
-        """The request of a suite's row, with the cache key of its scores."""
+        """Return the request of a suite's row, with the cache key of its scores."""
         settings = self.settings
         if self.validation is not None and row.task == self.validation.name:
             bare = SuiteTask(task=row.task)
@@ -55,18 +55,24 @@ class EvaluationPlan:
         return TaskRequest(row, folder, task_key(row, folder, settings.limit, self.harness or ""))
 
     def tasks(self) -> tuple[TaskRequest, ...]:
-        """All tasks, each once."""
-        found: dict[str, TaskRequest] = {}
-        for located in self.suites:
-            for row in located.suite.rows():
-                task = self.request(row, located.folder)
-                found.setdefault(task.key, task)
-        return tuple(found.values())
+        """Return all tasks, each once."""
+        requests = (
+            self.request(row, located.folder)
+            for located in self.suites
+            for row in located.suite.rows()
+        )
+        return tuple({task.key: task for task in requests}.values())
 
     def permitted(self) -> tuple[TaskRequest, ...]:
-        """Excludes tasks that execute model-written code unless `allow_code` is set."""
+        """Return the tasks, without those that run the model's programs unless `allow_code`."""
         allow_code = self.settings.allow_code
         return tuple(task for task in self.tasks() if allow_code or not task.task.runs_code)
+
+    def is_cached(self, target: EvaluationTarget, model: ModelRef, force: bool) -> bool:
+        """Return whether a model has all scores that may be computed; never with `force`."""
+        permitted = self.permitted()
+        job = self.job(target.store, model, permitted)
+        return not force and all(is_cached(job, task) for task in permitted)
 
     def job(self, store: RunDir, model: ModelRef, tasks: tuple[TaskRequest, ...]) -> JobRequest:
         return JobRequest(store.path, model, tasks, self.validation, self.settings)
@@ -104,9 +110,6 @@ def plan_evaluation(
     """Resolve the text of `validation`, or skip it if there is none and it was not named.
 
     `named` are the tasks of --task, `corpus` is the file of --validation-corpus.
-
-    Raises:
-        UserError: a named task cannot be evaluated.
     """
     skipped: dict[str, str] = {}
     text: ValidationText | None = None
@@ -137,7 +140,7 @@ def plan_evaluation(
 def _resolve_validation(
     located: LocatedSuite, skipped: Collection[str], text: ValidationText | None
 ) -> LocatedSuite:
-    """The suite without skipped tasks, and with the name of the text in `validation`'s row."""
+    """Return the suite without skipped tasks, its row of `validation` named by the text."""
 
     def resolve(row: SuiteTask) -> SuiteTask | None:
         if row.task == VALIDATION and text is not None:
@@ -150,11 +153,9 @@ def _resolve_validation(
 def plan_jobs(
     target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan, *, force: bool
 ) -> tuple[list[JobRequest], dict[str, str], int]:
-    """The jobs for the scores that are not cached, or for all of them (`force`).
+    """Return a job for each model with scores that are not cached; with `force`, for all.
 
-    Returns:
-        A job for each model with missing scores; task → reason for those that may not run; the
-        number of cached scores that are used.
+    Returns also task → reason for those that may not run, and the number of cached scores.
     """
     tasks, permitted = plan.tasks(), plan.permitted()
     jobs: list[JobRequest] = []
@@ -207,11 +208,11 @@ def run_jobs(
     finally:
         # Jobs that were killed may leave their exported models behind.
         for job in jobs:
-            own = f"{EXPORT_PREFIX}{job.settings.call_id}-"
+            prefix = f"{EXPORT_PREFIX}{job.settings.call_id}-"
             for folder in RunDir(job.store).evaluations.glob(f"{EXPORT_PREFIX}*"):
                 with contextlib.suppress(OSError):
                     stale = time.time() - folder.stat().st_mtime > _STALE_EXPORT_S
-                    if stale or folder.name.startswith(own):
+                    if stale or folder.name.startswith(prefix):
                         shutil.rmtree(folder, ignore_errors=True)
     return result
 
@@ -219,7 +220,7 @@ def run_jobs(
 def missing_metrics(
     target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan
 ) -> list[TaskFailure]:
-    """The rows whose metric is not among a task's scores."""
+    """Return the rows whose metric is not among a task's scores."""
     failures = []
     for model in models:
         for located in plan.suites:
@@ -238,7 +239,7 @@ def missing_metrics(
 def suite_tables(
     target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan
 ) -> tuple[list[ScoreTable], list[str]]:
-    """The tables of the suites, and a warning for each unreadable file.
+    """Return the tables of the suites, and a warning for each unreadable file.
 
     Excludes scores of a different validation text with the same name, and scores of weights that
     a selected step had earlier.
@@ -246,20 +247,20 @@ def suite_tables(
     stored, warnings = read_scores(target.store)
     checksums = {model.step: model.checksum for model in models}
     stored = [
-        one
-        for one in stored
-        if checksums.get(one.record.step, one.record.checkpoint) == one.record.checkpoint
+        score
+        for score in stored
+        if checksums.get(score.record.step, score.record.checkpoint) == score.record.checkpoint
     ]
     if plan.validation is not None:
         row = SuiteTask(task=plan.validation.name)
         # The key depends on the limit: one key for each limit among the scores.
-        limits = {None if one.record.limit is None else int(one.record.limit) for one in stored}
+        limits = {score.record.limit for score in stored}
         keys = set()
         for limit in limits:
-            settings = replace(plan.settings, limit=limit)
+            settings = replace(plan.settings, limit=None if limit is None else int(limit))
             keys.add(replace(plan, settings=settings).request(row, Path()).key)
-        stored = [one for one in stored if one.record.task != row.task or one.key in keys]
-    return [suite_table(one, stored, plan.settings.limit) for one in plan.suites], warnings
+        stored = [score for score in stored if score.record.task != row.task or score.key in keys]
+    return [suite_table(suite, stored, plan.settings.limit) for suite in plan.suites], warnings
 
 
 def select_steps(table: ScoreTable, steps: Sequence[int]) -> ScoreTable:
@@ -271,5 +272,5 @@ def select_steps(table: ScoreTable, steps: Sequence[int]) -> ScoreTable:
         )
         for row in table.rows
     ]
-    kept = tuple(step for step in table.steps if step in steps)
-    return replace(table, rows=tuple(row for row in rows if row.scores), steps=kept)
+    scored = tuple(step for step in table.steps if step in steps)
+    return replace(table, rows=tuple(row for row in rows if row.scores), steps=scored)

@@ -31,9 +31,9 @@ from slurmllm.evaluate.request import (
     ModelRef,
     TaskRequest,
 )
+from slurmllm.format import format_plural
 from slurmllm.run.artifact_records import EvaluationRecord
 from slurmllm.run.rundir import RunDir
-from slurmllm.run.safe_files import untrusted_error
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
     FailedJob,
@@ -54,14 +54,8 @@ class JobProcess:
     """A job in a process of its own; its output is in a .log file.
 
     Request and outcome are pickles, which run code when they are read; they pass through files
-    without a name, which only the two processes can open.
-
-    Args:
-        logs: Folder for its log.
-        device: The CUDA device that it sees; None: all that this process sees.
-
-    Raises:
-        StorageError: the folder cannot be written.
+    without a name, which only the two processes can open. The job sees one CUDA device (`device`),
+    or all that this process sees.
     """
 
     def __init__(self, job: JobRequest, logs: Path, device: str | None) -> None:
@@ -92,7 +86,7 @@ class JobProcess:
         return self._process.poll() is not None
 
     def outcome(self) -> JobOutcome:
-        """What the job returned, or how its process ended."""
+        """Return what the job returned, or how its process ended."""
         try:
             with self._outcome as stream:
                 stream.seek(0)
@@ -114,7 +108,7 @@ class JobProcess:
 
 
 def cuda_devices() -> list[str]:
-    """The CUDA devices that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the CUDA devices that this process sees, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
@@ -129,10 +123,7 @@ def run_local(
 ) -> Iterator[tuple[JobRequest, JobOutcome]]:
     """Run `at_once` jobs at a time in processes of this machine, which end when this is closed.
 
-    `on_poll` is called regularly while jobs run.
-
-    Yields:
-        Each job and its outcome, in the order in which they end.
+    Yields each job and its outcome as it ends; `on_poll` is called regularly meanwhile.
     """
     devices = cuda_devices()
     pending = list(jobs)
@@ -165,14 +156,9 @@ def run_on_slurm(
     resources: Resources,
     on_submit: Callable[[str], None],
 ) -> Iterator[tuple[JobRequest, JobOutcome]]:
-    """As `run_local`, in a Slurm array, which is cancelled when this is closed.
+    """Run jobs in a Slurm array, which is cancelled when this is closed; else as `run_local`.
 
-    Args:
-        logs: On a file system that the nodes share.
-        on_submit: Called with a line about each array.
-
-    Raises:
-        SlurmError: Slurm rejected the array.
+    `logs` is on a file system that the nodes share; `on_submit` gets a line about each array.
     """
     for begin in range(0, len(jobs), MOST_TASKS):
         part = jobs[begin : begin + MOST_TASKS]
@@ -188,12 +174,13 @@ def run_on_slurm(
             alternative="evaluate on this machine without --slurm",
         )
         array = array_of(tasks)
-        on_submit(f"Slurm job {array}: {len(part):,} checkpoint(s), {at_once:,} at a time")
+        checkpoints = format_plural(len(part), "checkpoint")
+        on_submit(f"Slurm job {array}: {checkpoints}, {at_once:,} at a time")
         with contextlib.closing(finished_jobs(tasks, on_poll)) as finished:
-            for job_id, place, found in finished:
-                if isinstance(found, FailedJob):
-                    found = JobOutcome(error=f"job {job_id} {found.how}: {found.reason}")
-                yield part[place], found
+            for job_id, place, outcome in finished:
+                if isinstance(outcome, FailedJob):
+                    outcome = JobOutcome(error=f"job {job_id} {outcome.how}: {outcome.reason}")
+                yield part[place], outcome
 
 
 def run_job(request: JobRequest) -> JobOutcome:
@@ -234,7 +221,7 @@ def run_job(request: JobRequest) -> JobOutcome:
 
 
 def validation_record(request: JobRequest) -> EvaluationRecord:
-    """The loss on held-out text."""
+    """Return the record of the loss on held-out text."""
     # Here and not above: torch, which the login node does without.
     from slurmllm.evaluate.harness import resolve_device
     from slurmllm.evaluate.validation_loss import held_out_loss
@@ -261,7 +248,7 @@ def validation_record(request: JobRequest) -> EvaluationRecord:
 
 
 def _reason(error: Exception) -> str:
-    """An error on one line; the traceback of an unexpected one goes to the job's log."""
+    """Return an error on one line; the traceback of an unexpected one goes to the job's log."""
     if isinstance(error, SlurmllmError):
         return str(error)
     traceback.print_exception(error)
@@ -270,29 +257,17 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iterator[Path]:
-    """The Hugging Face folder of a model, exported to it if needed.
+    """Yield the Hugging Face folder of a model: its own, or a temporary export in `store`."""
+    from slurmllm.checkpoint.formats.exporting import plan_export, run_export
+    from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
 
-    A temporary export is written to `store`, on a disk with space for checkpoints.
-
-    Raises:
-        ConfigError: transformers has no such model.
-        DataError: the tokenizer is missing or does not fit.
-        StorageError: a file cannot be read or written.
-    """
+    directory = model.directory
     if model.huggingface:
-        yield model.directory
+        yield directory
         return
-    if settings.export_dir is not None:
-        folder = settings.export_dir / f"{model.directory.name}-{model.checksum[:12]}"
-        if not folder.is_dir():
-            _export(model.directory, folder, settings.tokenizer)
-        elif why := untrusted_error(folder.stat()):
-            raise StorageError(
-                f"the weights in {folder} may not be the checkpoint's: {why}; choose another "
-                "folder: --export-dir DIR"
-            )
-        yield folder
-        return
+    tokenizer = checkpoint_tokenizer(directory, settings.tokenizer)
+    if not tokenizer.files:
+        raise DataError(f"no tokenizer is known for {directory}; give --tokenizer FILE")
     try:
         store.mkdir(parents=True, exist_ok=True)
         prefix = f"{EXPORT_PREFIX}{settings.call_id}-"
@@ -300,30 +275,15 @@ def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iter
     except OSError as error:
         raise StorageError(
             f"cannot create a folder for the exported model in {store}: "
-            f"{error.strerror or error}; choose another one: --export-dir DIR"
+            f"{error.strerror or error}; check its permissions and the file system"
         ) from error
     try:
-        folder = temporary / model.directory.name
-        _export(model.directory, folder, settings.tokenizer)
+        folder = temporary / directory.name
+        run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)
         yield folder
     finally:
         # If the job is killed, the caller removes the folder (`evaluate.run_jobs`).
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _export(directory: Path, folder: Path, tokenizer_file: Path | None) -> None:
-    from slurmllm.checkpoint.formats.exporting import plan_export, run_export
-    from slurmllm.checkpoint.formats.tokenizer_files import checkpoint_tokenizer
-
-    tokenizer = checkpoint_tokenizer(directory, tokenizer_file)
-    if not tokenizer.files:
-        raise DataError(f"no tokenizer is known for {directory}; give --tokenizer FILE")
-    umask = os.umask(0o022)
-    os.umask(umask | 0o022)  # what a group may write to is not used again
-    try:
-        run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)
-    finally:
-        os.umask(umask)
 
 
 def main(outcome: int) -> None:

@@ -25,21 +25,32 @@ from slurmllm.run.artifact_records import EvaluationRecord
 
 REMEDY = "install it: pip install 'slurmllm[eval]'"
 # Classes of errors, or of their causes, if data cannot be downloaded from the hub.
-_HUB = (
-    "ConnectionError", "ConnectError", "OfflineModeIsEnabled", "LocalEntryNotFoundError",
-    "DatasetNotFoundError", "MaxRetryError", "NameResolutionError", "DataFilesNotFoundError",
-    "HfHubHTTPError", "ProxyError", "ReadTimeout", "ConnectTimeout",
-)  # fmt: skip
+_HUB = re.compile(
+    "ConnectionError|ConnectError|ConnectTimeout|ReadTimeout|ProxyError|NameResolutionError|"
+    "MaxRetryError|HfHubHTTPError|OfflineModeIsEnabled|LocalEntryNotFoundError|"
+    "DatasetNotFoundError|DataFilesNotFoundError"
+)
 # The harness's message if a task may generate more tokens than the model's context holds.
 _TOO_LONG = re.compile(r"max tokens to generate \((\d+)\) must be less than .* length \((\d+)\)")
 _TRUST = "pass --allow-code-execution to allow it, if you trust its author"
 # Settings that change only prompts, answers and metrics. The harness's own functions can be made to
 # run code by the others: some evaluate the questions, or load the tokenizer that `metadata` names.
-_PROMPT_SETTINGS = frozenset(
-    ("description", "doc_to_choice", "doc_to_target", "doc_to_text", "fewshot_delimiter",
-     "filter_list", "gen_prefix", "generation_kwargs", "metric_list", "num_fewshot", "repeats",
-     "target_delimiter", "task", "task_alias")
-)  # fmt: skip
+_PROMPT_SETTINGS = {
+    "description",
+    "doc_to_choice",
+    "doc_to_target",
+    "doc_to_text",
+    "fewshot_delimiter",
+    "filter_list",
+    "gen_prefix",
+    "generation_kwargs",
+    "metric_list",
+    "num_fewshot",
+    "repeats",
+    "target_delimiter",
+    "task",
+    "task_alias",
+}
 # Settings by which transformers, datasets and evaluate run programs of a folder or of the hub.
 _CODE_SETTINGS = ("class", "custom_generate", "hf_evaluate", "trust_remote_code", "use_prompt")
 # Settings of datasets: in which folder, maybe another user's, it puts copies of what a task reads,
@@ -49,7 +60,7 @@ _CODE_READERS = ("pandas", "sql")  # of `datasets`: pickles, and statements for 
 
 
 def require_harness() -> str:
-    """The version of the harness; raises UserError if it is not installed."""
+    """Return the version of the harness; raise UserError if it is not installed."""
     version = harness_version()
     if version is None:
         raise UserError(f"lm-evaluation-harness (lm_eval) is not installed; {REMEDY}")
@@ -67,12 +78,7 @@ class Harness:
         self._loaded_model: Any = None
 
     def score(self, request: TaskRequest) -> EvaluationRecord:
-        """Evaluate a task.
-
-        Raises:
-            UserError: there is no such task, or it may not run programs.
-            DataError: its questions are not available here.
-        """
+        """Evaluate a task; raise UserError if it may not run, DataError without its questions."""
         started = time.monotonic()
         results = self._evaluate(request)
         name = request.task.task
@@ -149,13 +155,10 @@ class Harness:
 
 @cache
 def task_manager(folder: str | None, allow_code: bool = False) -> Any:
-    """The harness's index of tasks, with those of a folder.
+    """Return the harness's index of tasks, with those of a folder.
 
-    Args:
-        allow_code: Whether task files that are not shipped may run code.
-
-    Raises:
-        UserError: there is no such folder, or the harness cannot be imported.
+    With `allow_code` task files that are not shipped may run code. Raises UserError if there is no
+    such folder, or the harness cannot be imported.
     """
     try:
         import lm_eval.utils
@@ -164,10 +167,10 @@ def task_manager(folder: str | None, allow_code: bool = False) -> Any:
         raise UserError(
             f"lm-evaluation-harness (lm_eval) cannot be imported ({error}); {REMEDY}"
         ) from error
-    given = lm_eval.utils.env
-    options = {"undefined": given.undefined, "keep_trailing_newline": given.keep_trailing_newline}
+    env = lm_eval.utils.env
+    options = {"undefined": env.undefined, "keep_trailing_newline": env.keep_trailing_newline}
     lm_eval.utils.env = Sandbox(**options)
-    lm_eval.utils.env.filters["regex_replace"] = given.filters["regex_replace"]
+    lm_eval.utils.env.filters["regex_replace"] = env.filters["regex_replace"]
     if folder is None:
         manager = TaskManager()
     else:
@@ -183,12 +186,12 @@ def task_manager(folder: str | None, allow_code: bool = False) -> Any:
 
 
 def _manager_of(request: TaskRequest, allow_code: bool) -> Any:
-    own = request.task.folder
-    return task_manager(None if own is None else str(request.folder / own), allow_code)
+    folder = request.task.folder
+    return task_manager(None if folder is None else str(request.folder / folder), allow_code)
 
 
 def _harness_task(request: TaskRequest, allow_code: bool) -> Any:
-    """A task's name, or the harness's task object with the options of the suite."""
+    """Return a task's name, or the harness's task object with the options of the suite."""
     task, manager = request.task, _manager_of(request, allow_code)
     if not task.options:
         return task.task
@@ -198,7 +201,7 @@ def _harness_task(request: TaskRequest, allow_code: bool) -> Any:
 
 
 def _is_shipped(path: Path) -> bool:
-    """Whether a file or folder, without links, comes with the harness or with slurmllm."""
+    """Return whether a file or folder, without links, comes with the harness or slurmllm."""
     import lm_eval
 
     roots = [Path(str(lm_eval.__file__)).parent.resolve(), suites_dir().resolve()]
@@ -206,7 +209,7 @@ def _is_shipped(path: Path) -> bool:
 
 
 def _factory_without_code() -> Any:
-    """The harness's maker of tasks, which refuses code in task files that are not shipped."""
+    """Return the harness's maker of tasks that refuses code in task files not shipped."""
     from lm_eval.tasks import _yaml_loader
     from lm_eval.tasks._factory import GROUP_FIELD_NAMES, TaskFactory
 
@@ -268,8 +271,7 @@ def _refuse_code(
             raise UserError(f"{place}: `{name}` may copy your files to other folders; {_TRUST}")
         if isinstance(value, dict | list) and id(value) not in seen:
             seen.add(id(value))
-            items = value.items() if isinstance(value, dict) else [(name, one) for one in value]
-            remaining += items
+            remaining += value.items() if isinstance(value, dict) else [(name, v) for v in value]
     for name in sorted(settings.keys() - allowed) if allowed is not None else ():
         raise UserError(
             f"{place}: `{name}` changes what the functions of the harness's tasks read, which can "
@@ -278,7 +280,7 @@ def _refuse_code(
 
 
 def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
-    """Why the harness cannot run a task, by the task's name and file; None if it can.
+    """Return why the harness cannot run a task, by its name and file; None if it can.
 
     Raises:
         UserError: there is no such folder of tasks, or the harness cannot be imported.
@@ -291,8 +293,8 @@ def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
         return f"{name} is a tag of several tasks; name them: {', '.join(sorted(entry.tags))}"
     file = entry.cfg or {}
     if name in manager.all_groups and not file.get("aggregate_metric_list"):
-        children = [one if isinstance(one, str) else one.get("task") for one in file["task"]]
-        tasks = ", ".join(str(one) for one in children if isinstance(one, str))
+        members = [task if isinstance(task, str) else task.get("task") for task in file["task"]]
+        tasks = ", ".join(member for member in members if isinstance(member, str))
         return f"{name} is a group without a metric of its own; name its tasks: {tasks}"
     if file.get("unsafe_code") and not allow_code:
         return f"{name} executes model-written code; pass --allow-code-execution to allow it"
@@ -316,16 +318,16 @@ def _check_code(request: TaskRequest, allow_code: bool) -> None:
         _refuse_code(request.task.options, place, _PROMPT_SETTINGS)
 
 
-def _unknown_task(name: str, known: Sequence[str]) -> str:
+def _unknown_task(name: str, tasks: Sequence[str]) -> str:
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=3)
+    close = difflib.get_close_matches(name, tasks, n=3)
     guess = f"did you mean {' or '.join(close)}? " if close else ""
     return f"the harness has no task {name!r}; {guess}`lm_eval ls tasks` lists all"
 
 
 def resolve_device(device: str) -> str:
-    """cpu or cuda, for `auto`; raises UserError for cuda without a CUDA device."""
+    """Return cpu or cuda, for `auto`; raise UserError for cuda without a CUDA device."""
     import torch
 
     available = torch.cuda.is_available()
@@ -337,7 +339,7 @@ def resolve_device(device: str) -> str:
 
 
 def _translate_error(task: str, error: Exception) -> SlurmllmError:
-    """The harness's error as one of ours, with what to do about it."""
+    """Return the harness's error as one of ours, with what to do about it."""
     text = " ".join(str(error).split())[:300]
     if "marked as unsafe" in text:
         return UserError(
@@ -349,10 +351,10 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
             f"version 4 ({text}); choose another task, or write one that reads them from files"
         )
     if too_long := _TOO_LONG.search(text):
-        wanted, context = too_long.groups()
+        longest, context = too_long.groups()
         return DataError(
-            f"{task} lets the model write {wanted} tokens, but its context holds {context}, prompt "
-            "and answer together; omit the task, or request fewer in a suite of your own: "
+            f"{task} lets the model write {longest} tokens, but its context holds {context}, "
+            "prompt and answer together; omit the task, or request fewer in a suite of your own: "
             f"options: {{generation_kwargs: {{max_gen_toks: N, until: [...]}}}}"
         )
     chain: list[str] = []
@@ -360,7 +362,7 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
     while cause is not None and len(chain) < 20:  # a chain of causes may be circular
         chain += [kind.__name__ for kind in type(cause).__mro__]
         cause = cause.__cause__ or cause.__context__
-    if any(name in _HUB for name in chain) or "Hugging Face Hub" in text:
+    if any(map(_HUB.fullmatch, chain)) or "Hugging Face Hub" in text:
         return DataError(
             f"the data of {task} cannot be fetched here ({text}); fetch it on a machine with a "
             "network, with the same command and --fetch, and HF_HOME set to a folder that the "
@@ -372,12 +374,7 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
 
 
 def fetch(request: TaskRequest, allow_code: bool) -> None:
-    """Download a task's questions into the cache of this machine (HF_HOME).
-
-    Raises:
-        UserError: there is no such task, or it may not run code.
-        DataError: they are not available here.
-    """
+    """Download a task's questions into the cache of this machine (HF_HOME); raise as `score`."""
     name = request.task.task
     try:
         manager = _manager_of(request, allow_code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from slurmllm.display.pictures import Axes, EngFormatter, Figure, MaxNLocator, write_picture
 from slurmllm.evaluate.scores import ScoreRow, ScoreTable
@@ -14,6 +15,7 @@ from slurmllm.run.rundir import RunDir
 
 _COLUMNS = 3
 _MAX_POINTS = 1200  # of the training loss: one for each column of the picture
+_ROW_LOOK: dict[str, Any] = {"markersize": 3, "linewidth": 1.2}
 _REFERENCE_COLOURS = ("0.25", "tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:cyan")
 
 
@@ -61,10 +63,8 @@ def _draw_panel(
         x = [table.tokens[step] if against_tokens else step for step in steps]
         y = [row.scores[step] for step in steps]
         average = row.name.startswith(AVERAGE)
-        (line,) = ax.plot(
-            x, y, marker="o", markersize=4 if average else 3, linewidth=2.4 if average else 1.2,
-            color="black" if average else None, label=row.name,
-        )  # fmt: skip
+        look = {"markersize": 4, "linewidth": 2.4, "color": "black"} if average else _ROW_LOOK
+        (line,) = ax.plot(x, y, marker="o", label=row.name, **look)
         if all(step in row.errors for step in steps):
             low = [value - row.errors[step] for value, step in zip(y, steps, strict=True)]
             high = [value + row.errors[step] for value, step in zip(y, steps, strict=True)]

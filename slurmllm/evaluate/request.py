@@ -35,42 +35,30 @@ from slurmllm.run.safe_files import open_regular
 HARNESS = "lm_eval"
 # Prefix of the temporary folders of exported models, in the folder of the scores.
 EXPORT_PREFIX = ".export-"
+# Of a folder of tasks
+_MOST_FILES = 10_000
+_MOST_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model to evaluate.
+    """A model to evaluate."""
 
-    Attributes:
-        directory: A checkpoint folder, or a Hugging Face model folder.
-        step: Of the checkpoint; 0 for a Hugging Face model.
-        tokens: Tokens trained on; 0 if unknown.
-        checksum: Of its contents.
-        huggingface: Whether it is a Hugging Face folder, which is evaluated without an export.
-        verified: Whether its files have been verified already.
-    """
-
-    directory: Path
-    step: int
-    tokens: int
-    checksum: str
-    huggingface: bool = False
-    verified: bool = False
+    directory: Path  # a checkpoint folder, or a Hugging Face model folder
+    step: int  # 0 for a Hugging Face model
+    tokens: int  # tokens trained on; 0 if unknown
+    checksum: str  # of its contents
+    huggingface: bool = False  # whether it is a Hugging Face folder, evaluated without an export
+    verified: bool = False  # whether its files have been verified already
 
 
 @dataclass(frozen=True)
 class ValidationText:
-    """The text of the task `validation`.
+    """The text of the task `validation`: held-out documents of a run, or a named corpus."""
 
-    Attributes:
-        run: The run whose held-out documents are read; None for a named corpus of a model folder.
-        corpus: The named corpus.
-        name: Of the task in the records.
-    """
-
-    run: Path | None
+    run: Path | None  # None for a named corpus of a model folder
     corpus: Path | None
-    name: str
+    name: str  # of the task in the records
 
 
 @dataclass(frozen=True)
@@ -84,30 +72,14 @@ class TaskRequest:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings of all tasks.
+    """Settings of all tasks."""
 
-    Attributes:
-        limit: Maximum questions (`validation`: sequences); None: all (the first 1,000).
-        batch_size: Sequences in a batch; None: one on a CPU, as many as fit on a CUDA device.
-        device: cpu, cuda, or auto: cuda if available.
-        allow_code: Whether programs that the model writes may be executed.
-        export_dir: Where exported models are kept; None: they are removed.
-        tokenizer: A tokenizer.json to use instead of the run's.
-        call_id: In the names of this call's temporary folders.
-    """
-
-    limit: int | None = None
-    batch_size: int | None = None
-    device: str = "auto"
-    allow_code: bool = False
-    export_dir: Path | None = None
-    tokenizer: Path | None = None
-    call_id: str = ""
-
-
-# Of a folder of tasks
-_MOST_FILES = 10_000
-_MOST_BYTES = 4 << 30
+    limit: int | None = None  # maximum questions or sequences; None: all, or the first 1,000
+    batch_size: int | None = None  # None: one on a CPU, as many as fit on a CUDA device
+    device: str = "auto"  # cpu, cuda, or auto: cuda if available
+    allow_code: bool = False  # whether programs that the model writes may be executed
+    tokenizer: Path | None = None  # a tokenizer.json to use instead of the run's
+    call_id: str = ""  # in the names of this call's temporary folders
 
 
 @dataclass(frozen=True)
@@ -141,7 +113,7 @@ class JobOutcome:
 
 @cache
 def harness_version() -> str | None:
-    """Such as `lm_eval 0.4.13`; None if the harness is not installed."""
+    """Return such as `lm_eval 0.4.13`; None if the harness is not installed."""
     try:
         return f"{HARNESS} {metadata.version(HARNESS)}"
     except metadata.PackageNotFoundError:
@@ -149,7 +121,7 @@ def harness_version() -> str | None:
 
 
 def checkpoint_checksum(manifest: CheckpointManifest) -> str:
-    """Digest of the names and checksums of a checkpoint's files.
+    """Return a digest of the names and checksums of a checkpoint's files.
 
     Without times and attempts: a checkpoint that is copied or saved again has the same digest.
     """
@@ -157,7 +129,7 @@ def checkpoint_checksum(manifest: CheckpointManifest) -> str:
 
 
 def folder_checksum(folder: Path) -> str:
-    """Digest of the files of a Hugging Face model folder.
+    """Return a digest of the files of a Hugging Face model folder.
 
     Raises:
         UserError: its weights are not safetensors.
@@ -183,13 +155,10 @@ def task_key(
     version: str,
     extra: Mapping[str, Any] | None = None,
 ) -> str:
-    """Digest of a task's definition, with the task's name in front.
+    """Return a digest of all that a task's scores depend on, with the task's name in front.
 
-    Args:
-        folder: The task's own folder is relative to it.
-        limit: Maximum questions.
-        version: Of the harness; it also identifies the tasks that the harness ships.
-        extra: Whatever else changes the scores.
+    The task's own folder is relative to `folder`. The harness's `version` also identifies the tasks
+    that the harness ships.
     """
     parts = {
         "task": task.task,
@@ -207,7 +176,7 @@ def task_key(
 
 @cache
 def _files_digest(folder: Path) -> str:
-    """Digest of the files of a folder of tasks."""
+    """Return a digest of the files of a folder of tasks."""
     if not folder.is_dir():
         return ""  # the harness then reports the missing folder
     digests, total = dict[str, str](), 0
@@ -250,7 +219,7 @@ class Selection:
 
 
 def find_target(target: str, root: Path) -> EvaluationTarget:
-    """A run by name or directory, a checkpoint, or a Hugging Face folder; else a RunError."""
+    """Return the run, checkpoint or Hugging Face folder that `target` names; else a RunError."""
     path = Path(target).absolute()
     if path.is_dir() and not is_run(path) and not is_run(root / target):
         if (path / MANIFEST).is_file():
@@ -267,13 +236,9 @@ def find_target(target: str, root: Path) -> EvaluationTarget:
 def select_models(
     target: EvaluationTarget, requested: Sequence[str], is_cached: Callable[[ModelRef], bool]
 ) -> Selection:
-    """The models of --checkpoint: steps, `latest` or `all`; by default latest.
+    """Return the models of --checkpoint: steps, `latest` or `all`; by default latest.
 
     A checkpoint that `is_cached` (all its scores are) is not verified.
-
-    Raises:
-        RunError: an unknown step, or --checkpoint without a run.
-        CheckpointError: no checkpoint verifies.
     """
     if (folder := target.model) is not None:
         if requested:

@@ -6,15 +6,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slurmllm.errors import SlurmllmError
+from slurmllm.evaluate.request import task_key
+from slurmllm.evaluate.suites import (
+    AVERAGE,
+    VALIDATION,
+    LocatedSuite,
+    SuiteTask,
+    find_suite,
+    read_suite,
+    suite_names,
+)
 from slurmllm.format import ABSENT
+from slurmllm.run.artifact_records import EvaluationRecord
 from slurmllm.run.rundir import RunDir
-
-if TYPE_CHECKING:
-    from slurmllm.evaluate.suites import LocatedSuite, SuiteTask
-    from slurmllm.run.artifact_records import EvaluationRecord
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,14 @@ class ScoreRow:
     reference_errors: Mapping[str, float] = field(default_factory=dict)
 
     def difference(self, model: str, step: int) -> float | None:
-        """Score - published score, in standard errors of the two; None without an error of ours."""
+        """Return score - published score in standard errors of the two, if ours has an error."""
         if model not in self.references or step not in self.scores or not self.errors.get(step):
             return None
         error = math.hypot(self.errors[step], self.reference_errors.get(model, 0.0))
         return (self.scores[step] - self.references[model]) / error
 
     def published(self, model: str, steps: Sequence[int], number: Callable[[float], str]) -> str:
-        """A published score with its error, and the difference of the newest step's from it."""
+        """Return a published score with its error and the newest step's difference from it."""
         if model not in self.references:
             return ABSENT
         error = self.reference_errors.get(model)
@@ -68,13 +74,7 @@ class StoredScore:
 
 
 def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
-    """The tables of all suites in which a run has a score, shipped ones first.
-
-    Returns:
-        The tables, and a warning for each unreadable file.
-    """
-    from slurmllm.evaluate.suites import LocatedSuite, find_suite, read_suite, suite_names
-
+    """Return the tables of all suites with a score, shipped ones first; and warnings."""
     stored, warnings = read_scores(run)
     if not stored:
         return [], warnings
@@ -87,8 +87,8 @@ def score_tables(run: RunDir) -> tuple[list[ScoreTable], list[str]]:
     tables = [suite_table(suite, stored) for suite in suites]
     # Loss on held-out text is part of every suite: shown in the first one if nothing else is.
     scored = [table for table in tables if table.steps]
-    own = [table for table in scored if any(row.group != HELD_OUT for row in table.rows)]
-    return own or scored[:1], warnings
+    tasks = [table for table in scored if any(row.group != HELD_OUT for row in table.rows)]
+    return tasks or scored[:1], warnings
 
 
 # The group of `validation` in all shipped suites.
@@ -96,9 +96,7 @@ HELD_OUT = "held-out text"
 
 
 def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
-    """All scores of a run, and a warning for each unreadable file."""
-    from slurmllm.run.artifact_records import EvaluationRecord
-
+    """Return all scores of a run, and a warning for each unreadable file."""
     stored, warnings = [], []
     for path in run.evaluation_files():
         try:
@@ -111,13 +109,11 @@ def read_scores(run: RunDir) -> tuple[list[StoredScore], list[str]]:
 def suite_table(
     located: LocatedSuite, stored: Sequence[StoredScore], limit: int | None = None
 ) -> ScoreTable:
-    """The table of a suite, without rows that have no score.
+    """Return the table of a suite, without rows that have no score.
 
     With `limit`, only scores of so many questions; else of all questions if there are any, else of
     the most, and the row's name has their number.
     """
-    from slurmllm.evaluate.suites import AVERAGE
-
     rows: list[ScoreRow] = []
     steps: dict[int, int] = {}
     references = located.suite.references
@@ -137,8 +133,8 @@ def suite_table(
             scores = [newest[step] for step in sorted(newest)]
             steps |= {record.step: record.tokens for record in scores}
             group_rows += _rows(group.name, task, scores)
-        published = {one.model: one.figures.get(group.name, {}) for one in references}
-        errors = {one.model: one.errors.get(group.name, {}) for one in references}
+        published = {model.model: model.figures.get(group.name, {}) for model in references}
+        errors = {model.model: model.errors.get(group.name, {}) for model in references}
         for index, row in enumerate(group_rows):
             name = row.name.partition(" (first ")[0]
             group_rows[index] = replace(
@@ -148,9 +144,9 @@ def suite_table(
             )
         rows += group_rows
         if group.average and len(group.tasks) > 1:
-            known = {model: of[AVERAGE] for model, of in errors.items() if AVERAGE in of}
+            of_average = {model: of[AVERAGE] for model, of in errors.items() if AVERAGE in of}
             average = _average(group.name, group_rows, len(group.tasks), published)
-            rows += [replace(row, reference_errors=known) for row in average]
+            rows += [replace(row, reference_errors=of_average) for row in average]
     scored = tuple(sorted(steps))
     sources = {r.model: r.source for r in located.suite.references}
     return ScoreTable(located.suite.name, tuple(rows), scored, steps, sources)
@@ -159,11 +155,8 @@ def suite_table(
 def _matching(
     folder: Path, task: SuiteTask, stored: Iterable[StoredScore]
 ) -> list[EvaluationRecord]:
-    """The scores of a task as the suite defines it, of any version of the harness."""
-    from slurmllm.evaluate.request import task_key
-    from slurmllm.evaluate.suites import VALIDATION
-
-    records = [(one.key, one.record) for one in stored if one.record.task == task.task]
+    """Return the scores of a task as the suite defines it, of any version of the harness."""
+    records = [(score.key, score.record) for score in stored if score.record.task == task.task]
     # The key of `validation` depends on its text, which is not read here.
     if task.task.partition(":")[0] == VALIDATION:
         return [record for _, record in records]
@@ -203,7 +196,7 @@ def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> l
 
 
 def match_metric(metric: str, scores: Mapping[str, float]) -> str | None:
-    """The harness's name of a metric, with its filter: the first one if none is given."""
+    """Return the harness's name of a metric, with its filter: the first one by default."""
     if metric in scores:
         return metric
     return next((name for name in scores if name.partition(",")[0] == metric), None)
@@ -212,9 +205,7 @@ def match_metric(metric: str, scores: Mapping[str, float]) -> str | None:
 def _average(
     group: str, rows: Sequence[ScoreRow], tasks: int, published: Mapping[str, Mapping[str, float]]
 ) -> list[ScoreRow]:
-    """The mean of a group's rows, for steps and published models that have all of them."""
-    from slurmllm.evaluate.suites import AVERAGE
-
+    """Return the mean of a group's rows, for steps and published models that have all of them."""
     if len(rows) != tasks:  # a mean of fewer tasks is not comparable with the published one
         return []
     steps = set.intersection(*(set(row.scores) for row in rows))

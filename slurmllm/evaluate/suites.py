@@ -15,6 +15,7 @@ from slurmllm.config.profiles import available, find_yaml
 from slurmllm.config.resolve import recipes_dir
 from slurmllm.config.yaml_source import read_yaml, write_yaml
 from slurmllm.errors import ConfigError, UserError
+from slurmllm.format import format_plural
 from slurmllm.run.rundir import RunDir, write_atomic
 
 # Not a task of the harness: our own loop over held-out text.
@@ -105,27 +106,27 @@ class Suite(Section):
         return (task for group in self.groups for task in group.tasks)
 
     def changed(self, change: Callable[[SuiteTask], SuiteTask | None]) -> Suite:
-        """The suite with other rows: what `change` makes of each, None to leave it out."""
+        """Return the suite with other rows: what `change` makes of each, None to leave it out."""
         groups = []
         for group in self.groups:
-            rows = tuple(row for one in group.tasks if (row := change(one)) is not None)
+            rows = tuple(row for task in group.tasks if (row := change(task)) is not None)
             if rows:
                 groups.append(group.model_copy(update={"tasks": rows}))
         return self.model_copy(update={"groups": tuple(groups)})
 
     def only(self, tasks: Sequence[str]) -> Suite:
-        """The suite with only some tasks; raises UserError if one is not in the suite."""
-        known = list(dict.fromkeys(row.task for row in self.rows()))
+        """Return the suite with only some tasks; raise UserError if one is not in it."""
+        names = list(dict.fromkeys(row.task for row in self.rows()))
         for task in tasks:
-            if task not in known:
+            if task not in names:
                 raise UserError(
-                    f"--task {task} is not in suite {self.name}; it has {', '.join(known)}; omit "
+                    f"--task {task} is not in suite {self.name}; it has {', '.join(names)}; omit "
                     "--suite for other tasks of the harness"
                 )
         return self.changed(lambda row: row if row.task in tasks else None)
 
     def with_shots(self, shots: int) -> Suite:
-        """The suite with another number of examples, which becomes part of its name."""
+        """Return the suite with another number of examples, which becomes part of its name."""
         suite = self.changed(
             lambda row: row if row.task == VALIDATION else row.model_copy(update={"shots": shots})
         )
@@ -143,7 +144,7 @@ class LocatedSuite:
 
 
 def suites_dir() -> Path:
-    """The folder of the suites that ship with slurmllm, one YAML file each."""
+    """Return the folder of the suites that ship with slurmllm, one YAML file each."""
     return recipes_dir().parent / "evaluation"
 
 
@@ -152,7 +153,7 @@ def suite_names() -> list[str]:
 
 
 def find_suite(name: str) -> LocatedSuite:
-    """A suite by name or YAML file; raises ConfigError if there is none, and as `read_suite`."""
+    """Return a suite by name or YAML file; raise ConfigError without one, and as `read_suite`."""
     path = find_yaml(name, suites_dir(), "suite", "choose an existing one").absolute()
     return LocatedSuite(read_suite(path), path.parent, shipped=name in suite_names())
 
@@ -182,7 +183,7 @@ def read_suite(path: Path) -> Suite:
     locations = [item["loc"] for item in items]
     faults = []
     for item in items:
-        kind, location, given = item["type"], item["loc"], item["input"]
+        kind, location, value = item["type"], item["loc"], item["input"]
         # pydantic also reports a list as empty if all its elements are invalid.
         if any(other != location == other[: len(location)] for other in locations):
             continue
@@ -190,9 +191,9 @@ def read_suite(path: Path) -> Suite:
         rule = _RULES.get(kind, item["msg"].removeprefix("Value error, "))
         if kind.startswith("model_") and field.rpartition(".")[0].endswith("tasks"):
             rule += ", such as {task: piqa}"
-        value = f" (is {given!r:.60})" if isinstance(given, str | int | float) else ""
-        faults.append(f"{field}: {rule.replace('Input should be', 'must be')}{value}")
-    raise ConfigError(f"{path}: {len(faults)} fault(s)", faults)
+        shown = f" (is {value!r:.60})" if isinstance(value, str | int | float) else ""
+        faults.append(f"{field}: {rule.replace('Input should be', 'must be')}{shown}")
+    raise ConfigError(f"{path}: {format_plural(len(faults), 'error')}", faults)
 
 
 def suite_of_tasks(tasks: Sequence[str], shots: int | None) -> Suite:
@@ -209,9 +210,6 @@ def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> 
 
     Tasks of --task are added to those of earlier calls. A suite that is not `complete` does not
     replace an existing file.
-
-    Raises:
-        StorageError: the file cannot be written.
     """
     suite, path = located.suite, run.evaluation_suite(located.suite.name)
     if not complete and path.is_file():
@@ -237,15 +235,12 @@ def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> 
 
 
 def logiqa_questions(**files: Any) -> dict[str, Any]:
-    """The splits of LogiQA (Liu et al. 2020, arXiv 2007.08124), for a task's `custom_dataset`.
+    """Return the splits of LogiQA (arXiv 2007.08124), for a task's `custom_dataset`.
 
     A question is a block of lines: the letter of the answer, the passage, the question and four
     options, each with its letter. The columns, and the blanks inserted after full stops, are those
-    of the data set that the harness's task was written for.
-
-    Args:
-        files: Split → URL of a file, which is downloaded once and then read from the cache
-            (HF_HOME); the harness adds arguments of its own, which are ignored.
+    of the data set that the harness's task was written for. `files` are URLs by split, downloaded
+    once into the cache (HF_HOME), and arguments of the harness, which are ignored.
     """
     from datasets import Dataset, DownloadConfig, DownloadManager
 
@@ -270,11 +265,9 @@ def logiqa_questions(**files: Any) -> dict[str, Any]:
 
 
 def shipped_lines(**files: Any) -> dict[str, Any]:
-    """The splits of a shipped task, for its YAML's `custom_dataset`.
+    """Return the splits of a shipped task, for its YAML's `custom_dataset`.
 
-    Args:
-        files: Split → a .jsonl file, relative to the suites' folder; the harness adds arguments of
-            its own, which are ignored.
+    `files` are .jsonl files by split, relative to the suites' folder, and ignored arguments.
     """
     from datasets import Dataset
 

@@ -62,16 +62,9 @@ class ValidationLoss(NamedTuple):
 def held_out_loss(
     directory: Path, spec: StreamSpec, limit: int | None, batch_size: int | None, device: str
 ) -> ValidationLoss:
-    """The loss of a checkpoint.
+    """Return the loss of a checkpoint on a text (`spec`, with a global batch of one sequence).
 
-    Args:
-        spec: The text; its global batch is one sequence.
-        limit: Maximum sequences; None: MAX_SEQUENCES.
-        batch_size: Sequences in a batch; None: as many as have _TOKENS_PER_BATCH tokens.
-
-    Raises:
-        DataError: the corpus or the tokenizer is invalid.
-        StorageError: the checkpoint is damaged.
+    By default of MAX_SEQUENCES, in batches of about _TOKENS_PER_BATCH tokens.
     """
     started = time.monotonic()  # not time.time(), which may be set back
     model = load_model(directory, read_origin(directory).model, device)
@@ -100,7 +93,7 @@ def held_out_loss(
 
 
 def load_model(directory: Path, config: ModelConfig, device: str) -> Decoder:
-    """A checkpoint's model: in fp32 on a CPU, in bf16 on other devices."""
+    """Return a checkpoint's model: in fp32 on a CPU, in bf16 on other devices."""
     # On meta: allocated once, in the final dtype and on the device.
     with torch.device("meta"):
         model = build_model(config)

@@ -29,13 +29,9 @@ _CORPORA = (".arrow", ".npy", ".bin", ".idx")
 
 
 def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
-    """The text for a run's checkpoints, or for a model folder (`run` is None).
+    """Return the text for a run's checkpoints, or for a model folder (`run` is None).
 
-    `corpus` is the file of --validation-corpus.
-
-    Raises:
-        UserError: no text is known.
-        ConfigError: the run's configuration cannot be read.
+    `corpus` is the file of --validation-corpus. Raises UserError without any text.
     """
     if corpus is not None:
         if not corpus.exists():
@@ -57,7 +53,7 @@ def validation_text(run: RunDir | None, corpus: Path | None) -> ValidationText:
 
 
 def cache_key_parts(text: ValidationText, tokenizer: Path | None) -> dict[str, Any]:
-    """What the loss depends on, apart from the checkpoint, its data order and tokenizer name."""
+    """Return what the loss depends on, except the checkpoint, its data order and tokenizer name."""
     parts: dict[str, Any] = {"loop": LOOP}
     if text.corpus is not None:
         parts["corpus"] = "".join(map(_digest, corpus_files(text.corpus)))
@@ -72,16 +68,13 @@ def cache_key_parts(text: ValidationText, tokenizer: Path | None) -> dict[str, A
 def stream_spec(
     text: ValidationText, directory: Path, tokenizer: Path | None
 ) -> Iterator[StreamSpec]:
-    """The data stream for a checkpoint, with one sequence in a batch.
+    """Yield the data stream for a checkpoint, with one sequence in a batch.
 
     `tokenizer` replaces the run's, or that of an imported checkpoint.
-
-    Raises:
-        DataError: the named text cannot be read.
     """
     model = read_origin(directory).model
-    own = directory / TOKENIZER_FOLDER / TOKENIZER
-    named = tokenizer or (own if own.is_file() else None)
+    imported = directory / TOKENIZER_FOLDER / TOKENIZER
+    named = tokenizer or (imported if imported.is_file() else None)
     seed, mask, share, corpora = 0, "none", 0.0, []
     modules: tuple[str, ...] = ()
     if text.run is not None:
@@ -89,7 +82,7 @@ def stream_spec(
         seed, mask = recipe.train.seed, recipe.data.mask
         if named is None and recipe.data.tokenizer is not None:
             named = Path(recipe.data.tokenizer)
-        corpora = [(Path(one.path), one.weight) for one in recipe.data.corpora]
+        corpora = [(Path(corpus.path), corpus.weight) for corpus in recipe.data.corpora]
         share = recipe.data.validation
         if recipe.plugins:  # imported, so that no other user may have named them
             modules = load(RunDir(text.run).config, trusted=True).recipe.plugins
@@ -113,7 +106,7 @@ def stream_spec(
 
 @contextlib.contextmanager
 def _as_corpus(path: Path) -> Iterator[Path]:
-    """A corpus, or one that is built from a text, JSON lines, CSV or Parquet file."""
+    """Yield a corpus, or one that is built from a text, JSON lines, CSV or Parquet file."""
     if path.suffix in _CORPORA or path.is_dir():
         yield path
         return
@@ -129,8 +122,8 @@ def _as_corpus(path: Path) -> Iterator[Path]:
 
 def _digest(path: Path) -> str:
     try:
-        found = path.stat()
-        return _digest_of(path, found.st_size, found.st_mtime_ns)
+        status = path.stat()
+        return _digest_of(path, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror or error}; choose a readable file"

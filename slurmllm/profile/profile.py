@@ -6,6 +6,8 @@ is in no collective yet. Clocks of different nodes must agree to less than the t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,79 +41,71 @@ def read_profile(run: RunDir, attempt: int | None, rank: int | None) -> Profile:
         RunError: There is none, or none of `rank`; the message has the command for one.
         StorageError: A trace is damaged.
     """
-    found = run.profiled()
-    if not found:
+    profiled = run.profiled()
+    if not profiled:
         raise RunError(_without_profile(run))
-    number = max(found) if attempt is None else attempt
-    if number not in found:
+    number = max(profiled) if attempt is None else attempt
+    if number not in profiled:
         raise RunError(
             f"{run.name}: attempt {number} has no profile; choose --attempt "
-            f"{', '.join(map(str, found))}"
+            f"{', '.join(map(str, profiled))}"
         )
-    files = found[number]
-    ranks = [one.rank for one in files]
+    files = profiled[number]
+    ranks = [worker.rank for worker in files]
     if rank is not None and rank not in ranks:
         raise RunError(
             f"{run.name}: rank {rank} has no profile in attempt {number}; choose --rank "
             f"{', '.join(map(str, ranks))}, or profile it: --set profile.ranks=[{rank}]"
         )
-    profiles = [_read(one) for one in files]
+    profiles = [_read(worker) for worker in files]
+    results = [_result(*pair, profiles) for pair in zip(profiles, files, strict=True)]
     neuron = run.neuron_profiles
-    return Profile(
-        number,
-        [_result(profile, one, profiles) for profile, one in zip(profiles, files, strict=True)],
-        neuron if neuron.is_dir() else None,
-    )
+    return Profile(number, results, neuron if neuron.is_dir() else None)
 
 
 def _without_profile(run: RunDir) -> str:
-    steps, last = None, 0
-    config = load(run.config, trusted=True)
-    if config.recipe.profile.steps is not None:
-        steps, last = config.recipe.profile.steps, config.recipe.train.steps
-    again = f"`slurmllm resume {run.name} --set 'profile.steps=[FIRST, LAST]'`"
-    if steps is None:
+    recipe = load(run.config, trusted=True).recipe
+    resume = f"`slurmllm resume {run.name} --set 'profile.steps=[FIRST, LAST]'`"
+    if (steps := recipe.profile.steps) is None:
         return (
-            f"{run.name} has no profile; {again} profiles steps that it has not trained yet, or "
+            f"{run.name} has no profile; {resume} profiles steps that it has not trained yet, or "
             "submit a run with profile.steps"
         )
     return (
-        f"{run.name} has no profile yet: profile.steps is {list(steps)} of {last} steps; wait for "
-        f"step {steps[1]}, or after it, profile later steps with {again}"
+        f"{run.name} has no profile yet: profile.steps is {list(steps)} of {recipe.train.steps} "
+        f"steps; wait for step {steps[1]}, or after it, profile later steps with {resume}"
     )
 
 
 def _read(files: ProfileFiles) -> RankProfile:
-    try:
-        if (found := RankProfile.find(files.summary)) is not None:
-            return found
-    except StorageError:
-        pass  # the trace has the same, but takes longer to read
+    with suppress(StorageError):  # the trace has the same, but takes longer to read
+        if (profile := RankProfile.find(files.summary)) is not None:
+            return profile
     return summarize(files.trace, files.rank)
 
 
-def _result(own: RankProfile, files: ProfileFiles, profiles: list[RankProfile]) -> RankResult:
+def _result(
+    profile: RankProfile, files: ProfileFiles, profiles: Sequence[RankProfile]
+) -> RankResult:
     waits: dict[int, float] = {}
     waiting: list[Interval] = []
     for other in profiles:
-        common = _intervals([other.window])
-        exposed, _ = take(common, _intervals(own.exposed))
+        exposed, _ = take(_intervals([other.window]), _intervals(profile.exposed))
         _, before = take(exposed, _intervals(other.collectives))
-        if other is not own and (seconds := _seconds(before) / own.num_steps) > 0:
+        if other is not profile and (seconds := _seconds(before) / profile.num_steps) > 0:
             waits[other.rank] = seconds
             waiting += before
     # Rounding, and the window's ends, could make the difference negative.
-    total = min(_seconds(disjoint(waiting)) / own.num_steps, own.parts["communication"])
-    parts = dict(own.parts)
+    total = min(_seconds(disjoint(waiting)) / profile.num_steps, profile.parts["communication"])
+    parts = dict(profile.parts)
     parts["communication"] -= total
     parts["waiting"] += total
-    ordered = sorted(waits.items(), key=lambda item: -item[1])
-    return RankResult(own, files, parts, dict(ordered))
+    return RankResult(profile, files, parts, dict(sorted(waits.items(), key=lambda item: -item[1])))
 
 
-def _intervals(pairs: tuple[tuple[int, int], ...] | list[tuple[int, int]]) -> list[Interval]:
+def _intervals(pairs: Sequence[tuple[int, int]]) -> list[Interval]:
     return [Interval(start, end, "") for start, end in pairs]
 
 
-def _seconds(intervals: list[Interval]) -> float:
-    return sum(one.end - one.start for one in intervals) / 1e6
+def _seconds(intervals: Sequence[Interval]) -> float:
+    return sum(interval.end - interval.start for interval in intervals) / 1e6

@@ -100,7 +100,7 @@ class RankProfile(Record):
 
 
 def summarize(path: Path, rank: int, node: str = "") -> RankProfile:
-    """Summarize a worker's trace; StorageError if it cannot be read or has no profiled step."""
+    """Return a summary of a worker's trace; raise StorageError if it has no profiled step."""
     try:
         return _divide(_collect(path), path, rank, node)
     except (ValueError, OverflowError) as error:  # numbers that no profiler writes
@@ -108,75 +108,82 @@ def summarize(path: Path, rank: int, node: str = "") -> RankProfile:
 
 
 def _divide(events: _Events, path: Path, rank: int, node: str) -> RankProfile:
-    steps = sorted(one for one in events.annotations if one.name.startswith(STEP))
+    steps = sorted(event for event in events.annotations if event.name.startswith(STEP))
     if not steps:
         raise StorageError(
             f"{path} has no profiled step; profile again: `slurmllm resume RUN --set "
             "'profile.steps=[FIRST, LAST]'`"
         )
-    numbers = [int(one.name.removeprefix(STEP)) for one in steps]
-    whole = Interval(steps[0].start, max(one.end for one in steps), "other")
+    numbers = [int(step.name.removeprefix(STEP)) for step in steps]
+    whole = Interval(steps[0].start, max(step.end for step in steps), "other")
     evaluations, window = take([whole], _take_out_evaluations(events))
     parts = _innermost(
-        one._replace(name=one.name.removeprefix(PREFIX))
-        for one in events.annotations
-        if not one.name.startswith(STEP)
+        event._replace(name=event.name.removeprefix(PREFIX))
+        for event in events.annotations
+        if not event.name.startswith(STEP)
     )
-    own = _innermost(events.main_thread)
+    host = _innermost(events.main_thread)
     if events.kernels:
         layers, longest = _device_layers(events, parts), _total(events.kernels)
-        collectives = [one for one in events.kernels if _COLLECTIVE.search(one.name)]
+        collectives = [kernel for kernel in events.kernels if _COLLECTIVE.search(kernel.name)]
     else:
-        layers, longest = _host_layers(events, own, parts), _total(own)
-        calls = [one for one in own if _COLLECTIVE.search(one.name)]
+        layers, longest = _host_layers(events, host, parts), _total(host)
+        calls = [call for call in host if _COLLECTIVE.search(call.name)]
         collectives = [*calls, *events.collectives]
     seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     free, exposed = window, []
     for layer in [*layers, window]:
         taken, free = take(free, layer)
-        for one in taken:
-            part = one.name if one.name in seconds else "other"
-            seconds[part] += (one.end - one.start) / 1e6 / len(steps)
+        for interval in taken:
+            part = interval.name if interval.name in seconds else "other"
+            seconds[part] += (interval.end - interval.start) / 1e6 / len(steps)
             if part == "communication":
-                exposed.append(one)
+                exposed.append(interval)
     inside, _ = take(window, disjoint(collectives))
     return RankProfile(
-        rank=rank, node=node, first_step=numbers[0], last_step=numbers[-1],
-        step_s=sum(seconds.values()), parts=seconds, device=bool(events.kernels),
+        rank=rank,
+        node=node,
+        first_step=numbers[0],
+        last_step=numbers[-1],
+        step_s=sum(seconds.values()),
+        parts=seconds,
+        device=bool(events.kernels),
         evaluation_s=_total(evaluations)[EVALUATION] / 1e6,
         operations=tuple(
             Operation(name=name, self_s=us / 1e6 / len(steps), calls=events.calls[name])
             for name, us in longest.most_common(_OPERATIONS)
         ),
         window=_absolute([whole], events.base_us)[0],
-        collectives=_absolute(inside, events.base_us), exposed=_absolute(exposed, events.base_us),
+        collectives=_absolute(inside, events.base_us),
+        exposed=_absolute(exposed, events.base_us),
         peak_bytes=events.peak_bytes,
-    )  # fmt: skip
+    )
 
 
 def _take_out_evaluations(events: _Events) -> list[Interval]:
-    """Remove what ran in evaluations; returns their intervals.
+    """Remove what ran in evaluations, and return their intervals.
 
     A device has none of an evaluation's work before it begins, and none when it has its losses.
     """
     name = f"{PREFIX}{EVALUATION}"
-    found = [one._replace(name=EVALUATION) for one in events.annotations if one.name == name]
-    found = disjoint(found)
+    evaluations = disjoint(
+        event._replace(name=EVALUATION) for event in events.annotations if event.name == name
+    )
 
     def outside(intervals: list[Interval]) -> list[Interval]:
-        kept = []
-        for one in intervals:
-            place = bisect_right(found, one.start, key=lambda other: other.start) - 1
-            if place < 0 or found[place].end <= one.start:
-                kept.append(one)
+        rest = []
+        for interval in intervals:
+            place = bisect_right(evaluations, interval.start, key=lambda e: e.start) - 1
+            if place < 0 or evaluations[place].end <= interval.start:
+                rest.append(interval)
             else:
-                events.calls[one.name] -= 1
-        return kept
+                events.calls[interval.name] -= 1
+        return rest
 
-    if found:
+    if evaluations:
         events.main_thread = outside(events.main_thread)
         events.kernels = outside(events.kernels)
-    return found
+    return evaluations
 
 
 class _Events:
@@ -194,16 +201,16 @@ class _Events:
 
 
 def _collect(path: Path) -> _Events:
-    found, threads = _Events(), defaultdict[str, list[Interval]](list)
+    events, threads = _Events(), defaultdict[str, list[Interval]](list)
     main = ""
     correlations: dict[Interval, str] = {}
     launched: dict[str, float] = {}
-    for event in _read(path, found):
+    for event in _read(path, events):
         try:
             arguments = event.get("args") or {}
             if event.get("name") == "[memory]":
                 total = int(arguments.get("Total Allocated", 0))
-                found.peak_bytes = max(found.peak_bytes or 0, total)
+                events.peak_bytes = max(events.peak_bytes or 0, total)
                 continue
             if event.get("ph") != "X":
                 continue
@@ -211,7 +218,7 @@ def _collect(path: Path) -> _Events:
             interval = Interval(start, start + float(event["dur"]), name)
             thread = f"{event.get('pid')} {event.get('tid')}"
             if kind in _DEVICE:
-                found.kernels.append(interval)
+                events.kernels.append(interval)
                 correlations[interval] = str(arguments.get("correlation"))
             elif kind in _LAUNCH:
                 launched[str(arguments.get("correlation"))] = start
@@ -219,25 +226,25 @@ def _collect(path: Path) -> _Events:
             elif kind not in ("cpu_op", "user_annotation"):
                 continue
             elif name.startswith(PREFIX):
-                found.annotations.append(interval)
+                events.annotations.append(interval)
                 main = thread
                 continue
             elif name.startswith("gloo:"):
-                found.collectives.append(interval)
+                events.collectives.append(interval)
                 continue
             else:
                 threads[thread].append(interval)
-            found.calls[name] += 1
+            events.calls[name] += 1
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise _damaged(path, f"event {event!r:.100}") from error
-    found.main_thread = threads[main]
-    found.launches = {
+    events.main_thread = threads[main]
+    events.launches = {
         kernel: launched[number] for kernel, number in correlations.items() if number in launched
     }
-    return found
+    return events
 
 
-def _read(path: Path, found: _Events) -> Iterator[dict[str, Any]]:
+def _read(path: Path, events: _Events) -> Iterator[dict[str, Any]]:
     """Yield the events one by one: a trace of some 100 MB would be several GB in memory."""
     decoder, text, place, size = json.JSONDecoder(), "", -1, 0
     try:
@@ -251,7 +258,7 @@ def _read(path: Path, found: _Events) -> Iterator[dict[str, Any]]:
                 text += chunk
                 if place < 0 and (begin := text.find('"traceEvents"')) >= 0:
                     if base := _BASE_TIME.search(text[:begin]):
-                        found.base_us = int(base.group(1)) / 1e3
+                        events.base_us = int(base.group(1)) / 1e3
                     place = text.find("[", begin) + 1 or -1
                 while place >= 0:
                     while place < len(text) and text[place] in ", \t\r\n":
@@ -280,17 +287,17 @@ def _damaged(path: Path, reason: str) -> StorageError:
 
 
 def _host_layers(
-    events: _Events, own: list[Interval], parts: list[Interval]
+    events: _Events, host: list[Interval], parts: list[Interval]
 ) -> list[list[Interval]]:
     calls, work = [], []
-    for one in own:
-        if _COLLECTIVE.search(one.name):
-            calls.append(one._replace(name="communication"))
-        elif one.name.startswith("## Call") or ("::" in one.name and not _FRAME.match(one.name)):
-            work.append(one)
+    for call in host:
+        if _COLLECTIVE.search(call.name):
+            calls.append(call)
+        elif call.name.startswith("## Call") or ("::" in call.name and not _FRAME.match(call.name)):
+            work.append(call)
     computed, _ = take(parts, work, keep=True)
-    running = [one._replace(name="communication") for one in disjoint(events.collectives)]
-    return [calls, computed, running, parts]
+    running = disjoint(events.collectives)
+    return [_named(calls, "communication"), computed, _named(running, "communication"), parts]
 
 
 def _device_layers(events: _Events, parts: list[Interval]) -> list[list[Interval]]:
@@ -302,49 +309,54 @@ def _device_layers(events: _Events, parts: list[Interval]) -> list[list[Interval
             index += 1
         if index < len(parts) and parts[index].start <= at:
             part_of[kernel] = parts[index].name
-    for one in events.kernels:
-        if _COLLECTIVE.search(one.name):
-            collectives.append(one._replace(name="communication"))
+    for kernel in events.kernels:
+        if _COLLECTIVE.search(kernel.name):
+            collectives.append(kernel)
         else:
-            kernels.append(one._replace(name=part_of.get(one, "other")))
-    data = [one for one in parts if one.name == "data"]
+            kernels.append(kernel._replace(name=part_of.get(kernel, "other")))
+    running = _named(disjoint(collectives), "communication")
+    data = [part for part in parts if part.name == "data"]
     idle = [Interval(float("-inf"), float("inf"), "waiting")]
-    return [disjoint(kernels), disjoint(collectives), data, idle]
+    return [disjoint(kernels), running, data, idle]
+
+
+def _named(intervals: Iterable[Interval], name: str) -> list[Interval]:
+    return [interval._replace(name=name) for interval in intervals]
 
 
 def _innermost(intervals: Iterable[Interval]) -> list[Interval]:
     """Divide nested intervals of one thread into disjoint ones, each of the innermost's name."""
-    found: list[Interval] = []
+    innermost: list[Interval] = []
     stack: list[Interval] = []
     at = 0.0
 
     def advance(to: float) -> None:
         nonlocal at
         if stack and to > at:
-            found.append(Interval(at, to, stack[-1].name))
+            innermost.append(Interval(at, to, stack[-1].name))
         at = max(at, to)
 
-    for one in sorted(intervals, key=lambda one: (one.start, -one.end)):
-        while stack and stack[-1].end <= one.start:
+    for call in sorted(intervals, key=lambda interval: (interval.start, -interval.end)):
+        while stack and stack[-1].end <= call.start:
             advance(stack[-1].end)
             stack.pop()
-        advance(one.start)
+        advance(call.start)
         # Times are rounded: a callee may seem to end later than its caller.
-        stack.append(one._replace(end=min(one.end, stack[-1].end)) if stack else one)
+        stack.append(call._replace(end=min(call.end, stack[-1].end)) if stack else call)
     while stack:
         advance(stack[-1].end)
         stack.pop()
-    return found
+    return innermost
 
 
 def disjoint(intervals: Iterable[Interval]) -> list[Interval]:
     """Remove overlaps: the interval that begins first has the common time."""
-    found: list[Interval] = []
-    for one in sorted(intervals):
-        start = max(one.start, found[-1].end) if found else one.start
-        if one.end > start:
-            found.append(one._replace(start=start))
-    return found
+    result: list[Interval] = []
+    for interval in sorted(intervals):
+        start = max(interval.start, result[-1].end) if result else interval.start
+        if interval.end > start:
+            result.append(interval._replace(start=start))
+    return result
 
 
 def take(
@@ -355,38 +367,38 @@ def take(
     The intersections have the names of `layer`; with `keep`, those of `free`.
     """
     taken, left, index = [], [], 0
-    for one in free:
-        at = one.start
+    for interval in free:
+        at = interval.start
         while index < len(layer) and layer[index].end <= at:
             index += 1
         place = index
-        while place < len(layer) and layer[place].start < one.end:
+        while place < len(layer) and layer[place].start < interval.end:
             other = layer[place]
-            start, end = max(at, other.start), min(one.end, other.end)
+            start, end = max(at, other.start), min(interval.end, other.end)
             if start > at:
-                left.append(one._replace(start=at, end=start))
+                left.append(interval._replace(start=at, end=start))
             if end > start:
-                taken.append(Interval(start, end, one.name if keep else other.name))
+                taken.append(Interval(start, end, interval.name if keep else other.name))
             at = max(at, end)
             place += 1
-        if at < one.end:
-            left.append(one._replace(start=at))
+        if at < interval.end:
+            left.append(interval._replace(start=at))
     return taken, left
 
 
 def _total(intervals: Iterable[Interval]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for one in intervals:
-        found[one.name] += one.end - one.start  # type: ignore[assignment]  # µs
-    return found
+    total_us: Counter[str] = Counter()
+    for interval in intervals:
+        total_us[interval.name] += interval.end - interval.start  # type: ignore[assignment]
+    return total_us
 
 
 def _absolute(intervals: Iterable[Interval], base_us: float) -> tuple[tuple[int, int], ...]:
     """Merge intervals that nearly touch; Unix time, µs."""
-    found: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for start, end, _ in sorted(intervals):
-        if found and start <= found[-1][1] + _GAP_US:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and start <= merged[-1][1] + _GAP_US:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((start, end))
-    return tuple((round(start + base_us), round(end + base_us)) for start, end in found)
+            merged.append((start, end))
+    return tuple((round(start + base_us), round(end + base_us)) for start, end in merged)

@@ -71,12 +71,12 @@ class ReportSection:
 
 
 def file_part(name: str) -> str:
-    """A run's or suite's name within the name of a file."""
+    """Return a run's or suite's name as a part of a file's name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:_LONGEST]
 
 
 def scores_name(run: int, suite: str) -> str:
-    """Name of the picture of a suite's scores; `run` is the index of the run in the report."""
+    """Return the name of a picture of scores; `run` is the index of the run in the report."""
     return f"scores-{run}-{file_part(suite)}"
 
 
@@ -85,92 +85,114 @@ def title(runs: Sequence[RunFacts]) -> str:
 
 
 def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[ReportSection]:
-    """The sections of a report; empty ones are left out."""
-    setting: list[Block] = [tables.setting_table(runs)]
-    evaluation: list[Block] = list(_plots(drawn, "evaluation"))
-    spikes: list[Block] = []
-    for number, facts in enumerate(runs):
+    """Return the sections of a report; empty ones are left out."""
+    contents = {
+        "summary": ("Summary", _summary(runs)),
+        "comparison": ("Comparison", _comparison(runs)),
+        "setting": ("What ran where", _setting(runs)),
+        "curves": ("Curves", _curves(drawn)),
+        "throughput": ("Throughput and scaling", _throughput(runs, drawn)),
+        "utilization": ("Utilization", _utilization(runs)),
+        "evaluation": ("Evaluation", _evaluation(runs, drawn)),
+        "checkpoints": ("Checkpoints", _checkpoints(runs)),
+        "spikes": ("Spikes", _spikes(runs)),
+        "warnings": ("Warnings", _warnings(runs)),
+    }
+    filled = (
+        ReportSection(name, title, list(blocks)) for name, (title, blocks) in contents.items()
+    )
+    return [section for section in filled if section.blocks]
+
+
+def _summary(runs: Sequence[RunFacts]) -> Iterator[Block]:
+    for facts in runs:
+        yield Paragraph(tables.verdict(facts), strong=facts.name)
+    yield tables.summary_table(runs)
+
+
+def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
+    yield tables.setting_table(runs)
+    for facts in runs:
         if facts.attempts:
-            setting += [Paragraph("attempts", strong=facts.name), tables.attempts_table(facts)]
+            yield Paragraph("attempts", strong=facts.name)
+            yield tables.attempts_table(facts)
+
+
+def _curves(drawn: Sequence[PlotData]) -> Iterator[Block]:
+    plots = _plots(drawn, "curves")
+    yield from plots
+    if plots:
+        yield Picture(CURVES, "Curves")
+
+
+def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
+    yield from _plots(drawn, "evaluation")
+    for number, facts in enumerate(runs):
         for table in facts.scores:
-            evaluation += [
-                Paragraph(f"suite {table.suite}", strong=facts.name),
-                Picture(scores_name(number, table.suite), f"Scores of {facts.name}"),
-                tables.scores_table(table),
-            ]
-        for one in () if facts.spikes is None else facts.spikes.by_metric:
-            title = f"{facts.name}, {NAMES[one.metric]}"
-            spikes.append(Paragraph(f"{one.state}: {one.verdict}", strong=title))
-            share = f"; {one.one_step_share:.1%} of them last one step" if one.count else ""
-            published = f" ({one.reference})" if share and one.reference else ""
-            spikes.append(Paragraph(f"a spike: {one.definition}{share}{published}"))
-            doubts = [text for text in one.warnings if text not in facts.warnings]
-            spikes += [Bullets(doubts)] if doubts else []
-            if one.spikes:
-                spikes.append(Table(*one.highest_spikes()))
-    curves = _plots(drawn, "curves")
-    warnings = [f"{facts.name}: {warning}" for facts in runs for warning in facts.warnings]
-    found = [
-        ReportSection(
-            "summary", "Summary",
-            [
-                *(Paragraph(tables.verdict(facts), strong=facts.name) for facts in runs),
-                tables.summary_table(runs),
-            ],
-        ),
-        ReportSection("comparison", "Comparison", list(_comparison(runs))),
-        ReportSection("setting", "What ran where", setting),
-        ReportSection("curves", "Curves", [*curves, *[Picture(CURVES, "Curves")][: len(curves)]]),
-        ReportSection("throughput", "Throughput and scaling", list(_throughput(runs, drawn))),
-        ReportSection("utilization", "Utilization", list(_utilization(runs))),
-        ReportSection("evaluation", "Evaluation", evaluation),
-        ReportSection("checkpoints", "Checkpoints", list(_checkpoints(runs))),
-        ReportSection("spikes", "Spikes", spikes),
-        ReportSection("warnings", "Warnings", [Bullets(warnings)] if warnings else []),
-    ]  # fmt: skip
-    return [section for section in found if section.blocks]
+            yield Paragraph(f"suite {table.suite}", strong=facts.name)
+            yield Picture(scores_name(number, table.suite), f"Scores of {facts.name}")
+            yield tables.scores_table(table)
+
+
+def _spikes(runs: Sequence[RunFacts]) -> Iterator[Block]:
+    for facts in runs:
+        for metric in () if facts.spikes is None else facts.spikes.by_metric:
+            title = f"{facts.name}, {NAMES[metric.metric]}"
+            yield Paragraph(f"{metric.state}: {metric.verdict}", strong=title)
+            share = f"; {metric.one_step_share:.1%} of them last one step" if metric.count else ""
+            published = f" ({metric.reference})" if share and metric.reference else ""
+            yield Paragraph(f"a spike: {metric.definition}{share}{published}")
+            if doubts := [text for text in metric.warnings if text not in facts.warnings]:
+                yield Bullets(doubts)
+            if metric.spikes:
+                yield Table(*metric.highest_spikes())
+
+
+def _warnings(runs: Sequence[RunFacts]) -> Iterator[Block]:
+    if warnings := [f"{facts.name}: {text}" for facts in runs for text in facts.warnings]:
+        yield Bullets(warnings)
 
 
 def _plots(drawn: Sequence[PlotData], section: str) -> list[Plot]:
-    return [Plot(one.name, one.title, one.note) for one in drawn if one.section == section]
+    return [Plot(plot.name, plot.title, plot.note) for plot in drawn if plot.section == section]
 
 
 def comparison_texts(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
-    """The verdict on each run compared with the first, and whom it is about."""
+    """Return the verdict on each run compared with the first, and whom it is about."""
     first = next((facts.name for facts in runs if facts.loss is not None), "")
-    compared = [(facts.name, found) for facts in runs if (found := facts.comparison) is not None]
+    compared = [(facts.name, c) for facts in runs if (c := facts.comparison) is not None]
     if not compared:
         return []
     from slurmllm.compare.comparison import curve_letter  # not loaded for a single run
 
     return [
         (
-            found if isinstance(found, str) else f"{found.verdict}: {found.reason}",
+            verdict if isinstance(verdict, str) else f"{verdict.verdict}: {verdict.reason}",
             f"{name} ({curve_letter(number)}) compared with {first} (A)",
         )
-        for number, (name, found) in enumerate(compared, 1)
+        for number, (name, verdict) in enumerate(compared, 1)
     ]
 
 
 def _comparison(runs: Sequence[RunFacts]) -> Iterator[Block]:
-    """Verdict and causes of each run against the first, and the settings that differ."""
-    found = [facts.comparison for facts in runs if facts.comparison is not None]
-    for one, (text, title) in zip(found, comparison_texts(runs), strict=True):
+    """Yield verdict and causes of each run against the first, and the settings that differ."""
+    comparisons = [facts.comparison for facts in runs if facts.comparison is not None]
+    for comparison, (text, title) in zip(comparisons, comparison_texts(runs), strict=True):
         yield Paragraph(text, strong=title)
-        if not isinstance(one, str) and one.causes:
-            causes = [(c.kind, c.confidence, str(c.step), c.evidence) for c in one.causes]
+        if not isinstance(comparison, str) and comparison.causes:
+            causes = [(c.kind, c.confidence, str(c.step), c.evidence) for c in comparison.causes]
             yield Table(("cause", "confidence", "step", "evidence"), causes)
-    known = {f.name: f.curve.settings for f in runs if f.curve is not None and f.curve.settings}
+    settings_of = {f.name: f.curve.settings for f in runs if f.curve and f.curve.settings}
     rows = []
-    for key in sorted({key for settings in known.values() for key in settings}):
-        values = [settings.get(key) for settings in known.values()]
+    for key in sorted({key for settings in settings_of.values() for key in settings}):
+        values = [settings.get(key) for settings in settings_of.values()]
         if any(value != values[0] for value in values):
             rows.append((key, *(ABSENT if value is None else str(value) for value in values)))
     if rows:
         yield Paragraph("of the runs whose settings are recorded", strong="settings that differ")
         more = len(rows) - _SHOWN_SETTINGS
         caption = f"… and {more} more" if more > 0 else ""
-        yield Table(("setting", *known), rows[:_SHOWN_SETTINGS], caption)
+        yield Table(("setting", *settings_of), rows[:_SHOWN_SETTINGS], caption)
 
 
 def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
@@ -210,8 +232,8 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[Block]:
 def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for facts in runs:
         if facts.saved:
-            kept = sum(one.state == "kept" for one in facts.saved)
-            text = f"{format_plural(len(facts.saved), 'checkpoint')} saved, {kept} kept"
+            num_kept = sum(checkpoint.state == "kept" for checkpoint in facts.saved)
+            text = f"{format_plural(len(facts.saved), 'checkpoint')} saved, {num_kept} kept"
             table = tables.checkpoints_table(facts)
             if (more := len(facts.saved) - len(table.rows)) > 0:
                 text += f"; {more:,} removed ones are not listed"

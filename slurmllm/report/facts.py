@@ -170,8 +170,8 @@ class RunFacts:
 
     @property
     def restarts(self) -> int:
-        made = set() if self.curve is None else {int(a) for a in set(self.curve.attempts.tolist())}
-        return max(len(self.train), len(made), 1) - 1
+        with_steps = set() if self.curve is None else set(self.curve.attempts.tolist())
+        return max(len(self.train), len(with_steps), 1) - 1
 
     @property
     def usd(self) -> float | None:

@@ -13,6 +13,7 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,16 +88,15 @@ class _Positions:
 
 
 def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
-    """All plots that have data, in the page's order."""
+    """Return all plots that have data, in the page's order."""
     positions = [_Positions(facts.curve) for facts in runs]
-    return [
-        *_curves(runs, positions), *_stacks(runs, positions), *_memory(runs, positions),
-        *_scaling(runs), *_utilization(runs), *_evaluation(runs),
-    ]  # fmt: skip
+    of_steps = (plots(runs, positions) for plots in (_curves, _stacks, _memory))
+    others = (plots(runs) for plots in (_scaling, _utilization, _evaluation))
+    return list(chain(*of_steps, *others))
 
 
 def page_data(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Json:
-    """The input of the page's script."""
+    """Return the input of the page's script."""
     return {
         "runs": [
             {"name": escape(facts.name), "color": RUN_COLORS[i % len(RUN_COLORS)]}
@@ -107,7 +107,7 @@ def page_data(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Json:
 
 
 def step_parts(curve: Curve) -> list[Floats] | None:
-    """Seconds of each step by STEP_PARTS; None without step times, or if no part was logged."""
+    """Return the seconds of each step by STEP_PARTS; None if no part or step time was logged."""
     taken = curve.columns.get("step_time_s")
     names = ("data_wait_s", "forward_backward_s", "optimizer_s")
     if taken is None or not curve.columns.keys() & set(names):
@@ -117,7 +117,7 @@ def step_parts(curve: Curve) -> list[Floats] | None:
 
 
 def series(curve: Curve, metric: str) -> Floats | None:
-    """The values of a metric, NaN in rows without it; None if no row has it."""
+    """Return the values of a metric, NaN in rows without it; None if no row has it."""
     if metric in ("seq_per_s", "tokens_per_s"):
         sequences, tokens = per_s(curve)
         values = sequences if metric == "seq_per_s" else tokens
@@ -126,12 +126,12 @@ def series(curve: Curve, metric: str) -> Floats | None:
     return values if values is not None and np.isfinite(values).any() else None
 
 
-def axis_top(several: Sequence[Floats]) -> float | None:
-    """Top of an axis of step times without outliers, such as a first step that compiles.
+def axis_top(times: Sequence[Floats]) -> float | None:
+    """Return the top of an axis of step times without outliers, such as a step that compiles.
 
     Returns None if all values fit: none is more than twice the top.
     """
-    values = np.concatenate([one[np.isfinite(one)] for one in several] or [np.empty(0)])
+    values = np.concatenate([run[np.isfinite(run)] for run in times] or [np.empty(0)])
     if not values.size:
         return None
     top = 1.5 * float(np.percentile(values, 90))
@@ -139,15 +139,15 @@ def axis_top(several: Sequence[Floats]) -> float | None:
 
 
 def shown_metrics(runs: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
-    """The metrics to draw, with title and unit; tokens/s only if a run has no seq/s."""
+    """Return the metrics to draw, with title and unit; tokens/s only if a run has no seq/s."""
     curves = [facts.curve for facts in runs if facts.curve is not None]
-    known = [
+    sequences = all(series(curve, "seq_per_s") is not None for curve in curves)
+    return [
         row
-        for row in _LOOK["metrics"]
+        for row in _METRICS
         if any(series(curve, row[0]) is not None for curve in curves)
+        and not (row[0] == "tokens_per_s" and sequences)
     ]
-    sequences = all(series(c, "seq_per_s") is not None for c in curves)
-    return [row for row in known if row[0] != "tokens_per_s" or not sequences]
 
 
 def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
@@ -156,8 +156,8 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
         lines: list[Json] = []
         markers: list[Json] = []
         logged = [series(facts.curve, metric) for facts in runs if facts.curve is not None]
-        times = [one for one in logged if one is not None] if metric == "step_time_s" else []
-        top = axis_top(times)
+        times = [values for values in logged if values is not None]
+        top = axis_top(times) if metric == "step_time_s" else None
         for number, (facts, where) in enumerate(zip(runs, positions, strict=True)):
             if facts.curve is None:
                 continue
@@ -166,25 +166,20 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
             values = series(facts.curve, metric)
             if values is None:
                 continue
-            there = _logged(facts.curve, metric)
-            values = values[there]
-            if top is not None and len(far := there[values > top][-_MOST_MARKS:]):
+            rows = _logged(facts.curve, metric)
+            if top is not None and len(far := rows[values[rows] > top][-_MOST_MARKS:]):
                 texts = [
                     f"{escape(facts.name)}: {format_number(value)} {unit} at step {step}"
-                    for step, value in zip(
-                        facts.curve.steps[far], values[values > top][-_MOST_MARKS:], strict=True
-                    )
+                    for step, value in zip(facts.curve.steps[far], values[far], strict=True)
                 ]
                 markers.append({"run": number, "kind": "far", "x": where.at(far), "text": texts})
-        content: Json = {
-            "kind": "curve", "title": title, "unit": unit, "series": lines, "marks": markers,
-            "top": top,
-        }  # fmt: skip
+        content: Json = {"kind": "curve", "title": title, "unit": unit, "top": top}
+        content |= {"series": lines, "marks": markers}
         yield PlotData(metric, title, "curves", content)
 
 
 def _lines(number: int, curve: Curve, where: _Positions, metric: str, most: int) -> Iterator[Json]:
-    """The lines of a run in the plot of a metric: in that of the loss, validation losses too."""
+    """Yield a run's lines in the plot of a metric: in that of the loss, validation losses too."""
     names = {metric: ""}
     if metric in ("loss", VAL_LOSS):
         names |= {name: f"validation {text}".strip() for name, text in curve.validation.items()}
@@ -192,25 +187,22 @@ def _lines(number: int, curve: Curve, where: _Positions, metric: str, most: int)
         values = series(curve, name)
         if values is None:
             continue
-        there = _logged(curve, name)
-        values = values[there]
+        logged = _logged(curve, name)
+        values = values[logged]
         rows = thin_rows(values, most)
-        line: Json = {
-            "run": number,
-            "x": where.at(there[rows]),
-            "y": _packed(values[rows], "f4"),
-        }
+        x, y = where.at(logged[rows]), _packed(values[rows], "f4")
+        line: Json = {"run": number, "x": x, "y": y}
         if label:
             line |= {"name": escape(label), "dash": _DASHES[list(names).index(name) % len(_DASHES)]}
         if len(rows) < len(values):
             pieces = max(1, most // 3)
             means = _packed(piece_means(values, pieces), "f4")
-            line["mean"] = {"x": where.pieces(pieces, there), "y": means}
+            line["mean"] = {"x": where.pieces(pieces, logged), "y": means}
         yield line
 
 
 def _logged(curve: Curve, metric: str) -> Ints:
-    """The rows in which a metric was logged: the validation loss is not in those of most steps."""
+    """Return the rows in which a metric was logged: few have the validation loss."""
     absent = curve.absent.get(metric)
     rows: Ints = np.arange(len(curve.steps)) if absent is None else np.flatnonzero(~absent)
     return rows
@@ -219,30 +211,28 @@ def _logged(curve: Curve, metric: str) -> Ints:
 def _marks(
     number: int, facts: RunFacts, curve: Curve, where: _Positions, everything: bool
 ) -> Iterator[Json]:
-    """The markers of a run by kind: restarts, and with `everything` saves and spikes."""
-    found: dict[str, list[tuple[int, list[str]]]] = {"restart": [], "save": [], "spike": []}
+    """Yield the markers of a run by kind: restarts, and with `everything` saves and spikes."""
+    by_kind: dict[str, list[tuple[int, list[str]]]] = {"restart": [], "save": [], "spike": []}
     records = {attempt.attempt: attempt for attempt in facts.train}
     for row in (np.flatnonzero(np.diff(curve.attempts) != 0) + 1).tolist():
         before, after = int(curve.attempts[row - 1]), int(curve.attempts[row])
         lines = [f"{facts.name}: attempt {after} from step {curve.steps[row]}"]
-        for one in range(before, after):  # attempts without a step have no row
-            record = records.get(one)
+        for attempt in range(before, after):  # attempts without a step have no row
+            record = records.get(attempt)
             if record is not None and record.ending is not None:
-                why = "; ".join(record.evidence)
-                lines.append(
-                    f"attempt {one} ended: {record.ending}{f' ({why:.150})' if why else ''}"
-                )
+                why = f" ({'; '.join(record.evidence):.150})" if record.evidence else ""
+                lines.append(f"attempt {attempt} ended: {record.ending}{why}")
         if after in records:
             lines.append(f"nodes: {format_names(records[after].nodes)}")
-        found["restart"].append((int(curve.steps[row]), lines))
+        by_kind["restart"].append((int(curve.steps[row]), lines))
     for save in facts.saved if everything else ():
         duration = "" if save.seconds is None else f", {format_elapsed(save.seconds)} s"
-        found["save"].append((save.step, [f"{facts.name}: saved step {save.step}{duration}"]))
+        by_kind["save"].append((save.step, [f"{facts.name}: saved step {save.step}{duration}"]))
     for spike in facts.spikes.spikes if facts.spikes is not None and everything else ():
         height = f"{format_number(spike.height)} above the mean"
         text = f"{facts.name}: spike at step {spike.peak_step}, {height}"
-        found["spike"].append((spike.peak_step, [text]))
-    for kind, marks in found.items():
+        by_kind["spike"].append((spike.peak_step, [text]))
+    for kind, marks in by_kind.items():
         if shown := marks[-_MOST_MARKS:]:
             yield {
                 "run": number,
@@ -253,7 +243,7 @@ def _marks(
 
 
 def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
-    """The parts of each run's steps, for the first runs only."""
+    """Yield the parts of each run's steps, for the first runs only."""
     split = [(i, parts) for i, f in enumerate(runs) if f.curve and (parts := step_parts(f.curve))]
     for number, parts in split[:_MOST_STACKS]:
         layers = [
@@ -279,7 +269,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
 
 
 def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
-    """Peak memory of a worker, if the attempts measured it."""
+    """Yield the peak memory of a worker, if the attempts measured it."""
     lines, limits = [], set()
     for number, facts in enumerate(runs):
         measured = [e for e in facts.events if e.kind == "memory" and "peak_bytes" in e.values]
@@ -297,7 +287,7 @@ def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
 
 
 def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
-    """seq/s over nodes of models that ran on several node counts."""
+    """Yield seq/s over nodes of models that ran on several node counts."""
     groups: dict[str, list[tuple[int, float, float]]] = {}
     for row in scaling_rows(runs):
         if row.rate.nodes and row.speed and row.efficiency:
@@ -324,7 +314,7 @@ def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
 
 
 def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
-    """One stacked bar per run."""
+    """Yield one stacked bar per run."""
     runs_used = [(f.name, f.used) for f in runs if f.used is not None and f.used.node_hours > 0]
     if not runs_used:
         return
@@ -345,7 +335,7 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
 
 
 def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
-    """Scores over tokens, one plot per suite with several evaluated checkpoints."""
+    """Yield scores over tokens, one plot per suite with several evaluated checkpoints."""
     suites = dict.fromkeys(table.suite for facts in runs for table in facts.scores)
     for number, suite in enumerate(suites):
         data: list[Json] = []
@@ -375,7 +365,7 @@ def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
 
 
 def _packed(values: npt.NDArray[Any], kind: Literal["f4", "f8"] = "f8") -> Json:
-    """An array as base64 of its little-endian bytes, which `report.js` decodes."""
+    """Return an array as base64 of its little-endian bytes, which `report.js` decodes."""
     with np.errstate(over="ignore"):
         raw = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
     return {"t": kind, "b": base64.b64encode(raw).decode("ascii")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,32 +47,32 @@ def write_pictures(
     Raises:
         StorageError: a file cannot be written.
     """
-    found = {}
+    paths = {}
     metrics = shown_metrics(runs)
     split = next((f for f in runs if f.curve is not None and step_parts(f.curve)), None)
     if metrics or split is not None:  # neither: no value is finite
-        found[CURVES] = folder / f"{CURVES}.png"
-        _write_curves(runs, metrics, split, found[CURVES])
+        paths[CURVES] = folder / f"{CURVES}.png"
+        _write_curves(runs, metrics, split, paths[CURVES])
     used = {f.name: f.used for f in runs if f.used is not None and f.used.node_hours > 0}
     if used:
-        found[UTILIZATION] = folder / f"{UTILIZATION}.png"
-        draw_utilization(used, found[UTILIZATION])
+        paths[UTILIZATION] = folder / f"{UTILIZATION}.png"
+        draw_utilization(used, paths[UTILIZATION])
     for figure in drawn:
         if figure.section == "throughput":
-            found[SCALING] = folder / f"{SCALING}.png"
-            _write_scaling(figure, found[SCALING])
+            paths[SCALING] = folder / f"{SCALING}.png"
+            _write_scaling(figure, paths[SCALING])
     for number, facts in enumerate(runs):
         for table in facts.scores:
             if len(table.tokens) > 1:
                 name = scores_name(number, table.suite)
-                found[name] = folder / f"{name}.png"
-                draw_scores(table, facts.name, found[name], facts.curve)
-    return found
+                paths[name] = folder / f"{name}.png"
+                draw_scores(table, facts.name, paths[name], facts.curve)
+    return paths
 
 
 @rc_context(fname=PICTURE_STYLE)
 def _write_scaling(figure: PlotData, path: Path) -> None:
-    """The page's plot of throughput over nodes, with linear scaling for comparison."""
+    """Draw the page's plot of throughput over nodes, with linear scaling for comparison."""
     picture = Figure(figsize=(7, 4.2), dpi=100, layout="constrained")
     axes = picture.subplots()
     axes.set_xscale("log", base=2)
@@ -79,11 +80,10 @@ def _write_scaling(figure: PlotData, path: Path) -> None:
     for line in figure.content["data"]:
         measured = "text" in line
         color = line["line"]["color"]
-        axes.plot(line["x"], line["y"], color=color, label=unescape(line["name"]),
-                  marker="o" if measured else None, linestyle="-" if measured else ":")  # fmt: skip
+        form = "o-" if measured else ":"
+        axes.plot(line["x"], line["y"], form, color=color, label=unescape(line["name"]))
         for nodes, speed, text in zip(line["x"], line["y"], line.get("text", ()), strict=False):
-            axes.annotate(text, (nodes, speed), (5, -10), textcoords="offset points",
-                          fontsize=7, color=color)  # fmt: skip
+            _annotate(axes, text, (nodes, speed), (5, -10), fontsize=7, color=color)
     axes.set_xticks(sorted({nodes for line in figure.content["data"] for nodes in line["x"]}))
     axes.set_xlabel("nodes")
     axes.set_ylabel("sequences/s")
@@ -102,7 +102,7 @@ def _write_curves(
     split: RunFacts | None,
     path: Path,
 ) -> None:
-    """One panel per metric, and one with the parts of a step of the first run that has them."""
+    """Draw one panel per metric, and one with the step parts of the first run that has them."""
     count = len(metrics) + (split is not None)
     rows = -(-count // 2)
     # Fixed margins, in inches: a constrained layout takes as long to solve as all the drawing.
@@ -139,8 +139,8 @@ def _write_curves(
 
 def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
     logged = [series(facts.curve, metric) for facts in runs if facts.curve is not None]
-    known = [one for one in logged if one is not None]
-    top = axis_top(known) if metric == "step_time_s" else None
+    of_runs = [values for values in logged if values is not None]
+    top = axis_top(of_runs) if metric == "step_time_s" else None
     for number, facts in enumerate(runs):
         curve, color = facts.curve, RUN_COLORS[number % len(RUN_COLORS)]
         # matplotlib hides labels that begin with an underscore.
@@ -155,10 +155,9 @@ def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
         if metric in ("loss", VAL_LOSS):
             others = {n: text for n, text in curve.validation.items() if n != metric}
             texts = [
-                axes.plot(*curve.series(name), color=color, linewidth=1.2, linestyle=style,
-                          marker=".", label="_")[0]
-                for style, name in zip(("--", ":", "-."), others, strict=False)
-            ]  # fmt: skip
+                axes.plot(*curve.series(name), form, color=color, linewidth=1.2, label="_")[0]
+                for form, name in zip((".--", ".:", ".-."), others, strict=False)
+            ]
             if texts and axes.get_legend() is None:  # the same styles for all runs
                 names = [f"validation {text}".strip() for text in others.values()]
                 axes.legend(texts, names[: len(texts)], fontsize=7, loc="upper right")
@@ -166,15 +165,21 @@ def _draw_metric(axes: Axes, runs: Sequence[RunFacts], metric: str) -> None:
             # The axis is cut, with a mark at each step above it.
             axes.set_ylim(0.0, top)
             axes.plot(curve.steps[far], np.full(len(far), 0.96 * top), "^", color=color)
-            axes.annotate(f"up to {format_number(float(np.nanmax(values)))}",
-                          (curve.steps[far[0]], 0.96 * top), (7, 0), textcoords="offset points",
-                          fontsize=8, color=color, va="center")  # fmt: skip
+            highest = f"up to {format_number(float(np.nanmax(values)))}"
+            place = (curve.steps[far[0]], 0.96 * top)
+            _annotate(axes, highest, place, (7, 0), fontsize=8, color=color, va="center")
         for step in curve.restarts[-60:]:  # more would cover the curve
             axes.axvline(float(step), color=color, linewidth=0.8, linestyle=":", alpha=0.7)
 
-    finite = np.concatenate([one[np.isfinite(one)] for one in known])
+    finite = np.concatenate([values[np.isfinite(values)] for values in of_runs])
     if finite.size and np.ptp(finite) <= 1e-6 * np.abs(finite).max():  # a constant learning rate
         axes.set_ylim(*sorted((0.0, 2 * float(np.clip(finite[0], -1e300, 1e300)) or 1.0)))
+
+
+def _annotate(
+    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **look: Any
+) -> None:
+    axes.annotate(text, at, offset, textcoords="offset points", **look)
 
 
 @rc_context(fname=PICTURE_STYLE)

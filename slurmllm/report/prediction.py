@@ -83,15 +83,12 @@ def check_run_prediction(
 ) -> PredictionCheck:
     """Predict a run with its own configuration and compare that with its measurements.
 
-    Args:
-        cluster: Another profile (a shipped name or a file) for the hardware figures; None: the
-            run's own.
-        expect: Returns the predictions other than step time.
+    `cluster` names another profile for the hardware figures; `expect` returns the predictions other
+    than step time.
 
     Raises:
         ConfigError: there are no hardware figures, or those of other nodes than the run's.
         RunError: the run has too few steady steps, or its files cannot be read.
-        StorageError: its plan.json or another record is damaged.
     """
     config = _config(run, cluster)
     history = read_history(run, read_incarnations(read_submissions(run), SlurmClient()))
@@ -131,18 +128,19 @@ def check_run_prediction(
 
 
 def _config(run: RunDir, cluster: str | None) -> RunConfig:
-    """The run's configuration, with the hardware figures for the prediction."""
-    own = load(run.config)
+    """Return the run's configuration, with the hardware figures for the prediction."""
+    run_config = load(run.config)
     title = f"run {run.name} cannot be compared with a prediction"
-    if own.backend not in _OPTIMIZER:
-        fault = f"backend: {own.backend} computes nothing; use a run with another backend"
+    if run_config.backend not in _OPTIMIZER:
+        fault = f"backend: {run_config.backend} computes nothing; use a run with another backend"
         raise ConfigError(title, [fault])
-    config = own if cluster is None else change(own, cluster, ())
+    config = run_config if cluster is None else change(run_config, cluster, ())
     faults = [
-        f"cluster.{name}: {there} in --cluster {cluster}, {here} in the run; a profile of nodes "
-        "like the run's is needed"
+        f"cluster.{name}: {value} in --cluster {cluster}, {run_value} in the run; a profile of "
+        "nodes like the run's is needed"
         for name in ("device", "devices_per_node")
-        if (here := getattr(own.cluster, name)) != (there := getattr(config.cluster, name))
+        if (run_value := getattr(run_config.cluster, name))
+        != (value := getattr(config.cluster, name))
     ]
     if config.cluster.hardware is None:
         faults.append(
@@ -192,7 +190,7 @@ def _listed(predicted: Mapping[str, float], names: Iterable[str]) -> str:
 def _memory(
     run: RunDir, steady: SteadySteps, candidate: LayoutEstimate
 ) -> Iterator[PredictedFigure]:
-    """Peak memory of the worker with the highest one, in the first steps without a save."""
+    """Yield the highest peak memory of a worker, in the first steps without a save."""
     measured = next(
         (
             event.values
@@ -217,19 +215,19 @@ def _memory(
 def _overhead_rows(
     run: RunDir, steady: SteadySteps, expected: ExpectedOverheads
 ) -> Iterator[PredictedFigure]:
-    """Start-up of the slowest worker of each attempt, mean over the attempts, and saves."""
-    found = []
+    """Yield the start-up of the slowest workers, as mean over the attempts, and of saves."""
+    slowest = []
     for attempt in steady.attempts:
         folder = run.attempt("train", attempt).path / "workers"
         records = [WorkerRecord.load(path) for path in sorted(folder.glob("rank_*.json"))]
         if records:
-            found.append(max(records, key=lambda record: record.start_up_s))
-    if found:
-        several = "" if len(found) == 1 else f"mean of {len(found)} starts"
-        start_up_s = mean(record.start_up_s for record in found)
-        longer_s = mean(max(0.0, record.first_step_s - steady.step_s) for record in found)
-        yield _row("start-up", expected.start_up_s, start_up_s, "s", several)
-        yield _row("first step, longer by", expected.first_step_s, longer_s, "s", several)
+            slowest.append(max(records, key=lambda record: record.start_up_s))
+    if slowest:
+        note = "" if len(slowest) == 1 else f"mean of {len(slowest)} starts"
+        start_up_s = mean(record.start_up_s for record in slowest)
+        longer_s = mean(max(0.0, record.first_step_s - steady.step_s) for record in slowest)
+        yield _row("start-up", expected.start_up_s, start_up_s, "s", note)
+        yield _row("first step, longer by", expected.first_step_s, longer_s, "s", note)
     events = [event for attempt in steady.attempts for event in read_events(run, attempt)]
     waits = [e.waited_s for e in events if e.kind == "save" and e.waited_s is not None]
     if waits:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
 from slurmllm.config.load import LenientConfig, load_leniently
+from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, RunError, SlurmllmError
 from slurmllm.evaluate.scores import score_tables
 from slurmllm.metrics.curves import Curve
@@ -42,7 +43,7 @@ _SHARED = r"/(config\.yaml|data\.json|skips\.json|attempts/\d+/attempt\.json)"
 
 
 def find_run_directory(source: str, root: Path) -> Path | None:
-    """The run directory, whole or copied in part, of an argument; None if it is something else.
+    """Return the run directory, whole or in part, that an argument names; None if it is not one.
 
     Raises:
         RunError: a folder cannot be read.
@@ -62,22 +63,18 @@ def find_run_directory(source: str, root: Path) -> Path | None:
 
 
 def _is_run_or_part(path: Path) -> bool:
-    there = {name for name in _PARTS_OF_A_RUN if (path / name).exists()}
+    parts = {name for name in _PARTS_OF_A_RUN if (path / name).exists()}
     # Other frameworks too keep a config.yaml or a folder `metrics` with their event files.
-    foreign = there <= {"config.yaml", "metrics"} and any(path.glob("*tfevents*"))
-    return path.is_dir() and bool(there) and not foreign
+    foreign = parts <= {"config.yaml", "metrics"} and any(path.glob("*tfevents*"))
+    return path.is_dir() and bool(parts) and not foreign
 
 
 def read_run_facts(
     source: Path, tags: Mapping[str, str], price: PriceChoice | None, client: SlurmClient
 ) -> RunFacts:
-    """Read a run, or another framework's log.
+    """Read a run, whole or in part, or another framework's log.
 
-    Args:
-        source: A run directory, whole or in part, or whatever `read_curve` reads.
-        tags: Metric → the tag that holds it, for logs.
-        price: Which price of a node hour; None: on demand, if it is known.
-        client: Slurm, for its accounting.
+    `tags` has the tag of each metric in logs; without a `price` it is on demand, if known.
 
     Raises:
         RunError: the source is not a run, and its metrics cannot be read.
@@ -85,10 +82,12 @@ def read_run_facts(
     warnings: list[str] = []
     if _is_run_or_part(source):  # whatever is readable of it
         metrics: FileRows = {}
-        curve = _or_warn(lambda: read_curve(source, tags, lenient=True, by_file=metrics), warnings)
+        curve = warn_on_error(
+            lambda: read_curve(source, tags, lenient=True, by_file=metrics), warnings
+        )
         return _read_run(RunDir(source), curve, metrics, warnings, price, client)
     curve = read_curve(source, tags, lenient=True)
-    paid = None if price is None or price.usd is None else NodePrice(price.usd)
+    paid = _price(None, price, warnings)
     return RunFacts(
         name=curve.name,
         path=source,
@@ -109,34 +108,23 @@ def _read_run(
     price: PriceChoice | None,
     client: SlurmClient,
 ) -> RunFacts:
-    configuration = _or_warn(lambda: load_leniently(run.config), warnings) or LenientConfig()
+    configuration = warn_on_error(lambda: load_leniently(run.config), warnings) or LenientConfig()
     warnings += configuration.warnings
-    config = configuration.config
     submissions = read_submissions(run)
-    history = _or_warn(
+    history = warn_on_error(
         lambda: read_history(run, read_incarnations(submissions, client), metrics), warnings
     ) or RunHistory(run.name, ())
     # In a tie the precompile stage came first.
     attempts = tuple(
         sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
     )
-    for one in history.attempts:
-        if one.stage == "train" and one.last_step is not None and one.attempt not in history.steps:
-            warnings.append(
-                f"train attempt {one.attempt} completed steps {one.first_step} to {one.last_step}, "
-                f"but {run.metrics(one.attempt)} lacks them: none of its time is productive"
-            )
-    paid = None if price is None or price.usd is None else NodePrice(price.usd)
-    if config is not None:
-        try:
-            paid = select_price(config, price)
-        except ConfigError as error:
-            warnings.append(" ".join([error.title, *error.faults]))
+    warnings += _attempts_without_metrics(run, history)
+    paid = _price(configuration.config, price, warnings)
     usd = None if paid is None else paid.usd
     used = account_node_hours(history, usd)
-    mesh = _or_warn(lambda: load_mesh(run.plan) if run.plan.exists() else None, warnings)
-    events = _or_warn(lambda: tuple(_read_events(run, history, warnings)), warnings) or ()
-    scores, doubts = _or_warn(lambda: score_tables(run), warnings) or ((), ())
+    mesh = warn_on_error(lambda: load_mesh(run.plan) if run.plan.exists() else None, warnings)
+    events = warn_on_error(lambda: tuple(_read_events(run, history, warnings)), warnings) or ()
+    scores, doubts = warn_on_error(lambda: score_tables(run), warnings) or ((), ())
     rates: list[Rate] = []
     if curve is not None:
         warnings += curve.warnings
@@ -144,7 +132,7 @@ def _read_run(
         if not sizes and mesh is not None:  # metrics were copied without the records
             planned = (mesh.nodes, mesh.world_size)
             sizes = dict.fromkeys(set(curve.attempts.tolist()), planned)
-        rates = throughput_by_nodes(curve, sizes, config, usd)
+        rates = throughput_by_nodes(curve, sizes, configuration.config, usd)
     warnings += doubts
     return RunFacts(
         name=run.name,
@@ -161,26 +149,47 @@ def _read_run(
         saved=tuple(read_checkpoints(run, events, warnings)),
         scores=tuple(scores),
         spikes=None if curve is None else _find_spikes(curve, warnings),
-        data=_or_warn(lambda: DataRecord.find(run.data), warnings),
-        versions=_or_warn(lambda: _read_versions(run, attempts, warnings), warnings) or {},
+        data=warn_on_error(lambda: DataRecord.find(run.data), warnings),
+        versions=warn_on_error(lambda: _read_versions(run, attempts, warnings), warnings) or {},
         events=events,
         price=paid,
         warnings=tuple(_without_repeats(run, [*warnings, *used.warnings])),
     )
 
 
+def _attempts_without_metrics(run: RunDir, history: RunHistory) -> Iterator[str]:
+    for attempt in history.attempts:
+        number, last = attempt.attempt, attempt.last_step
+        if attempt.stage == "train" and last is not None and number not in history.steps:
+            yield (
+                f"train attempt {number} completed steps {attempt.first_step} to {last}, but "
+                f"{run.metrics(number)} lacks them: none of its time is productive"
+            )
+
+
+def _price(
+    config: RunConfig | None, choice: PriceChoice | None, warnings: list[str]
+) -> NodePrice | None:
+    """Return the price of a node hour, with a warning if it is not known."""
+    if config is not None:
+        try:
+            return select_price(config, choice)
+        except ConfigError as error:
+            warnings.append(" ".join([error.title, *error.faults]))
+    return None if choice is None or choice.usd is None else NodePrice(choice.usd)
+
+
 def read_checkpoints(
     run: RunDir, events: Sequence[Event], warnings: list[str]
 ) -> Iterator[CheckpointFacts]:
-    """Every checkpoint of a run by step, on disk or only in its events; the later of two saves.
+    """Yield every checkpoint by step, on disk or only in the events; of two saves the later one.
 
-    Files are not verified: `slurmllm checkpoint verify` does that. Warnings about unreadable ones
-    are appended to `warnings`.
+    Files are not verified. Warnings about unreadable ones are appended to `warnings`.
     """
     saves = {event.step: event for event in events if event.kind == "save"}
     try:
-        on_disk = {int(one.directory.name[5:]): one for one in list_checkpoints(run)}
-        manifests = {step: one.manifest for step, one in on_disk.items() if one.manifest}
+        on_disk = {int(entry.directory.name[5:]): entry for entry in list_checkpoints(run)}
+        manifests = {step: entry.manifest for step, entry in on_disk.items() if entry.manifest}
         invalidated = invalidated_checkpoints(run, manifests)
     except (SlurmllmError, OSError) as error:
         warnings.append(f"checkpoints: {error}")
@@ -211,7 +220,7 @@ def read_checkpoints(
 
 
 def _without_repeats(run: RunDir, warnings: Sequence[str]) -> Iterator[str]:
-    """Each warning once, and about a file that several readers read only the first one."""
+    """Yield each warning once; of a file that several readers read only the first one."""
     files: set[str] = set()
     for warning in dict.fromkeys(warnings):
         about = re.search(re.escape(str(run.path)) + _SHARED, warning)
@@ -221,8 +230,8 @@ def _without_repeats(run: RunDir, warnings: Sequence[str]) -> Iterator[str]:
             files.add(about[0])
 
 
-def _or_warn(read: Callable[[], T], warnings: list[str]) -> T | None:
-    """The result of a reader; None and a warning if its file cannot be read."""
+def warn_on_error(read: Callable[[], T], warnings: list[str]) -> T | None:
+    """Return the result of a reader; None, with a warning, if its file cannot be read."""
     try:
         return read()
     except SlurmllmError as error:
@@ -257,13 +266,13 @@ def _read_events(run: RunDir, history: RunHistory, warnings: list[str]) -> Itera
 
 def _find_spikes(curve: Curve, warnings: list[str]) -> SpikeAnalysis | None:
     logged = {"loss", "grad_norm"} & curve.columns.keys()
-    return _or_warn(lambda: analyze(curve), warnings) if logged else None
+    return warn_on_error(lambda: analyze(curve), warnings) if logged else None
 
 
 def _read_versions(
     run: RunDir, attempts: Sequence[AttemptRecord], warnings: list[str]
 ) -> dict[str, str]:
-    """The versions on the nodes of the last attempt that recorded them."""
+    """Return the versions on the nodes of the last attempt that recorded them."""
     for attempt in reversed(attempts):
         folder = run.attempt(attempt.stage, attempt.attempt).path / "nodes"
         versions: dict[str, set[str]] = defaultdict(set)
@@ -272,13 +281,13 @@ def _read_versions(
             for name, version in ({} if record is None else record.versions).items():
                 versions[name].add(version)
         if versions:
-            return {name: ", ".join(sorted(found)) for name, found in versions.items()}
+            return {name: ", ".join(sorted(values)) for name, values in versions.items()}
     return {}
 
 
 def _read_node(path: Path) -> tuple[NodeRecord | None, list[str]]:
     faults: list[str] = []
-    return _or_warn(lambda: NodeRecord.load(path), faults), faults
+    return warn_on_error(lambda: NodeRecord.load(path), faults), faults
 
 
 def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
@@ -290,7 +299,7 @@ def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
 
     curves = [facts.curve if facts.loss is not None else None for facts in runs]
     first = next((curve for curve in curves if curve is not None), None)
-    found: list[RunFacts] = []
+    compared: list[RunFacts] = []
     letters = map(curve_letter, range(1, len(runs) + 1))
     for facts, curve in zip(runs, curves, strict=True):
         result: Comparison | str | None = None
@@ -299,16 +308,16 @@ def compare_with_first(runs: Sequence[RunFacts]) -> list[RunFacts]:
                 result = compare(first, curve, letter=next(letters))
             except RunError as error:
                 result = str(error)
-        found.append(replace(facts, comparison=result))
-    return found
+        compared.append(replace(facts, comparison=result))
+    return compared
 
 
 def make_names_unique(runs: Sequence[RunFacts]) -> list[RunFacts]:
     """Append a number to the name of every later source of the same name."""
-    given: Counter[str] = Counter()
-    found = []
+    counts: Counter[str] = Counter()
+    unique = []
     for facts in runs:
-        given[facts.name] += 1
-        count = given[facts.name]
-        found.append(facts if count == 1 else replace(facts, name=f"{facts.name} ({count})"))
-    return found
+        counts[facts.name] += 1
+        count = counts[facts.name]
+        unique.append(facts if count == 1 else replace(facts, name=f"{facts.name} ({count})"))
+    return unique

@@ -47,9 +47,14 @@ class Table:
     rows: Sequence[Sequence[str]]
     caption: str = ""
 
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, str]], caption: str = "") -> Table:
+        """Return a table of rows as heading → cell, all with the same headings."""
+        return cls(tuple(rows[0]), [tuple(row.values()) for row in rows], caption)
+
     @property
     def numeric(self) -> list[bool]:
-        """Which columns hold only numbers and are right-aligned."""
+        """Whether each column holds only numbers, which are right-aligned."""
         columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.headings)
         return [
             i > 0 and all(_NUMBER.match(cell.partition("  ")[0]) for cell in column)
@@ -58,7 +63,7 @@ class Table:
 
 
 def verdict(facts: RunFacts) -> str:
-    """The outcome of a run, in a sentence or two."""
+    """Return the outcome of a run, in a sentence or two."""
     made = f"{format_integer(facts.steps)} steps"
     if facts.planned_steps is not None:
         made = f"{format_integer(facts.steps)} of {format_integer(facts.planned_steps)} steps"
@@ -82,7 +87,7 @@ def verdict(facts: RunFacts) -> str:
         parts.append(f"{format_number(facts.rate.seq_per_s)} seq/s")
     sentence = f"{', '.join(parts)}."
     if facts.kind == "run" and facts.train:
-        classes = sorted({one.ending.replace("_", " ") for one in facts.lost})
+        classes = sorted({recovery.ending.replace("_", " ") for recovery in facts.lost})
         sentence += f" {format_plural(facts.restarts, 'restart')}"
         sentence += f" ({', '.join(classes)})" if classes and facts.restarts else ""
     if facts.used is not None and facts.used.node_hours:
@@ -98,7 +103,7 @@ def verdict(facts: RunFacts) -> str:
 
 
 def throughput_table(runs: Sequence[RunFacts]) -> Table:
-    """Throughput and cost, one column per run."""
+    """Return throughput and cost, one column per run."""
     return _by_column(runs, [_throughput(facts) for facts in runs])
 
 
@@ -119,7 +124,7 @@ def _throughput(facts: RunFacts) -> dict[str, str | None]:
 
 
 def summary_table(runs: Sequence[RunFacts]) -> Table:
-    """The most important figures, one column per run."""
+    """Return the most important figures, one column per run."""
     columns: list[dict[str, str | None]] = []
     for facts in runs:
         # Without attempt records the node hours would be 0, which is not what the run cost.
@@ -144,32 +149,32 @@ def summary_table(runs: Sequence[RunFacts]) -> Table:
 
 
 def setting_table(runs: Sequence[RunFacts]) -> Table:
-    """What ran where, one column per run."""
+    """Return what ran where, one column per run."""
     columns: list[dict[str, str | None]] = []
     for facts in runs:
-        given, mesh = facts.configuration, facts.mesh
-        family, optimizer = given.text("model.family"), given.text("optim.name")
+        config, mesh = facts.configuration, facts.mesh
+        family, optimizer = config.text("model.family"), config.text("optim.name")
         columns.append(
             {
                 "read from": str(facts.path),
                 "recipe": facts.recipe,
-                "model": family and f"{family}, {_layers(given)}",
+                "model": family and f"{family}, {_layers(config)}",
                 "parameters": format_integer(facts.parameters),
-                "sequence length": format_integer(given.count("model.seq_len")),
+                "sequence length": format_integer(config.count("model.seq_len")),
                 "mesh": _format_mesh(mesh) if mesh else None,
-                "global batch": format_integer(given.count("train.global_batch")),
+                "global batch": format_integer(config.count("train.global_batch")),
                 "micro batch × accumulation": (
                     f"{mesh.micro_batch} × {mesh.accumulation}"
                     if mesh is not None and not mesh.unmeasured
                     else None
                 ),
-                "precision": given.text("train.precision"),
+                "precision": config.text("train.precision"),
                 "optimizer": (
-                    optimizer and f"{optimizer}, lr {(given.values or {}).get('optim.lr')}"
+                    optimizer and f"{optimizer}, lr {(config.values or {}).get('optim.lr')}"
                 ),
-                "backend": given.config.backend if given.config else None,
-                "cluster": given.text("cluster.name"),
-                "instance type": given.text("cluster.instance_type"),
+                "backend": config.config.backend if config.config else None,
+                "cluster": config.text("cluster.name"),
+                "instance type": config.text("cluster.instance_type"),
                 "nodes": format_integer(facts.nodes or None),
                 "versions": ", ".join(f"{k} {v}" for k, v in sorted(facts.versions.items())),
                 "data": "; ".join(
@@ -184,11 +189,11 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
     return _by_column(runs, columns)
 
 
-def _layers(given: LenientConfig) -> str:
+def _layers(config: LenientConfig) -> str:
     # A configuration of a newer version may lack any of them.
     layers, hidden, heads = (
         "?" if value is None else format_integer(value)
-        for value in map(given.count, ("model.num_layers", "model.hidden_size", "model.num_heads"))
+        for value in map(config.count, ("model.num_layers", "model.hidden_size", "model.num_heads"))
     )
     return f"{layers} layers, hidden size {hidden}, {heads} heads"
 
@@ -200,7 +205,7 @@ def _format_mesh(mesh: Mesh) -> str:
 
 
 def _by_column(runs: Sequence[RunFacts], columns: Sequence[Mapping[str, str | None]]) -> Table:
-    """A table of one column per run, without rows that no run has a value for."""
+    """Return a table of one column per run, without rows that no run has a value for."""
     rows = []
     for heading in columns[0] if columns else ():
         values = [column[heading] or ABSENT for column in columns]
@@ -210,61 +215,57 @@ def _by_column(runs: Sequence[RunFacts], columns: Sequence[Mapping[str, str | No
 
 
 def attempts_table(facts: RunFacts) -> Table:
-    """Every attempt with its nodes, steps, ending and evidence."""
-    return Table(
-        ("attempt", "stage", "began", "nodes", "steps", "kept", "lost", "seconds", "ending",
-         "action", "evidence"),
-        [
-            (
-                str(one.attempt),
-                one.stage,
-                format_utc(one.started_at),
-                f"{len(one.nodes)}: {format_names(one.nodes)}",
-                f"{one.first_step}–{one.last_step}"
-                if one.first_step is not None and one.last_step is not None
-                else ABSENT,
-                format_integer(one.steps_gained),
-                format_integer(one.steps_lost),
-                format_elapsed(None if one.ended_at is None else one.ended_at - one.started_at),
-                one.ending or ("open" if one.ended_at is None else "unknown"),
-                one.action or ABSENT,
-                "; ".join(one.evidence) or ABSENT,
-            )
-            for one in facts.attempts
-        ],
-    )  # fmt: skip
+    """Return every attempt with its nodes, steps, ending and evidence."""
+    rows = []
+    for attempt in facts.attempts:
+        ended, first, last = attempt.ended_at, attempt.first_step, attempt.last_step
+        rows.append(
+            {
+                "attempt": str(attempt.attempt),
+                "stage": attempt.stage,
+                "began": format_utc(attempt.started_at),
+                "nodes": f"{len(attempt.nodes)}: {format_names(attempt.nodes)}",
+                "steps": ABSENT if first is None or last is None else f"{first}–{last}",
+                "kept": format_integer(attempt.steps_gained),
+                "lost": format_integer(attempt.steps_lost),
+                "seconds": format_elapsed(None if ended is None else ended - attempt.started_at),
+                "ending": attempt.ending or ("open" if ended is None else "unknown"),
+                "action": attempt.action or ABSENT,
+                "evidence": "; ".join(attempt.evidence) or ABSENT,
+            }
+        )
+    return Table.of(rows)
 
 
 def checkpoints_table(facts: RunFacts) -> Table:
-    """The checkpoints on disk, and the latest removed ones."""
-    gone = [one for one in facts.saved if one.state == "removed"]
-    left_out = set(gone[:-_SHOWN_REMOVED])
-    return Table(
-        ("step", "tokens", "size", "saved", "save, s", "training waited, s", "attempt", "state"),
+    """Return the checkpoints on disk, and the latest removed ones."""
+    removed = [checkpoint for checkpoint in facts.saved if checkpoint.state == "removed"]
+    left_out = set(removed[:-_SHOWN_REMOVED])
+    return Table.of(
         [
-            (
-                format_integer(one.step),
-                format_integer(one.tokens),
-                format_bytes(one.bytes),
-                format_utc(one.saved_at),
-                format_number(one.seconds),
-                format_number(one.waited_s),
-                ABSENT if one.attempt is None else str(one.attempt),
-                one.state,
-            )
-            for one in facts.saved
-            if one not in left_out
-        ],
+            {
+                "step": format_integer(checkpoint.step),
+                "tokens": format_integer(checkpoint.tokens),
+                "size": format_bytes(checkpoint.bytes),
+                "saved": format_utc(checkpoint.saved_at),
+                "save, s": format_number(checkpoint.seconds),
+                "training waited, s": format_number(checkpoint.waited_s),
+                "attempt": ABSENT if checkpoint.attempt is None else str(checkpoint.attempt),
+                "state": checkpoint.state,
+            }
+            for checkpoint in facts.saved
+            if checkpoint not in left_out
+        ]
     )
 
 
-def scores_table(found: ScoreTable) -> Table:
-    """The scores of a suite: the newest checkpoints and published models."""
-    steps = found.steps[-_SHOWN_CHECKPOINTS:]
-    models = list(dict.fromkeys(name for row in found.rows for name in row.references))
+def scores_table(scores: ScoreTable) -> Table:
+    """Return the scores of a suite: the newest checkpoints and published models."""
+    steps = scores.steps[-_SHOWN_CHECKPOINTS:]
+    models = list(dict.fromkeys(name for row in scores.rows for name in row.references))
     columns = [f"step {format_integer(step)}" for step in steps]
     rows = []
-    for row in found.rows:
+    for row in scores.rows:
         values = [format_number(row.scores.get(step)) for step in steps]
         errors = [row.errors.get(step) for step in steps]
         rows.append(
@@ -281,48 +282,48 @@ def scores_table(found: ScoreTable) -> Table:
             )
         )
     tokens = ", ".join(
-        f"step {format_integer(step)}: {format_count(found.tokens[step])} tokens"
+        f"step {format_integer(step)}: {format_count(scores.tokens[step])} tokens"
         for step in steps
-        if step in found.tokens
+        if step in scores.tokens
     )
     sources = "; ".join(
-        f"{name}: {found.sources[name]}" for name in models if name in found.sources
+        f"{name}: {scores.sources[name]}" for name in models if name in scores.sources
     )
-    compared = any(row.difference(m, steps[-1]) is not None for row in found.rows for m in models)
+    compared = any(row.difference(m, steps[-1]) is not None for row in scores.rows for m in models)
     note = "SE: newest score less published one, in standard errors of the two" if compared else ""
     caption = ". ".join(part for part in (tokens, sources, note) if part)
     return Table(("group", "task", "shots", "metric", *columns, *models), rows, caption)
 
 
 def scaling_table(rows: Sequence[ScalingRow]) -> Table:
-    """AWS's columns that `slurmllm plan` has too, with the same names."""
-    return Table(
-        ("run", "model", "parameters", "nodes", "workers", "TP", "PP", "DP", "seq len",
-         "global batch", "seq/s", "tokens/s", "MFU", "$/h", "tokens/$", "scaling"),
-        [
-            (
-                row.facts.name,
-                row.facts.recipe or ABSENT,
-                format_count(row.facts.parameters),
-                format_integer(row.rate.nodes),
-                format_integer(row.rate.workers),
-                *map(format_integer, row.degrees),
-                format_integer(row.facts.configuration.count("model.seq_len")),
-                format_integer(row.facts.configuration.count("train.global_batch")),
-                format_number(row.speed),
-                format_number(row.rate.tokens_per_s_first_500 or row.rate.tokens_per_s),
-                format_percent(row.rate.mfu),
-                format_dollars(row.rate.usd_per_hour),
-                format_count(row.rate.tokens_per_usd),
-                format_percent(row.efficiency, 1),
-            )
-            for row in rows
-        ],
-    )  # fmt: skip
+    """Return AWS's columns that `slurmllm plan` has too, with the same names."""
+    cells = []
+    for row in rows:
+        facts, rate = row.facts, row.rate
+        degrees = zip(("TP", "PP", "DP"), map(format_integer, row.degrees), strict=True)
+        cells.append(
+            {
+                "run": facts.name,
+                "model": facts.recipe or ABSENT,
+                "parameters": format_count(facts.parameters),
+                "nodes": format_integer(rate.nodes),
+                "workers": format_integer(rate.workers),
+                **dict(degrees),
+                "seq len": format_integer(facts.configuration.count("model.seq_len")),
+                "global batch": format_integer(facts.configuration.count("train.global_batch")),
+                "seq/s": format_number(row.speed),
+                "tokens/s": format_number(rate.tokens_per_s_first_500 or rate.tokens_per_s),
+                "MFU": format_percent(rate.mfu),
+                "$/h": format_dollars(rate.usd_per_hour),
+                "tokens/$": format_count(rate.tokens_per_usd),
+                "scaling": format_percent(row.efficiency, 1),
+            }
+        )
+    return Table.of(cells)
 
 
 def parts_table(used: Mapping[str, Utilization]) -> Table:
-    """Node hours: one row per part, one column per run, and their total."""
+    """Return node hours: one row per part, one column per run, and their total."""
     columns = dict(used)
     if len(columns) > 1:
         columns["total"] = sum_utilization(list(used.values()))
@@ -349,35 +350,34 @@ def parts_table(used: Mapping[str, Utilization]) -> Table:
 
 
 def recoveries_table(lost: Sequence[FailureRecovery]) -> Table:
-    """The recovery from each ending, the newest last."""
-    names = (phase.replace("_", " ") for phase in RECOVERY_PHASES)
+    """Return the recovery from each ending, the newest last."""
     rows = [
-        (
-            str(one.attempt),
-            " ".join((one.ending, *(f"+ {further}" for further in one.further))),
-            "-" if one.last_step is None else str(one.last_step),
-            str(one.steps_lost),
-            format_elapsed(one.seconds),
-            format_elapsed(one.beyond_requeue_s),
-            *(format_elapsed(one.phases_s[phase]) for phase in RECOVERY_PHASES),
-        )
-        for one in lost[-_SHOWN_RECOVERIES:]
+        {
+            "attempt": str(recovery.attempt),
+            "class": " ".join((recovery.ending, *(f"+ {ending}" for ending in recovery.further))),
+            "after step": ABSENT if recovery.last_step is None else str(recovery.last_step),
+            "steps lost": str(recovery.steps_lost),
+            "seconds": format_elapsed(recovery.seconds),
+            "beyond requeue": format_elapsed(recovery.beyond_requeue_s),
+            **{p.replace("_", " "): format_elapsed(recovery.phases_s[p]) for p in RECOVERY_PHASES},
+        }
+        for recovery in lost[-_SHOWN_RECOVERIES:]
     ]
-    headings = ("attempt", "class", "after step", "steps lost", "seconds", "beyond requeue", *names)
     more = len(lost) - len(rows)
-    return Table(headings, rows, f"… and {more} before these" if more else "")
+    return Table.of(rows, f"… and {more} before these" if more else "")
 
 
 def endings_table(lost: Sequence[FailureRecovery]) -> Table:
-    """The recoveries summed by class, the costliest first."""
-    rows = [
-        (
-            loss.ending,
-            str(loss.times),
-            str(loss.steps_lost),
-            format_hours(loss.node_hours),
-            format_elapsed(loss.mean_s),
-        )
-        for loss in sum_by_ending(lost)
-    ]
-    return Table(("class", "endings", "steps lost", "node hours", "mean seconds"), rows)
+    """Return the recoveries summed by class, the costliest first."""
+    return Table.of(
+        [
+            {
+                "class": loss.ending,
+                "endings": str(loss.times),
+                "steps lost": str(loss.steps_lost),
+                "node hours": format_hours(loss.node_hours),
+                "mean seconds": format_elapsed(loss.mean_s),
+            }
+            for loss in sum_by_ending(lost)
+        ]
+    )

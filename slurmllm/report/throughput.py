@@ -40,8 +40,8 @@ class ScalingRow(NamedTuple):
             return None, None, None
         # The plan is of the last submission: on other nodes only data parallelism differs.
         replica = mesh.tensor * mesh.pipeline
-        known = workers is not None and workers % replica == 0
-        return mesh.tensor, mesh.pipeline, (workers or 0) // replica if known else mesh.data
+        divides = workers is not None and workers % replica == 0
+        return mesh.tensor, mesh.pipeline, (workers or 0) // replica if divides else mesh.data
 
     @property
     def speed(self) -> float | None:
@@ -55,7 +55,7 @@ def throughput_by_nodes(
     config: RunConfig | None,
     usd_per_node_hour: float | None,
 ) -> list[Rate]:
-    """The throughput by node count, the count with the most steps first.
+    """Return the throughput by node count, the count with the most steps first.
 
     `sizes` has the nodes and workers of each attempt, if known.
     """
@@ -66,45 +66,44 @@ def throughput_by_nodes(
     groups: dict[tuple[int, int] | None, list[int]] = {}
     for attempt in np.unique(curve.attempts).tolist():
         groups.setdefault(sizes.get(attempt), []).append(attempt)
-    found = []
+    rates = []
     for size, attempts in groups.items():
-        own: Flags = np.isin(curve.attempts, attempts)
-        first: Flags = own & (np.arange(len(own)) < first_rows)
+        rows: Flags = np.isin(curve.attempts, attempts)
+        first: Flags = rows & (np.arange(len(rows)) < first_rows)
         nodes, workers = size or (None, None)
-        seq_per_s, mfu = _reduce(np.mean, sequences, own), None
+        seq_per_s, mfu = _reduce(np.mean, sequences, rows), None
         hardware = None if config is None else config.cluster.hardware
         # A peak that is only a guess would give a figure that looks measured.
         if config and hardware and not hardware.rough and workers and seq_per_s:
             peak = workers * peak_flops(config)
             mfu = model_flops(config.recipe.model, 1) * seq_per_s / peak
-        found.append(
+        usd = usd_per_node_hour
+        rates.append(
             Rate(
                 nodes=nodes,
                 workers=workers,
-                steps=int(own.sum()),
+                steps=int(rows.sum()),
                 first_steps=int(first.sum()),
                 seq_per_s=seq_per_s,
-                tokens_per_s=_reduce(np.mean, tokens, own),
+                tokens_per_s=_reduce(np.mean, tokens, rows),
                 seq_per_s_first_500=_reduce(np.mean, sequences, first),
                 tokens_per_s_first_500=_reduce(np.mean, tokens, first),
-                step_s=_reduce(np.median, curve.columns.get("step_time_s"), own),
+                step_s=_reduce(np.median, curve.columns.get("step_time_s"), rows),
                 mfu=mfu,
-                usd_per_hour=(
-                    nodes * usd_per_node_hour if nodes and usd_per_node_hour is not None else None
-                ),
+                usd_per_hour=nodes * usd if nodes and usd is not None else None,
             )
         )
-    return sorted(found, key=lambda rate: -rate.steps)
+    return sorted(rates, key=lambda rate: -rate.steps)
 
 
 def _reduce(how: Callable[[Floats], Any], values: Floats | None, rows: Flags) -> float | None:
-    """Mean or median of the finite values in some rows; None without any."""
+    """Return the mean or median of the finite values in some rows; None without any."""
     finite = np.empty(0) if values is None else values[rows][np.isfinite(values[rows])]
     return float(how(finite)) if len(finite) else None
 
 
 def per_s(curve: Curve) -> tuple[Floats | None, Floats | None]:
-    """Sequences/s and tokens/s of each row; a missing one is computed from the other."""
+    """Return sequences/s and tokens/s of each row; a missing one is computed from the other."""
     sequences, tokens = curve.columns.get("seq_per_s"), curve.columns.get("tokens_per_s")
     length, batch = map(curve.positive_setting, ("model.seq_len", "train.global_batch"))
     taken = curve.columns.get("step_time_s")
@@ -118,13 +117,13 @@ def per_s(curve: Curve) -> tuple[Floats | None, Floats | None]:
     return sequences, tokens
 
 
-def scaling_rows(several: Sequence[RunFacts]) -> list[ScalingRow]:
-    """One row per run and node count, grouped by model, the fewest nodes first.
+def scaling_rows(runs: Sequence[RunFacts]) -> list[ScalingRow]:
+    """Return one row per run and node count, grouped by model, the fewest nodes first.
 
     A run without logged throughput has no row.
     """
     groups: dict[object, list[ScalingRow]] = {}
-    for facts in several:
+    for facts in runs:
         config = facts.configuration.config
         # Equal for runs that differ only in their nodes.
         key: object = facts.recipe or facts.name

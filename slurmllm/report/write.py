@@ -56,7 +56,7 @@ def default_path(runs: Sequence[RunFacts]) -> Path:
 def to_html(
     title: str, sections: Sequence[ReportSection], data: dict[str, Any], made_at: str
 ) -> str:
-    """The whole page, with the data of its plots (`figures.page_data`)."""
+    """Return the whole page, with the data of its plots (`figures.page_data`)."""
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
 
@@ -67,7 +67,7 @@ def to_html(
     )
 
     # The x axes that at least one curve has.
-    known = {
+    used_axes = {
         axis
         for figure in data["figures"].values()
         for series in figure.get("series", ())
@@ -83,13 +83,13 @@ def to_html(
         version=__version__,
         made_at=made_at,
         sections=sections,
-        axes=[axis for axis in _AXES if axis in known],
+        axes=[axis for axis in _AXES if axis in used_axes],
         logarithmic={
             name for name, figure in data["figures"].items() if figure["kind"] in ("curve", "stack")
         },
         css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),  # noqa: S704 (a file of ours)
         script=Markup((_HERE / "report.js").read_text(encoding="utf-8")),  # noqa: S704 (likewise)
-        data=Markup(re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], script_json)),  # noqa: S704 (escaped)
+        data=Markup(re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE[match[0]], script_json)),  # noqa: S704 (escaped)
         plotly=Markup(get_plotlyjs()),  # noqa: S704 (a file of plotly)
         plotly_version=get_plotlyjs_version(),
     )
@@ -98,7 +98,7 @@ def to_html(
 def to_markdown(
     title: str, sections: Sequence[ReportSection], pictures: Mapping[str, str], made_at: str
 ) -> str:
-    """The whole text; `pictures` has the paths, relative to it, of those that there are."""
+    """Return the whole text; `pictures` has the paths of the existing ones, relative to it."""
     lines = [f"# {_safe(title)}", "", f"made {made_at}", ""]
     for section in sections:
         if body := list(_blocks(section, pictures)):
@@ -141,13 +141,9 @@ _EXCLUDED: Any = {**_LISTS, "grad_norm_spikes": _LISTS}
 
 
 def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, str | None]:
-    """Write a report: the .html page if wanted, the Markdown next to it, and its pictures.
+    """Write a report: the .html page (`html`), the Markdown next to it, and its pictures.
 
-    Returns:
-        Paths of `html` and `markdown`; None: not requested.
-
-    Raises:
-        StorageError: a file cannot be written.
+    Returns the paths of `html` and `markdown`; None: not requested.
     """
     from slurmllm.report.pictures import write_pictures  # loads matplotlib
 
@@ -165,16 +161,16 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, 
 
 
 def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None], **more: Any) -> str:
-    """The whole document, with the files of `write_report`; NaN and unknown values are null."""
+    """Return the whole document, with the files of `write_report`; unknown values are null."""
     used = [facts.used for facts in runs if facts.used is not None]
-    found = {
+    document = {
         "runs": [_run(facts) for facts in runs],
         "total": sum_utilization(used) if used else None,
         "scaling": scaling_json(scaling_rows(runs)),
         "report": written,
         **more,
     }
-    return pydantic_core.to_json(found, indent=2, inf_nan_mode="null").decode()
+    return pydantic_core.to_json(document, indent=2, inf_nan_mode="null").decode()
 
 
 def _run(facts: RunFacts) -> dict[str, Any]:
@@ -204,8 +200,8 @@ def _run(facts: RunFacts) -> dict[str, Any]:
         "restarts": facts.restarts,
         "checkpoints": [
             # An invalidated checkpoint is still on disk.
-            asdict(one) | {"kept": one.state in ("kept", "invalidated")}
-            for one in facts.saved
+            asdict(checkpoint) | {"kept": checkpoint.state in ("kept", "invalidated")}
+            for checkpoint in facts.saved
         ],
         "evaluations": facts.scores,
         "comparison": facts.comparison,

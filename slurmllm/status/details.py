@@ -49,12 +49,20 @@ class WorkerProgress:
 
 
 @dataclass(frozen=True)
+class FirstStep:
+    """The first step of an attempt on one node, and its use of the graph cache."""
+
+    first_step_s: float
+    cache_hits: int
+    cache_misses: int
+
+
+@dataclass(frozen=True)
 class Details:
-    """Details of one run."""
+    """Details of one run; also keys of `slurmllm status RUN --json`."""
 
     cold_first_step_s: float | None  # first step with an empty graph cache (precompile stage)
-    # node of the last attempt → (first step in s, cache hits, cache misses)
-    first_steps: dict[str, tuple[float, int, int]]
+    first_steps: dict[str, FirstStep]  # by node of the last attempt
     mesh: Mesh | None  # the planned mesh; None without plan.json
     micro_batch: MicroBatchRecord | None  # measurement for `train.micro_batch: auto`
     graphs: GraphManifest | None
@@ -100,12 +108,14 @@ def read_details(
             versions = {name: node.versions for name, node in nodes.items()}
             reasons = {name: node.cache_reason for name, node in nodes.items()}
             unused_graphs = {name: reason for name, reason in reasons.items() if reason}
-    first_steps: dict[str, tuple[float, int, int]] = {}
+    first_steps: dict[str, FirstStep] = {}
     with suppress(StorageError):
         for folder in run.attempts("train")[-1:]:
             paths = sorted(folder.worker(0).parent.glob("rank_*.json"))
             workers = read_all(WorkerRecord.load, paths)
-            first_steps = {w.node: (w.first_step_s, w.cache_hits, w.cache_misses) for w in workers}
+            first_steps = {
+                w.node: FirstStep(w.first_step_s, w.cache_hits, w.cache_misses) for w in workers
+            }
     running = training and bool(attempts) and attempts[-1].ended_at is None
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
@@ -128,7 +138,7 @@ def read_details(
 def read_worker_progress(
     run: RunDir, record: AttemptRecord, config: WatchdogConfig
 ) -> WorkerProgress | None:
-    """The progress of an open attempt; None before its launchers have written a heartbeat."""
+    """Return the progress of an open attempt; None before its launchers write a heartbeat."""
     beats: dict[int, WorkerPhase] = {}
     for heartbeat in read_heartbeats(run, record):
         beats |= heartbeat.ranks

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -82,9 +83,8 @@ def read_history(
     """
     warnings: list[str] = []
     attempts: list[AttemptRecord] = []
-    for attempt, faults in read_all(
-        _read_attempt, (a.record for stage in STAGES for a in run.attempts(stage))
-    ):
+    records = (a.record for stage in STAGES for a in run.attempts(stage))
+    for attempt, faults in read_all(_read_attempt, records):
         warnings += faults
         attempts += [] if attempt is None else [attempt]
     steps: dict[int, Steps] = {}
@@ -92,9 +92,8 @@ def read_history(
     with suppress(RunError):  # all together: small files by themselves are read line by line
         read_attempts([path for path in files if path not in metrics], True, metrics)
     for path in files:
-        found = _read_steps(path, metrics, warnings)
-        if len(found):
-            steps[int(path.stem.removeprefix("attempt_"))] = found
+        if len(steps_of_file := _read_steps(path, metrics, warnings)):
+            steps[int(path.stem.removeprefix("attempt_"))] = steps_of_file
     waited_s: dict[int, float] = {}
     evaluated_s: dict[int, float] = {}
     saves: list[tuple[float, float]] = []
@@ -115,13 +114,20 @@ def read_history(
         warnings.append(f"ignoring metrics: no attempt record of attempt {numbers}")
     submitted = tuple(sent.submitted_at for sent in read_submissions(run, warnings))
     return RunHistory(
-        run.name, attempts, steps, waited_s, saves, incarnations, submitted, tuple(warnings),
-        evaluated_s,
-    )  # fmt: skip
+        name=run.name,
+        attempts=attempts,
+        steps=steps,
+        waited_s=waited_s,
+        saves=saves,
+        incarnations=incarnations,
+        submissions=submitted,
+        warnings=tuple(warnings),
+        evaluated_s=evaluated_s,
+    )
 
 
 def _read_attempt(record: Path) -> tuple[AttemptRecord | None, list[str]]:
-    """An attempt and warnings; None if its record is damaged, or absent: it is being opened."""
+    """Return an attempt and warnings; None if its record is damaged, or absent (being opened)."""
     if not record.is_file():
         return None, []
     try:
@@ -137,7 +143,7 @@ def _read_attempt(record: Path) -> tuple[AttemptRecord | None, list[str]]:
 
 
 def read_submissions(run: RunDir, warnings: list[str] | None = None) -> Sequence[Submission]:
-    """Every submission of a run, oldest first; none if jobs.json is absent or damaged."""
+    """Return every submission of a run, oldest first; none if jobs.json is absent or damaged."""
     try:
         return JobsRecord.of(run).submissions
     except SlurmllmError as error:
@@ -170,38 +176,32 @@ def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
     return Steps(numbers[timed], seconds[timed], ends[timed])
 
 
-def _train_jobs(sent: Submission) -> tuple[str | None, ...]:
-    return (*sent.earlier_jobs, sent.train_job)
-
-
 def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:
-    """Every start of every job of a run, oldest first; empty without Slurm or accounting."""
-    found = []
-    sizes: dict[str, int] = {}  # node list → number of nodes; scontrol expands each list once
-    jobs = [
-        (job, stage)
-        for sent in submissions
-        for stage, own in zip(STAGES, ((sent.precompile_job,), _train_jobs(sent)), strict=True)
-        for job in own
-        if job is not None
-    ]
-    rows: dict[str, list[AccountingRow]] = {}
-    for row in client.accounting(*dict.fromkeys(job for job, _ in jobs)):
+    """Return every start of every job of a run, oldest first; empty without Slurm or accounting."""
+    jobs: list[tuple[str | None, Stage]] = []
+    for sent in submissions:
+        jobs.append((sent.precompile_job, "precompile"))
+        jobs += [(job, "train") for job in (*sent.earlier_jobs, sent.train_job)]
+    rows: dict[str | None, list[AccountingRow]] = {}
+    for row in client.accounting(*dict.fromkeys(job for job, _ in jobs if job is not None)):
         rows.setdefault(row.job_id, []).append(row)
-    for job_id, stage in jobs:
-        for row in rows.get(job_id, ()):  # not those of its steps
-            if row.nodes not in sizes:
-                sizes[row.nodes] = 0
-                if "[" in row.nodes:
-                    with suppress(SlurmError):
-                        sizes[row.nodes] = len(client.hostnames(row.nodes))
-                elif row.nodes and not row.nodes.startswith("None"):  # `None assigned`
-                    sizes[row.nodes] = row.nodes.count(",") + 1
+    incarnations = []
+    count_nodes = cache(lambda nodes: _count_nodes(nodes, client))  # scontrol expands a list once
+    for job, stage in jobs:
+        for row in rows.get(job, ()):  # not those of its steps
             start, end = to_unix(row.start), to_unix(row.end)
-            if start is None or not sizes[row.nodes]:
+            if start is None or not (nodes := count_nodes(row.nodes)):
                 continue  # pending, or cancelled while pending
             if start < submissions[0].submitted_at - _SLACK_S:
                 continue  # another job of the same id, from before Slurm's job ids were reset
             last = max(start, time.time() if end is None else end)
-            found.append(Incarnation(job_id, stage, sizes[row.nodes], start, last, end is None))
-    return sorted(found, key=lambda incarnation: incarnation.start)
+            incarnations.append(Incarnation(row.job_id, stage, nodes, start, last, end is None))
+    return sorted(incarnations, key=lambda incarnation: incarnation.start)
+
+
+def _count_nodes(nodes: str, client: SlurmClient) -> int:
+    if "[" in nodes:
+        with suppress(SlurmError):
+            return len(client.hostnames(nodes))
+        return 0
+    return nodes.count(",") + 1 if nodes and not nodes.startswith("None") else 0  # `None assigned`

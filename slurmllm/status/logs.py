@@ -9,9 +9,8 @@ record of an attempt's ending follows all its lines.
 from __future__ import annotations
 
 import re
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
@@ -26,9 +25,35 @@ from slurmllm.run.rundir import RunDir, Stage, write_atomic
 from slurmllm.supervise.log_files import GrowingLog
 
 _RANK = re.compile(r"^rank_(\d+)\.log$")
-# For launchers to notice a request: they look every 5 s, and NFS may hide a new file for half a
-# minute.
-ANSWER_S = 90.0
+
+
+@dataclass(frozen=True)
+class LogSelection:
+    """The logs to show."""
+
+    run: RunDir
+    stages: tuple[Stage, ...]  # in this order
+    ranks: frozenset[int] | None = None  # None: all
+    attempt: int | None = None  # the only attempt; None: all
+    newest: bool = False  # of each stage only the newest attempt, and those that begin later
+
+    def includes(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+    def newest_attempt(self) -> AttemptRecord | None:
+        """Return the record of the only attempt, else of the newest of the last stage with any."""
+        for stage in reversed(self.stages):
+            attempts = self.run.attempts(stage)
+            if attempts or self.attempt is not None:
+                number = attempts[-1].number if self.attempt is None else self.attempt
+                return AttemptRecord.find(self.run.attempt(stage, number).record)
+        return None
+
+    def missing_ranks(self, record: AttemptRecord) -> list[int]:
+        """Return the selected workers of an attempt without a log in the run directory."""
+        logs = ranks_with_logs(self.run, record.stage, record.attempt)
+        ranks = filter(self.includes, range(1, record.world_size))
+        return sorted(set(ranks).difference(logs))
 
 
 class RankLine(NamedTuple):
@@ -72,35 +97,26 @@ class _RankLog:
 
 
 class MergedLogs:
-    """The merged logs of some ranks of a run.
+    """The merged logs of a selection."""
 
-    Args:
-        stages: The stages, in this order.
-        includes: Whether to include a rank.
-        first: Stage → the first attempt to show; by default all attempts are shown.
-        attempt: The only attempt to show; None: all from the first on.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        stages: Sequence[Stage],
-        includes: Callable[[int], bool],
-        first: Mapping[Stage, int] | None = None,
-        attempt: int | None = None,
-    ) -> None:
-        self._run, self._includes = run, includes
-        self._first, self._attempt = first or {}, attempt
+    def __init__(self, selection: LogSelection) -> None:
+        self._selection, self._run = selection, selection.run
         self._stage_logs = {
-            stage: _RankLog(GrowingLog(run.stage_log(stage)), stage, 0, 0) for stage in stages
+            stage: _RankLog(GrowingLog(self._run.stage_log(stage)), stage, 0, 0)
+            for stage in selection.stages
         }
+        self._first = dict.fromkeys(selection.stages, 0)  # attempt to show
+        if selection.newest:
+            for stage in selection.stages:
+                self._first[stage] = max((a.number for a in self._run.attempts(stage)), default=0)
         self._logs: dict[tuple[Stage, int, int], _RankLog] = {}
 
     def any_file(self) -> bool:
-        """Whether there is a log of any of the ranks."""
+        """Return whether there is a log of any of the ranks."""
+        attempt = self._selection.attempt
         for stage, log in self._stage_logs.items():
-            started = self._attempt is None or self._run.attempt(stage, self._attempt).path.is_dir()
-            if self._includes(0) and started and log.file.path.is_file():
+            started = attempt is None or self._run.attempt(stage, attempt).path.is_dir()
+            if self._selection.includes(0) and started and log.file.path.is_file():
                 return True
         return any(any(self._worker_logs(stage).values()) for stage in self._stage_logs)
 
@@ -109,7 +125,7 @@ class MergedLogs:
         for stage, stage_log in self._stage_logs.items():
             workers = self._worker_logs(stage)
             for attempt, lines in groupby(stage_log.read(last), lambda timed: timed[1].attempt):
-                shown = self._includes(0) and self._shows(stage, attempt)
+                shown = self._selection.includes(0) and self._shows(stage, attempt)
                 logs = workers.pop(attempt, [])
                 yield from _merge([*([lines] if shown else []), *(log.read(last) for log in logs)])
             # Attempts that the stage's log does not name: it may be written later than theirs.
@@ -119,12 +135,12 @@ class MergedLogs:
     def poll_last(self, lines: int, last: bool = False) -> Iterator[RankLine]:
         """Yield the last lines of every log, in the order of all lines; as the first poll."""
         for stage, log in self._stage_logs.items():
-            if self._attempt is None:
+            if self._selection.attempt is None:
                 log.file.skip_to_last(lines)
                 # These lines are the first attempt's to show, or they have its beginning.
                 begin = re.compile(rf"{stage} attempt \d+\b.*?: \d+ node")
                 texts = map(message_of, GrowingLog(log.file.path, log.file.position).lines())
-                log.attempt = max(self._first.get(stage, 0) - any(map(begin.match, texts)), 0)
+                log.attempt = max(self._first[stage] - any(map(begin.match, texts)), 0)
             for worker in chain.from_iterable(self._worker_logs(stage).values()):
                 worker.file.skip_to_last(lines)
         tails: dict[tuple[Stage, int, int], deque[tuple[int, RankLine]]]
@@ -138,8 +154,9 @@ class MergedLogs:
         logs: dict[int, list[_RankLog]] = {}
         for number in worker_log_attempts(self._run, stage):
             if self._shows(stage, number):
+                ranks = ranks_with_logs(self._run, stage, number)
                 logs[number] = []
-                for rank in filter(self._includes, ranks_with_logs(self._run, stage, number)):
+                for rank in filter(self._selection.includes, ranks):
                     key = (stage, number, rank)
                     if key not in self._logs:
                         self._logs[key] = _RankLog(GrowingLog(self._run.worker_log(*key)), *key)
@@ -147,9 +164,9 @@ class MergedLogs:
         return logs
 
     def _shows(self, stage: Stage, attempt: int) -> bool:
-        if self._attempt is not None:
-            return attempt == self._attempt
-        return attempt >= self._first.get(stage, 0)
+        if self._selection.attempt is not None:
+            return attempt == self._selection.attempt
+        return attempt >= self._first[stage]
 
 
 def _merge(streams: Sequence[Iterator[tuple[float, RankLine]]]) -> Iterator[RankLine]:
@@ -177,79 +194,36 @@ def ranks_with_logs(run: RunDir, stage: Stage, attempt: int) -> list[int]:
     return []
 
 
-class LogRequests:
-    """Requests for logs that are still on the disks of the nodes.
+def request_logs(
+    selection: LogSelection, requested: set[tuple[Stage, int]], is_active: Callable[[], bool]
+) -> AttemptRecord | None:
+    """Request the logs of a running attempt that are still on the disks of the nodes.
 
     Of a running attempt the run directory has the logs of rank 0 and of workers that failed. A file
     in the attempt's `log_requests` has the launcher of a worker copy that worker's log into the run
     directory, until the attempt ends.
 
-    Args:
-        ranks: The ranks; None for all.
-        attempt: The only attempt to ask; None for the newest one of the last stage that has any.
+    Returns the record of the attempt, and adds it to those `requested`; None if there is no other
+    than these, it misses no log, or the run is not active (its supervisor was killed).
+
+    Raises:
+        StorageError: This user may not write to the run, or a record is damaged.
     """
-
-    def __init__(
-        self,
-        run: RunDir,
-        stages: Sequence[Stage],
-        ranks: frozenset[int] | None,
-        attempt: int | None = None,
-    ) -> None:
-        self._run, self._stages, self._ranks, self._attempt = run, stages, ranks, attempt
-        self._newest: tuple[Stage, int] | None = None
-        self.pending: AttemptRecord | None = None  # the attempt whose logs are awaited
-        self.deadline = 0.0  # for its nodes to answer, in time.monotonic()
-
-    def ask(self, is_active: Callable[[], bool]) -> AttemptRecord | None:
-        """Write the requests to a running attempt not asked before; returns its record.
-
-        None if there is none, or nothing is missing.
-
-        Args:
-            is_active: Whether the run is active: an attempt whose supervisor was killed is open.
-
-        Raises:
-            StorageError: This user may not write to the run, or a record is damaged.
-        """
-        record = newest_attempt(self._run, self._stages, self._attempt)
-        if record is None or (record.stage, record.attempt) == self._newest:
-            return None
-        self._newest = (record.stage, record.attempt)
-        if record.ended_at is not None or not self._missing(record) or not is_active():
-            return None
-        attempt = self._run.attempt(record.stage, record.attempt)
-        for rank in [None] if self._ranks is None else sorted(self._ranks):
-            if rank is None or rank < record.world_size:
-                write_atomic(attempt.log_request(rank), "")
-        self.pending, self.deadline = record, time.monotonic() + ANSWER_S
-        return record
-
-    def awaited(self) -> list[int]:
-        """Return the ranks whose logs were requested and are not in the run directory yet."""
-        if self.pending is None:
-            return []
-        path = self._run.attempt(self.pending.stage, self.pending.attempt).record
-        ranks = self._missing(self.pending)
-        if not ranks or AttemptRecord.load(path).ended_at is not None:
-            self.pending = None
-            return []
-        return ranks
-
-    def _missing(self, record: AttemptRecord) -> list[int]:
-        ranks = set(range(1, record.world_size))
-        if self._ranks is not None:
-            ranks &= self._ranks
-        return sorted(ranks.difference(ranks_with_logs(self._run, record.stage, record.attempt)))
+    record = selection.newest_attempt()
+    if record is None or (record.stage, record.attempt) in requested:
+        return None
+    requested.add((record.stage, record.attempt))
+    if record.ended_at is not None or not selection.missing_ranks(record) or not is_active():
+        return None
+    attempt = selection.run.attempt(record.stage, record.attempt)
+    for rank in [None] if selection.ranks is None else sorted(selection.ranks):
+        if rank is None or rank < record.world_size:
+            write_atomic(attempt.log_request(rank), "")
+    return record
 
 
-def newest_attempt(
-    run: RunDir, stages: Sequence[Stage], number: int | None = None
-) -> AttemptRecord | None:
-    """Return the record of an attempt, by default of the newest of the last stage with any."""
-    for stage in reversed(stages):
-        attempts = run.attempts(stage)
-        if attempts or number is not None:
-            newest = attempts[-1].number if number is None else number
-            return AttemptRecord.find(run.attempt(stage, newest).record)
-    return None
+def awaited_ranks(selection: LogSelection, record: AttemptRecord) -> list[int]:
+    """Return the workers whose requested logs are missing; none once their attempt has ended."""
+    path = selection.run.attempt(record.stage, record.attempt).record
+    ranks = selection.missing_ranks(record)
+    return [] if not ranks or AttemptRecord.load(path).ended_at is not None else ranks

@@ -63,13 +63,13 @@ class EndingLoss(BaseModel):
 
 
 def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
-    """The recovery after each ending before the run was done, oldest first.
+    """Return the recovery after each ending before the run was done, oldest first.
 
     An attempt that completed no step is part of the recovery that it delayed.
     """
     train = sorted((a for a in history.attempts if a.stage == "train"), key=lambda a: a.attempt)
-    allocations = {one.attempt: one for one in break_down_time(history) if one.stage == "train"}
-    found = []
+    allocations = {time.attempt: time for time in break_down_time(history) if time.stage == "train"}
+    recoveries = []
     at = 0
     while at < len(train):
         ended = train[at]
@@ -78,58 +78,54 @@ def find_recoveries(history: RunHistory) -> list[FailureRecovery]:
             following += 1
         if ended.ending is not None and ended.ended_at is not None and ended.ending != "done":
             # Without a step of its own the outage begins with the attempt.
-            own, steps = allocations[ended.attempt], history.steps.get(ended.attempt)
+            time, steps = allocations[ended.attempt], history.steps.get(ended.attempt)
             last_step_at = float(steps.ends[-1]) if steps is not None else ended.started_at
             if following < len(train):
                 first = history.steps[train[following].attempt]
-                phases = recovery_phases(
-                    last_step_at, train[at : following + 1], float(first.ends[0]),
-                    float(first.seconds[0]),
-                )  # fmt: skip
+                first_step = float(first.ends[0]), float(first.seconds[0])
+                phases = recovery_phases(last_step_at, train[at : following + 1], *first_step)
             else:
                 phases = _closing_phases(last_step_at, ended)
-            found.append(
+            recoveries.append(
                 FailureRecovery(
                     attempt=ended.attempt,
                     ending=ended.ending,
-                    further=tuple(
-                        a.ending for a in train[at + 1 : following] if a.ending is not None
-                    ),
-                    nodes=own.nodes,
+                    further=tuple(a.ending for a in train[at + 1 : following] if a.ending),
+                    nodes=time.nodes,
                     last_step=int(steps.numbers[-1]) if steps is not None else ended.last_step,
-                    steps_lost=own.steps_lost,
-                    lost_s=own.parts_s["recomputation"],
+                    steps_lost=time.steps_lost,
+                    lost_s=time.parts_s["recomputation"],
                     seconds=math.fsum(phases.values()) if following < len(train) else None,
                     phases_s=phases,
                 )
             )
         at = following
-    return found
+    return recoveries
 
 
 def sum_by_ending(recoveries: Sequence[FailureRecovery]) -> list[EndingLoss]:
-    """The recoveries summed by class, the costliest first."""
-    found = []
-    for ending in dict.fromkeys(one.ending for one in recoveries):
-        own = [one for one in recoveries if one.ending == ending]
-        known = [one.seconds for one in own if one.seconds is not None]
-        lost_s = math.fsum(one.nodes * (one.lost_s + (one.seconds or 0.0)) for one in own)
-        found.append(
+    """Return the recoveries summed by class, the costliest first."""
+    losses = []
+    for ending in dict.fromkeys(recovery.ending for recovery in recoveries):
+        same = [recovery for recovery in recoveries if recovery.ending == ending]
+        seconds = [recovery.seconds for recovery in same if recovery.seconds is not None]
+        lost_s = math.fsum(r.nodes * (r.lost_s + (r.seconds or 0.0)) for r in same)
+        losses.append(
             EndingLoss(
                 ending=ending,
-                times=len(own),
-                steps_lost=sum(one.steps_lost for one in own),
+                times=len(same),
+                steps_lost=sum(recovery.steps_lost for recovery in same),
                 node_hours=lost_s / HOUR_S,
-                mean_s=math.fsum(known) / len(known) if known else None,
+                mean_s=math.fsum(seconds) / len(seconds) if seconds else None,
             )
         )
-    return sorted(found, key=lambda loss: -loss.node_hours)
+    return sorted(losses, key=lambda loss: -loss.node_hours)
 
 
 def recovery_phases(
     since: float, attempts: Sequence[AttemptRecord], completed_at: float, first_step_s: float
 ) -> dict[RecoveryPhase, float]:
-    """Seconds of each phase of a recovery.
+    """Return the seconds of each phase of a recovery.
 
     Args:
         since: Begin of the outage, Unix time, s: the last completed step, or the injected fault.
@@ -160,7 +156,7 @@ def recovery_phases(
 
 
 def _closing_phases(since: float, ended: AttemptRecord) -> dict[RecoveryPhase, float]:
-    """All phases, with those up to the close of the attempt filled in."""
+    """Return all phases, with those up to the close of the attempt filled in."""
     phases: dict[RecoveryPhase, float] = dict.fromkeys(RECOVERY_PHASES, 0.0)
     until_closed = max(0.0, (ended.ended_at or since) - since)
     phases["stopping"] = min(ended.phases_s.get("stopping", 0.0), until_closed)

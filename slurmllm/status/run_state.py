@@ -41,12 +41,13 @@ class RunRecords:
         if last is None or sent is None or last.ending is None:
             return None
         # A local attempt has no job id: its time decides.
-        own = (
-            last.started_at >= sent.submitted_at
-            if sent.local
-            else (last.job_id == sent.precompile_job)
-        )
-        return last if own else None
+        newer = last.started_at >= sent.submitted_at
+        return last if (newer if sent.local else last.job_id == sent.precompile_job) else None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `slurmllm cancel` cancelled the last submission."""
+        return self.sent is not None and self.sent.cancelled_at is not None
 
     @property
     def ended(self) -> bool:
@@ -74,31 +75,46 @@ class JobState:
     reason: str = ""
 
 
-def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str, str]:
-    """The state of a run (see `runs.RunState`) and its reason.
+State = tuple[str, str]  # see `runs.RunState`: state and reason
+_Jobs = Mapping[str, JobState]
 
-    The order of the tests matters: records come before Slurm, which forgets jobs after minutes,
-    and a job that runs comes before the record of an attempt that it may be about to supersede.
-    `jobs`, by stage, are not read if the records show that the run has ended.
+
+def derive_state(records: RunRecords, jobs: _Jobs) -> State:
+    """Return the state of a run and its reason: the first matching row of the tables wins.
+
+    Records come before Slurm, which forgets jobs after minutes, and a job that runs comes before
+    the record of an attempt that it may be about to supersede. `jobs`, by stage, are not read if
+    the records show that the run has ended.
     """
+    return _by_records(records) or _by_active_jobs(records, jobs) or _by_ended_jobs(records, jobs)
+
+
+def _by_records(records: RunRecords) -> State | None:
     run, sent, last = records.run, records.sent, records.last
     if last is not None and last.action == "finish":
         return "done", ""
     if sent is None:
         return "interrupted", "never submitted"
+    if sent.local and is_process_alive(sent):
+        return "training" if last is not None else "precompiling", f"process {sent.pid}"
     if sent.local:
-        return _derive_local_state(records, sent)
+        last = last or records.precompiled
+        if last is not None and last.action == "stop":
+            return _stopped(run, last)
+        state = "cancelled" if records.cancelled else "interrupted"
+        return state, f"`slurmllm resume {run.name}` continues"
     if records.ended:
-        return _stopped(run, last) if last is not None else _not_precompiled(records, None)
-    precompile, train = jobs.get("precompile"), jobs.get("train")
-    # The precompile job of a sweep goes on for the other runs.
-    shared = sent.graphs_of is not None
-    if shared and sent.cancelled_at is not None and (train is None or train.state == "CANCELLED"):
-        return _cancelled(run)
-    successor = jobs.get("successor")
-    # The train job has ended, and the job that continues the run has not started.
-    if train is not None and train.state not in (*_RUNNING, *_WAITING) and successor is not None:
-        train = successor if successor.state in (*_RUNNING, *_WAITING) else train
+        return _stopped(run, last) if last is not None else _not_precompiled(records, "UNKNOWN")
+    return None
+
+
+def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
+    name, train, precompile = records.run.name, _train_job(jobs), jobs.get("precompile")
+    # The precompile job of a sweep continues for the other runs.
+    shared = records.sent is not None and records.sent.graphs_of is not None
+    first = jobs.get("train")  # whatever its successor does
+    if shared and records.cancelled and (first is None or first.state == "CANCELLED"):
+        return _cancelled(records.run)
     # A record cannot show that a requeued job runs again before its attempt is opened.
     if train is not None and train.state in _RUNNING:
         return "training", ""
@@ -108,58 +124,59 @@ def derive_state(records: RunRecords, jobs: Mapping[str, JobState]) -> tuple[str
         if job.state in _WAITING and job.reason == "DependencyNeverSatisfied":
             return "queued", (
                 f"{stage} job {job.job_id} never starts (DependencyNeverSatisfied): the job before "
-                f"it did not end as required; `slurmllm cancel {run.name}`, then `slurmllm resume "
-                f"{run.name}`"
+                f"it did not end as required; `slurmllm cancel {name}`, then `slurmllm resume "
+                f"{name}`"
             )
     if train is not None and train.state in _WAITING:
         reason = f"waiting for {train.reason}" if train.reason else ""
         # A user's or an administrator's hold never ends by itself.
         if train.state == "REQUEUE_HOLD" or "held" in train.reason.lower():
             reason += f"; `scontrol release {train.job_id}` lets it start"
-        return "requeued" if last is not None else "queued", reason
-    if train is not None and train.state == "CANCELLED" and records.attempts:
-        return _cancelled(run)
+        return "requeued" if records.last is not None else "queued", reason
+    return None
+
+
+def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
+    run, last = records.run, records.last
+    train, precompile = _train_job(jobs), jobs.get("precompile")
+    state, reason = ("", "") if train is None else (train.state, train.reason)
     # UNKNOWN has a reason if the query failed, none if Slurm has forgotten the job.
-    unreachable = train is not None and train.state == "UNKNOWN" and bool(train.reason)
-    forgotten = train is not None and train.state == "UNKNOWN" and not unreachable
-    if forgotten and sent.cancelled_at is not None:
+    forgotten = state == "UNKNOWN" and not reason
+    if (state == "CANCELLED" and records.attempts) or (forgotten and records.cancelled):
         return _cancelled(run)
-    if last is not None and last.ended_at is not None and not unreachable:
+    if last is not None and last.ended_at is not None and (state != "UNKNOWN" or forgotten):
         return _stopped(run, last)
     if precompile is not None and precompile.state not in ("COMPLETED", "UNKNOWN"):
-        return _not_precompiled(records, precompile)
-    if train is not None and train.state == "CANCELLED":
+        return _not_precompiled(records, precompile.state)
+    if state == "CANCELLED":
         return "cancelled", ""
-    if train is not None and train.state == "UNKNOWN":
-        return "unknown", train.reason or "Slurm no longer knows the job and has no accounting"
-    return "interrupted", f"train job {train.state if train else 'never submitted'}"
+    if state == "UNKNOWN":
+        return "unknown", reason or "Slurm no longer knows the job and has no accounting"
+    return "interrupted", f"train job {state or 'never submitted'}"
 
 
-def _derive_local_state(records: RunRecords, sent: Submission) -> tuple[str, str]:
-    if is_process_alive(sent):
-        state = "training" if records.last is not None else "precompiling"
-        return state, f"process {sent.pid}"
-    last = records.last or records.precompiled
-    if last is not None and last.action == "stop":
-        return _stopped(records.run, last)
-    if sent.cancelled_at is not None:
-        return _cancelled(records.run)
-    return "interrupted", f"`slurmllm resume {records.run.name}` continues"
+def _train_job(jobs: _Jobs) -> JobState | None:
+    """Return the train job; once it has ended, its successor if that is active."""
+    train, successor = jobs.get("train"), jobs.get("successor")
+    active = (*_RUNNING, *_WAITING)
+    if train is None or successor is None or train.state in active:
+        return train
+    return successor if successor.state in active else train
 
 
-def _cancelled(run: RunDir) -> tuple[str, str]:
+def _cancelled(run: RunDir) -> State:
     return "cancelled", f"`slurmllm resume {run.name}` continues"
 
 
-def _stopped(run: RunDir, last: AttemptRecord) -> tuple[str, str]:
+def _stopped(run: RunDir, last: AttemptRecord) -> State:
     if last.ending == "cancelled":
         return _cancelled(run)
     return "stopped", f"{last.ending}: {'; '.join(last.evidence)}"
 
 
-def _not_precompiled(records: RunRecords, job: JobState | None) -> tuple[str, str]:
-    """The state after a precompile stage that no training follows."""
-    last, job_state = records.precompiled, job.state if job is not None else "UNKNOWN"
+def _not_precompiled(records: RunRecords, job_state: str) -> State:
+    """Return the state after a precompile stage that no training follows."""
+    last = records.precompiled
     cancelled = job_state == "CANCELLED" or (last is not None and last.ending == "cancelled")
     state = "cancelled" if cancelled else "stopped"
     if last is not None:
@@ -169,13 +186,13 @@ def _not_precompiled(records: RunRecords, job: JobState | None) -> tuple[str, st
 
 
 def compiling_run(run: RunDir, sent: Submission | None) -> RunDir:
-    """The run whose precompile stage compiles the graphs of `run`: itself, or one of its sweep."""
+    """Return the run that compiles the graphs of `run`: itself, or one of its sweep."""
     name = None if sent is None else sent.graphs_of
     return run if name is None else SweepDir(run.path.parent).graph_run(name)
 
 
 def is_process_alive(sent: Submission) -> bool:
-    """Whether the process of a local submission is running on this machine."""
+    """Return whether the process of a local submission is running on this machine."""
     if sent.pid is None or sent.host != socket.gethostname():
         return False  # a shared file system shows runs of other machines, too
     return sent.pid != os.getpid() and is_running(sent.pid, sent.process, b"slurmllm")
@@ -190,19 +207,17 @@ class QueueSnapshot:
 
 
 def job_ids(sent: Submission | None) -> dict[str, str]:
-    """Stage, or `successor`, → job id of a submission to Slurm."""
-    if sent is None or sent.local:
-        return {}
-    return sent.jobs
+    """Return stage, or `successor`, → job id of a submission to Slurm."""
+    return {} if sent is None or sent.local else sent.jobs
 
 
 def query_queue(submissions: Iterable[Submission | None], client: SlurmClient) -> QueueSnapshot:
     """Query Slurm once for the jobs of many submissions."""
-    wanted = [job for sent in submissions for job in job_ids(sent).values()]
-    if not wanted:
+    jobs = [job for sent in submissions for job in job_ids(sent).values()]
+    if not jobs:
         return QueueSnapshot()
     try:
-        return QueueSnapshot(client.queue(wanted))
+        return QueueSnapshot(client.queue(jobs))
     except SlurmError as error:
         return QueueSnapshot(error=str(error))
 
@@ -210,7 +225,7 @@ def query_queue(submissions: Iterable[Submission | None], client: SlurmClient) -
 def read_job_states(
     sent: Submission | None, queue: QueueSnapshot, client: SlurmClient, brief: bool = False
 ) -> dict[str, JobState]:
-    """Stage → state of the jobs of a submission.
+    """Return stage → state of the jobs of a submission.
 
     `brief`: one active job is enough, as sacct is called once for every job that has left the
     queue, which takes long for a list of runs.

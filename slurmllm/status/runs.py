@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +90,18 @@ class RunState:
 
 
 def list_runs(root: Path) -> list[RunDir]:
-    """The runs in a folder and its sweeps, the newest last; also those that cannot be read.
+    """Return the runs in a folder and its sweeps, the newest last, unreadable ones included.
 
     Raises:
         StorageError: The folder cannot be read.
     """
-    found = []
     try:
         entries = [entry for entry in run_folders(root) if not entry.name.startswith(".")]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise StorageError(f"cannot list the runs in {root}: {os_error_text(error)}") from error
+    runs = []
     for entry in entries:
         try:
             # Not `is_run`: a run whose configuration is no file is damaged, not absent.
@@ -109,12 +110,12 @@ def list_runs(root: Path) -> list[RunDir]:
             modified = 0.0
         except OSError:  # no run, or removed since the folder was listed
             continue
-        found.append((modified, RunDir(entry)))
-    return [run for _, run in sorted(found, key=lambda one: (one[0], one[1].name))]
+        runs.append((modified, entry.name, RunDir(entry)))
+    return [run for *_, run in sorted(runs, key=itemgetter(0, 1))]
 
 
 def run_state(run: RunDir, client: SlurmClient) -> RunState:
-    """The state of a run, with its details.
+    """Return the state of a run, with its details.
 
     Raises:
         ConfigError: its configuration is no longer valid.
@@ -124,45 +125,46 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         config = load(run.config)
         records = read_records(run, summarize(config))
         queue = query_queue([records.sent], client)
-        found = _build_state(records, read_job_states(records.sent, queue, client))
-        if found.state in ("queued", "requeued"):
-            found = replace(found, reason="; ".join([found.reason, *_drained(client)]).strip("; "))
-        training = found.state == "training"
-        details = read_details(run, found.attempts, training, config)
-        return replace(found, details=details)
+        state = _build_state(records, read_job_states(records.sent, queue, client))
+        if state.state in ("queued", "requeued"):
+            state = replace(state, reason="; ".join([state.reason, *_drained(client)]).strip("; "))
+        training = state.state == "training"
+        return replace(state, details=read_details(run, state.attempts, training, config))
     except OSError as error:
         raise StorageError(_unreadable(run, error)) from error
 
 
 def run_states(runs: Sequence[RunDir], client: SlurmClient) -> list[RunState]:
-    """The states of many runs; `damaged` if a run's records cannot be read.
+    """Return the states of many runs; `damaged` if a run's records cannot be read.
 
     Slurm is queried once, for the jobs of all runs whose records do not show that they have ended.
     """
-    read: list[RunRecords | RunState] = []
-    for run in runs:
+
+    def read(run: RunDir) -> RunRecords | RunState:
         try:
-            read.append(read_records(run, read_summary(run.config)))
+            return read_records(run, read_summary(run.config))
         except Exception as error:  # whatever is in its files, it must not hide the others
-            read.append(_damaged(run, error))
+            return _damaged(run, error)
+
+    def build(records: RunRecords | RunState) -> RunState:
+        if isinstance(records, RunState):
+            return records
+        try:
+            ended, sent = records.ended, records.sent
+            jobs = {} if ended else read_job_states(sent, queue, client, brief=True)
+            return _build_state(records, jobs)
+        except Exception as error:
+            return _damaged(records.run, error)
+
+    everything = [read(run) for run in runs]
     # One call of squeue for all: a call per run would load slurmctld.
-    wanted = [one.sent for one in read if isinstance(one, RunRecords) and not one.ended]
-    queue = query_queue(wanted, client)
-    found = []
-    for one in read:
-        if isinstance(one, RunRecords):
-            try:
-                jobs = {} if one.ended else read_job_states(one.sent, queue, client, brief=True)
-                found.append(_build_state(one, jobs))
-            except Exception as error:
-                found.append(_damaged(one.run, error))
-        else:
-            found.append(one)
-    return found
+    open_runs = (r for r in everything if isinstance(r, RunRecords) and not r.ended)
+    queue = query_queue([records.sent for records in open_runs], client)
+    return [build(records) for records in everything]
 
 
 def is_active(run: RunDir, client: SlurmClient) -> bool:
-    """Whether jobs of a run are pending or running.
+    """Return whether jobs of a run are pending or running.
 
     Raises:
         SlurmError: slurmctld is unreachable, and the run was submitted to it.
@@ -176,7 +178,7 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
 
 
 def _drained(client: SlurmClient) -> list[str]:
-    """Why nodes are drained that refused a job's second start: a run may wait for them."""
+    """Return why nodes are drained that refused a job's second start: a run may wait for them."""
     with suppress(SlurmError):
         return sorted({text for n in client.partition_nodes() if (text := explain_drain(n))})[:3]
     return []
@@ -242,14 +244,14 @@ def _last_checkpoint(run: RunDir, now: float) -> SavedCheckpoint | None:
     rollbacks = read_rollbacks(run)
     for step in reversed(run.checkpoint_steps()):
         with suppress(StorageError):  # a save that is running, or was interrupted
-            found = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")
-            if invalidation_reason(step, found.attempt, rollbacks) is None:
-                return SavedCheckpoint(step, found.saved_at, max(now - found.saved_at, 0.0))
+            manifest = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")
+            if invalidation_reason(step, manifest.attempt, rollbacks) is None:
+                return SavedCheckpoint(step, manifest.saved_at, max(now - manifest.saved_at, 0.0))
     return None
 
 
 def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, now: float) -> float:
-    """Node hours of the attempts of both stages by their records: quick, without accounting.
+    """Return the node hours of the attempts of both stages by their records, without accounting.
 
     `running`: whether the newest one is running.
     """
@@ -265,7 +267,7 @@ def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, no
 
 
 def _last_sign_of_life(run: RunDir, attempt: AttemptRecord) -> float:
-    """Unix time of the last heartbeat or step of an attempt without a recorded end."""
+    """Return the Unix time of the last heartbeat or step of an attempt without a recorded end."""
     signs = [attempt.started_at]
     signs += [beat.written_at for beat in read_heartbeats(run, attempt)]
     if attempt.stage == "train":

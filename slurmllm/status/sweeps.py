@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmllm.format import format_plural
 from slurmllm.metrics.row_reader import json_number, last_rows, read_error
 from slurmllm.run.records import JobsRecord, SweepRecord
 from slurmllm.run.rundir import RunDir, SweepDir
@@ -36,7 +37,7 @@ class SweepState:
         states = Counter(state.state for state in self.runs)
         limit = f", {self.record.max_running} at a time" if self.record.max_running else ""
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
-        return f"{len(self.runs)} runs{limit}: {counts}"
+        return f"{format_plural(len(self.runs), 'run')}{limit}: {counts}"
 
     def to_json(self) -> dict[str, Any]:
         hours = [self.precompile_hours, *(state.node_hours for state in self.runs)]
@@ -80,21 +81,15 @@ def read_sweep(sweep: SweepDir, client: SlurmClient) -> SweepState:
     compiling, now = sweep.graph_runs(), time.time()
     sent = {run.name: JobsRecord.of(run).last for run in compiling}
     hours = [node_hours(run, load_attempts(run, "precompile"), True, now) for run in compiling]
-    return SweepState(
-        sweep, record, run_states(runs, client),
-        {name: last.precompile_job if last else None for name, last in sent.items()},
-        math.fsum(hours),
-    )  # fmt: skip
+    jobs = {name: last.precompile_job if last else None for name, last in sent.items()}
+    return SweepState(sweep, record, run_states(runs, client), jobs, math.fsum(hours))
 
 
 def rank(state: SweepState) -> list[RankedRun]:
-    """The runs of a sweep, the best first: those that are done, then the others, each by loss."""
+    """Return the runs of a sweep: those that are done, then the others, each by loss."""
     values = {case.run: case.values for case in state.record.cases}
-    found = [RankedRun(run, values[run.name], _final_loss(run)) for run in state.runs]
-    return sorted(
-        found,
-        key=lambda one: (one.loss is None, one.state.state != "done", one.loss or 0.0),
-    )
+    runs = [RankedRun(run, values[run.name], _final_loss(run)) for run in state.runs]
+    return sorted(runs, key=lambda r: (r.loss is None, r.state.state != "done", r.loss or 0.0))
 
 
 def _final_loss(state: RunState) -> float | None:

@@ -23,10 +23,8 @@ HOUR_S = 3600.0
 _SLACK_S = 2.0  # sacct reports whole seconds
 _OVERLAP = 0.01  # share of an allocation that is measured twice, above which to warn
 # Summed over runs.
-_AMOUNTS = (
-    "node_hours", "wall_hours", "queue_hours", "productive_hours", "training_hours", "attempts",
-    "steps", "steps_lost",
-)  # fmt: skip
+_HOURS = ("node_hours", "wall_hours", "queue_hours", "productive_hours", "training_hours")
+_COUNTS = ("attempts", "steps", "steps_lost")
 
 
 @dataclass(frozen=True)
@@ -56,105 +54,122 @@ class AllocationTime:
 
 
 def break_down_time(history: RunHistory) -> list[AllocationTime]:
-    """Every allocation of a run with its parts, in the order of their starts."""
-    kept = _last_kept_steps(history)
+    """Return every allocation of a run with its parts, in the order of their starts."""
+    last_steps = _last_kept_steps(history)
     # Typical step time: the median without the first step of each attempt, which compiles.
     later = [steps.seconds[1:] for steps in history.steps.values() if len(steps) > 1]
     typical_s = float(np.median(np.concatenate(later))) if later else None
     attempts = sorted(history.attempts, key=lambda a: a.started_at)
-    owns: list[Incarnation | None] = []
-    for attempt in attempts:
-        own = _incarnation(attempt, history)
-        if own in owns and attempts[owns.index(own)].restart_count != attempt.restart_count:
-            own = None  # accounting does not have this start yet
-        owns.append(own)
-    found = []
-    for place, (attempt, own) in enumerate(zip(attempts, owns, strict=True)):
-        start, end, nodes = _span(attempt, own, history)
-        if own is not None:  # attempts that follow each other in one allocation divide its time
-            if place and owns[place - 1] is own:
+    incarnations = _incarnations(attempts, history)
+    allocations = []
+    for place, (attempt, incarnation) in enumerate(zip(attempts, incarnations, strict=True)):
+        start, end, nodes = _span(attempt, incarnation, history)
+        used, spare = len(attempt.nodes), attempt.spare_nodes
+        if incarnation is not None:
+            # Attempts that follow each other in one allocation divide its time.
+            if place and incarnations[place - 1] is incarnation:
                 start = attempt.started_at
-            if owns[place + 1 : place + 2] == [own]:
+            if incarnations[place + 1 : place + 2] == [incarnation]:
                 end = max(start, attempts[place + 1].started_at)
-        used = len(attempt.nodes)
-        spare = attempt.spare_nodes if own is None else max(0, nodes - used)
-        nodes = nodes if own is None else min(nodes, used)
+            nodes, spare = min(nodes, used), max(0, nodes - used)
         steps, lost, overlap_s = 0, 0, 0.0
         if attempt.stage == "precompile":
             parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {"precompile": end - start}
         else:
-            made = history.steps.get(attempt.attempt)
-            last_kept = kept.get(attempt.attempt, 0)
-            waited_s = history.waited_s.get(attempt.attempt, attempt.phases_s.get("saving", 0.0))
-            measured = _measured(attempt, start, end, made, last_kept, waited_s, typical_s)
-            measured["evaluation"] = history.evaluated_s.get(attempt.attempt, 0.0)
+            number, completed = attempt.attempt, history.steps.get(attempt.attempt)
+            waited_s = history.waited_s.get(number, attempt.phases_s.get("saving", 0.0))
+            last_step = last_steps.get(number, 0)
+            measured = _measured(attempt, start, end, completed, last_step, typical_s)
+            measured["saving"] = 0.0 if completed is None else waited_s
+            measured["evaluation"] = history.evaluated_s.get(number, 0.0)
             parts_s, overlap_s = _fill(measured, end - start)
-            if made is not None:
-                steps = int(np.count_nonzero(made.numbers <= last_kept))
-                lost = len(made) - steps
-        found.append(
+            if completed is not None:
+                steps = int(np.count_nonzero(completed.numbers <= last_step))
+                lost = len(completed) - steps
+        allocations.append(
             AllocationTime(
-                attempt.attempt, attempt.stage, attempt.ending, nodes, start, end, parts_s,
-                steps, lost, overlap_s, spare,
+                attempt=attempt.attempt,
+                stage=attempt.stage,
+                ending=attempt.ending,
+                nodes=nodes,
+                start=start,
+                end=end,
+                parts_s=parts_s,
+                steps=steps,
+                steps_lost=lost,
+                overlap_s=overlap_s,
+                spare_nodes=spare,
             )
-        )  # fmt: skip
-    for left in history.incarnations:
-        if any(own is left for own in owns):
-            continue
-        # No attempt was opened in it.
-        part: TimePart = "precompile" if left.stage == "precompile" else "start_up"
-        parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {part: left.end - left.start}
-        found.append(
-            AllocationTime(None, left.stage, None, left.nodes, left.start, left.end, parts_s)
         )
-    return sorted(found, key=lambda one: one.start)
+    # Job starts in which no attempt was opened.
+    for rest in history.incarnations:
+        if not any(incarnation is rest for incarnation in incarnations):
+            part: TimePart = "precompile" if rest.stage == "precompile" else "start_up"
+            parts_s = dict.fromkeys(TIME_PARTS, 0.0) | {part: rest.end - rest.start}
+            allocations.append(
+                AllocationTime(None, rest.stage, None, rest.nodes, rest.start, rest.end, parts_s)
+            )
+    return sorted(allocations, key=lambda allocation: allocation.start)
+
+
+def _incarnations(
+    attempts: Sequence[AttemptRecord], history: RunHistory
+) -> list[Incarnation | None]:
+    """Return the job start in which each attempt was opened; None if accounting has none."""
+    opened_in: list[Incarnation | None] = []
+    for attempt in attempts:
+        incarnation = _incarnation(attempt, history)
+        if incarnation in opened_in:
+            earlier = attempts[opened_in.index(incarnation)]
+            if earlier.restart_count != attempt.restart_count:
+                incarnation = None  # accounting does not have this start yet
+        opened_in.append(incarnation)
+    return opened_in
 
 
 def _incarnation(attempt: AttemptRecord, history: RunHistory) -> Incarnation | None:
-    """The job start in which an attempt was opened; the supervisor's clock is a node's."""
+    def distance_s(start: Incarnation) -> float:  # by the supervisor's clock, which is a node's
+        return max(start.start - attempt.started_at, attempt.started_at - start.end, 0.0)
 
-    def distance_s(one: Incarnation) -> float:
-        return max(one.start - attempt.started_at, attempt.started_at - one.end, 0.0)
-
-    # The closest one: a job that gave up a node has another one right after it.
-    of_job = [one for one in history.incarnations if one.job_id == attempt.job_id]
-    own = min(of_job, key=lambda one: (distance_s(one), -one.start), default=None)
-    return own if own is not None and distance_s(own) <= _SLACK_S else None
+    # The closest start: a job that gave up a node has another one right after it.
+    starts = [start for start in history.incarnations if start.job_id == attempt.job_id]
+    closest = min(starts, key=lambda start: (distance_s(start), -start.start), default=None)
+    return closest if closest is not None and distance_s(closest) <= _SLACK_S else None
 
 
 def _last_kept_steps(history: RunHistory) -> dict[int, int]:
-    """Train attempt → the last of its steps that the run kept.
+    """Return train attempt → the last of its steps that the run kept.
 
     That is the last one before the first step of any later attempt, and for an attempt that has
     ended the last one covered by a checkpoint.
     """
     train = {a.attempt: a for a in history.attempts if a.stage == "train"}
-    limit: float = math.inf
-    kept: dict[int, int] = {}
+    first_later: float = math.inf  # step
+    last_steps: dict[int, int] = {}
     for number in sorted(history.steps, reverse=True):
         steps, attempt = history.steps[number], train.get(number)
-        own = limit
+        limit = first_later
         if attempt is not None and attempt.ended_at is not None and attempt.ending != "done":
-            own = min(limit, (attempt.checkpoint_after or 0) + 1)
-        kept[number] = int(min(own - 1, int(steps.numbers[-1])))
-        limit = min(limit, int(steps.numbers[0]))
-    return kept
+            limit = min(limit, (attempt.checkpoint_after or 0) + 1)
+        last_steps[number] = int(min(limit - 1, int(steps.numbers[-1])))
+        first_later = min(first_later, int(steps.numbers[0]))
+    return last_steps
 
 
 def _span(
-    attempt: AttemptRecord, own: Incarnation | None, history: RunHistory
+    attempt: AttemptRecord, incarnation: Incarnation | None, history: RunHistory
 ) -> tuple[float, float, int]:
-    """Start, end and number of nodes of an attempt's allocation, as far as they are known."""
+    """Return start, end and number of nodes of an attempt's allocation, as far as known."""
     start, nodes = attempt.started_at, len(attempt.nodes)
     ends = [start]
     if attempt.ended_at is not None:
         ends.append(attempt.ended_at)
     elif attempt.attempt in history.steps and attempt.stage == "train":
         ends.append(float(history.steps[attempt.attempt].ends[-1]))
-    if own is None:
+    if incarnation is None:
         return start, max(ends), nodes
     # The supervisor cannot outlive its allocation; sacct's times are whole seconds.
-    return min(own.start, start), max(own.end, *ends), own.nodes
+    return min(incarnation.start, start), max(incarnation.end, *ends), incarnation.nodes
 
 
 def _measured(
@@ -162,11 +177,10 @@ def _measured(
     start: float,
     end: float,
     steps: Steps | None,
-    last_kept: int,
-    waited_s: float,
+    last_step: int,
     typical_s: float | None,
 ) -> dict[TimePart, float]:
-    """The measured parts of a train attempt, s; they may exceed its length."""
+    """Return the measured parts of a train attempt, s; they may exceed its length."""
     preflight, cache = (attempt.phases_s.get(name, 0.0) for name in ("preflight", "cache"))
     parts: dict[TimePart, float] = {"preflight": preflight, "cache": cache}
     if steps is None:  # it failed within its first step: all unmeasured time is start-up
@@ -176,22 +190,21 @@ def _measured(
     seconds = steps.seconds.copy()
     first_s = max(0.0, float(seconds[0]) - typical_s) if typical_s is not None else 0.0
     seconds[0] -= first_s
-    kept = steps.numbers <= last_kept
+    productive = steps.numbers <= last_step
     begun = float(steps.ends[0] - steps.seconds[0])
     return parts | {
-        "productive": math.fsum(seconds[kept]),
-        "recomputation": math.fsum(seconds[~kept]),
+        "productive": math.fsum(seconds[productive]),
+        "recomputation": math.fsum(seconds[~productive]),
         "first_step": first_s,
         "start_up": begun - start - preflight - cache,
-        # The wait for an asynchronous save may in part be within a step's own time.
-        "saving": waited_s,
     }
 
 
 def _fill(measured: dict[TimePart, float], length_s: float) -> tuple[dict[TimePart, float], float]:
-    """All parts, which add up to an allocation's length, and the excess that was cut off.
+    """Return all parts, which add up to an allocation's length, and the excess that was cut off.
 
-    An excess is taken from the waits for saves first, then from all parts in proportion.
+    An excess is taken from the waits for saves first, because the wait for an asynchronous save may
+    in part be within a step's time, then from all parts in proportion.
     """
     parts = dict.fromkeys(TIME_PARTS, 0.0)
     parts.update({part: max(0.0, seconds) for part, seconds in measured.items()})
@@ -228,7 +241,7 @@ class Utilization(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def shares(self) -> dict[TimePart, float]:
-        """Each part's share of the node hours; all 0 without node hours."""
+        """Shares of the node hours by part; all 0 without node hours."""
         return {part: _ratio(hours, self.node_hours) or 0.0 for part, hours in self.parts.items()}
 
     @computed_field  # type: ignore[prop-decorator]
@@ -266,61 +279,58 @@ class Utilization(BaseModel):
 
 def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = None) -> Utilization:
     """Account for a run's node hours; without a price, no dollars are computed."""
-    found = break_down_time(history)
+    allocations = break_down_time(history)
     parts: dict[TimePart, float] = {
-        part: math.fsum(one.node_seconds_of(part) for one in found) / HOUR_S for part in TIME_PARTS
+        part: math.fsum(time.node_seconds_of(part) for time in allocations) / HOUR_S
+        for part in TIME_PARTS
     }
     # Seconds with an allocation: two at once, such as a precompile of a resume, count once.
     covered, waits, until = [], [], -math.inf
-    for one in found:
+    for time in allocations:
         # In the queue since the end of the previous allocation or a later submission: a stopped
         # run does not wait until somebody resumes it.
-        since = max((s for s in history.submissions if until < s <= one.start), default=until)
+        since = max((s for s in history.submissions if until < s <= time.start), default=until)
         if since > -math.inf:
-            waits.append(max(0.0, one.start - since))
-        covered.append(max(0.0, one.end - max(one.start, until)))
-        until = max(until, one.end)
+            waits.append(max(0.0, time.start - since))
+        covered.append(max(0.0, time.end - max(time.start, until)))
+        until = max(until, time.end)
     queue_s = math.fsum(waits)
     wall_s = math.fsum(covered) + queue_s
     training: tuple[TimePart, ...] = ("productive", "recomputation", "saving", "evaluation")
     return Utilization(
-        node_hours=math.fsum(one.node_seconds for one in found) / HOUR_S,
+        node_hours=math.fsum(time.node_seconds for time in allocations) / HOUR_S,
         parts=parts,
         wall_hours=wall_s / HOUR_S,
         queue_hours=queue_s / HOUR_S,
-        productive_hours=math.fsum(one.parts_s["productive"] for one in found) / HOUR_S,
-        training_hours=math.fsum(one.parts_s[p] for one in found for p in training) / HOUR_S,
+        productive_hours=math.fsum(time.parts_s["productive"] for time in allocations) / HOUR_S,
+        training_hours=math.fsum(t.parts_s[p] for t in allocations for p in training) / HOUR_S,
         attempts=sum(attempt.stage == "train" for attempt in history.attempts),
-        steps=sum(one.steps for one in found),
-        steps_lost=sum(one.steps_lost for one in found),
+        steps=sum(time.steps for time in allocations),
+        steps_lost=sum(time.steps_lost for time in allocations),
         usd_per_node_hour=usd_per_node_hour,
-        warnings=(*history.warnings, *_warnings(found, history)),
+        warnings=(*history.warnings, *_warnings(allocations, history)),
     )
 
 
 def sum_utilization(runs: Sequence[Utilization]) -> Utilization:
-    """The sum over several runs: node hours and wall times add up."""
-    amounts: dict[str, Any] = {
-        name: math.fsum(getattr(one, name) for one in runs) for name in _AMOUNTS
-    }
-    counts = {name: int(amounts[name]) for name in ("attempts", "steps", "steps_lost")}
-    parts: dict[TimePart, float] = {
-        part: math.fsum(one.parts[part] for one in runs) for part in TIME_PARTS
-    }
-    prices = {one.usd_per_node_hour for one in runs}
-    price = prices.pop() if len(prices) == 1 else None
-    return Utilization(**(amounts | counts), parts=parts, usd_per_node_hour=price)
+    """Return the sum over several runs: node hours and wall times add up."""
+    amounts: dict[str, Any] = {name: math.fsum(getattr(r, name) for r in runs) for name in _HOURS}
+    amounts |= {name: sum(getattr(run, name) for run in runs) for name in _COUNTS}
+    amounts["parts"] = {part: math.fsum(run.parts[part] for run in runs) for part in TIME_PARTS}
+    prices = {run.usd_per_node_hour for run in runs}
+    return Utilization(**amounts, usd_per_node_hour=prices.pop() if len(prices) == 1 else None)
 
 
-def _warnings(found: Sequence[AllocationTime], history: RunHistory) -> Iterator[str]:
-    for one in found:
-        if one.overlap_s > _OVERLAP * (one.end - one.start):
+def _warnings(allocations: Sequence[AllocationTime], history: RunHistory) -> Iterator[str]:
+    for time in allocations:
+        length_s = time.end - time.start
+        if time.overlap_s > _OVERLAP * length_s:
             yield (
-                f"{one.stage} attempt {one.attempt}: the measured parts exceed its "
-                f"{one.end - one.start:.1f} s by {one.overlap_s:.1f} s; check the nodes' clocks"
+                f"{time.stage} attempt {time.attempt}: the measured parts exceed its "
+                f"{length_s:.1f} s by {time.overlap_s:.1f} s; check the nodes' clocks"
             )
     jobs = {attempt.job_id for attempt in history.attempts} - {None}
-    unknown = sorted(str(job) for job in jobs - {one.job_id for one in history.incarnations})
+    unknown = sorted(str(job) for job in jobs - {start.job_id for start in history.incarnations})
     if unknown:
         yield (
             f"job {', '.join(unknown)} is not in Slurm's accounting: its node hours are taken from "

@@ -56,7 +56,7 @@ class TrackerRecord(Record):
 
 
 def unsent(curve: Curve, sent: Mapping[int, int], repeats: bool) -> Ints:
-    """The rows of the merged metrics that a tracker does not have.
+    """Return the rows of the merged metrics that a tracker does not have.
 
     Steps that were recomputed after a restart are sent again if the tracker can have a step twice
     (`repeats`) and their values differ: after an inexact resume, or after a roll-back.
@@ -80,14 +80,10 @@ class Session:
         self._tracker: Tracker | None = None
 
     def send(self, curve: Curve, last: bool = True) -> int:
-        """Send what the tracker does not have; returns the number of steps.
+        """Send what the tracker does not have, and return the number of steps.
 
-        Args:
-            last: Whether nothing is added to the metrics any more. Before that, a last step that
-                is being evaluated is not sent: a tracker takes each step once.
-
-        Raises:
-            InfrastructureError: The tracker's package failed; what was sent is recorded.
+        Before the `last` call, a last step that is being evaluated is not sent: a tracker takes
+        each step once. Raises InfrastructureError if its package failed; what was sent is recorded.
         """
         with self._failing():
             tracker = self._tracker or self._open()
@@ -113,7 +109,7 @@ class Session:
         return due and (VAL_LOSS not in curve.absent or bool(curve.absent[VAL_LOSS][row]))
 
     def close(self, state: State) -> None:
-        """Wait until the tracker has everything; raises as `send`."""
+        """Wait until the tracker has everything; raise as `send`."""
         if self._tracker is not None:
             with self._failing():
                 self._tracker.close(state)
@@ -123,10 +119,9 @@ class Session:
         self._save()  # first: the id must outlive this process
         tracker = TRACKERS[self.name](self._config)
         tracker.open(self.record.run_id, describe(self._run, self._config))
-        known = tracker.next_step()
         sent = self.record.sent
-        if known is not None:
-            sent = {attempt: min(step, known - 1) for attempt, step in sent.items()}
+        if (next_step := tracker.next_step()) is not None:
+            sent = {attempt: min(step, next_step - 1) for attempt, step in sent.items()}
         self._save(url=tracker.url or self.record.url, sent=sent)
         self._tracker = tracker
         return tracker
@@ -165,18 +160,18 @@ def _values(curve: Curve, row: int) -> StepValues:
 
 
 def describe(run: RunDir, config: RunConfig) -> Description:
-    """Configuration, commit and places of a run."""
-    sent = JobsRecord.of(run).submissions
+    """Return the configuration, commit and places of a run."""
+    submissions = JobsRecord.of(run).submissions
     notes = {"slurmllm.run_dir": str(run.path), "slurmllm.report": str(run.report)}
-    if jobs := [one.train_job for one in sent if one.train_job is not None]:
+    if jobs := [sent.train_job for sent in submissions if sent.train_job is not None]:
         notes["slurmllm.jobs"] = " ".join(jobs)
-    if commits := [one.git_commit for one in sent if one.git_commit is not None]:
+    if commits := [sent.git_commit for sent in submissions if sent.git_commit is not None]:
         notes["slurmllm.git_commit"] = commits[-1]
     return Description(run.name, run.path, run.trackers, flatten(config.values()), notes)
 
 
 def state_of(run: RunDir) -> State:
-    """The state of a run by the record of its last train attempt."""
+    """Return the state of a run by the record of its last train attempt."""
     attempts = run.attempts("train")
     last = AttemptRecord.find(attempts[-1].record) if attempts else None
     if last is None or last.action in (None, *CONTINUES) or last.ending == "superseded":
@@ -214,12 +209,9 @@ def sync(
     ended: Callable[[], bool] = lambda: True,
     sleep: Callable[[float], object] = time.sleep,
 ) -> dict[TrackerName, tuple[int, TrackerRecord]]:
-    """Send a run's metrics until `ended`; returns the number of steps sent, and the records.
+    """Send a run's metrics until `ended`; return the number of steps sent, and the records.
 
-    While the run continues, failures are logged, each once, and everything is tried again.
-
-    Args:
-        sleep: Waits between two looks, at most the seconds that it is given.
+    While the run continues, failures are logged, each once, and sending is retried.
 
     Raises:
         ConfigError: A package, a key or a server's address is missing.

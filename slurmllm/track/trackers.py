@@ -54,7 +54,7 @@ class Tracker(ABC):
         """Continue the run with this id, or create it."""
 
     def next_step(self) -> int | None:
-        """The first step that the tracker does not have; None if it cannot tell."""
+        """Return the first step that the tracker does not have; None if it cannot tell."""
         return None
 
     @abstractmethod
@@ -70,10 +70,7 @@ class Wandb(Tracker):
     repeats = False
 
     def __init__(self, config: RunConfig) -> None:
-        self._project, self._entity = (
-            config.cluster.trackers.project,
-            config.cluster.trackers.entity,
-        )
+        self._trackers = config.cluster.trackers
         self._run: Any = None
 
     def open(self, run_id: str, about: Description) -> None:
@@ -83,14 +80,24 @@ class Wandb(Tracker):
 
         about.files.mkdir(exist_ok=True)
         self._run = wandb.init(
-            project=self._project, entity=self._entity, id=run_id, resume="allow",
-            name=about.name, dir=str(about.files), config=None,
+            project=self._trackers.project,
+            entity=self._trackers.entity,
+            id=run_id,
+            resume="allow",
+            name=about.name,
+            dir=str(about.files),
+            # The metrics are those of the workers: nothing of this process belongs in the run.
             settings=wandb.Settings(
-                # The metrics are those of the workers: nothing of this process belongs in the run.
-                console="off", silent=True, disable_git=True, disable_code=True, init_timeout=30,
-                x_disable_stats=True, x_disable_meta=True, x_save_requirements=False,
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                init_timeout=30,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_save_requirements=False,
             ),
-        )  # fmt: skip
+        )
         self._run.config.update({**about.config, **about.notes}, allow_val_change=True)
         self.url = "" if self._run.offline else self._run.url or ""
 
@@ -99,8 +106,8 @@ class Wandb(Tracker):
         return None if self._run.offline else int(self._run.step)
 
     def log(self, steps: Sequence[StepValues]) -> None:
-        for one in steps:
-            self._run.log({**one.values, "time": one.time}, step=one.step)
+        for step in steps:
+            self._run.log({**step.values, "time": step.time}, step=step.step)
 
     def close(self, state: State) -> None:
         self._run.finish(exit_code=1 if state == "failed" else 0)
@@ -134,23 +141,23 @@ class Mlflow(Tracker):
             with suppress(MlflowException):  # made by another run meanwhile
                 client.create_experiment(self._project)
             experiment = client.get_experiment_by_name(self._project)
-        # Found by our id: a process that was killed may have created the run and not recorded it.
-        found = client.search_runs(
+        # By our id: a process that was killed may have created the run and not recorded it.
+        runs = client.search_runs(
             [experiment.experiment_id], f"tags.`slurmllm.id` = '{run_id}'", max_results=1
         )
-        if found:
-            run = found[0]
+        if runs:
+            run = runs[0]
             client.update_run(run.info.run_id, status="RUNNING")
         else:
             tags = {"slurmllm.id": run_id}
             run = client.create_run(experiment.experiment_id, tags=tags, run_name=about.name)
         self._run_id = run.info.run_id
         params = {key: str(value)[: self._LONGEST] for key, value in about.config.items()}
-        known = run.data.params  # a parameter cannot change
-        new = [Param(key, value) for key, value in params.items() if key not in known]
+        first = run.data.params  # a parameter cannot change
+        new = [Param(key, value) for key, value in params.items() if key not in first]
         for begin in range(0, len(new), self._PARAMS):
             client.log_batch(self._run_id, params=new[begin : begin + self._PARAMS])
-        changed = {k: v for k, v in params.items() if k in known and known[k] != v}
+        changed = {k: v for k, v in params.items() if k in first and first[k] != v}
         notes = dict(about.notes)
         if "slurmllm.git_commit" in notes:  # the name under which MLflow's pages show it
             notes["mlflow.source.git.commit"] = notes["slurmllm.git_commit"]
@@ -164,9 +171,9 @@ class Mlflow(Tracker):
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(tag, value, round(one.time * 1000), one.step)
-            for one in steps
-            for tag, value in one.values.items()
+            Metric(tag, value, round(step.time * 1000), step.step)
+            for step in steps
+            for tag, value in step.values.items()
         ]
         for begin in range(0, len(metrics), self._BATCH):
             self._client.log_batch(self._run_id, metrics=metrics[begin : begin + self._BATCH])
@@ -181,12 +188,12 @@ TRACKERS: Mapping[TrackerName, type[Wandb] | type[Mlflow]] = {"wandb": Wandb, "m
 
 
 def tracking_uri(config: RunConfig) -> str | None:
-    """MLflow's server, by the profile or by MLflow's own variable."""
+    """Return MLflow's server, by the profile or by MLflow's own variable."""
     return config.cluster.trackers.tracking_uri or config.variable("MLFLOW_TRACKING_URI")
 
 
 def variables(config: RunConfig) -> dict[str, str]:
-    """The trackers' variables of recipe and profile: keys, among others."""
+    """Return the trackers' variables of recipe and profile: keys, among others."""
     both = {**config.cluster.env, **config.recipe.env}
     return {
         name: value
@@ -196,7 +203,7 @@ def variables(config: RunConfig) -> dict[str, str]:
 
 
 def without_secrets(text: str, config: RunConfig) -> str:
-    """A message of a tracker's package without the values of secret variables."""
+    """Return a message of a tracker's package without the values of secret variables."""
     for name, value in {**os.environ, **variables(config)}.items():
         if name.startswith(("WANDB_", "MLFLOW_")) and is_secret(name, value):
             text = text.replace(value, MASK)
@@ -204,7 +211,7 @@ def without_secrets(text: str, config: RunConfig) -> str:
 
 
 def missing(config: RunConfig, names: Sequence[TrackerName]) -> list[str]:
-    """What these trackers need and this machine does not have, a line each with the fix."""
+    """Return what these trackers need and this machine does not have, a line each with the fix."""
     faults = []
     for name in names:
         if importlib.util.find_spec(PACKAGES[name]) is None:

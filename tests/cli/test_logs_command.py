@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from made_records import save_attempt
 
 from slurmllm.cli import logs as module
 from slurmllm.cli.main import cli
@@ -25,11 +27,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     write(run.stage_log("precompile"), b"precompile attempt 0: 1 node(s): a\n")
     write(run.stage_log("train"), b"train attempt 0: 2 node(s): a b\nzero\n")
     write(run.worker_log("train", 0, 1), b"one\nlast\xff\x00\n")
-    AttemptRecord(
-        attempt=0, stage="train", job_id=None, nodes=("a", "b"), world_size=2, master_addr="a",
-        master_port=1, started_at=0.0, ended_at=9.0, ending="code_error", action="stop",
-        evidence=("rank 1 on b: KeyError: 'x'",),
-    ).save(run.attempt("train", 0).record)  # fmt: skip
+    evidence = ("rank 1 on b: KeyError: 'x'",)
+    end = {"ended_at": 9.0, "ending": "code_error", "action": "stop", "evidence": evidence}
+    save_attempt(run, nodes=("a", "b"), **end)
     return run
 
 
@@ -67,8 +67,10 @@ def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
     write(run.worker_log("train", 0, 1), "".join(f"{line}\n" for line in lines).encode())
     result = CliRunner().invoke(cli, ("logs", "r", "--rank", "1", "-n", "3"), color=True)
     assert result.stdout.splitlines() == [
-        lines[0], f"\x1b[33m{lines[1]}\x1b[0m", f"\x1b[31m{lines[2]}\x1b[0m",
-    ]  # fmt: skip
+        lines[0],
+        f"\x1b[33m{lines[1]}\x1b[0m",
+        f"\x1b[31m{lines[2]}\x1b[0m",
+    ]
     assert call("--rank", "1", "-n", "3").stdout.splitlines() == lines
 
 
@@ -79,6 +81,7 @@ def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
         (("--ranks", "7-9"), "none of these workers"),
         (("--ranks", "9-7"), "write 7-9"),
         (("--ranks", "1,x"), "'x' is not a rank"),
+        (("--ranks", "1-9999999"), "'1-9999999' is not a rank below 1000000"),
         (("--attempt", "4"), "there are 0–0"),
         (("--rank", "1", "--all-ranks"), "give one of them"),
         (("--failed", "--stage", "precompile"), "no attempt of r has failed"),
@@ -89,6 +92,12 @@ def test_records_have_the_colour_of_their_level(run: RunDir) -> None:
 def test_missing_logs_are_errors(run: RunDir, arguments: tuple[str, ...], expected: str) -> None:
     result = call(*arguments)
     assert (result.exit_code, expected in result.output) == (2, True), result.output
+
+
+def test_a_run_without_any_log_is_pending(run: RunDir) -> None:
+    shutil.rmtree(run.logs)
+    result = call("--stage", "precompile")
+    assert (result.exit_code, "its jobs are pending" in result.output) == (2, True), result.output
 
 
 def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(run: RunDir) -> None:
@@ -107,7 +116,7 @@ def test_a_running_attempt_is_asked_for_logs(run: RunDir, monkeypatch: pytest.Mo
     record = AttemptRecord.load(attempt.record)
     record.model_copy(update={"ended_at": None}).save(attempt.record)
     log.unlink()
-    monkeypatch.setattr("slurmllm.status.logs.ANSWER_S", 0.1)
+    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
     monkeypatch.setattr("slurmllm.status.runs.is_active", lambda *_: True)
     result = call("--ranks", "0,1", "--stage", "train")
     assert "asking the nodes of train attempt 0" in result.stderr
@@ -116,7 +125,7 @@ def test_a_running_attempt_is_asked_for_logs(run: RunDir, monkeypatch: pytest.Mo
     assert "[rank 0 a] zero" in result.stdout
     assert attempt.log_request(1).is_file()
 
-    monkeypatch.setattr("slurmllm.status.logs.ANSWER_S", 60.0)
+    monkeypatch.setattr(module, "_ANSWER_S", 60.0)
     monkeypatch.setattr(module.time, "sleep", lambda _: write(log, b"copied\n"))
     assert call("--rank", "1").stdout == "copied\n"
     log.unlink()
@@ -126,9 +135,16 @@ def test_a_running_attempt_is_asked_for_logs(run: RunDir, monkeypatch: pytest.Mo
 
 def test_the_first_failing_worker(run: RunDir) -> None:
     FailureRecord(
-        rank=1, node="b", error="KeyError", message="'x'", blame="code", exit_code=70, step=3,
-        time=0.0, traceback="Traceback (most recent call last):\n  File …\n",
-    ).save(run.attempt("train", 0).failure(1))  # fmt: skip
+        rank=1,
+        node="b",
+        error="KeyError",
+        message="'x'",
+        blame="code",
+        exit_code=70,
+        step=3,
+        time=0.0,
+        traceback="Traceback (most recent call last):\n  File …\n",
+    ).save(run.attempt("train", 0).failure(1))
     text = call("--failed", "-n", "1").stdout
     assert "r, train attempt 0: code_error → stop\n  rank 1 on b: KeyError: 'x'" in text
     assert "first failing worker: rank 1 on b" in text

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from fake_slurm import FakeSlurm
+from made_records import save_attempt
 from rich.console import Console
 
 from slurmllm.cli.main import cli
 from slurmllm.cli.status_tables import runs_view
 from slurmllm.config.resolve import resolve
 from slurmllm.format import format_age
-from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm import client
 from slurmllm.status.runs import RunState, SavedCheckpoint
@@ -36,29 +36,37 @@ def make(name: str, ended: bool = True) -> RunDir:
     run = RunDir(Path("runs") / name)
     run.path.mkdir(parents=True)
     run.config.write_text(resolve("tiny_neox").to_yaml())
-    AttemptRecord(
-        attempt=0, stage="train", job_id=None, nodes=("n1",), world_size=1, master_addr="n1",
-        master_port=1, started_at=0.0, ended_at=1800.0, ending="done" if ended else "code_error",
-        action="finish" if ended else "stop",
-    ).save(run.attempt("train", 0).record)  # fmt: skip
+    ending, action = ("done", "finish") if ended else ("code_error", "stop")
+    save_attempt(run, ended_at=1800.0, ending=ending, action=action)
     run.metrics(0).parent.mkdir()
     run.metrics(0).write_text('{"step": 5, "loss": NaN, "seq_per_s": "x"}\n')
     return run
 
 
 STATE = RunState(
-    name="pretraining-gpt-neox-20b-third-attempt", run_dir="/r", recipe="neox_20b",
-    state="precompiling", reason="waiting for Resources and for whatever else there is to be had",
-    nodes=128, step=123456, steps=500000, loss=2.3456, seq_per_s=1234.5, eta_s=12 * 3600.0,
-    last_checkpoint=SavedCheckpoint(123000, 0.0, 400.0), restarts=17, node_hours=123456.7,
+    name="pretraining-gpt-neox-20b-third-attempt",
+    run_dir="/r",
+    recipe="neox_20b",
+    state="precompiling",
+    reason="waiting for Resources and for whatever else there is to be had",
+    nodes=128,
+    step=123456,
+    steps=500000,
+    loss=2.3456,
+    seq_per_s=1234.5,
+    eta_s=12 * 3600.0,
+    last_checkpoint=SavedCheckpoint(123000, 0.0, 400.0),
+    restarts=17,
+    node_hours=123456.7,
     usd=2654321.09,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 240])
 def test_no_number_is_cut_at_any_width(width: int) -> None:
     console = Console(width=width, record=True, file=StringIO())
-    runs_view([STATE, STATE], console).print(console)
+    for part in runs_view([STATE, STATE], console):
+        console.print(part, soft_wrap=True)
     text = console.export_text()
     shown = ["123456/500000", "precompiling", "2.3456"]
     shown += ["1234.5", "12:00:00"] if width >= 80 else ["no room for"]
@@ -73,9 +81,9 @@ def test_older_runs_give_way_to_those_that_run() -> None:
     console = Console(width=240)
     states = [RunState(str(n), "/r", state="done") for n in range(9)]
     view = runs_view([RunState("a", "/r", state="training"), *states], console, height=3)
-    _, *lines = view.tables[0].plain.splitlines()
+    _, *lines = view[0].plain.splitlines()
     assert [line.split()[0] for line in lines] == ["a", "7", "8"]
-    assert "7 older" in view.notes[-1].plain
+    assert "7 older" in view[-1].plain
 
 
 def test_json_has_the_figures_and_is_json() -> None:
@@ -120,5 +128,9 @@ def test_ctrl_c_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ages() -> None:
     assert [format_age(s) for s in (3, 119, 180, 7200, 200000)] == [
-        "3 s ago", "119 s ago", "3 min ago", "2 h ago", "2 days ago",
-    ]  # fmt: skip
+        "3 s ago",
+        "119 s ago",
+        "3 min ago",
+        "2 h ago",
+        "2 days ago",
+    ]

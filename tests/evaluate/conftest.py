@@ -37,13 +37,16 @@ def smoke_texts() -> list[str]:
         return [json.loads(line) for line in text.splitlines()]
 
     texts = []
-    for one in lines("choice_test.jsonl"):
-        options = "\n".join(f"{a}. {b}" for a, b in zip("ABCD", one["choices"], strict=True))
-        texts.append(f"{one['question']}\n{options}\nAnswer: {'ABCD'[one['answer']]}\n")
+    for question in lines("choice_test.jsonl"):
+        options = "\n".join(f"{a}. {b}" for a, b in zip("ABCD", question["choices"], strict=True))
+        texts.append(f"{question['question']}\n{options}\nAnswer: {'ABCD'[question['answer']]}\n")
     texts += [
         f"Question: {s['question']}\nAnswer: {s['answer']}\n" for s in lines("sums_test.jsonl")
     ]
-    texts += [f"{one['prompt']}{one['canonical_solution']}\n" for one in lines("code_test.jsonl")]
+    texts += [
+        f"{problem['prompt']}{problem['canonical_solution']}\n"
+        for problem in lines("code_test.jsonl")
+    ]
     return texts
 
 
@@ -64,25 +67,29 @@ def _small_and_without_network(tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield
 
 
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """Checkpoints at steps 90 and 180; some documents held out."""
-    folder, rng = tmp_path_factory.mktemp("evaluate"), random.Random(1)
-    words = " ".join(smoke_texts()).split()
-    texts = smoke_texts() * 3 + [" ".join(rng.choices(words, k=12)) + "\n" for _ in range(60)]
+def train_tiny(folder: Path, texts: list[str], lines: list[str], overrides: str) -> RunDir:
+    """Train a model of width 64 on lines, with a tokenizer of the texts, in 2 to 8 sequences."""
     source = folder / "texts.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     corpus, tokenizer = folder / "corpus.arrow", folder / "tokenizer.json"
     build_corpus(find_inputs([str(source)]), corpus, ReadOptions())
     tokenizer.write_text(train_tokenizer(texts, 400))
-    run = make_run(
-        folder / "runs" / "learnt", (str(corpus), str(tokenizer)),
-        "model.vocab_size=400", "model.seq_len=96", "model.hidden_size=64", "model.num_heads=2",
-        "model.num_layers=2", "model.ffn_hidden_size=128", "data.validation=0.1",
-        "train.steps=180", "train.global_batch=8", "train.micro_batch=8",
-        "checkpoint.every_steps=90", "checkpoint.keep=9", "optim.lr=0.01", "optim.warmup_steps=5",
-    )  # fmt: skip
-    return Gang(run).finish()
+    model = "model.vocab_size=400 model.hidden_size=64 model.num_heads=2 model.ffn_hidden_size=128"
+    paths = (str(corpus), str(tokenizer))
+    return Gang(make_run(folder / "runs" / "tiny", paths, *f"{model} {overrides}".split())).finish()
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Checkpoints at steps 90 and 180; some documents held out."""
+    rng, words = random.Random(1), " ".join(smoke_texts()).split()
+    lines = smoke_texts() * 3 + [" ".join(rng.choices(words, k=12)) + "\n" for _ in range(60)]
+    overrides = (
+        "model.seq_len=96 model.num_layers=2 data.validation=0.1 train.steps=180 "
+        "train.global_batch=8 train.micro_batch=8 checkpoint.every_steps=90 checkpoint.keep=9 "
+        "optim.lr=0.01 optim.warmup_steps=5"
+    )
+    return train_tiny(tmp_path_factory.mktemp("evaluate"), lines, lines, overrides)
 
 
 class JobHere:
@@ -94,8 +101,10 @@ class JobHere:
         logs.mkdir(parents=True, exist_ok=True)
         with (
             (logs / "here.log").open("a") as log,
-            redirect_stdout(log), redirect_stderr(log), warnings.catch_warnings(),
-        ):  # fmt: skip
+            redirect_stdout(log),
+            redirect_stderr(log),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # those of the harness and what it imports
             self._outcome = run_job(job)
 

@@ -35,12 +35,12 @@ def write_hub(folder: Path, names: Iterable[str]) -> None:
     from slurmllm.evaluate.harness import task_manager
 
     index = task_manager(None).task_index
-    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    splits_of: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         for task in _tasks(index, name):
             path, part, splits = _reads(task)
-            found[path][part] |= splits
-    for path, parts in found.items():
+            splits_of[path][part] |= splits
+    for path, parts in splits_of.items():
         write_data_set(folder / path, ROWS[path], parts)
 
 
@@ -72,12 +72,20 @@ def write_logiqa(folder: Path) -> None:
     for number, split in enumerate(("test", "train", "validation")):  # as write_data_set has them
         rows = [_logiqa("", number * PER_SPLIT + i) for i in range(PER_SPLIT)]
         blocks = [
-            "\n".join([
-                "", row["label"], row["context"].replace(". ", "."), row["question"],
-                *(f"{letter}.{text}" for letter, text in zip("ABCD", row["options"], strict=True)),
-            ])
+            "\n".join(
+                [
+                    "",
+                    row["label"],
+                    row["context"].replace(". ", "."),
+                    row["question"],
+                    *(
+                        f"{letter}.{text}"
+                        for letter, text in zip("ABCD", row["options"], strict=True)
+                    ),
+                ]
+            )
             for row in rows
-        ]  # fmt: skip
+        ]
         place = task["dataset_kwargs"][split]
         (folder / hash_url_to_filename(place, etag=None)).write_text("\n".join(blocks) + "\n")
 

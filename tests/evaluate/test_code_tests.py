@@ -30,11 +30,11 @@ def test_a_program_passes_by_reaching_its_end(program: str, passed: bool) -> Non
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_good_one() -> None:
     samples = [BAD, GOOD, BAD, GOOD]
-    found = pass_at_k([TESTS], [samples], k=[1, 2, 3, 5])
+    scores = pass_at_k([TESTS], [samples], k=[1, 2, 3, 5])
     for k in (1, 2, 3):
         subsets = list(combinations(samples, k))
-        assert found[f"pass@{k}"] == pytest.approx(sum(GOOD in s for s in subsets) / len(subsets))
-    assert "pass@5" not in found
+        assert scores[f"pass@{k}"] == pytest.approx(sum(GOOD in s for s in subsets) / len(subsets))
+    assert "pass@5" not in scores
 
 
 def test_programs_are_prompts_with_what_follows() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 import sys
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 from evaluate.conftest import ALL, Learnt, by_hand, in_processes, needs_harness, scores
 from slurmllm.cli.main import cli
 from slurmllm.errors import UserError
-from slurmllm.evaluate.executor import JobProcess, exported
+from slurmllm.evaluate.executor import JobProcess
 from slurmllm.evaluate.harness import Harness, task_manager
 from slurmllm.evaluate.request import EvaluationSettings, JobRequest, ModelRef, TaskRequest
 from slurmllm.evaluate.scores import score_tables
@@ -37,44 +36,29 @@ def test_the_numbers_are_the_harness_s_own(learnt: Learnt, tmp_path: Path) -> No
     export = ["checkpoint", "export", "180", "--run", str(learnt.run.path)]
     done = CliRunner().invoke(cli, [*export, "--out", str(tmp_path / "hub")])
     assert done.exit_code == 0, done.output
-    found = by_hand(
-        tmp_path / "hub", tmp_path / "results", "--num_fewshot", "2",
-        "--include_path", str(suites_dir() / "smoke"), "--confirm_run_unsafe_code",
-        "--tasks", "smoke_choice,smoke_sums,smoke_code",
-    )  # fmt: skip
+    tasks = f"--include_path {suites_dir() / 'smoke'} --tasks smoke_choice,smoke_sums,smoke_code"
+    arguments = f"--num_fewshot 2 --confirm_run_unsafe_code {tasks}".split()
+    of_harness = by_hand(tmp_path / "hub", tmp_path / "results", *arguments)
     ours = {name: scores(learnt.output, name)["180"] for name in ("smoke_choice", "smoke_sums")}
-    assert ours["smoke_choice"] == found["smoke_choice"]["acc,none"] > 0.25  # not by chance
-    assert ours["smoke_sums"] == found["smoke_sums"]["exact_match,get-answer"] > 0
+    assert ours["smoke_choice"] == of_harness["smoke_choice"]["acc,none"] > 0.25  # not by chance
+    assert ours["smoke_sums"] == of_harness["smoke_sums"]["exact_match,get-answer"] > 0
     for k in (1, 2, 4):
         code = scores(learnt.output, f"smoke_code pass@{k}")["180"]
-        assert code == found["smoke_code"][f"pass@{k},programs"] > 0
-
-
-def test_an_export_is_used_again_under_any_umask(learnt: Learnt, tmp_path: Path) -> None:
-    model = ModelRef(learnt.run.checkpoint(180), step=180, tokens=0, checksum="0123456789abcdef")
-    settings = EvaluationSettings(export_dir=tmp_path)
-    umask = os.umask(0o002)
-    try:
-        with exported(model, tmp_path, settings) as first:
-            modes = {path.stat().st_mode & 0o022 for path in (first, *first.iterdir())}
-        with exported(model, tmp_path, settings) as second:  # refused if a group may write to it
-            assert (second, modes) == (first, {0})
-    finally:
-        os.umask(umask)
+        assert code == of_harness["smoke_code"][f"pass@{k},programs"] > 0
 
 
 def test_cached_scores_are_not_computed_again(learnt: Learnt, evaluate: Evaluate) -> None:
     assert (learnt.output["evaluated"], learnt.output["cached"]) == (8, 0)
     before = {path: path.stat().st_mtime_ns for path in learnt.run.evaluation_files()}
-    again = json.loads(evaluate(learnt.run, *ALL).stdout)
-    assert (again["evaluated"], again["cached"], again["failed"]) == (0, 8, [])
-    assert again["suites"] == learnt.output["suites"]
+    repeated = json.loads(evaluate(learnt.run, *ALL).stdout)
+    assert (repeated["evaluated"], repeated["cached"], repeated["failed"]) == (0, 8, [])
+    assert repeated["suites"] == learnt.output["suites"]
     assert {path: path.stat().st_mtime_ns for path in learnt.run.evaluation_files()} == before
-    assert Path(again["plot"]).read_bytes().startswith(b"\x89PNG")
+    assert Path(repeated["plot"]).read_bytes().startswith(b"\x89PNG")
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
     table = evaluate(learnt.run, "--suite", "smoke", "--allow-code-execution", "--no-plot")
     assert "smoke_choice" in table.stdout
-    assert "0 task(s) evaluated, 4 cached, 0 failed" in table.stdout
+    assert "0 tasks evaluated, 4 cached, 0 failed" in table.stdout
 
 
 def test_a_damaged_checkpoint_is_skipped(
@@ -90,7 +74,7 @@ def test_a_damaged_checkpoint_is_skipped(
     done = evaluate(copy, *ALL)
     output = json.loads(done.stdout)
     assert done.exit_code == 0, done.output
-    assert [one["step"] for one in output["damaged"]] == [90]
+    assert [checkpoint["step"] for checkpoint in output["damaged"]] == [90]
     assert "step 90, which does not verify" in done.stderr
     assert output["evaluated"] == 1
     whole = scores(learnt.output, "smoke_choice")
@@ -138,8 +122,8 @@ def test_a_job_that_is_killed_is_reported(learnt: Learnt, tmp_path: Path) -> Non
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     choice = (suites_dir() / "smoke" / "smoke_choice.yaml").read_text()
-    own = choice.replace("slurmllm.evaluate.suites.shipped_lines", "deadly.load")
-    (tasks / "deadly.yaml").write_text(own.replace("task: smoke_choice", "task: deadly"))
+    task = choice.replace("slurmllm.evaluate.suites.shipped_lines", "deadly.load")
+    (tasks / "deadly.yaml").write_text(task.replace("task: smoke_choice", "task: deadly"))
     (tasks / "good.yaml").write_text(choice.replace("task: smoke_choice", "task: good"))
     (tasks / "deadly.py").write_text("import os\ndef load(**_):\n    os.kill(os.getpid(), 9)\n")
     suite = tmp_path / "deadly.yaml"
@@ -185,9 +169,8 @@ def test_a_job_does_not_import_from_the_working_directory(
     (tmp_path / "transformers.py").write_text(f"open({str(tmp_path / 'code ran')!r}, 'w')")
     monkeypatch.chdir(tmp_path)
     done = in_processes(
-        learnt.run, "--suite", "smoke", "--task", "smoke_sums", "--limit", 1, "--force",
-        "--no-plot",
-    )  # fmt: skip
+        learnt.run, "--suite", "smoke", "--task", "smoke_sums", "--limit", 1, "--force", "--no-plot"
+    )
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "code ran").exists()
 
@@ -269,11 +252,11 @@ def test_a_model_folder(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> N
 
 def test_the_harness_knows_the_tasks_of_all_suites() -> None:
     for folder in (None, *(str(path) for path in suites_dir().iterdir() if path.is_dir())):
-        known = set(task_manager(folder).all_tasks)
-        own = None if folder is None else Path(folder).name
+        tasks = set(task_manager(folder).all_tasks)
+        name_of_folder = None if folder is None else Path(folder).name
         for name in suite_names():
-            rows = [row for row in find_suite(name).suite.rows() if row.folder == own]
-            assert {row.task for row in rows} - {VALIDATION} <= known
+            rows = [row for row in find_suite(name).suite.rows() if row.folder == name_of_folder]
+            assert {row.task for row in rows} - {VALIDATION} <= tasks
 
 
 def test_without_the_harness(
@@ -282,8 +265,8 @@ def test_without_the_harness(
     for module in ("evaluate", "harness"):
         monkeypatch.setattr(f"slurmllm.evaluate.{module}.harness_version", lambda: None)
     # What is known is shown, programs' scores too; nothing more can be had.
-    known = evaluate(learnt.run, "--suite", "smoke", "--json")
-    assert scores(json.loads(known.stdout), "smoke_code pass@1")["180"] > 0
+    done = evaluate(learnt.run, "--suite", "smoke", "--json")
+    assert scores(json.loads(done.stdout), "smoke_code pass@1")["180"] > 0
     done = evaluate(learnt.run, "--suite", "smoke", "--limit", 3)
     assert done.exit_code == 2
     assert "pip install 'slurmllm[eval]'" in done.output

@@ -69,17 +69,29 @@ def fetch(suite: Path, *more: str) -> Result:
             "`custom_generate: /",
         ),
         (TEXT + TARGET + "dataset_path: pandas\n", "`dataset_path: pandas`"),
-        ("include: HARNESS/tasks/gsm8k/gsm8k.yaml\ndataset_kwargs: {trust_remote_code: 1}\n",
-         "`trust_remote_code: 1`"),
-        (TEXT + TARGET + "dataset_kwargs: {data_files: FOLDER/q.json, cache_dir: FOLDER/copies}\n",
-         "`cache_dir` may copy your files to other folders"),
-        (TEXT + TARGET + "dataset_kwargs: {data_files: FOLDER/q.json, storage_options: {a: b}}\n",
-         "`storage_options` may copy"),
+        (
+            "include: HARNESS/tasks/gsm8k/gsm8k.yaml\ndataset_kwargs: {trust_remote_code: 1}\n",
+            "`trust_remote_code: 1`",
+        ),
+        (
+            TEXT
+            + TARGET
+            + "dataset_kwargs: {data_files: FOLDER/q.json, cache_dir: FOLDER/copies}\n",
+            "`cache_dir` may copy your files to other folders",
+        ),
+        (
+            TEXT
+            + TARGET
+            + "dataset_kwargs: {data_files: FOLDER/q.json, storage_options: {a: b}}\n",
+            "`storage_options` may copy",
+        ),
         ("include: SHIPPED/smoke_sums.yaml\n", "`custom_dataset: <function"),
-        ("group: own\naggregate_metric_list: [{metric: acc}]\n"
-         "task: [logiqa]\n", "`dataset_kwargs` changes what"),
+        (
+            "group: own\naggregate_metric_list: [{metric: acc}]\ntask: [logiqa]\n",
+            "`dataset_kwargs` changes what",
+        ),
     ],
-)  # fmt: skip
+)
 def test_code_of_a_task_is_refused(tmp_path: Path, mark: Path, task: str, reason: str) -> None:
     import lm_eval
 

@@ -34,7 +34,7 @@ def test_the_loss_is_that_of_transformers(run: RunDir, tmp_path: Path) -> None:
     assert CliRunner().invoke(cli, export).exit_code == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval()
     with stream_spec(validation_text(run, None), directory, None) as spec:
-        found = held_out_loss(directory, spec, None, None, "cpu")
+        result = held_out_loss(directory, spec, None, None, "cpu")
         rows = torch.from_numpy(
             np.concatenate([batch.tokens for batch in single_sequences(spec, 1000)])
         )
@@ -42,9 +42,9 @@ def test_the_loss_is_that_of_transformers(run: RunDir, tmp_path: Path) -> None:
         logits = model(rows[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
     terms = forward_terms(read_origin(directory).model) + rows[:, 1:].numel()
-    assert found.loss == pytest.approx(float(expected), rel=rounding_bound(terms))
-    assert found.targets == rows[:, 1:].numel()
-    assert found.scores["perplexity"] == pytest.approx(np.exp(found.loss))
+    assert result.loss == pytest.approx(float(expected), rel=rounding_bound(terms))
+    assert result.targets == rows[:, 1:].numel()
+    assert result.scores["perplexity"] == pytest.approx(np.exp(result.loss))
 
 
 def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
@@ -66,11 +66,11 @@ def test_each_held_out_token_once_and_no_other(run: RunDir) -> None:
 def test_by_the_command_line(run: RunDir) -> None:
     asked = ("--task", "validation", "--checkpoint", "all", "--json", "--jobs", 2)
     first = json.loads(in_processes(run, *asked).stdout)
-    assert [one["step"] for one in first["checkpoints"]] == [90, 180]
+    assert [checkpoint["step"] for checkpoint in first["checkpoints"]] == [90, 180]
     losses = next(r for r in first["suites"][0]["rows"] if r["metric"] == "loss")["scores"]
     assert set(losses) == {"90", "180"}
-    again = json.loads(in_processes(run, *asked).stdout)
-    assert (again["evaluated"], again["cached"]) == (0, 2)
+    repeated = json.loads(in_processes(run, *asked).stdout)
+    assert (repeated["evaluated"], repeated["cached"]) == (0, 2)
 
 
 def test_a_text_of_one_s_own(run: RunDir, evaluate: Evaluate, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_text_of_one_s_own(run: RunDir, evaluate: Evaluate, tmp_path: Path) ->
     other.write_text("no such thing was ever seen\n" * 80)
     asked = ("--task", "validation", "--limit", 3, "--json", "--validation-corpus")
     output = [json.loads(evaluate(run, *asked, path).stdout) for path in (other, text)]
-    losses = [one["suites"][0]["rows"][0]["scores"]["180"] for one in output]
+    losses = [values["suites"][0]["rows"][0]["scores"]["180"] for values in output]
     assert losses == [pytest.approx(losses[0]), row["scores"]["180"]]
     assert losses[0] != losses[1]
 

@@ -42,15 +42,27 @@ def keep(run: RunDir) -> Keep:
     """Write a score as a job does."""
 
     def write(
-        step: int, row: SuiteTask, value: float, *, at: float = 0, limit: int | None = None,
+        step: int,
+        row: SuiteTask,
+        value: float,
+        *,
+        at: float = 0,
+        limit: int | None = None,
         version: str = "lm_eval 1",
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         placed = find_suite("hlat")
         record = EvaluationRecord(
-            step=step, tokens=step * 1000, checkpoint=f"{step:064d}", task=row.task, limit=limit,
-            scores={f"{row.metric},none": value}, errors={f"{row.metric},none": 0.01},
-            version=version, seconds=1, evaluated_at=at,
-        )  # fmt: skip
+            step=step,
+            tokens=step * 1000,
+            checkpoint=f"{step:064d}",
+            task=row.task,
+            limit=limit,
+            scores={f"{row.metric},none": value},
+            errors={f"{row.metric},none": 0.01},
+            version=version,
+            seconds=1,
+            evaluated_at=at,
+        )
         key = task_key(row, placed.folder, limit, version)
         path = run.evaluation(record.checkpoint[::-1], key)
         record.save(path)
@@ -60,13 +72,13 @@ def keep(run: RunDir) -> Keep:
 
 
 def rows_of(group: str) -> list[SuiteTask]:
-    (found,) = [one for one in find_suite("hlat").suite.groups if one.name == group]
-    return list(found.tasks)
+    (match,) = [g for g in find_suite("hlat").suite.groups if g.name == group]
+    return list(match.tasks)
 
 
 def table(run: RunDir, suite: str) -> ScoreTable:
-    (found,) = [one for one in score_tables(run)[0] if one.suite == suite]
-    return found
+    (scores,) = [table for table in score_tables(run)[0] if table.suite == suite]
+    return scores
 
 
 def test_shipped_suites_are_sound() -> None:
@@ -99,21 +111,22 @@ code                           0 pass@10               19.83  -     23.58  -
 code                           0 pass@100              34.15  -     40.24  -
 """
 METRICS = {
-    "accuracy": {"acc", "exact_match,strict-match"}, "accuracy_norm": {"acc_norm"},
+    "accuracy": {"acc", "exact_match,strict-match"},
+    "accuracy_norm": {"acc_norm"},
     "multiple_choice_grade": {"exact_match,get-answer"},  # the one metric that differs
-}  # fmt: skip
+}
 
 
 def test_hlat_has_the_rows_of_the_post_and_of_the_page() -> None:
     suite = find_suite("hlat").suite
-    references = {one.model: one for one in suite.references}
+    references = {reference.model: reference for reference in suite.references}
     page = []
     for line in HLAT_TABLE.strip().splitlines():
         name, (shots, metric, *figures) = line[:30].strip(), line[30:].split()
-        (group,) = [one for one in suite.groups if one.name == name]
-        tasks = [one for one in group.tasks if name != "code" or one.metric == metric]
-        assert {one.shots for one in tasks} == {int(shots)}
-        (ours,) = {one.metric for one in tasks}
+        (group,) = [group for group in suite.groups if group.name == name]
+        tasks = [task for task in group.tasks if name != "code" or task.metric == metric]
+        assert {task.shots for task in tasks} == {int(shots)}
+        (ours,) = {task.metric for task in tasks}
         assert ours in METRICS.get(metric, {metric})
         row = AVERAGE if group.average else tasks[0].title
         cells = []
@@ -126,11 +139,11 @@ def test_hlat_has_the_rows_of_the_post_and_of_the_page() -> None:
             assert (error is None) == (published[1] == "-")
             assert error is None or error == pytest.approx(float(published[1]) / 100)
             cells.append(f"{score}" if error is None else f"{score} ± {error}")
-        named = ", ".join(dict.fromkeys(one.task for one in tasks))
+        named = ", ".join(dict.fromkeys(task.task for task in tasks))
         page.append(f"| {name} | {named} | {shots} | {ours} | {' | '.join(cells)} |")
     text = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text()
     assert "\n".join(page) in text
-    shown = {one.name for one in suite.groups} - {"held-out text"}
+    shown = {group.name for group in suite.groups} - {"held-out text"}
     assert shown == {line[:30].strip() for line in HLAT_TABLE.strip().splitlines()}
 
 
@@ -145,8 +158,13 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     places = [fault.partition(":")[0] for fault in error.value.faults]
     tasks = "groups.0.tasks"
     assert sorted(places) == [
-        f"{tasks}.0.shots", f"{tasks}.1.task", f"{tasks}.2", "groups.1.tasks", "name", "suite",
-    ]  # fmt: skip
+        f"{tasks}.0.shots",
+        f"{tasks}.1.task",
+        f"{tasks}.2",
+        "groups.1.tasks",
+        "name",
+        "suite",
+    ]
     assert "must be fields and values, such as {task: piqa} (is 'piqa')" in str(error.value)
 
 
@@ -165,17 +183,19 @@ def test_averages_stand_beside_published_ones(run: RunDir, keep: Keep, tmp_path:
     keep(10, nq, 0.1)
     keep(10, trivia, 0.3)
     keep(20, nq, 0.2)
-    found = table(run, "hlat")
-    assert found.tokens == {10: 10_000, 20: 20_000}
-    names = [row.name for row in found.rows]
+    scores = table(run, "hlat")
+    assert scores.tokens == {10: 10_000, 20: 20_000}
+    names = [row.name for row in scores.rows]
     assert names == ["nq_open", "triviaqa", "average"]
-    average = found.rows[-1]
+    average = scores.rows[-1]
     assert average.scores == {10: pytest.approx(0.2)}  # step 20 lacks a part
     assert average.errors[10] == pytest.approx(0.01 / 2**0.5)
     assert average.references == {
-        "HLAT 7B": 0.38846, "Llama 2 7B": 0.489, "OpenLLaMA 2 7B of AWS": 0.37023
-    }  # fmt: skip
-    assert found.rows[0].references == {"Llama 2 7B": 0.247}
+        "HLAT 7B": 0.38846,
+        "Llama 2 7B": 0.489,
+        "OpenLLaMA 2 7B of AWS": 0.37023,
+    }
+    assert scores.rows[0].references == {"Llama 2 7B": 0.247}
     # The average of AWS's post has a standard error; a model without one differs by ours alone.
     assert average.reference_errors["HLAT 7B"] == 0.00534
     (step,) = average.scores
@@ -187,7 +207,7 @@ def test_averages_stand_beside_published_ones(run: RunDir, keep: Keep, tmp_path:
         (average.scores[step] - 0.489) / error
     )
     assert average.difference("nobody", step) is None
-    draw(found, "a", tmp_path / "p.png")
+    draw(scores, "a", tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
@@ -202,15 +222,15 @@ def test_the_validation_loss_is_drawn_over_the_training_loss(
         ScoreRow("held-out text", metric, None, metric, {20: 4.5, 40: 4.2}, {}, {})
         for metric in ("loss", "perplexity")
     )
-    found = ScoreTable("hlat", rows, (20, 40), {20: 20 * 4096, 40: 40 * 4096}, {})
-    draw(found, "a", tmp_path / "p.png", curve)
+    shown = ScoreTable("hlat", rows, (20, 40), {20: 20 * 4096, 40: 40 * 4096}, {})
+    draw(shown, "a", tmp_path / "p.png", curve)
     losses, perplexities = drawn[0].axes[:2]
     training, scores = losses.get_lines()
     assert training.get_label() == "training loss"
     assert list(training.get_xdata())[-1] == list(scores.get_xdata())[-1] == 40 * 4096
     assert list(training.get_ydata()) == list(curve.columns["loss"])
     assert len(perplexities.get_lines()) == 1
-    draw(found, "a", tmp_path / "p.png")
+    draw(shown, "a", tmp_path / "p.png")
     assert len(drawn[1].axes[0].get_lines()) == 1
 
 
@@ -263,11 +283,12 @@ def test_damaged_and_newer_files_are_passed_over(run: RunDir, keep: Keep) -> Non
     cut.write_text(cut.read_text()[:40])
     newer = whole.with_name("newer.json")
     newer.write_text('{"format": 9, "results": []}')
-    found, warnings = score_tables(run)
-    assert [row.name for row in found[0].rows] == ["nq_open"]
+    scores, warnings = score_tables(run)
+    assert [row.name for row in scores[0].rows] == ["nq_open"]
     assert [str(path) in line for path, line in zip((newer, cut), warnings, strict=True)] == [
-        True, True,
-    ]  # fmt: skip
+        True,
+        True,
+    ]
 
 
 def test_tasks_named_one_by_one_are_recorded_together(run: RunDir) -> None:

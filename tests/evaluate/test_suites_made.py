@@ -10,21 +10,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from train.gang import Gang, make_run
 
-from evaluate.conftest import by_hand, needs_harness, scores
-from evaluate.made_hub import (
-    PER_SPLIT,
-    ROWS,
-    write_hub,
-    write_humaneval,
-    write_logiqa,
-)
+from evaluate.conftest import by_hand, needs_harness, scores, train_tiny
+from evaluate.made_hub import PER_SPLIT, ROWS, write_hub, write_humaneval, write_logiqa
 from slurmllm.cli.main import cli
-from slurmllm.corpus.build import build_corpus
-from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.options import ReadOptions
-from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.evaluate.harness import task_manager
 from slurmllm.evaluate.suites import AVERAGE, VALIDATION, find_suite
 from slurmllm.run.rundir import RunDir
@@ -68,19 +57,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
             f"Leaf {i} is {('red', 'blue')[i % 2]}.\n",
         )
     ]
-    source = folder / "texts.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 4))
-    corpus, tokenizer = folder / "corpus.arrow", folder / "tokenizer.json"
-    build_corpus(find_inputs([str(source)]), corpus, ReadOptions())
-    tokenizer.write_text(train_tokenizer(texts, 400))
-    run = make_run(
-        folder / "runs" / "made", (str(corpus), str(tokenizer)),
-        "model.vocab_size=400", "model.seq_len=2048", "model.hidden_size=64", "model.num_heads=2",
-        "model.num_layers=1", "model.ffn_hidden_size=128", "data.validation=0.3",
-        f"train.steps={STEP}", "train.global_batch=2", "train.micro_batch=2",
-        f"checkpoint.every_steps={STEP}", "optim.lr=0.02", "optim.warmup_steps=2",
-    )  # fmt: skip
-    return Gang(run).finish()
+    overrides = (
+        "model.seq_len=2048 model.num_layers=1 data.validation=0.3 train.global_batch=2 "
+        f"train.steps={STEP} train.micro_batch=2 checkpoint.every_steps={STEP} optim.lr=0.02 "
+        "optim.warmup_steps=2"
+    )
+    return train_tiny(folder, texts, texts * 4, overrides)
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -117,9 +99,9 @@ def test_every_row_has_its_figure(name: str, made: RunDir, evaluate: Evaluate) -
 
 def _published(suite: Any, group: str, row: str) -> dict[str, float]:
     return {
-        one.model: one.figures[group][row]
-        for one in suite.references
-        if row in one.figures.get(group, {})
+        model.model: model.figures[group][row]
+        for model in suite.references
+        if row in model.figures.get(group, {})
     }
 
 
@@ -134,13 +116,11 @@ def test_the_figures_are_those_by_hand(made: RunDir, evaluate: Evaluate, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         # The list of all tasks, which takes seconds to make, is here already.
         patch.setattr("lm_eval.tasks.TaskManager", lambda **_: task_manager(None))
-        found = by_hand(
-            tmp_path / "m", tmp_path / "results", "--num_fewshot", "5",
-            "--limit", str(PER_SPLIT), "--tasks", ",".join(tasks),
-        )  # fmt: skip
+        arguments = f"--num_fewshot 5 --limit {PER_SPLIT} --tasks {','.join(tasks)}".split()
+        of_harness = by_hand(tmp_path / "m", tmp_path / "results", *arguments)
     ours = {(row["task"], row["metric"]): row["scores"][STEP] for row in rows}
     assert {task for task, _ in ours} == set(tasks)
-    assert ours == {(task, metric): found[task][metric] for task, metric in ours}
+    assert ours == {(task, metric): of_harness[task][metric] for task, metric in ours}
     assert ours["gsm8k_cot", "exact_match,strict-match"] > 0
     assert ours["logiqa", "acc,none"] > 0
 
@@ -178,5 +158,5 @@ def test_options_of_shipped_tasks_and_groups(
     assert done.exit_code == 1
     output = json.loads(done.stdout)
     failed = output["failed"]
-    assert (output["evaluated"], [one["shots"] for one in failed]) == (0, [1, 2, None])
-    assert all("4000 tokens, but its context holds 2048" in one["error"] for one in failed)
+    assert (output["evaluated"], [failure["shots"] for failure in failed]) == (0, [1, 2, None])
+    assert all("4000 tokens, but its context holds 2048" in failure["error"] for failure in failed)

@@ -44,34 +44,34 @@ def test_training_is_bit_identical(profiled: RunDir) -> None:
 def test_every_instant_is_of_one_part(profiled: RunDir) -> None:
     assert list(profiled.profiled()) == [0]
     files = profiled.profiled()[0]
-    assert [one.rank for one in files] == [0, 1]
-    for one in files:
-        found = RankProfile.load(one.summary)
-        assert (found.rank, found.first_step, found.last_step) == (one.rank, 3, 4)
-        assert set(found.parts) == set(PARTS)
-        assert all(seconds >= 0 for seconds in found.parts.values())
+    assert [worker.rank for worker in files] == [0, 1]
+    for worker in files:
+        profile = RankProfile.load(worker.summary)
+        assert (profile.rank, profile.first_step, profile.last_step) == (worker.rank, 3, 4)
+        assert set(profile.parts) == set(PARTS)
+        assert all(seconds >= 0 for seconds in profile.parts.values())
         for part in ("data", "forward", "backward", "communication", "optimizer"):
-            assert found.parts[part] > 0, part
+            assert profile.parts[part] > 0, part
         # The parts divide the window of both steps.
-        start, end = found.window
-        assert sum(found.parts.values()) == pytest.approx((end - start) / 2e6, abs=1e-5)
-        assert sum(operation.self_s for operation in found.operations) <= found.step_s
-        assert any(operation.name == "aten::mm" for operation in found.operations)
-        assert found.peak_bytes is not None
-        assert found.peak_bytes > 1e5
-        assert not found.device
-        assert found == summarize(one.trace, one.rank, found.node)
+        start, end = profile.window
+        assert sum(profile.parts.values()) == pytest.approx((end - start) / 2e6, abs=1e-5)
+        assert sum(operation.self_s for operation in profile.operations) <= profile.step_s
+        assert any(operation.name == "aten::mm" for operation in profile.operations)
+        assert profile.peak_bytes is not None
+        assert profile.peak_bytes > 1e5
+        assert not profile.device
+        assert profile == summarize(worker.trace, worker.rank, profile.node)
 
 
 def test_the_verb(profiled: RunDir) -> None:
     result = CliRunner().invoke(cli, ["profile", str(profiled.path), "--json"])
     assert result.exit_code == 0, result.output
     values = json.loads(result.stdout)
-    assert [one["rank"] for one in values["ranks"]] == [0, 1]
-    for one in values["ranks"]:
-        assert sum(one["parts"].values()) == pytest.approx(one["step_s"])
-        assert len(one["operations"]) == 10
-        assert Path(one["trace"]).is_file()
+    assert [worker["rank"] for worker in values["ranks"]] == [0, 1]
+    for worker in values["ranks"]:
+        assert sum(worker["parts"].values()) == pytest.approx(worker["step_s"])
+        assert len(worker["operations"]) == 10
+        assert Path(worker["trace"]).is_file()
     result = CliRunner().invoke(cli, ["profile", str(profiled.path), "--rank", "1"])
     assert result.exit_code == 0, result.output
     assert "rank 1:" in result.output
@@ -88,23 +88,22 @@ def test_the_verb(profiled: RunDir) -> None:
 
 
 def test_a_damaged_summary_is_read_from_the_trace(profiled: RunDir) -> None:
-    own = profiled.profiled()[0][1]
-    kept = own.summary.read_text()
-    own.summary.write_text("{")
+    files = profiled.profiled()[0][1]
+    text = files.summary.read_text()
+    files.summary.write_text("{")
     try:
         result = CliRunner().invoke(cli, ["profile", str(profiled.path), "--json"])
     finally:
-        own.summary.write_text(kept)
+        files.summary.write_text(text)
     assert result.exit_code == 0, result.output
-    expected = json.loads(kept)["step_s"]
+    expected = json.loads(text)["step_s"]
     assert json.loads(result.stdout)["ranks"][1]["step_s"] == pytest.approx(expected)
 
 
 def test_ranks_that_do_not_exist_are_refused_before_submission(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli, [
-        "submit", "tiny_neox", "--nodes", "2", "--dry-run", "--runs-dir", str(tmp_path),
-        "--set", "profile.steps=[3, 4]", "--set", "profile.ranks=[1, 2]",
-    ])  # fmt: skip
+    profile = ("--set", "profile.steps=[3, 4]", "--set", "profile.ranks=[1, 2]")
+    verb = f"submit tiny_neox --nodes 2 --dry-run --runs-dir {tmp_path}".split()
+    result = CliRunner().invoke(cli, [*verb, *profile])
     assert "profile.ranks: 2: the run has 2 workers; choose ranks from 0 to 1" in result.output
 
 

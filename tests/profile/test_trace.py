@@ -18,9 +18,15 @@ from slurmllm.run.rundir import ProfileFiles
 def event(name: str, start: float, end: float, kind: str = "cpu_op", **args: Any) -> dict[str, Any]:
     thread = 2 if name.startswith("gloo:") else 1
     return {
-        "ph": "X", "cat": kind, "name": name, "pid": 1, "tid": thread, "ts": start,
-        "dur": end - start, "args": args,
-    }  # fmt: skip
+        "ph": "X",
+        "cat": kind,
+        "name": name,
+        "pid": 1,
+        "tid": thread,
+        "ts": start,
+        "dur": end - start,
+        "args": args,
+    }
 
 
 def ours(name: str, start: float, end: float) -> dict[str, Any]:
@@ -34,44 +40,61 @@ def write(path: Path, events: list[dict[str, Any]], base_ns: int = 0) -> Path:
 
 
 STEP = [
-    ours("step 5", 0, 1000), ours("data", 0, 100), ours("forward", 100, 400),
-    ours("backward", 400, 800), ours("optimizer", 800, 900), ours("waiting", 900, 950),
-]  # fmt: skip
+    ours("step 5", 0, 1000),
+    ours("data", 0, 100),
+    ours("forward", 100, 400),
+    ours("backward", 400, 800),
+    ours("optimizer", 800, 900),
+    ours("waiting", 900, 950),
+]
 
 
-def microseconds(found: RankProfile) -> dict[str, int]:
-    return {part: round(s * 1e6) for part, s in found.parts.items()}
+def microseconds(profile: RankProfile) -> dict[str, int]:
+    return {part: round(s * 1e6) for part, s in profile.parts.items()}
 
 
 def test_host(tmp_path: Path) -> None:
-    trace = write(tmp_path / "t.json.gz", [
-        {"ph": "M", "name": "thread_name"},
-        *STEP,
-        event("aten::linear", 100, 200), event("aten::addmm", 120, 180),
-        event("c10d::allreduce_", 200, 250),  # the host waits in the call
-        event("autograd::engine::evaluate_function: X", 400, 800),
-        event("aten::mm", 500, 600),
-        # In another thread: hidden by the product until 600, then the host waits for it.
-        event("gloo:all_reduce", 550, 700, "user_annotation"),
-        {"ph": "i", "name": "[memory]", "args": {"Total Allocated": 4096}},
-        {"ph": "i", "name": "[memory]", "args": {"Total Allocated": 1024}},
-    ], base_ns=10**15)  # fmt: skip
-    found = summarize(trace, 3, "n1")
-    assert (found.rank, found.node, found.first_step, found.last_step) == (3, "n1", 5, 5)
-    assert microseconds(found) == {
-        "data": 100, "forward": 250, "backward": 300, "communication": 150, "optimizer": 100,
-        "waiting": 50, "other": 50,
-    }  # fmt: skip
-    times = {one.name: (round(one.self_s * 1e6), one.calls) for one in found.operations}
+    trace = write(
+        tmp_path / "t.json.gz",
+        [
+            {"ph": "M", "name": "thread_name"},
+            *STEP,
+            event("aten::linear", 100, 200),
+            event("aten::addmm", 120, 180),
+            event("c10d::allreduce_", 200, 250),  # the host waits in the call
+            event("autograd::engine::evaluate_function: X", 400, 800),
+            event("aten::mm", 500, 600),
+            # In another thread: hidden by the product until 600, then the host waits for it.
+            event("gloo:all_reduce", 550, 700, "user_annotation"),
+            {"ph": "i", "name": "[memory]", "args": {"Total Allocated": 4096}},
+            {"ph": "i", "name": "[memory]", "args": {"Total Allocated": 1024}},
+        ],
+        base_ns=10**15,
+    )
+    profile = summarize(trace, 3, "n1")
+    assert (profile.rank, profile.node, profile.first_step, profile.last_step) == (3, "n1", 5, 5)
+    assert microseconds(profile) == {
+        "data": 100,
+        "forward": 250,
+        "backward": 300,
+        "communication": 150,
+        "optimizer": 100,
+        "waiting": 50,
+        "other": 50,
+    }
+    times = {
+        operation.name: (round(operation.self_s * 1e6), operation.calls)
+        for operation in profile.operations
+    }
     assert times["aten::linear"] == (40, 1)
     assert times["aten::addmm"] == (60, 1)
     assert times["autograd::engine::evaluate_function: X"] == (300, 1)
     base = 10**12
-    assert found.window == (base, base + 1000)
-    assert found.exposed == ((base + 200, base + 250), (base + 600, base + 700))
-    assert found.collectives == ((base + 200, base + 250), (base + 550, base + 700))
-    assert found.peak_bytes == 4096
-    assert not found.device
+    assert profile.window == (base, base + 1000)
+    assert profile.exposed == ((base + 200, base + 250), (base + 600, base + 700))
+    assert profile.collectives == ((base + 200, base + 250), (base + 550, base + 700))
+    assert profile.peak_bytes == 4096
+    assert not profile.device
 
 
 def test_an_evaluation_is_no_part_of_a_step(tmp_path: Path) -> None:
@@ -79,14 +102,24 @@ def test_an_evaluation_is_no_part_of_a_step(tmp_path: Path) -> None:
     inside = [event("aten::mm", 1000, 2000), ours("forward", 990, 2500)]
     later = [ours("step 6", 3000, 4000), event("aten::mm", 3100, 3200)]
     first = STEP[0] | {"dur": 3000.0}
-    found = summarize(write(tmp_path / "t.json.gz", [first, *STEP[1:], *hook, *inside, *later]), 0)
-    assert microseconds(found) == {
-        "data": 50, "forward": 150, "backward": 200, "communication": 0, "optimizer": 50,
-        "waiting": 25, "other": 525,
-    }  # fmt: skip
-    assert found.step_s == pytest.approx(1e-3)
-    assert found.evaluation_s == pytest.approx(2e-3)
-    times = {one.name: (round(one.self_s * 1e6), one.calls) for one in found.operations}
+    profile = summarize(
+        write(tmp_path / "t.json.gz", [first, *STEP[1:], *hook, *inside, *later]), 0
+    )
+    assert microseconds(profile) == {
+        "data": 50,
+        "forward": 150,
+        "backward": 200,
+        "communication": 0,
+        "optimizer": 50,
+        "waiting": 25,
+        "other": 525,
+    }
+    assert profile.step_s == pytest.approx(1e-3)
+    assert profile.evaluation_s == pytest.approx(2e-3)
+    times = {
+        operation.name: (round(operation.self_s * 1e6), operation.calls)
+        for operation in profile.operations
+    }
     assert times == {"aten::mm": (50, 1)}
     kernels = [event("gemm", start, start + 40, "kernel", correlation=0) for start in (150, 1200)]
     device = summarize(write(tmp_path / "d.json.gz", [first, *STEP[1:], *hook, *kernels]), 0)
@@ -109,15 +142,20 @@ def test_device(tmp_path: Path) -> None:
         event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 650, 850, "kernel", correlation=9),
         event("adam", 850, 990, "kernel", correlation=3),
     ]
-    found = summarize(write(tmp_path / "t.json.gz", [*STEP, *launches, *kernels]), 0)
-    assert microseconds(found) == {
-        "data": 100, "forward": 350, "backward": 200, "communication": 150, "optimizer": 140,
-        "waiting": 60, "other": 0,
-    }  # fmt: skip
-    assert found.device
-    assert (found.operations[0].name, found.operations[0].calls) == ("gemm", 2)
-    assert found.collectives == ((650, 850),)
-    assert found.exposed == ((700, 850),)
+    profile = summarize(write(tmp_path / "t.json.gz", [*STEP, *launches, *kernels]), 0)
+    assert microseconds(profile) == {
+        "data": 100,
+        "forward": 350,
+        "backward": 200,
+        "communication": 150,
+        "optimizer": 140,
+        "waiting": 60,
+        "other": 0,
+    }
+    assert profile.device
+    assert (profile.operations[0].name, profile.operations[0].calls) == ("gemm", 2)
+    assert profile.collectives == ((650, 850),)
+    assert profile.exposed == ((700, 850),)
 
 
 def test_a_worker_waits_for_those_in_no_collective(tmp_path: Path) -> None:
@@ -129,7 +167,7 @@ def test_a_worker_waits_for_those_in_no_collective(tmp_path: Path) -> None:
         for rank, begin in enumerate((100, 350, 300))
     ]
     files = ProfileFiles(tmp_path, 0)
-    first, last, _ = (_result(one, files, profiles) for one in profiles)
+    first, last, _ = (_result(profile, files, profiles) for profile in profiles)
     assert {rank: round(s * 1e6) for rank, s in first.waits_for.items()} == {1: 250, 2: 200}
     assert next(iter(first.waits_for)) == 1
     assert round(first.parts["communication"] * 1e6) == 50, "the transfer"
@@ -141,14 +179,19 @@ def test_a_worker_waits_for_those_in_no_collective(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\x1f\x8b\x08", b"no gzip", gzip.compress(b"{}"), gzip.compress(b'{"traceEvents": ['),
-        gzip.compress(b'{"traceEvents": [1]}'), gzip.compress(b"\xff" * 100),
+        b"",
+        b"\x1f\x8b\x08",
+        b"no gzip",
+        gzip.compress(b"{}"),
+        gzip.compress(b'{"traceEvents": ['),
+        gzip.compress(b'{"traceEvents": [1]}'),
+        gzip.compress(b"\xff" * 100),
         gzip.compress(b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "x"}]}'),
         gzip.compress(b'{"traceEvents": [{"ph": "X", "name": "x", "ts": 1, "dur": 1}]}'),
         gzip.compress(b'{"traceEvents": [' + b"[" * 10**5),
     ],
     ids=map(str, range(10)),
-)  # fmt: skip
+)
 def test_damaged_traces(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "t.json.gz"
     path.write_bytes(content)

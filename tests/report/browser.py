@@ -89,8 +89,8 @@ class Opened:
 def require_chromium() -> str:
     """The browser's path; the test is skipped, or fails where one is required, without it."""
     for name in ("chromium", "google-chrome"):
-        if (found := shutil.which(name)) is not None:
-            return found
+        if (path := shutil.which(name)) is not None:
+            return path
     assert os.environ.get("SLURMLLM_REQUIRE_BROWSER") != "1", "a browser is required here"
     pytest.skip("no Chromium here: `make browser` installs one")
 
@@ -107,17 +107,29 @@ def open_report(page: Path, work: Path, width: int = 1400) -> Opened:
     copy = work / "probed.html"
     copy.write_text(page.read_text(encoding="utf-8").replace("</body>", f"{_PROBE}</body>"))
     done = subprocess.run(
-        [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-         f"--user-data-dir={work / 'profile'}", f"--window-size={width},1800",
-         "--virtual-time-budget=20000", "--enable-logging=stderr", "--dump-dom",
-         copy.absolute().as_uri()],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        [
+            chromium,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            f"--user-data-dir={work / 'profile'}",
+            f"--window-size={width},1800",
+            "--virtual-time-budget=20000",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            copy.absolute().as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found, f"the probe left nothing: {done.stderr[-2000:]}"
+    seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert seen, f"the probe left nothing: {done.stderr[-2000:]}"
     console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-    return Opened(json.loads(unescape(found[1])), console, done.stdout)
+    return Opened(json.loads(unescape(seen[1])), console, done.stdout)
 
 
 def require_sound(opened: Opened) -> None:

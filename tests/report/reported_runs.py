@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from made_records import save_attempt
 from training_rows import make_row, write_rows
 
 from slurmllm.config.resolve import resolve
@@ -12,7 +13,7 @@ from slurmllm.evaluate.request import task_key
 from slurmllm.evaluate.suites import find_suite
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.run.artifact_records import EvaluationRecord
-from slurmllm.run.records import AttemptRecord, Event
+from slurmllm.run.records import Event
 from slurmllm.run.rundir import RunDir
 
 BEGIN = 1.7e9
@@ -37,41 +38,59 @@ def make_reported_run(
     run.plan.write_text(json.dumps(make_mesh(config, nodes).to_json()))
     taken = 256 / seq_per_s
     lost, half = steps * 2 // 3, steps // 2
-    again = BEGIN + taken * (lost - half) + 90
-    for number, first, last, begin in ((0, 1, lost, BEGIN), (1, half + 1, steps, again)):
+    resumed_at = BEGIN + taken * (lost - half) + 90
+    for number, first, last, begin in ((0, 1, lost, BEGIN), (1, half + 1, steps, resumed_at)):
         write_rows(
             run.metrics(number),
             (
                 make_row(
-                    step, number, time=begin + taken * step, step_time_s=taken, seq_per_s=seq_per_s,
-                    tokens_per_s=2048 * seq_per_s, tokens=256 * 2048 * step,
-                    forward_backward_s=0.8 * taken, optimizer_s=0.1 * taken,
+                    step,
+                    number,
+                    time=begin + taken * step,
+                    step_time_s=taken,
+                    seq_per_s=seq_per_s,
+                    tokens_per_s=2048 * seq_per_s,
+                    tokens=256 * 2048 * step,
+                    forward_backward_s=0.8 * taken,
+                    optimizer_s=0.1 * taken,
                 )
                 for step in range(first, last + 1)
             ),
-        )  # fmt: skip
-    common: dict[str, Any] = {
-        "stage": "train", "job_id": None, "nodes": [f"n{i}" for i in range(nodes)],
-        "world_size": 32 * nodes, "master_addr": "n0", "master_port": 1024,
-    }  # fmt: skip
+        )
     first_record = {
-        "attempt": 0, "started_at": BEGIN - 30, "ended_at": BEGIN + taken * lost + 5,
-        "class": "node_failure", "action": "requeue", "evidence": ["Slurm: NODE_FAIL <n3>"],
-        "checkpoint_after": half, "first_step": 1, "last_step": lost, "steps_gained": half,
+        "started_at": BEGIN - 30,
+        "ended_at": BEGIN + taken * lost + 5,
+        "class": "node_failure",
+        "action": "requeue",
+        "evidence": ["Slurm: NODE_FAIL <n3>"],
+        "checkpoint_after": half,
+        "first_step": 1,
+        "last_step": lost,
+        "steps_gained": half,
         "steps_lost": lost - half,
-    }  # fmt: skip
+    }
     second = {
-        "attempt": 1, "started_at": again + taken * half - 20, "class": "done", "action": "finish",
-        "ended_at": again + taken * steps + 2, "checkpoint_after": steps, "first_step": half + 1,
+        "started_at": resumed_at + taken * half - 20,
+        "class": "done",
+        "action": "finish",
+        "ended_at": resumed_at + taken * steps + 2,
+        "checkpoint_after": steps,
+        "first_step": half + 1,
         "last_step": steps,
-    }  # fmt: skip
-    for number, fields in ((0, first_record), (1, second | changed)):
-        AttemptRecord.model_validate(common | fields).save(run.attempt("train", number).record)
+    }
+    names = tuple(f"n{i}" for i in range(nodes))
+    for number, fields in enumerate((first_record, second | changed)):
+        save_attempt(run, number, nodes=names, **({"world_size": 32 * nodes} | fields))
     events = [
         Event(kind="save", step=half, attempt=0, time=BEGIN, seconds=2.0, bytes=10**9),
-        Event(kind="memory", step=5, attempt=0, time=BEGIN,
-              values={"peak_bytes": 9e9, "limit_bytes": 16e9, "rank": 3}),
-    ]  # fmt: skip
+        Event(
+            kind="memory",
+            step=5,
+            attempt=0,
+            time=BEGIN,
+            values={"peak_bytes": 9e9, "limit_bytes": 16e9, "rank": 3},
+        ),
+    ]
     run.events(0).parent.mkdir()
     run.events(0).write_text("".join(event.model_dump_json() + "\n" for event in events))
     return run
@@ -80,13 +99,19 @@ def make_reported_run(
 def add_scores(run: RunDir, *steps: int) -> None:
     """What checkpoints scored in a group of the suite `hlat`."""
     placed = find_suite("hlat")
-    (group,) = [one for one in placed.suite.groups if one.name == "world knowledge"]
+    (group,) = [group for group in placed.suite.groups if group.name == "world knowledge"]
     for step in steps:
         for row in group.tasks:
             record = EvaluationRecord(
-                step=step, tokens=step * 256 * 2048, checkpoint=f"{step:064d}", task=row.task,
-                scores={f"{row.metric},none": step / 100}, errors={f"{row.metric},none": 0.01},
-                version="lm_eval 1", seconds=1, evaluated_at=BEGIN,
-            )  # fmt: skip
+                step=step,
+                tokens=step * 256 * 2048,
+                checkpoint=f"{step:064d}",
+                task=row.task,
+                scores={f"{row.metric},none": step / 100},
+                errors={f"{row.metric},none": 0.01},
+                version="lm_eval 1",
+                seconds=1,
+                evaluated_at=BEGIN,
+            )
             key = task_key(row, placed.folder, None, "lm_eval 1")
             record.save(run.evaluation(record.checkpoint[::-1], key))

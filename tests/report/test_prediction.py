@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_records import save_attempt
 from training_rows import Row as Line
 from training_rows import make_row, write_rows
 
@@ -20,25 +21,36 @@ from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
 from slurmllm.plan.step import StepTime
 from slurmllm.report import prediction as module
-from slurmllm.report.prediction import (
-    ExpectedOverheads,
-    PredictionCheck,
-    check_run_prediction,
-)
-from slurmllm.run.records import AttemptRecord, Event, JobsRecord, Submission, WorkerRecord
+from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck, check_run_prediction
+from slurmllm.run.records import Event, JobsRecord, Submission, WorkerRecord
 from slurmllm.run.rundir import RunDir
 
 HARDWARE = Hardware(
-    source="made up", bf16_tflops=0.05, fp32_tflops=0.05, memory_gib=2, reserved_gib=0.5,
-    memory_gb_s=10, node_link_gb_s=2, network_gb_s=2, matrix_efficiency=0.8,
-    attention_efficiency=0.5, memory_efficiency=0.8, node_link_efficiency=0.8,
+    source="made up",
+    bf16_tflops=0.05,
+    fp32_tflops=0.05,
+    memory_gib=2,
+    reserved_gib=0.5,
+    memory_gb_s=10,
+    node_link_gb_s=2,
+    network_gb_s=2,
+    matrix_efficiency=0.8,
+    attention_efficiency=0.5,
+    memory_efficiency=0.8,
+    node_link_efficiency=0.8,
     network_efficiency=0.8,
-)  # fmt: skip
+)
 # Seconds of each part: the step is their sum.
 PARTS = StepTime(
-    compute=1.0, recompute=0.5, tensor=0.25, bubble=0.125, transfer=0.0625, data=2.0, optimizer=4.0,
+    compute=1.0,
+    recompute=0.5,
+    tensor=0.25,
+    bubble=0.125,
+    transfer=0.0625,
+    data=2.0,
+    optimizer=4.0,
     overhead=8.0,
-)  # fmt: skip
+)
 GB = 10**9
 
 
@@ -73,11 +85,10 @@ class Run:
         rows = list(rows)
         write_rows(self.dir.metrics(number), rows)
         begin = rows[0]["time"] - 100 if rows else 0.0
-        AttemptRecord(
-            attempt=number, stage="train", job_id=None, nodes=tuple(f"n{i}" for i in range(nodes)),
-            world_size=nodes, master_addr="n0", master_port=1024, started_at=begin,
-            ended_at=(rows[-1]["time"] if rows else begin) + 1, ending="done",
-        ).save(self.dir.attempt("train", number).record)  # fmt: skip
+        names = tuple(f"n{i}" for i in range(nodes))
+        end = (rows[-1]["time"] if rows else begin) + 1
+        times = {"started_at": begin, "ended_at": end, "ending": "done"}
+        save_attempt(self.dir, number, nodes=names, **times)
         return self
 
     def submitted(self, *first_attempts: int) -> Run:
@@ -101,8 +112,8 @@ def candidate_of(config: RunConfig) -> LayoutEstimate:
     return replace(predict(config, make_mesh(config, 2)), step=PARTS)
 
 
-def row(found: PredictionCheck, name: str) -> module.PredictedFigure:
-    return next(one for one in found.rows if one.name == name)
+def row(check: PredictionCheck, name: str) -> module.PredictedFigure:
+    return next(figure for figure in check.rows if figure.name == name)
 
 
 def test_each_figure_beside_its_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,26 +121,33 @@ def test_each_figure_beside_its_prediction(tmp_path: Path, monkeypatch: pytest.M
     run = Run(tmp_path / "r", config).attempt(0, lines(0, 1, 30))
     peak = {"peak_bytes": 1.5 * GB, "limit_bytes": 3.0 * GB}
     run.events(
-        0, {"kind": "memory", "values": peak},
-        {"kind": "save", "waited_s": 1.0}, {"kind": "save", "waited_s": 0.0},
-        {"kind": "save", "waited_s": 2.0}, {"kind": "copied", "seconds": 1.0},
+        0,
+        {"kind": "memory", "values": peak},
+        {"kind": "save", "waited_s": 1.0},
+        {"kind": "save", "waited_s": 0.0},
+        {"kind": "save", "waited_s": 2.0},
+        {"kind": "copied", "seconds": 1.0},
         {"kind": "memory", "values": {"peak_bytes": 9.0 * GB, "limit_bytes": 3.0 * GB}},
-    )  # fmt: skip
+    )
     for rank, start_up_s in enumerate((20.0, 30.0)):
         WorkerRecord(
-            rank=rank, node=f"n{rank}", start_up_s=start_up_s, first_step_s=9.0, cache_hits=0,
+            rank=rank,
+            node=f"n{rank}",
+            start_up_s=start_up_s,
+            first_step_s=9.0,
+            cache_hits=0,
             cache_misses=0,
-        ).save(run.dir.attempt("train", 0).worker(rank))  # fmt: skip
+        ).save(run.dir.attempt("train", 0).worker(rank))
     candidate = candidate_of(config)
     expected = ExpectedOverheads(
         start_up_s=15.0, first_step_s=17.0, save_waited_s=0.5, effective=0.1
     )
     monkeypatch.setattr(module, "predict", lambda *_: candidate)
-    found = check_run_prediction(run.dir, expect=lambda _: expected)
+    check = check_run_prediction(run.dir, expect=lambda _: expected)
     seconds = PARTS.total
     memory = candidate.memory.peak + 0.5 * 2**30
     peak_flops = 2 * 0.05e12
-    assert {one.name: (one.predicted, one.measured) for one in found.rows} == {
+    assert {figure.name: (figure.predicted, figure.measured) for figure in check.rows} == {
         "step": (seconds, 0.5),
         "sequences": pytest.approx((8 / seconds, 16.0)),
         "tokens": pytest.approx((8 * 128 / seconds, 16.0 * 128)),
@@ -142,21 +160,21 @@ def test_each_figure_beside_its_prediction(tmp_path: Path, monkeypatch: pytest.M
         "start-up": (15.0, 30.0),
         "first step, longer by": (17.0, 8.5),
         "save, training waits": (0.5, 1.0),
-        "effective utilization": (0.1, pytest.approx(row(found, "effective utilization").measured)),
+        "effective utilization": (0.1, pytest.approx(row(check, "effective utilization").measured)),
     }
-    assert row(found, "start-up").ratio == 2
-    assert row(found, "data wait").ratio is None
-    assert (found.steps, found.attempts, found.nodes, found.cluster) == (24, (0,), 2, "local")
-    assert json.loads(found.model_dump_json())["rows"][0]["ratio"] == 0.5 / seconds
+    assert row(check, "start-up").ratio == 2
+    assert row(check, "data wait").ratio is None
+    assert (check.steps, check.attempts, check.nodes, check.cluster) == (24, (0,), 2, "local")
+    assert json.loads(check.model_dump_json())["rows"][0]["ratio"] == 0.5 / seconds
 
 
 def test_what_was_not_predicted_or_measured_is_no_figure(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", config_of()).attempt(0, lines(0, 1, 12))
-    found = check_run_prediction(run.dir)
-    assert row(found, "effective utilization").predicted is None
-    assert row(found, "effective utilization").ratio is None
+    check = check_run_prediction(run.dir)
+    assert row(check, "effective utilization").predicted is None
+    assert row(check, "effective utilization").ratio is None
     assert {"peak memory", "start-up", "save, training waits"}.isdisjoint(
-        r.name for r in found.rows
+        r.name for r in check.rows
     )
 
 
@@ -166,9 +184,9 @@ def test_nxd_reduces_gradients_in_the_optimizer(
     config = config_of("backend=nxd")
     run = Run(tmp_path / "r", config).attempt(0, lines(0, 1, 12))
     monkeypatch.setattr(module, "predict", lambda *_: candidate_of(config))
-    found = check_run_prediction(run.dir)
-    assert row(found, "optimizer and norms").predicted == 6.0
-    assert row(found, "forward and backward").predicted == pytest.approx(PARTS.total - 6.0)
+    check = check_run_prediction(run.dir)
+    assert row(check, "optimizer and norms").predicted == 6.0
+    assert row(check, "forward and backward").predicted == pytest.approx(PARTS.total - 6.0)
 
 
 @pytest.mark.parametrize(("device", "measured"), [("cpu", 0.49), ("neuron", 0.5)])
@@ -181,21 +199,21 @@ def test_parts_that_were_not_told_apart_are_one(
     cluster = config.cluster.model_copy(update={"device": device})
     candidate = replace(candidate_of(config), config=replace(config, cluster=cluster))
     monkeypatch.setattr(module, "predict", lambda *_: candidate)
-    found = check_run_prediction(run.dir)
-    one = row(found, "forward, backward, optimizer")
-    assert one.predicted == PARTS.total
-    assert one.measured == pytest.approx(measured)
-    assert one.note.startswith("not measured separately: compute 1 s, ")
-    assert not any(other.name == "rest" for other in found.rows)
+    check = check_run_prediction(run.dir)
+    figure = row(check, "forward, backward, optimizer")
+    assert figure.predicted == PARTS.total
+    assert figure.measured == pytest.approx(measured)
+    assert figure.note.startswith("not measured separately: compute 1 s, ")
+    assert not any(other.name == "rest" for other in check.rows)
 
 
 def test_attempts_of_one_submission_count_together(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", config_of()).submitted(0)
     run.attempt(0, lines(0, 1, 9, 0.4)).attempt(1, lines(1, 5, 7)).attempt(2, lines(2, 5, 16, 0.6))
-    found = check_run_prediction(run.dir)
-    assert (found.attempts, found.steps) == ((0, 2), 3 + 6)
-    assert row(found, "step").measured == 0.6
-    assert not [warning for warning in found.warnings if "used" in warning]
+    check = check_run_prediction(run.dir)
+    assert (check.attempts, check.steps) == ((0, 2), 3 + 6)
+    assert row(check, "step").measured == 0.6
+    assert not [warning for warning in check.warnings if "used" in warning]
 
 
 @pytest.mark.parametrize("last", [6, 20])
@@ -203,12 +221,12 @@ def test_the_newest_node_count_with_enough_steps_is_used(tmp_path: Path, last: i
     """Attempt 0 on two nodes; resumed on four, with or without enough steps."""
     run = Run(tmp_path / "r", config_of(), nodes=4).submitted(0, 1)
     run.attempt(0, lines(0, 1, 20)).attempt(1, lines(1, 1, last, 0.25), nodes=4)
-    found = check_run_prediction(run.dir)
+    check = check_run_prediction(run.dir)
     nodes, attempt = (4, 1) if last == 20 else (2, 0)
-    assert (found.nodes, found.attempts) == (nodes, (attempt,))
+    assert (check.nodes, check.attempts) == (nodes, (attempt,))
     config = load(run.dir.config)
-    assert row(found, "step").predicted == predict(config, make_mesh(config, nodes)).step.total
-    message = " ".join(found.warnings)
+    assert row(check, "step").predicted == predict(config, make_mesh(config, nodes)).step.total
+    message = " ".join(check.warnings)
     if last == 20:
         assert "attempt 0: of another submission or node count, not used" in message
     else:
@@ -248,14 +266,14 @@ def test_another_profile_brings_the_figures(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", config_of(hardware=None)).attempt(0, lines(0, 1, 20))
     with pytest.raises(ConfigError, match=r"cluster\.hardware: missing in profile local"):
         check_run_prediction(run.dir)
-    found = check_run_prediction(run.dir, profile(tmp_path, config_of()))
+    check = check_run_prediction(run.dir, profile(tmp_path, config_of()))
     config = config_of()
     mesh = load_mesh(run.dir.plan)
-    assert found.cluster == "measured"
-    assert row(found, "step").predicted == predict(config, mesh).step.total
+    assert check.cluster == "measured"
+    assert row(check, "step").predicted == predict(config, mesh).step.total
     rough = HARDWARE.model_copy(update={"rough": True}).model_dump(mode="json")
-    found = check_run_prediction(run.dir, profile(tmp_path, config_of(), hardware=rough))
-    assert "`slurmllm calibrate` measures them" in found.warnings[-1]
+    check = check_run_prediction(run.dir, profile(tmp_path, config_of(), hardware=rough))
+    assert "`slurmllm calibrate` measures them" in check.warnings[-1]
 
 
 def test_a_profile_of_other_nodes_is_refused(tmp_path: Path) -> None:

@@ -26,10 +26,29 @@ from slurmllm.run.rundir import RunDir
 
 EVIL = "<script>alert(1)<b>&"
 KEYS = {
-    "recipe", "parameters", "nodes", "mesh", "steps", "planned_steps", "tokens", "loss",
-    "seq_per_s", "tokens_per_s", "seq_per_s_first_500", "tokens_per_usd", "mfu", "usd", "restarts",
-    "checkpoints", "evaluations", "warnings", "name", "utilization", "recoveries", "endings",
-}  # fmt: skip
+    "recipe",
+    "parameters",
+    "nodes",
+    "mesh",
+    "steps",
+    "planned_steps",
+    "tokens",
+    "loss",
+    "seq_per_s",
+    "tokens_per_s",
+    "seq_per_s_first_500",
+    "tokens_per_usd",
+    "mfu",
+    "usd",
+    "restarts",
+    "checkpoints",
+    "evaluations",
+    "warnings",
+    "name",
+    "utilization",
+    "recoveries",
+    "endings",
+}
 
 
 def call(tmp_path: Path, *arguments: str) -> Result:
@@ -58,9 +77,19 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
     require_sound(opened)
     plots = opened.seen["plots"]
     assert set(plots) >= {
-        "loss", "grad_norm", "param_norm", "lr", "seq_per_s", "step_time_s", "parts-0", "memory",
-        "utilization", "scaling", "scores-0", "val_loss",
-    }  # fmt: skip
+        "loss",
+        "grad_norm",
+        "param_norm",
+        "lr",
+        "seq_per_s",
+        "step_time_s",
+        "parts-0",
+        "memory",
+        "utilization",
+        "scaling",
+        "scores-0",
+        "val_loss",
+    }
     assert "attempt 0 ended: node_failure" in plots["loss"]["hover"]
     assert plots["lr"]["points"] == 2  # a restart of each run
     assert set(opened.seen["axes"]) == {"step", "tokens", "hours"}
@@ -124,9 +153,9 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert "\n**late (D) compared with first (A):** differ" not in text
     assert "| train.seed | 1234 | 7 |" in text
     assert "second (B) compared with first (A): " in out.output
-    found = json.loads(call(tmp_path, "first", "second", "--no-files", "--json").stdout)["runs"]
-    assert found[0]["comparison"] is None
-    assert found[1]["comparison"]["verdict"] in ("match", "identical")
+    runs = json.loads(call(tmp_path, "first", "second", "--no-files", "--json").stdout)["runs"]
+    assert runs[0]["comparison"] is None
+    assert runs[1]["comparison"]["verdict"] in ("match", "identical")
     assert first.path.is_dir()
 
 
@@ -141,10 +170,10 @@ def test_warnings_about_spikes_are_shown(tmp_path: Path) -> None:
         assert text.count("over 86%") <= 1  # with the gradient norm only
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first: str, second: str) -> float:
     """Of two colours, after WCAG 2."""
     light = []
-    for color in (one, other):
+    for color in (first, second):
         parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05)
@@ -162,18 +191,19 @@ def test_colours_are_legible_on_both_pages(color: str) -> None:
 def test_json_and_places(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
     small = runs[0].reports
     add_scores(runs[0], 60)
-    found = json.loads(call(tmp_path, "small", "--price", "10", "--json").stdout)
-    assert set(found) == {"runs", "total", "scaling", "report"}
-    assert found["report"] == {
-        "html": str(small / "report.html"), "markdown": str(small / "report.md")
-    }  # fmt: skip
-    (run,) = found["runs"]
+    document = json.loads(call(tmp_path, "small", "--price", "10", "--json").stdout)
+    assert set(document) == {"runs", "total", "scaling", "report"}
+    assert document["report"] == {
+        "html": str(small / "report.html"),
+        "markdown": str(small / "report.md"),
+    }
+    (run,) = document["runs"]
     assert set(run) >= KEYS
     assert (run["nodes"], run["steps"], run["restarts"], run["mesh"]["tensor"]) == (4, 60, 1, 8)
     (suite,) = run["evaluations"]
     assert suite["suite"] == "hlat"
     assert suite["rows"][0]["scores"] == {"60": 0.6}
-    assert found["scaling"][0]["scaling_efficiency"] == 1.0
+    assert document["scaling"][0]["scaling_efficiency"] == 1.0
     shown = call(tmp_path, "small", EVIL)
     assert (small / f"report-small-{re.sub('[^a-z0-9]', '_', EVIL)}.html").is_file()
     assert "scaling" in shown.output
@@ -192,9 +222,9 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, runs: tuple[RunDir, RunD
     assert "error: cannot write" in shown.output
     assert "--no-files" in shown.output
     assert "node hours" in shown.stdout  # the tables
-    found = call(tmp_path, "small", "--json")
-    assert found.exit_code == 4
-    assert json.loads(found.stdout)["report"] == {"html": None, "markdown": None}
+    result = call(tmp_path, "small", "--json")
+    assert result.exit_code == 4
+    assert json.loads(result.stdout)["report"] == {"html": None, "markdown": None}
     assert call(tmp_path, "small", "--no-files").exit_code == 0
     assert call(tmp_path, "small", "--out", str(runs[0].reports / "x.html")).exit_code == 4
 
@@ -212,9 +242,14 @@ def test_no_value_is_finite(tmp_path: Path, values: float, steps: range) -> None
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--price", "-1"), ("--price", "free"), ("--out", "x.pdf"), ("--out", "x.html", "--no-files"),
-     ("--plot", "p.pdf")],
-)  # fmt: skip
+    [
+        ("--price", "-1"),
+        ("--price", "free"),
+        ("--out", "x.pdf"),
+        ("--out", "x.html", "--no-files"),
+        ("--plot", "p.pdf"),
+    ],
+)
 def test_unusable_options(
     tmp_path: Path, runs: tuple[RunDir, RunDir], arguments: tuple[str, ...]
 ) -> None:
@@ -243,9 +278,14 @@ def test_markdown_is_escaped() -> None:
 
 def test_scores_stand_beside_published_ones() -> None:
     row = ScoreRow(
-        group="", name="piqa", shots=0, metric="acc", scores={10: 0.5, 20: 0.625},
-        errors={20: 0.01}, references={"Pythia": 0.75},
-    )  # fmt: skip
+        group="",
+        name="piqa",
+        shots=0,
+        metric="acc",
+        scores={10: 0.5, 20: 0.625},
+        errors={20: 0.01},
+        references={"Pythia": 0.75},
+    )
     table = scores_table(ScoreTable("pythia", (row,), (10, 20), {20: 10**9}, {"Pythia": "a paper"}))
     assert table.headings[-3:] == ("step 10", "step 20", "Pythia")
     assert table.rows[0][-3:] == ("0.5", "0.625 ± 0.01", "0.75 (-12.5 SE)")

@@ -86,26 +86,22 @@ def no_losses(run: RunDir) -> None:
     ],
 )
 def test_what_is_left_is_reported(
-    tmp_path: Path,
-    damage: Callable[[RunDir], object],
-    named: str,
-    steps: bool,
-    parameters: bool,
+    tmp_path: Path, damage: Callable[[RunDir], object], named: str, steps: bool, parameters: bool
 ) -> None:
     run = make_reported_run(RunDir(tmp_path / "runs" / "r"), steps=6)
     damage(run)
     arguments = ["report", "r", "--runs-dir", str(tmp_path / "runs"), "--json", "--no-files"]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
-    (found,) = json.loads(done.stdout)["runs"]
-    assert (found["steps"] > 0) is steps
-    assert (found["parameters"] is not None) is parameters
-    assert not named or any(named in warning for warning in found["warnings"]), found["warnings"]
-    assert not any("\n" in warning for warning in found["warnings"])
+    (shown,) = json.loads(done.stdout)["runs"]
+    assert (shown["steps"] > 0) is steps
+    assert (shown["parameters"] is not None) is parameters
+    assert not named or any(named in warning for warning in shown["warnings"]), shown["warnings"]
+    assert not any("\n" in warning for warning in shown["warnings"])
     facts = [read_run_facts(run.path, {}, None, FakeSlurm(["n1"]))]
     drawn = figures(facts)
     page = to_html("r", sections(facts, drawn), page_data(facts, drawn), "now")
-    assert ("Warnings</h2>" in page) is bool(found["warnings"])
+    assert ("Warnings</h2>" in page) is bool(shown["warnings"])
 
 
 def test_nothing_at_all_is_an_error(tmp_path: Path) -> None:

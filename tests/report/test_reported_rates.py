@@ -38,10 +38,13 @@ def test_the_row_of_awss_table(tmp_path: Path) -> None:
     assert facts.tokens_per_usd_bought == pytest.approx(60 * 256 * 2048 / (facts.usd or 1))
     assert facts.tokens_per_usd_bought < rate.tokens_per_usd
     assert (facts.state, facts.restarts, facts.steps, facts.parameters) == (
-        "done", 1, 60, 20_552_994_816
-    )  # fmt: skip
-    (kept,) = facts.saved
-    assert (kept.step, kept.state, kept.seconds) == (30, "removed", 2.0)
+        "done",
+        1,
+        60,
+        20_552_994_816,
+    )
+    (checkpoint,) = facts.saved
+    assert (checkpoint.step, checkpoint.state, checkpoint.seconds) == (30, "removed", 2.0)
 
 
 def test_the_first_500_steps_alone(tmp_path: Path) -> None:

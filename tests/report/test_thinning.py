@@ -25,19 +25,19 @@ def test_extremes_are_kept(values: np.ndarray, most: int) -> None:
     finite = np.isfinite(values)
     assert np.count_nonzero(np.isfinite(values[rows])) <= most + 1
     if finite.any():
-        kept = values[rows][np.isfinite(values[rows])]
-        assert (kept.min(), kept.max()) == (values[finite].min(), values[finite].max())
+        thinned = values[rows][np.isfinite(values[rows])]
+        assert (thinned.min(), thinned.max()) == (values[finite].min(), values[finite].max())
     assert (~np.isfinite(values[rows])).any() == (~finite).any()
 
 
 @given(_VALUES, st.integers(1, 60))
 def test_means_are_of_all_rows(values: np.ndarray, most: int) -> None:
-    found = piece_means(values, most)
-    assert len(found) <= max(most, 1) or len(found) == len(values)
+    means = piece_means(values, most)
+    assert len(means) <= max(most, 1) or len(means) == len(values)
     finite = values[np.isfinite(values)]
-    if len(finite) == len(values) and len(values) % len(found) == 0:
-        assert found.mean() == pytest.approx(values.mean(), abs=1e-3)
-    assert np.isfinite(found).any() == (len(finite) > 0)
+    if len(finite) == len(values) and len(values) % len(means) == 0:
+        assert means.mean() == pytest.approx(values.mean(), abs=1e-3)
+    assert np.isfinite(means).any() == (len(finite) > 0)
     if len(finite):
-        inside = found[np.isfinite(found)]
+        inside = means[np.isfinite(means)]
         assert finite.min() - 1e-3 <= inside.min() <= inside.max() <= finite.max() + 1e-3

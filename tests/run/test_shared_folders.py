@@ -22,8 +22,6 @@ from slurmllm.config.resolve import resolve
 from slurmllm.corpus.work_folder import WorkFolder, output_files
 from slurmllm.diagnose.login_node import import_torch
 from slurmllm.errors import NodeError, StorageError
-from slurmllm.evaluate.executor import exported
-from slurmllm.evaluate.request import EvaluationSettings, ModelRef
 from slurmllm.run.records import JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.safe_files import read_limited, write_whole
@@ -58,20 +56,6 @@ def test_pictures_read_no_settings_of_the_working_directory(tmp_path: Path, modu
         check=True,
         timeout=60,
     )
-
-
-@only_root
-def test_an_export_of_another_user_is_not_evaluated(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "step_00000010"
-    model = ModelRef(checkpoint, step=10, tokens=0, checksum="0123456789abcdef")
-    exported_by_nobody = tmp_path / "step_00000010-0123456789ab"
-    exported_by_nobody.mkdir()
-    give_away(exported_by_nobody, 0o755)
-    settings = EvaluationSettings(export_dir=tmp_path)
-    with pytest.raises(
-        StorageError, match=r"may not be the checkpoint.* belongs to nobody.*--export-dir"
-    ):
-        exported(model, tmp_path, settings).__enter__()
 
 
 def test_measuring_workers_compile_in_a_folder_of_their_own(

@@ -17,11 +17,11 @@ from types import FrameType
 import pytest
 from click.testing import CliRunner
 from fake_slurm import FakeSlurm
+from made_records import save_attempt, save_manifest
 from training_rows import make_row, write_rows
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import resolve
-from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.run.records import (
     AttemptRecord,
     Event,
@@ -68,10 +68,7 @@ def make(name: str) -> RunDir:
     run.path.mkdir(parents=True)
     run.config.write_text(resolve("tiny_neox", overrides=["train.steps=100"]).to_yaml())
     JobsRecord().save(run.jobs)
-    AttemptRecord(
-        attempt=0, stage="train", job_id=None, nodes=("n1",), world_size=1, master_addr="n1",
-        master_port=1, started_at=1.7e9, ended_at=1.7e9 + 10, ending="done", action="finish",
-    ).save(run.attempt("train", 0).record)  # fmt: skip
+    save_attempt(run, started_at=1.7e9, ended_at=1.7e9 + 10, ending="done", action="finish")
     phase = WorkerPhase(phase="stepping", step=1, since=1.7e9)
     beat = Heartbeat(node="n1", written_at=1.7e9, ranks={0: phase})
     beat.save(run.attempt("train", 0).heartbeat("n1"))
@@ -82,10 +79,7 @@ def make(name: str) -> RunDir:
     run.events(0).write_text(
         Event(kind="save", step=8, attempt=0, time=1.7e9).model_dump_json() + "\n"
     )
-    CheckpointManifest(
-        step=8, tokens=0, world_size=1, attempt=0, recipe="tiny_neox", saved_at=1.7e9, save_s=1.0,
-        fingerprint="", files=(CheckpointFile(path="weights", bytes=0, sha256=""),),
-    ).save(run.checkpoint(8) / "manifest.json")  # fmt: skip
+    save_manifest(run, 8)
     run.logs.mkdir()
     run.stage_log("train").write_text("line\n")
     return run
@@ -143,17 +137,17 @@ def damaged_folder(kind: str) -> None:
 def test_each_file_of_a_run_may_be_damaged(kind: str) -> None:
     damaged_folder(kind)
     began = time.process_time()
-    found = states()
+    shown = states()
     assert time.process_time() - began < 15
-    assert sorted(found) == sorted(["good", *(f"bad-{name}" for name in FILES)])
-    assert (found["good"]["state"], found["good"]["step"]) == ("done", 8)
+    assert sorted(shown) == sorted(["good", *(f"bad-{name}" for name in FILES)])
+    assert (shown["good"]["state"], shown["good"]["step"]) == ("done", 8)
     for name in REQUIRED:
         if (kind, name) not in (("line", "metrics"), ("deep", "metrics"), ("digits", "metrics")):
-            run = found[f"bad-{name}"]
+            run = shown[f"bad-{name}"]
             assert run["state"] == "damaged" or run["step"] == 0, (name, run["reason"])
-    assert found["bad-config"]["state"] == "damaged"
+    assert shown["bad-config"]["state"] == "damaged"
     assert str(FILES["config"](RunDir(Path("runs/bad-config")))) in str(
-        found["bad-config"]["reason"]
+        shown["bad-config"]["reason"]
     )
 
 
@@ -183,12 +177,15 @@ def test_a_configuration_that_stands_for_too_much(kind: str) -> None:
     code = "from slurmllm.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "status", "--json"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    found = {run["name"]: run for run in json.loads(done.stdout)["runs"]}
-    assert (found["good"]["state"], found["bad"]["state"]) == ("done", "damaged")
-    assert found["bad"]["reason"]
+    shown = {run["name"]: run for run in json.loads(done.stdout)["runs"]}
+    assert (shown["good"]["state"], shown["bad"]["state"]) == ("done", "damaged")
+    assert shown["bad"]["reason"]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
@@ -229,10 +226,10 @@ def test_numbers_that_no_run_has() -> None:
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new))
-    found = states()
-    assert len(found) == 8
-    assert found["good"]["state"] == "done"
-    for name in found:
+    shown = states()
+    assert len(shown) == 8
+    assert shown["good"]["state"] == "done"
+    for name in shown:
         for more in ((), ("--json",)):
             done = CliRunner().invoke(cli, ("status", name, *more))
             assert done.exit_code in (0, 2, 4), (name, done.output, done.exception)
@@ -246,25 +243,29 @@ def test_a_run_of_another_user_is_shown_with_its_owner(monkeypatch: pytest.Monke
     monkeypatch.chdir(folder)
     make("good")
     for name, path in (
-        ("folder", "."), ("config", "config.yaml"), ("metrics", "metrics"),
-        ("attempts", "attempts"), ("attempt", "attempts/000"), ("jobs", "jobs.json"),
-    ):  # fmt: skip
+        ("folder", "."),
+        ("config", "config.yaml"),
+        ("metrics", "metrics"),
+        ("attempts", "attempts"),
+        ("attempt", "attempts/000"),
+        ("jobs", "jobs.json"),
+    ):
         closed = make(name).path / path
         closed.chmod(0)
         os.chown(closed, 54321, 54321)
     states()  # all is imported: the interpreter's files may be closed to the other user
     os.seteuid(54322)
     try:
-        found = states()
+        shown = states()
         assert CliRunner().invoke(cli, ("status",)).exit_code == 0
-        one = CliRunner().invoke(cli, ("status", "folder"))
+        refused = CliRunner().invoke(cli, ("status", "folder"))
     finally:
         os.seteuid(0)
-    assert one.exit_code == 2
-    assert "belongs to uid 54321" in one.output
-    assert found.pop("good")["state"] == "done"
+    assert refused.exit_code == 2
+    assert "belongs to uid 54321" in refused.output
+    assert shown.pop("good")["state"] == "done"
     shutil.rmtree(folder)
-    assert len(found) == 6
-    for name, run in found.items():
+    assert len(shown) == 6
+    for name, run in shown.items():
         assert run["state"] == "damaged", name
         assert "belongs to uid 54321" in str(run["reason"]), (name, run["reason"])

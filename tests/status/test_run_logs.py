@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_records import save_attempt
 
 from slurmllm.log import message_of
-from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.records import FailureRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
-from slurmllm.status.logs import MergedLogs
+from slurmllm.status.logs import LogSelection, MergedLogs
 from slurmllm.supervise.first_failure import culprit, failed_attempts, last_lines
 from slurmllm.supervise.log_files import GrowingLog, start_of_last, text_of
 
@@ -23,13 +24,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def attempt(run: RunDir, number: int = 0, ending: str | None = "code_error", **more: Any) -> None:
-    AttemptRecord.model_validate(
-        {
-            "attempt": number, "stage": "train", "job_id": None, "nodes": ("a", "b"),
-            "world_size": 4, "master_addr": "a", "master_port": 1, "started_at": float(number),
-            "class": ending, **more,
-        }
-    ).save(run.attempt("train", number).record)  # fmt: skip
+    fields = {"world_size": 4, "started_at": float(number), "class": ending}
+    save_attempt(run, number, nodes=("a", "b"), **(fields | more))
 
 
 def node(run: RunDir, name: str, codes: dict[int, int], **more: Any) -> None:
@@ -40,9 +36,14 @@ def node(run: RunDir, name: str, codes: dict[int, int], **more: Any) -> None:
 
 def failure(run: RunDir, rank: int, at: float, message: str) -> None:
     FailureRecord(
-        rank=rank, node="ab"[rank // 2], error="RuntimeError", message=message, blame="code",
-        exit_code=70, time=at,
-    ).save(run.attempt("train", 0).failure(rank))  # fmt: skip
+        rank=rank,
+        node="ab"[rank // 2],
+        error="RuntimeError",
+        message=message,
+        blame="code",
+        exit_code=70,
+        time=at,
+    ).save(run.attempt("train", 0).failure(rank))
 
 
 def write(path: Path, data: bytes) -> None:
@@ -58,7 +59,7 @@ def test_attempts_ranks_and_new_lines(run: RunDir) -> None:
     write(run.worker_log("train", 0, 3), b"three\n")
     write(run.worker_log("train", 0, 1), b"one \x00\xff\x1b[31mred\x1b[0m\n10%\r20%\n")
     write(run.worker_log("train", 0, 2), b"not wanted\n")
-    merged = MergedLogs(run, ("train",), {0, 1, 3}.__contains__)
+    merged = MergedLogs(LogSelection(run, ("train",), frozenset({0, 1, 3})))
     assert [line[1:] for line in merged.poll()] == [
         (0, 0, "train attempt 0: 2 node(s): a b"),
         (0, 0, "step 1"),
@@ -72,7 +73,7 @@ def test_attempts_ranks_and_new_lines(run: RunDir) -> None:
     write(log, b"f\n")
     assert [line[1:] for line in merged.poll()] == [(1, 0, "half")]
     assert [line[1:] for line in merged.poll(last=True)] == [(1, 1, "new")]
-    only = MergedLogs(run, ("train",), lambda _: True, attempt=1)
+    only = MergedLogs(LogSelection(run, ("train",), attempt=1))
     assert [line.text for line in only.poll(last=True)][1:] == ["half", "new"]
 
 
@@ -80,7 +81,8 @@ def test_the_last_lines_of_every_log(run: RunDir) -> None:
     write(run.stage_log("train"), b"train attempt 0: 2 node(s): a b\nx\n")
     write(run.stage_log("train"), b"train attempt 1: 2 node(s): a b\ny\n")
     write(run.worker_log("train", 1, 1), b"1\n2\n3\n")
-    merged = MergedLogs(run, ("train",), lambda _: True, {"train": 1})
+    attempt(run, 1)
+    merged = MergedLogs(LogSelection(run, ("train",), newest=True))
     assert [line[1:] for line in merged.poll_last(2)] == [
         (1, 0, "train attempt 1: 2 node(s): a b"),
         (1, 0, "y"),
@@ -104,12 +106,20 @@ def test_ranks_are_merged_by_time(run: RunDir) -> None:
     # A clock that is set back does not reorder the lines of a file.
     rank_1 = b"no time\n" + record(1, 1, "a") + record(3, 1, "c") + record(2, 1, "later")
     write(run.worker_log("train", 0, 1), rank_1 + record(12, 1, "e"))
-    merged = MergedLogs(run, ("train",), lambda _: True)
+    merged = MergedLogs(LogSelection(run, ("train",)))
     lines = [(line.rank, message_of(line.text)) for line in merged.poll(last=True)]
     assert lines == [
-        (1, "no time"), (0, "train attempt 0: 2 node(s): a b"), (1, "a"), (0, "b"), (0, "after b"),
-        (1, "c"), (1, "later"), (0, "d"), (1, "e"), (0, "train attempt 0: hang → x"),
-    ]  # fmt: skip
+        (1, "no time"),
+        (0, "train attempt 0: 2 node(s): a b"),
+        (1, "a"),
+        (0, "b"),
+        (0, "after b"),
+        (1, "c"),
+        (1, "later"),
+        (0, "d"),
+        (1, "e"),
+        (0, "train attempt 0: hang → x"),
+    ]
     write(run.worker_log("train", 0, 1), b"more\n")
     assert [line.text for line in merged.poll()] == ["more"]
 

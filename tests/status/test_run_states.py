@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm
+from made_records import save_attempt, save_manifest
 
 from slurmllm.config.load import read_summary
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
 from slurmllm.metrics.step_time import read_pace
-from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.run.records import (
     AttemptRecord,
     Event,
@@ -62,31 +62,26 @@ def make(folder: Path, name: str = "r", job: str = "7", *overrides: str) -> RunD
 
 
 def attempt(run: RunDir, number: int, began: float, ended: float | None, **more: Any) -> None:
-    values: dict[str, Any] = {"stage": "train", "nodes": ("n1", "n2"), "world_size": 2, **more}
-    AttemptRecord(
-        attempt=number, job_id="7", master_addr="n1", master_port=1, started_at=began,
-        ended_at=ended, **values,
-    ).save(run.attempt(values["stage"], number).record)  # fmt: skip
+    values = {"job_id": "7", "nodes": ("n1", "n2"), "started_at": began, "ended_at": ended}
+    save_attempt(run, number, **(values | more))
 
 
 def steps(run: RunDir, number: int, first: int, last: int, step_s: float = 2.0) -> None:
     run.metrics(number).parent.mkdir(exist_ok=True)
     rows = [
         {
-            "step": step, "attempt": number, "loss": 5.0, "tokens": 10 * step,
-            "seq_per_s": 8 / step_s, "tokens_per_s": 80 / step_s, "time": 1000.0 + step,
+            "step": step,
+            "attempt": number,
+            "loss": 5.0,
+            "tokens": 10 * step,
+            "seq_per_s": 8 / step_s,
+            "tokens_per_s": 80 / step_s,
+            "time": 1000.0 + step,
             "step_time_s": 60.0 if step == first else step_s,
         }
         for step in range(first, last + 1)
-    ]  # fmt: skip
+    ]
     run.metrics(number).write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9')
-
-
-def checkpoint(run: RunDir, step: int, number: int, saved_at: float) -> None:
-    CheckpointManifest(
-        step=step, tokens=0, world_size=2, attempt=number, recipe="r", saved_at=saved_at,
-        save_s=1.0, fingerprint="", files=(CheckpointFile(path="shard", bytes=0, sha256=""),),
-    ).save(run.checkpoint(step) / "manifest.json")  # fmt: skip
 
 
 def test_a_run_that_trains(tmp_path: Path) -> None:
@@ -99,19 +94,19 @@ def test_a_run_that_trains(tmp_path: Path) -> None:
     save = Event(kind="save", step=30, attempt=1, time=now, waited_s=10.0)
     run.events(1).parent.mkdir()
     run.events(1).write_text(save.model_dump_json() + "\n")
-    checkpoint(run, 30, 1, now - 60)
+    save_manifest(run, 30, attempt=1, saved_at=now - 60)
     (run.checkpoints / "step_00000040").mkdir()  # a save that goes on
-    found = run_state(run, CountingSlurm())
-    assert (found.state, found.step, found.loss, found.tokens) == ("training", 40, 5.0, 400)
-    assert found.seq_per_s == 4.0
+    state = run_state(run, CountingSlurm())
+    assert (state.state, state.step, state.loss, state.tokens) == ("training", 40, 5.0, 400)
+    assert state.seq_per_s == 4.0
     # 60 steps of 2 s, and of 10 s of waiting for a save in 20 steps.
-    assert found.eta_s == pytest.approx(60 * 2.5)
-    assert found.finish_at == pytest.approx(now + 150, abs=5)
-    assert found.last_checkpoint is not None
-    assert (found.last_checkpoint.step, found.restarts) == (30, 1)
-    assert found.last_checkpoint.age_s == pytest.approx(60, abs=5)
-    assert found.node_hours == pytest.approx(0.5 + 2.0 + 1.0, abs=0.01)
-    assert found.usd == pytest.approx(20 * found.node_hours)
+    assert state.eta_s == pytest.approx(60 * 2.5)
+    assert state.finish_at == pytest.approx(now + 150, abs=5)
+    assert state.last_checkpoint is not None
+    assert (state.last_checkpoint.step, state.restarts) == (30, 1)
+    assert state.last_checkpoint.age_s == pytest.approx(60, abs=5)
+    assert state.node_hours == pytest.approx(0.5 + 2.0 + 1.0, abs=0.01)
+    assert state.usd == pytest.approx(20 * state.node_hours)
 
 
 def test_an_attempt_without_a_step_recomputes_the_lost_ones(tmp_path: Path) -> None:
@@ -119,9 +114,9 @@ def test_an_attempt_without_a_step_recomputes_the_lost_ones(tmp_path: Path) -> N
     attempt(run, 0, 1.0, 2.0, ending="node_failure", action="requeue")
     attempt(run, 1, 3.0, None, checkpoint_before=20)
     steps(run, 0, 1, 25)
-    found = run_state(run, CountingSlurm())
-    assert found.step == 25
-    assert found.eta_s == pytest.approx(80 * 2.0)
+    state = run_state(run, CountingSlurm())
+    assert state.step == 25
+    assert state.eta_s == pytest.approx(80 * 2.0)
     attempt(run, 1, 3.0, None, checkpoint_before=20, world_size=1)
     assert run_state(run, CountingSlurm()).eta_s is None  # nothing is known of so few workers
 
@@ -132,20 +127,20 @@ def test_one_slow_step_does_not_change_the_pace(tmp_path: Path) -> None:
     lines = run.metrics(0).read_text().splitlines()
     lines[-2] = lines[-2].replace('"step_time_s": 2.0', '"step_time_s": 300.0')
     run.metrics(0).write_text("\n".join(lines))
-    found = read_pace(run, [])
-    assert found is not None
-    assert (found.step_s, found.seq_per_s, found.seconds(10)) == (2.0, 4.0, 20.0)
+    pace = read_pace(run, [])
+    assert pace is not None
+    assert (pace.step_s, pace.seq_per_s, pace.seconds(10)) == (2.0, 4.0, 20.0)
 
 
 def test_an_invalidated_checkpoint_is_not_the_last(tmp_path: Path) -> None:
     run = make(tmp_path)
-    checkpoint(run, 10, 0, 1.0)
-    checkpoint(run, 20, 0, 2.0)
+    save_manifest(run, 10, attempt=0, saved_at=1.0)
+    save_manifest(run, 20, attempt=0, saved_at=2.0)
     skip = SkippedBatches(first=1, last=2, roll_back_to=10, onset=15, attempt=0, reason="spike")
     SkipsRecord(skips=(skip,)).save(run.skips)
-    found = run_state(run, CountingSlurm()).last_checkpoint
-    assert found is not None
-    assert found.step == 10
+    saved = run_state(run, CountingSlurm()).last_checkpoint
+    assert saved is not None
+    assert saved.step == 10
 
 
 def test_an_attempt_without_an_end_counts_up_to_its_last_sign_of_life(tmp_path: Path) -> None:
@@ -169,8 +164,12 @@ def test_slurm_is_queried_once_and_only_for_runs_that_have_not_ended(tmp_path: P
     runs, slurm = [RunDir(tmp_path / name) for name in names], CountingSlurm()
     states = {state.name: state for state in run_states(runs, slurm)}
     assert [s.state for s in states.values()] == [
-        "done", "stopped", "training", "damaged", "damaged",
-    ]  # fmt: skip
+        "done",
+        "stopped",
+        "training",
+        "damaged",
+        "damaged",
+    ]
     assert (slurm.queues, slurm.accounts) == (1, 0)
     assert states["stop"].reason == "code_error: why"
     assert "jobs.json is damaged" in states["damaged"].reason
@@ -203,9 +202,9 @@ def test_a_run_that_was_cancelled_between_attempts(
 def test_the_summary_equals_the_whole_configuration(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = read_summary(make(tmp_path, "r", "7", *overrides).config)
+    summary = read_summary(make(tmp_path, "r", "7", *overrides).config)
     usd = 20.0 if overrides else None
-    assert (found.recipe, found.steps, found.usd_per_node_hour) == ("tiny_neox", 100, usd)
+    assert (summary.recipe, summary.steps, summary.usd_per_node_hour) == ("tiny_neox", 100, usd)
 
 
 @pytest.mark.parametrize("damage", ["cut", "folder", "not JSON"])

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from fake_slurm import FakeSlurm
 from hypothesis import given
 from hypothesis import strategies as st
+from made_records import make_attempt
 from training_rows import MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.cli.main import cli
@@ -30,12 +31,9 @@ HOUR_S = 3600.0
 
 def attempt(number: int, started: float, ended: float | None, **changed: Any) -> AttemptRecord:
     """An attempt on four nodes; open where it has no end."""
-    fields: dict[str, Any] = {
-        "attempt": number, "stage": "train", "job_id": None, "nodes": ("n1", "n2", "n3", "n4"),
-        "world_size": 4, "master_addr": "n1", "master_port": 1024, "started_at": started,
-        "ended_at": ended, "ending": None if ended is None else "node_failure",
-    }  # fmt: skip
-    return AttemptRecord.model_validate(fields | changed)
+    fields = {"started_at": started, "ended_at": ended}
+    fields["ending"] = None if ended is None else "node_failure"
+    return make_attempt(number, nodes=("n1", "n2", "n3", "n4"), **(fields | changed))
 
 
 def steps(first: int, seconds: list[float], begin: float, gap_s: float = 0.0) -> Steps:
@@ -51,16 +49,24 @@ def lost_and_resumed() -> RunHistory:
         name="r",
         attempts=[
             attempt(0, 100.0, 170.0, job_id="7", checkpoint_after=3, phases_s=phases),
-            attempt(1, 200.0, 270.0, job_id="7", ending="done", checkpoint_after=6,
-                    phases_s={"preflight": 6.0, "cache": 0.0}),
+            attempt(
+                1,
+                200.0,
+                270.0,
+                job_id="7",
+                ending="done",
+                checkpoint_after=6,
+                phases_s={"preflight": 6.0, "cache": 0.0},
+            ),
         ],
         steps={0: steps(1, [7.0, 4.0, 4.0, 4.0, 4.0], 120.0), 1: steps(4, [9.0, 4.0, 4.0], 230.0)},
         waited_s={0: 3.0, 1: 1.0},
         incarnations=[
-            Incarnation("7", "train", 4, 98.0, 180.0), Incarnation("7", "train", 4, 197.0, 271.0)
+            Incarnation("7", "train", 4, 98.0, 180.0),
+            Incarnation("7", "train", 4, 197.0, 271.0),
         ],
         submissions=[90.0],
-    )  # fmt: skip
+    )
 
 
 def test_each_second_has_its_part() -> None:
@@ -99,13 +105,34 @@ def test_evaluations_are_a_part_of_their_own() -> None:
     assert used.productive_hours == without.productive_hours
 
 
+def test_an_excess_is_taken_from_the_waits_for_saves_first() -> None:
+    """The wait for an asynchronous save may be within a step's time, which then stays whole."""
+    alone = attempt(0, 100.0, 140.0, ending="done", checkpoint_after=5)
+    history = RunHistory("r", [alone], {0: steps(1, [6.0] * 5, 108.0)}, waited_s={0: 5.0})
+    (time,) = break_down_time(history)
+    measured = {part: seconds for part, seconds in time.parts_s.items() if seconds}
+    assert measured == pytest.approx({"productive": 30.0, "start_up": 8.0, "saving": 2.0})
+    assert time.overlap_s == 0.0
+    # More than the waits: all parts in proportion.
+    (time,) = break_down_time(replace(history, evaluated_s={0: 10.0}))
+    assert time.parts_s["saving"] == 0.0
+    assert time.parts_s["productive"] == pytest.approx(30 * 40 / 48)
+    assert time.overlap_s == pytest.approx(8.0)
+
+
 def test_a_recovery_has_its_phases() -> None:
     (lost,) = find_recoveries(lost_and_resumed())
     assert lost.seconds == pytest.approx(239 - 143)
     assert {phase: s for phase, s in lost.phases_s.items() if s} == pytest.approx(
-        {"noticing": 25, "stopping": 2, "requeue": 30, "preflight": 6, "start_up": 24,
-         "first_step": 9}
-    )  # fmt: skip
+        {
+            "noticing": 25,
+            "stopping": 2,
+            "requeue": 30,
+            "preflight": 6,
+            "start_up": 24,
+            "first_step": 9,
+        }
+    )
     assert lost.beyond_requeue_s == pytest.approx(66)
     assert (lost.last_step, lost.steps_lost, lost.ending) == (5, 2, "node_failure")
     (loss,) = sum_by_ending([lost])
@@ -125,16 +152,16 @@ def test_a_failure_while_recovering_is_part_of_the_recovery() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "ended", "kept"),
+    ("ending", "ended", "num_kept"),
     [("node_failure", 150.0, 3), ("done", 150.0, 5), (None, None, 5)],
 )
 def test_without_a_later_attempt_the_checkpoint_tells(
-    ending: str | None, ended: float | None, kept: int
+    ending: str | None, ended: float | None, num_kept: int
 ) -> None:
     alone = attempt(0, 100.0, ended, ending=ending, checkpoint_after=3)
     history = RunHistory("r", [alone], {0: steps(1, [1.0] * 5, 120.0)})
     used = account_node_hours(history)
-    assert (used.steps, used.steps_lost) == (kept, 5 - kept)
+    assert (used.steps, used.steps_lost) == (num_kept, 5 - num_kept)
     assert any("no recorded end" in line for line in used.warnings) is (ended is None)
 
 
@@ -158,13 +185,17 @@ def histories(draw: st.DrawFn) -> RunHistory:
         stage = draw(st.sampled_from(["train", "precompile"]))
         attempts.append(
             attempt(
-                number, started, ended, stage=stage, job_id=draw(st.sampled_from([None, "1"])),
+                number,
+                started,
+                ended,
+                stage=stage,
+                job_id=draw(st.sampled_from([None, "1"])),
                 checkpoint_after=draw(st.none() | st.integers(0, 9)),
                 phases_s=draw(
                     st.dictionaries(st.sampled_from(["preflight", "cache", "stopping"]), _SECONDS)
                 ),
             )
-        )  # fmt: skip
+        )
         seconds = draw(st.lists(st.floats(0, 1e4), max_size=4))
         if seconds and stage == "train":
             made[number] = steps(draw(st.integers(1, 9)), seconds, draw(_SECONDS))
@@ -180,11 +211,11 @@ def test_parts_add_up(history: RunHistory) -> None:
     used = account_node_hours(history)
     assert all(hours >= 0 for hours in used.parts.values())
     assert math.isclose(math.fsum(used.parts.values()), used.node_hours, rel_tol=1e-9, abs_tol=1e-9)
-    found = break_down_time(history)
+    allocations = break_down_time(history)
     assert used.node_hours == pytest.approx(
-        sum(one.nodes * (one.end - one.start) for one in found) / HOUR_S
+        sum(time.nodes * (time.end - time.start) for time in allocations) / HOUR_S
     )
-    assert len(found) >= max(len(history.attempts), len(history.incarnations))
+    assert len(allocations) >= max(len(history.attempts), len(history.incarnations))
     assert used.productive_hours <= used.training_hours + 1e-9
     for lost in find_recoveries(history):
         assert all(seconds >= 0 for seconds in lost.phases_s.values())
@@ -222,7 +253,9 @@ def test_an_attempt_of_a_newer_version_counts(make_run: MakeRun) -> None:
     held = json.loads(path.read_text())
     path.write_text(json.dumps(held | {"class": "preempted_kindly", "mood": "calm"}))
     history = read_history(run)
-    assert [(one.ended_at, one.ending) for one in history.attempts] == [(1.7e9 + 3, None)]
+    assert [(attempt.ended_at, attempt.ending) for attempt in history.attempts] == [
+        (1.7e9 + 3, None)
+    ]
     assert history.warnings[0].startswith(f"{path}: class is 'preempted_kindly'; ignoring these")
     path.write_text(json.dumps(held | {"nodes": "n1"}))
     assert "is damaged: nodes" in read_history(run).warnings[0]
@@ -237,9 +270,10 @@ def test_slurms_own_node_hours() -> None:
         ("RUNNING", "n2,n3", "2026-01-01T12:00:00", "Unknown"),
     ):
         job.incarnations.append(
-            AccountingRow(job_id="7", state=state, exit_code="0:0", nodes=nodes, start=start,
-                          end=end)
-        )  # fmt: skip
+            AccountingRow(
+                job_id="7", state=state, exit_code="0:0", nodes=nodes, start=start, end=end
+            )
+        )
     job.state = "COMPLETED"
     sent = Submission(submitted_at=0.0, nodes=3, local=False, first_attempt=0, train_job="7")
     first, second = read_incarnations([sent], slurm)
@@ -288,13 +322,13 @@ def test_the_verb(make_run: MakeRun, tmp_path: Path) -> None:
     assert "effective utilization" in shown.output
     assert "node_failure" in shown.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    found = json.loads(CliRunner().invoke(cli, [*common, "--json"]).output)
-    assert [run["name"] for run in found["runs"]] == ["a", "b"]
-    one = found["runs"][0]["utilization"]
-    assert set(one["parts"]) == set(TIME_PARTS)
-    assert found["total"]["node_hours"] == pytest.approx(2 * one["node_hours"])
-    assert found["total"]["usd"] == pytest.approx(43 * one["node_hours"])
-    assert found["runs"][0]["recoveries"][0]["class"] == "node_failure"
+    document = json.loads(CliRunner().invoke(cli, [*common, "--json"]).output)
+    assert [run["name"] for run in document["runs"]] == ["a", "b"]
+    used = document["runs"][0]["utilization"]
+    assert set(used["parts"]) == set(TIME_PARTS)
+    assert document["total"]["node_hours"] == pytest.approx(2 * used["node_hours"])
+    assert document["total"]["usd"] == pytest.approx(43 * used["node_hours"])
+    assert document["runs"][0]["recoveries"][0]["class"] == "node_failure"
     assert CliRunner().invoke(cli, [*common, "--plot", "p.pdf"]).exit_code != 0
 
 

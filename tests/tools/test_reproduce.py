@@ -187,7 +187,7 @@ def test_a_run_is_trained_once_and_evaluated(name: str, run_name: str, tmp_path:
     assert "step 2" in first[name]["output"][0]
     again = draw()
     assert run.metrics(0).stat().st_mtime_ns == trained
-    assert "0 task(s) evaluated" in again[name]["output"][0]
+    assert "0 tasks evaluated" in again[name]["output"][0]
 
 
 def test_a_run_that_fails_is_named(tmp_path: Path) -> None:

@@ -44,9 +44,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
     with (folder / "log").open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=output,
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
-        )  # fmt: skip
+        )
     uri = f"http://127.0.0.1:{port}"
     try:
 
@@ -71,15 +75,18 @@ def runs_of(uri: str, name: str) -> list[Any]:
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("slurmllm")
     assert experiment is not None
-    wanted = f"tags.`mlflow.runName` = '{name}'"
-    return list(client.search_runs([experiment.experiment_id], wanted))
+    query = f"tags.`mlflow.runName` = '{name}'"
+    return list(client.search_runs([experiment.experiment_id], query))
 
 
 def curve_of(uri: str, run_id: str, tag: str = "train/loss") -> list[tuple[int, float]]:
     from mlflow import MlflowClient
 
     history = MlflowClient(tracking_uri=uri).get_metric_history(run_id, tag)
-    return [(one.step, one.value) for one in sorted(history, key=lambda m: (m.step, m.timestamp))]
+    return [
+        (metric.step, metric.value)
+        for metric in sorted(history, key=lambda m: (m.step, m.timestamp))
+    ]
 
 
 def test_one_run_with_a_continuous_curve_after_a_requeue(
@@ -87,12 +94,21 @@ def test_one_run_with_a_continuous_curve_after_a_requeue(
 ) -> None:
     corpus, tokenizer = make_data(tmp_path)
     process = bench.start(
-        "submit", "tiny_neox", "--nodes=2", "--local", "--name=r", "--set=backend=rehearsal",
-        *SMALL, "--set=train.compile=false", "--set=model.vocab_size=512",
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.1", f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}", "--set=trackers=[mlflow]",
+        "submit",
+        "tiny_neox",
+        "--nodes=2",
+        "--local",
+        "--name=r",
+        "--set=backend=rehearsal",
+        *SMALL,
+        "--set=train.compile=false",
+        "--set=model.vocab_size=512",
+        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.1",
+        f"--set=data.corpus={corpus}",
+        f"--set=data.tokenizer={tokenizer}",
+        "--set=trackers=[mlflow]",
         f"--set=cluster.trackers.tracking_uri={server}",
-    )  # fmt: skip
+    )
     bench.wait_for_step("r", 23)
     os.kill(bench.node("r", 0, "local1")["pids"]["1"], signal.SIGKILL)
     output, _ = process.communicate(timeout=400)
@@ -101,14 +117,14 @@ def test_one_run_with_a_continuous_curve_after_a_requeue(
     log = (bench.runs / "r" / "logs" / "track.log").read_text()
     if "may lack the last steps" in output:  # on a machine with other work
         log += bench.call("track", "sync", "r")
-    (found,) = runs_of(server, "r")
+    (tracked,) = runs_of(server, "r")
     rows = {row["step"]: row["loss"] for row in curve_rows(bench.runs / "r")}
-    assert curve_of(server, found.info.run_id) == sorted(rows.items())
+    assert curve_of(server, tracked.info.run_id) == sorted(rows.items())
     assert sorted(rows) == list(range(1, 41))
-    assert {value for _, value in curve_of(server, found.info.run_id, "run/attempt")} <= {0, 1}
-    assert found.info.status == "FINISHED", log
-    assert found.data.params["optim.lr"]
-    assert found.data.tags["slurmllm.run_dir"] == str(bench.runs / "r")
+    assert {value for _, value in curve_of(server, tracked.info.run_id, "run/attempt")} <= {0, 1}
+    assert tracked.info.status == "FINISHED", log
+    assert tracked.data.params["optim.lr"]
+    assert tracked.data.tags["slurmllm.run_dir"] == str(bench.runs / "r")
 
 
 def curve_rows(run: Path) -> list[dict[str, Any]]:
@@ -143,8 +159,8 @@ def test_a_process_that_was_killed_before_it_recorded_what_it_sent(
     record.model_copy(update={"sent": {}}).save(run.tracker("mlflow"))
     write_rows(run.metrics(0), [*make_rows(1, 30), make_row(31, loss=float("nan"))])
     sync(run, config, ("mlflow",))
-    (found,) = runs_of(server, "killed")
-    curve = curve_of(server, found.info.run_id)
+    (tracked,) = runs_of(server, "killed")
+    curve = curve_of(server, tracked.info.run_id)
     assert curve[:30] == [(row["step"], row["loss"]) for row in make_rows(1, 30)]
     assert len(curve) == 31
     assert curve[30][1] != curve[30][1]

@@ -9,13 +9,14 @@ from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
+from made_records import save_attempt
 from training_rows import make_row, make_rows, write_rows
 
 from slurmllm.cli.main import cli
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.errors import ConfigError, InfrastructureError, RunError
-from slurmllm.run.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord, Submission
+from slurmllm.run.records import JobsRecord, SkippedBatches, SkipsRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare
 from slurmllm.supervise.tracking import Tracking
@@ -33,7 +34,7 @@ class Memory(Tracker):
     repeats = False
     got: ClassVar[list[tuple[str, int, float]]] = []
     states: ClassVar[list[State]] = []
-    known: ClassVar[int | None] = None
+    next: ClassVar[int | None] = None
     fails_after: ClassVar[int | None] = None
     about: ClassVar[Description | None] = None
 
@@ -44,12 +45,12 @@ class Memory(Tracker):
         self._id, Memory.about = run_id, about
 
     def next_step(self) -> int | None:
-        return Memory.known
+        return Memory.next
 
     def log(self, steps: Sequence[StepValues]) -> None:
         if Memory.fails_after is not None and len(Memory.got) >= Memory.fails_after:
             raise OSError(f"no route to host; the key is {KEY}")
-        Memory.got += [(self._id, one.step, one.values["train/loss"]) for one in steps]
+        Memory.got += [(self._id, step.step, step.values["train/loss"]) for step in steps]
 
     def close(self, state: State) -> None:
         Memory.states.append(state)
@@ -59,7 +60,7 @@ class Memory(Tracker):
 def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "TRACKERS", {"wandb": Memory})
     monkeypatch.setattr(sending, "missing", lambda *_: [])
-    for name, value in {"got": [], "states": [], "known": None, "fails_after": None}.items():
+    for name, value in {"got": [], "states": [], "next": None, "fails_after": None}.items():
         monkeypatch.setattr(Memory, name, value)
     monkeypatch.setattr(Memory, "repeats", False)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
@@ -74,10 +75,10 @@ def config() -> RunConfig:
 
 @pytest.fixture
 def run(tmp_path: Path, config: RunConfig) -> RunDir:
-    found = RunDir(tmp_path / "runs" / "demo")
-    found.logs.mkdir(parents=True)
-    save(config, found)
-    return found
+    run_dir = RunDir(tmp_path / "runs" / "demo")
+    run_dir.logs.mkdir(parents=True)
+    save(config, run_dir)
+    return run_dir
 
 
 def steps() -> list[int]:
@@ -103,8 +104,8 @@ def test_steps_with_other_values_are_sent_again_where_that_is_possible(
     monkeypatch.setattr(Memory, "repeats", True)
     write_rows(run.metrics(0), make_rows(1, 45))
     sync(run, config, ("wandb",))
-    again = [make_row(step, 1, loss=1.0) for step in range(41, 51)]
-    write_rows(run.metrics(1), again)
+    recomputed = [make_row(step, 1, loss=1.0) for step in range(41, 51)]
+    write_rows(run.metrics(1), recomputed)
     sync(run, config, ("wandb",))
     assert steps() == [*range(1, 46), *range(41, 51)]
     assert [loss for _, _, loss in Memory.got[-10:]] == [1.0] * 10
@@ -126,7 +127,7 @@ def test_steps_after_a_roll_back_are_sent_again(
 def test_what_a_tracker_lost_with_a_process_is_sent_again(run: RunDir, config: RunConfig) -> None:
     write_rows(run.metrics(0), make_rows(1, 45))
     sync(run, config, ("wandb",))
-    Memory.known = 31  # uploads end with the process
+    Memory.next = 31  # uploads end with the process
     sync(run, config, ("wandb",))
     assert steps() == [*range(1, 46), *range(31, 46)]
 
@@ -183,9 +184,13 @@ def test_only_one_process_sends(run: RunDir, config: RunConfig) -> None:
 
 def test_the_description_has_the_commit_and_no_key(run: RunDir, config: RunConfig) -> None:
     sent = Submission(
-        submitted_at=1.0, nodes=1, local=False, first_attempt=0, train_job="7",
+        submitted_at=1.0,
+        nodes=1,
+        local=False,
+        first_attempt=0,
+        train_job="7",
         git_commit="ab-dirty",
-    )  # fmt: skip
+    )
     JobsRecord(submissions=(sent,)).save(run.jobs)
     write_rows(run.metrics(0), make_rows(1, 2))
     sync(run, config, ("wandb",))
@@ -203,20 +208,17 @@ def test_the_description_has_the_commit_and_no_key(run: RunDir, config: RunConfi
 @pytest.mark.parametrize(
     ("ending", "action", "state"),
     [
-        (None, None, "running"), ("hang", "requeue", "running"), ("done", "finish", "finished"),
-        ("cancelled", "stop", "cancelled"), ("code_error", "stop", "failed"),
+        (None, None, "running"),
+        ("hang", "requeue", "running"),
+        ("done", "finish", "finished"),
+        ("cancelled", "stop", "cancelled"),
+        ("code_error", "stop", "failed"),
         ("superseded", "stop", "running"),
     ],
-)  # fmt: skip
+)
 def test_states(run: RunDir, ending: str | None, action: str | None, state: State) -> None:
     assert state_of(run) == "running"
-    AttemptRecord.model_validate(
-        {
-            "attempt": 0, "stage": "train", "job_id": None, "nodes": ("n1",), "world_size": 1,
-            "master_addr": "n1", "master_port": 2000, "started_at": 1.0, "ending": ending,
-            "action": action,
-        }
-    ).save(run.attempt("train", 0).record)  # fmt: skip
+    save_attempt(run, ending=ending, action=action)
     assert state_of(run) == state
 
 
@@ -242,18 +244,18 @@ def test_a_key_may_be_in_any_of_wandb_s_places(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(trackers, "PACKAGES", {"wandb": "json"})
 
-    def found(*overrides: str) -> bool:
+    def complete(*overrides: str) -> bool:
         return not missing(resolve("tiny_neox", "local", overrides), ("wandb",))
 
-    assert not found()
-    assert found(f"env.WANDB_API_KEY={KEY}")
-    assert found("cluster.env.WANDB_MODE=offline")
+    assert not complete()
+    assert complete(f"env.WANDB_API_KEY={KEY}")
+    assert complete("cluster.env.WANDB_MODE=offline")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert found()
+    assert complete()
     monkeypatch.delenv("WANDB_API_KEY")
     (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n login user\n password {KEY}\n")
     (tmp_path / ".netrc").chmod(0o600)
-    assert found()
+    assert complete()
 
 
 def test_an_address_with_a_password_is_refused_and_not_shown() -> None:

@@ -23,10 +23,10 @@ SYNC = (sys.executable, "-P", "-m", "slurmllm", "track", "sync")
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     overrides = ["trackers=[wandb]", "env.WANDB_MODE=offline", f"env.WANDB_API_KEY={KEY}"]
-    found = RunDir(tmp_path / "runs" / "demo")
-    found.logs.mkdir(parents=True)
-    save(resolve("tiny_neox", "local", overrides), found)
-    return found
+    run_dir = RunDir(tmp_path / "runs" / "demo")
+    run_dir.logs.mkdir(parents=True)
+    save(resolve("tiny_neox", "local", overrides), run_dir)
+    return run_dir
 
 
 def sync(run: RunDir, home: Path) -> str:
@@ -50,13 +50,13 @@ def test_a_requeue_has_one_run_id_and_no_file_the_key(run: RunDir, tmp_path: Pat
     files = sorted(run.trackers.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2
     assert len({path.name for path in files}) == 1
-    found: dict[int, float] = {}
+    losses: dict[int, float] = {}
     for path in files:
         series = read_wandb(path, {}).series["train/loss"]
         values = dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
-        assert not found.keys() & values.keys()
-        found |= values
-    assert found == {row["step"]: row["loss"] for row in make_rows(1, 60)}
+        assert not losses.keys() & values.keys()
+        losses |= values
+    assert losses == {row["step"]: row["loss"] for row in make_rows(1, 60)}
     everything = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {p.name for p in everything if KEY.encode() in p.read_bytes()} == {"secrets.json"}
     assert KEY not in shown

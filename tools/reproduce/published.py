@@ -240,11 +240,7 @@ def _parameters(row: Row) -> float:
 
 
 def _table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    return "\n".join(
-        line
-        for part in fitted([Column(heading) for heading in headings], cells, 1000).parts
-        for line in part
-    )
+    return "\n".join(fitted([Column(heading) for heading in headings], cells, 1000).lines)
 
 
 def _draw(

@@ -1,0 +1,32 @@
+"""Records of a run, with values for the fields that a test does not care about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
+from slurmllm.run.records import AttemptRecord
+from slurmllm.run.rundir import RunDir
+
+
+def make_attempt(
+    number: int = 0, *, nodes: tuple[str, ...] = ("n1",), **fields: Any
+) -> AttemptRecord:
+    """Return a train attempt of one worker per node, which started at 0 s."""
+    values = {"stage": "train", "job_id": None, "started_at": 0.0, "master_port": 1024}
+    mesh = {"nodes": nodes, "world_size": len(nodes), "master_addr": nodes[0]}
+    return AttemptRecord.model_validate({"attempt": number} | values | mesh | fields)
+
+
+def save_attempt(run: RunDir, number: int = 0, **fields: Any) -> None:
+    record = make_attempt(number, **fields)
+    record.save(run.attempt(record.stage, number).record)
+
+
+def save_manifest(run: RunDir, step: int, **fields: Any) -> None:
+    """Write the manifest of a checkpoint, without its file."""
+    files = (CheckpointFile(path="weights", bytes=0, sha256=""),)
+    values = {"tokens": 0, "world_size": 1, "attempt": 0, "recipe": "r", "saved_at": 1.7e9}
+    values |= {"save_s": 1.0, "fingerprint": "", "files": files}
+    manifest = CheckpointManifest.model_validate({"step": step} | values | fields)
+    manifest.save(run.checkpoint(step) / "manifest.json")
