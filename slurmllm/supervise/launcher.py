@@ -167,7 +167,9 @@ class Launcher:
             partial = done.with_name(f"{done.name}.new")
             partial.write_text(REUSED if suspect else "", encoding="ascii")
             partial.replace(done)
-        self.workers.save(cache=origin, cache_reason=reason, cache_s=time.monotonic() - started)
+        self.workers.save(
+            cache=origin, cache_reason=reason or "", cache_s=time.monotonic() - started
+        )
 
     def _fingerprint(self) -> str | None:
         mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)
