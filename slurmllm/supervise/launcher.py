@@ -161,7 +161,7 @@ class Launcher(Workers):
             partial = installed.with_name(f"{installed.name}.new")
             partial.write_text(REUSED if suspect else "", encoding="ascii")
             partial.replace(installed)
-        self.save(cache=origin, cache_reason=reason, cache_s=time.monotonic() - started)
+        self.save(cache=origin, cache_reason=reason or "", cache_s=time.monotonic() - started)
 
     def _fingerprint(self) -> str | None:
         mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)
