@@ -160,7 +160,7 @@ class Pending:
 
 
 def open_control(rank: int, world_size: int) -> ControlPlane:
-    """Connect this worker by the launcher's variables; does not wait for the other workers."""
+    """Connect this worker by the launcher's variables, once its relay has reached the root."""
     if world_size == 1:
         return ControlPlane()
     path = os.environ.get(SOCKET)

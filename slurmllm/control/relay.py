@@ -12,6 +12,7 @@ worker gets a fault that names the worker or the node, and fails with it.
 from __future__ import annotations
 
 import logging
+import resource
 import selectors
 import socket
 import threading
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.control.authentication import Authenticator, Claim, Role, authenticate
+from slurmllm.control.authentication import MAX_PENDING, Authenticator, Claim, Role, authenticate
 from slurmllm.control.operations import combine, shares
 from slurmllm.control.rendezvous import listen_for_nodes
 from slurmllm.control.wire import FAULTS, Connection, Frame, Kind
@@ -37,6 +38,7 @@ _CONNECT_S = 5.0
 _AUTHENTICATE_S = 60.0  # for the root to answer: it may be busy
 _LEAVE_S = 5.0  # for the last messages to be sent at the end
 _PAUSE_S = 0.01
+_OTHER_FILES = 512  # of the root's launcher, apart from the connections of other nodes
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +134,7 @@ class Relay:
                 "space in the memory disk of the node"
             ) from error
         if self.position.index == 0 and len(self.position.names) > 1:
+            allow_open_files(len(self.position.names) + MAX_PENDING + _OTHER_FILES)
             self._servers.append(listen_for_nodes(*self._root, self.position.name))
         for listener in (*self._servers, self._wake):
             listener.setblocking(False)
@@ -236,7 +239,7 @@ class Relay:
     def _patience(self, begun: float, now: float) -> float:
         """Seconds until a time limit may have passed."""
         deadline = min(self._authenticator.next_deadline(), now + 60.0)
-        if self._missing:
+        if self._missing and self._fault is None:
             deadline = min(deadline, begun + RENDEZVOUS_S)
         if self._operations:
             deadline = min(deadline, self._operations[0].begun + self._operation_s)
@@ -278,7 +281,9 @@ class Relay:
         elif ready in self._authenticator:
             self._authenticate(ready)
         else:
-            connection: Connection = key.data
+            connection: Connection | None = key.data
+            if connection is None:  # it gave way to another since the selector reported it
+                return
             try:
                 if mask & selectors.EVENT_WRITE:
                     connection.flush()
@@ -426,3 +431,12 @@ class Relay:
         with suppress(KeyError, ValueError):
             if self._selector.get_key(connection.socket).events != events:
                 self._selector.modify(connection.socket, events, connection)
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, mostly 1,024, as far as that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < limit:
+        with suppress(OSError, ValueError):  # a connection beyond the limit is warned of
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -121,7 +121,7 @@ class _LocalFiles:
     """The log files of one launcher on the node's disk; OSError if another launcher uses them."""
 
     def __init__(self, folder: Path, run: RunDir, stage: Stage, attempt: int) -> None:
-        self.copied: dict[int, int] = {}  # rank → bytes that were copied
+        self.copied: dict[int, int] = {}  # rank → bytes that were copied; -1: there is no copy yet
         self._folder, self._run, self._stage, self._attempt = folder, run, stage, attempt
         # Held as long as this process lives and by no other: workers do not inherit it.
         self.lock = open_lock(folder / "lock")
@@ -133,14 +133,14 @@ class _LocalFiles:
 
     def open_new(self, rank: int) -> int:
         descriptor = open_append(self._path(rank))
-        self.copied[rank] = 0
+        self.copied[rank] = -1
         return descriptor
 
     def register(self) -> None:
         """Register the files of a launcher that has ended, which may have copied parts."""
         for match in (_LOG.match(entry.name) for entry in self._folder.iterdir()):
             if match is not None:
-                self.copied[int(match[1])] = 0
+                self.copied[int(match[1])] = -1
                 with suppress(OSError):  # not copied yet
                     self.copied[int(match[1])] = self._target(int(match[1])).stat().st_size
 
@@ -174,11 +174,12 @@ class _LocalFiles:
         """Append what is new; of more than MOST_BYTES the middle is left out, which a line says."""
         with open_regular(self._path(rank), follow=False) as source:
             size, done = os.fstat(source.fileno()).st_size, self.copied[rank]
-            if size == done and (size > 0 or not empty_too):
+            if size == done or (size == 0 and not empty_too):
                 return
             with os.fdopen(open_append(self._target(rank)), "ab") as target:
-                source.seek(done)
-                if (left_out := size - done - MOST_BYTES) > 0:
+                begin = max(done, 0)
+                source.seek(begin)
+                if (left_out := size - begin - MOST_BYTES) > 0:
                     target.write(source.read(BEGIN_BYTES))
                     target.write(f"\n[{left_out} bytes left out]\n".encode())
                     source.seek(left_out, os.SEEK_CUR)

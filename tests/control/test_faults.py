@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import signal
 import socket
 import tempfile
@@ -19,7 +20,7 @@ from control.gangs import SECRET, Gang, Nodes, failure, gang
 from slurmllm.control import relay as relays
 from slurmllm.control import rendezvous
 from slurmllm.control.plane import ControlPlane
-from slurmllm.control.relay import Position, Relay
+from slurmllm.control.relay import Position, Relay, allow_open_files
 from slurmllm.control.rendezvous import free_port
 from slurmllm.errors import CodeError, NodeError
 from slurmllm.run.error_patterns import meaning_of
@@ -303,3 +304,16 @@ def test_a_launcher_without_descriptors_serves_when_one_is_free(
         workers.run(ControlPlane.barrier)
     assert refusals == []
     assert "too many open files in the launcher" in caplog.text
+
+
+def test_the_root_may_hold_a_connection_to_each_node() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with gang(2, 1):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        allow_open_files(100)  # it is never lowered
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from selectors import EVENT_READ, SelectorKey
 
 import pytest
 from control.gangs import SECRET, Gang, failure
@@ -115,6 +116,13 @@ def test_many_strangers_keep_no_node_and_no_worker_out(
     plane = attacked.connect(1)
     plane.reduce([1], "sum")
     assert plane._connection is not None
+
+
+def test_a_stranger_may_greet_in_the_moment_in_which_it_gives_way(attacked: Gang) -> None:
+    with dial(attacked) as stranger:  # closed since the selector reported it
+        gone = SelectorKey(stranger, stranger.fileno(), EVENT_READ, None)
+        attacked.relays[0]._serve(gone, EVENT_READ)
+    rendezvous(attacked)
 
 
 def test_a_late_worker_of_an_earlier_attempt_is_refused(
