@@ -19,10 +19,11 @@ from data.conftest import names_in
 from slurmllm.corpus import build as build_module
 from slurmllm.corpus.build import BuildResult, build_corpus
 from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.options import BuildOptions, ReadOptions
+from slurmllm.corpus.options import BuildOptions, ReadOptions, TokenizeOptions
 from slurmllm.corpus.shard import load_shard, plan_shards, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.corpus.workers import run_locally
+from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import CodeError, DataError, NodeError, StorageError
 
 FILES = 6
@@ -257,6 +258,37 @@ def test_interrupted_before_the_corpus_has_its_name(
     assert not (inputs.parent / "out.arrow").exists()
     assert build(inputs).continued == FILES
     assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("old", [False, True])
+def test_interrupted_between_the_renames(
+    inputs: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, old: bool, place: int
+) -> None:
+    tokenize = TokenizeOptions(tokenizer, TokenEncoder(tokenizer).fingerprint, "uint16")
+    names = ["out.bin", "out.bin.json", "out.idx"]
+    if old:
+        build(inputs, "out", tokenize=tokenize)
+        corpus = (inputs.parent / "out.bin").read_bytes()
+        (inputs / "6.jsonl").write_text('{"text": "new"}\n')
+    real, places = Path.replace, iter(range(3))
+
+    def replace(path: Path, target: Path) -> Path:
+        if target.name in names and next(places) == place:
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            build(inputs, "out", tokenize=tokenize, overwrite=old)
+    if old:
+        assert not (inputs.parent / "out.bin.json").exists()
+        assert ((inputs.parent / "out.bin").read_bytes() == corpus) == (place == 0)
+    else:
+        assert not (inputs.parent / "out.bin").exists()
+    assert build(inputs, "out", tokenize=tokenize, overwrite=old).continued == FILES + old
+    assert names_in(inputs.parent) == ["in", *names]
 
 
 def test_a_worker_that_fails_with_an_error(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
