@@ -25,6 +25,7 @@ from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.corpus.workers import run_locally
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import CodeError, DataError, NodeError, StorageError
+from slurmllm.run import safe_files
 
 FILES = 6
 # The command line with a shard a file, and slow enough to be killed in the middle.
@@ -258,6 +259,21 @@ def test_interrupted_before_the_corpus_has_its_name(
     assert not (inputs.parent / "out.arrow").exists()
     assert build(inputs).continued == FILES
     assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
+
+
+def test_locks_a_folder_that_is_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, check = WorkFolder(tmp_path / ".out.build"), safe_files._check_own
+
+    def check_removed(descriptor: int, path: Path) -> int:
+        monkeypatch.undo()
+        work.remove()
+        return check(descriptor, path)
+
+    monkeypatch.setattr(safe_files, "_check_own", check_removed)
+    with work.lock():
+        assert names_in(work.path) == ["lock"]
 
 
 @pytest.mark.parametrize("place", range(3))
