@@ -172,8 +172,8 @@ def build(
     compressed (.gz .zst .bz2 .xz). An interrupted build continues when the same command is run
     again.
     """
-    from slurmllm.corpus.build import build_corpus, manifest_path, output_paths
-    from slurmllm.corpus.work_folder import WorkFolder, refuse_existing
+    from slurmllm.corpus.build import build_corpus, manifest_path, output_paths, refuse_outputs
+    from slurmllm.corpus.work_folder import WorkFolder
     from slurmllm.display.progress import stage_progress
 
     begun = time.monotonic()
@@ -183,8 +183,7 @@ def build(
         raise click.UsageError(f"--{next(iter(for_slurm))} applies to Slurm jobs; add --slurm")
     outputs = output_paths(out, tokenize=tokenizer is not None)
     # Before the inputs are listed, which takes minutes with a million files.
-    for path in outputs:
-        refuse_existing(path, overwrite)
+    refuse_outputs(outputs, overwrite)
     manifest_file = manifest_path(outputs[0])
     files = inputs.find([*outputs, manifest_file, WorkFolder.of(outputs[0]).path])
     with stage_progress() as show:

@@ -131,8 +131,7 @@ def build_corpus(
     outputs = output_paths(out, tokenize=tokenize is not None)
     if not files:
         raise DataError("no input file")
-    for path in outputs:
-        refuse_existing(path, overwrite)
+    refuse_outputs(outputs, overwrite)
     shards = plan_shards(files, options)
     work = WorkFolder.of(outputs[0])
     with work.lock():
@@ -164,6 +163,15 @@ def output_paths(out: Path, *, tokenize: bool) -> tuple[Path, ...]:
         return (out,)
     prefix = out.with_suffix("") if out.suffix in (".bin", ".idx") else out
     return tuple(prefix.with_name(prefix.name + ending) for ending in (".bin", ".idx"))
+
+
+def refuse_outputs(outputs: Sequence[Path], overwrite: bool) -> None:
+    """Raise a DataError if an output exists and may not be replaced."""
+    corpus, *index = outputs
+    refuse_existing(corpus, overwrite)
+    for path in index:
+        # With a manifest and without a corpus: of a build that was killed while it renamed them.
+        refuse_existing(path, overwrite or manifest_path(corpus).exists())
 
 
 def _finished_shards(

@@ -203,9 +203,8 @@ class OutputFile:
 def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[OutputFile]]:
     """Open files in the work folder, and rename them if the block ends without an error.
 
-    The first of them, the corpus, is renamed last: if it exists, all others do, and are of it.
-
     Args:
+        paths: The corpus first, its manifest last.
         work: A folder on the same file system; files of a failed build stay there.
 
     Raises:
@@ -223,10 +222,19 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
         for file in files:
             file.finish()
         with writing(paths[0]):
-            paths[0].unlink(missing_ok=True)
-            for path in reversed(paths):
-                work.scratch(path.name).replace(path)
-            fsync_dir(paths[0].parent)
+            _rename(paths, work)
+
+
+def _rename(paths: Sequence[Path], work: WorkFolder) -> None:
+    # A new corpus appears last: until then, the same command continues. An old one is never absent,
+    # and its manifest must not describe the new one.
+    order = list(reversed(paths))
+    if paths[0].exists():
+        order.reverse()
+        paths[-1].unlink(missing_ok=True)
+    for path in order:
+        work.scratch(path.name).replace(path)
+    fsync_dir(paths[0].parent)
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:

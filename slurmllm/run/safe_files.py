@@ -270,6 +270,8 @@ def _check_own(descriptor: int, path: Path) -> int:
     if stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and info.st_uid == os.geteuid():
         return descriptor
     os.close(descriptor)
+    if not info.st_nlink:
+        raise FileNotFoundError(errno.ENOENT, "removed while it was opened", str(path))
     if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1:
         raise OSError(errno.EINVAL, "not a file of its own", str(path))
     owner = user_name(info.st_uid)

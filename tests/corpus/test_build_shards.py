@@ -19,11 +19,13 @@ from data.conftest import names_in
 from slurmllm.corpus import build as build_module
 from slurmllm.corpus.build import BuildResult, build_corpus
 from slurmllm.corpus.inputs import find_inputs
-from slurmllm.corpus.options import BuildOptions, ReadOptions
+from slurmllm.corpus.options import BuildOptions, ReadOptions, TokenizeOptions
 from slurmllm.corpus.shard import load_shard, plan_shards, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
 from slurmllm.corpus.workers import run_locally
+from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import CodeError, DataError, NodeError, StorageError
+from slurmllm.run import safe_files
 
 FILES = 6
 # The command line with a shard a file, and slow enough to be killed in the middle.
@@ -257,6 +259,52 @@ def test_interrupted_before_the_corpus_has_its_name(
     assert not (inputs.parent / "out.arrow").exists()
     assert build(inputs).continued == FILES
     assert names_in(inputs.parent) == ["in", "out.arrow", "out.arrow.json"]
+
+
+def test_locks_a_folder_that_is_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, check = WorkFolder(tmp_path / ".out.build"), safe_files._check_own
+
+    def check_removed(descriptor: int, path: Path) -> int:
+        monkeypatch.undo()
+        work.remove()
+        return check(descriptor, path)
+
+    monkeypatch.setattr(safe_files, "_check_own", check_removed)
+    with work.lock():
+        assert names_in(work.path) == ["lock"]
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("old", [False, True])
+def test_interrupted_between_the_renames(
+    inputs: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, old: bool, place: int
+) -> None:
+    tokenize = TokenizeOptions(tokenizer, TokenEncoder(tokenizer).fingerprint, "uint16")
+    names = ["out.bin", "out.bin.json", "out.idx"]
+    if old:
+        build(inputs, "out", tokenize=tokenize)
+        corpus = (inputs.parent / "out.bin").read_bytes()
+        (inputs / "6.jsonl").write_text('{"text": "new"}\n')
+    real, places = Path.replace, iter(range(3))
+
+    def replace(path: Path, target: Path) -> Path:
+        if target.name in names and next(places) == place:
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            build(inputs, "out", tokenize=tokenize, overwrite=old)
+    if old:
+        assert not (inputs.parent / "out.bin.json").exists()
+        assert ((inputs.parent / "out.bin").read_bytes() == corpus) == (place == 0)
+    else:
+        assert not (inputs.parent / "out.bin").exists()
+    assert build(inputs, "out", tokenize=tokenize, overwrite=old).continued == FILES + old
+    assert names_in(inputs.parent) == ["in", *names]
 
 
 def test_a_worker_that_fails_with_an_error(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
