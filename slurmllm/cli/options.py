@@ -208,7 +208,7 @@ def _node_counts(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> tuple[int | None, int] | None:
     """Parse `4`, or `2-4` → (2, 4): the fewest nodes, None without a range, and the most."""
-    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", value or "")
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", (value or "").strip())
     if value is None:
         return None
     fewest, most = (int(count) if count else None for count in match.groups()) if match else (0, 0)

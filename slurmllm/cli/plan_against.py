@@ -39,7 +39,8 @@ def _print_check(check: PredictionCheck, table: PlanTable) -> None:
     from slurmllm.display.tables import print_table
     from slurmllm.format import format_plural
 
-    steps = f"{check.steps} steps of attempt{'s' * (len(check.attempts) > 1)} "
+    steps = format_plural(check.steps, "step")
+    steps = f"{steps} of attempt{'s' * (len(check.attempts) > 1)} "
     attempts = ", ".join(str(attempt) for attempt in check.attempts)
     nodes = format_plural(check.nodes, "node")
     click.echo(f"{check.run}: {steps}{attempts} on {nodes}; profile {check.cluster}")

@@ -8,7 +8,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+)
 
 from slurmllm.config.directives import check_options
 from slurmllm.config.variables import refuse_reserved
@@ -147,8 +154,10 @@ def leaving_s(signal_lead_s: float) -> float:
     return max(signal_lead_s - KILL_MARGIN_S, signal_lead_s / 2)
 
 
-SlurmTime = Annotated[str, BeforeValidator(_slurm_time)]
-SlurmWord = Annotated[str, BeforeValidator(_slurm_word)]
+# For the schema: what the validators take.
+_TEXT = WithJsonSchema({"type": ["string", "integer"]})
+SlurmTime = Annotated[str, BeforeValidator(_slurm_time), _TEXT]
+SlurmWord = Annotated[str, BeforeValidator(_slurm_word), _TEXT]
 
 
 NotifyEvent = Literal["start", "failure", "requeue", "divergence", "end"]
@@ -182,7 +191,12 @@ class NotifyConfig(Section):
     divergence, or the end of the run."""
 
 
-StageOptions = Annotated[dict[str, str | bool], BeforeValidator(check_options)]
+_VALUES = ["string", "number", "boolean", "array", "null"]
+StageOptions = Annotated[
+    dict[str, str | bool],
+    BeforeValidator(check_options),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": _VALUES}}),
+]
 
 
 class Directives(Section):

@@ -50,7 +50,9 @@ def choose_parallel(
     if not result.fitting:
         total = sum(result.refused.values())
         reasons = list(result.refused.items())[:_MAX_REASONS]
-        why = [f"{reason} ({count} of {total} layouts)" for reason, count in reasons]
+        why = [
+            f"{reason} ({count} of {format_plural(total, 'layout')})" for reason, count in reasons
+        ]
         if result.too_large:
             smallest = result.too_large[0]
             needs = f"needs {why_too_large(smallest.memory)}"

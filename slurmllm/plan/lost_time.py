@@ -19,12 +19,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
-
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import minutes_of
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError
+from slurmllm.format import format_plural
 from slurmllm.plan.parameters import parameters
 from slurmllm.run.records import TIME_PARTS, EndingClass, TimePart
 
@@ -281,6 +280,8 @@ class _Attempt:
         Summed over the saves. An interval is in a checkpoint if the attempt is alive when its save
         counts, or when it leaves, which saves the steps since the last save too.
         """
+        import numpy as np
+
         end_s = min(self.leaves_s, _HORIZON * self.mtbf_s)
         count = max(0, math.ceil((end_s - self.saves_s) / self.cycle_s))
         # Of many saves, the middle of each block represents all of it.
@@ -295,10 +296,14 @@ class _Attempt:
 
     def _alive(self, at_s: Any) -> Any:
         """Return the probability that no failure has come by then, or before the attempt leaves."""
+        import numpy as np
+
         return np.exp(-np.minimum(at_s, self.leaves_s) / self.mtbf_s)
 
     def _within(self, begin_s: Any, end_s: Any) -> Any:
         """Return the expected seconds that an attempt spends between two times after its start."""
+        import numpy as np
+
         begin_s, end_s = np.minimum(begin_s, self.leaves_s), np.minimum(end_s, self.leaves_s)
         # expm1 keeps the digits that 1 - exp(-x) loses for an MTBF of years.
         return self.mtbf_s * self._alive(begin_s) * -np.expm1((begin_s - end_s) / self.mtbf_s)
@@ -409,9 +414,9 @@ def lost_time(config: RunConfig, nodes: int, step_s: float, steps: int | None = 
     else:
         fault = (
             f"cluster.node_mtbf_hours: {cluster.node_mtbf_hours:g} is a failure every "
-            f"{lost.mtbf_s:.2g} s of {nodes} nodes, before a checkpoint after "
-            f"{lost.interval_steps} steps of {step_s:.3g} s; choose fewer nodes, or a smaller "
-            "checkpoint.every_steps"
+            f"{lost.mtbf_s:.2g} s of {format_plural(nodes, 'node')}, before a checkpoint "
+            f"after {format_plural(lost.interval_steps, 'step')} of {step_s:.3g} s; choose fewer "
+            "nodes, or a smaller checkpoint.every_steps"
         )
     raise ConfigError("the run would make no progress", [fault])
 

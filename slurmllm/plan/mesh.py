@@ -223,8 +223,8 @@ def _require_shares(config: RunConfig, nodes: int, data: int) -> None:
     batches = " or ".join(f"{size:,} ({format_change(size, batch)})" for size in sizes)
     by = "" if micro_batch == "auto" else f" × train.micro_batch {micro}"
     raise MeshError(
-        f"train.global_batch: {batch} sequences are not a multiple of {data} data-parallel "
-        f"workers{by}",
+        f"train.global_batch: {batch} sequences are not a multiple of "
+        f"{format_plural(data, 'data-parallel worker')}{by}",
         f"{_choose_nodes(config, nodes)}set train.global_batch to {batches}",
     )
 

@@ -41,8 +41,8 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     recipe, mesh = best.config.recipe, best.mesh
     click.echo(
         f"{recipe.name} on {format_plural(mesh.nodes, 'node')} of {best.config.cluster.name}, "
-        f"{mesh.world_size:,} devices; {mesh.global_batch:,} × {recipe.model.seq_len:,} tokens "
-        f"per step, {recipe.train.precision}"
+        f"{format_plural(mesh.world_size, 'device')}; {mesh.global_batch:,} × "
+        f"{recipe.model.seq_len:,} tokens per step, {recipe.train.precision}"
     )
     if fixed := fixed_settings(plan.config):
         click.echo(f"fixed: {', '.join(fixed)}")
@@ -185,7 +185,7 @@ def _lost_time_lines(best: LayoutEstimate, forecast: TrainingForecast) -> Iterat
         f"failures       one in {format_number(lost.mtbf_s / 3600)} h (MTBF of one node: "
         f"{best.config.cluster.node_mtbf_hours:,.0f} h)"
     )
-    interval = f"every {lost.interval_steps} steps"
+    interval = f"every {lost.interval_steps} step{'s' * (lost.interval_steps != 1)}"
     if recipe.checkpoint.every_steps != "auto":
         before_end = lost.auto_steps < forecast.cost.steps
         choice = str(lost.auto_steps) if before_end else "none before the end"

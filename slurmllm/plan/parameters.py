@@ -262,12 +262,12 @@ def block_products(model: ModelConfig, tokens: int, tensor: int) -> tuple[Produc
 
 
 def head_product(model: ModelConfig, tokens: int, tensor: int) -> Product:
-    """Return the logits of one of `tensor` workers."""
+    """Return the product whose result is the logits of one of `tensor` workers."""
     return Product(tokens, model.padded_vocab_size // tensor, model.hidden_size)
 
 
 def attention_flops(model: ModelConfig, tokens: int, tensor: int) -> int:
-    """Return scores and weighted values of a block, without the half that causality masks."""
+    """Return the FLOPs of a block's scores and weighted values, without the masked half."""
     queries, _ = _head_widths(model, tensor)
     return 2 * 2 * tokens * (model.seq_len // 2) * queries
 

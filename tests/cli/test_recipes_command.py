@@ -82,5 +82,10 @@ def test_the_schemas_describe_every_field() -> None:
     recipe = json.loads(call("--schema").stdout)
     assert "rotary_pct" not in recipe["$defs"]["ModelConfig"]["required"]  # the family has it
     assert {"const": "auto"} in recipe["properties"]["parallel"]["anyOf"]
+    slurm = recipe["$defs"]["SlurmConfig"]["properties"]
+    assert "integer" in slurm["time"]["type"]  # a bare number counts minutes
+    assert "integer" in slurm["partition"]["anyOf"][0]["type"]
+    options = recipe["$defs"]["Directives"]["properties"]["train"]["additionalProperties"]
+    assert {"number", "array", "null"} <= set(options["type"])
     refused = CliRunner().invoke(cli, ["recipes", "neox_20b", "--schema"])
     assert (refused.exit_code, "leave out NAME" in refused.stderr) == (2, True)

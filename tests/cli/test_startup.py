@@ -49,6 +49,11 @@ def test_no_torch_on_the_login_node(arguments: tuple[str, ...], tmp_path: Path) 
     assert loaded(*arguments, among=among, cwd=tmp_path) == "loaded nothing code 0"
 
 
+def test_resume_loads_no_numpy() -> None:
+    script = "import sys, slurmllm.submit.resume; sys.exit('numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_help_loads_click_and_little_else(tmp_path: Path) -> None:
     among = "torch numpy pyarrow pydantic rich yaml tokenizers submitit asyncio"
     assert loaded("--help", among=among, cwd=tmp_path) == "loaded nothing code 0"
