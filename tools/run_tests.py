@@ -10,6 +10,7 @@ with a cluster of its own. Files are dealt by their seconds in tests/seconds.txt
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,7 @@ def measured(reports: Iterable[Path]) -> dict[str, float]:
 
 def main() -> int:
     """Run the tests; the exit code is pytest's, 1 if any process failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = [option for option in sys.argv[1:] if option != "--record"]
     paths: dict[str, list[str]] = defaultdict(list)
     for path in (ROOT / "tests").rglob("test_*.py"):
@@ -88,9 +90,12 @@ def main() -> int:
         codes: set[int] = set()
         try:
             codes = set(wait_for(running, folder, started))
-        finally:
+        except SystemExit:  # by SIGTERM; Ctrl-C reaches the processes by itself
             for process in running.values():
-                process.terminate()
+                process.send_signal(signal.SIGINT)
+            raise
+        finally:  # they stop their clusters
+            for process in running.values():
                 process.wait()
         if "--record" in sys.argv:
             listed = sorted((-s, path) for path, s in measured(reports).items() if s >= LISTED_S)

@@ -79,13 +79,16 @@ class _ShownStates:
         self.states, self.empty_text, self.sweep = states, empty_text, sweep
 
     def as_json(self, indent: int | None = None) -> str:
-        from pydantic_core import to_json
+        import json
+
+        from pydantic_core import to_jsonable_python
 
         runs = [_state_json(state) for state in self.states]
         of_sweep = self.sweep.to_json() if self.sweep is not None else {}
         shown = runs[0] if self.empty_text is None else {**of_sweep, "runs": runs}
-        # JSON has no NaN and no infinity, such as in a loss.
-        return to_json(shown, indent=indent, inf_nan_mode="null").decode()
+        # JSON has no NaN and no infinity, such as in a loss; `to_json` refuses names that are no
+        # UTF-8.
+        return json.dumps(to_jsonable_python(shown, inf_nan_mode="null"), indent=indent)
 
     def view(self, height: int | None = None) -> list[Text]:
         from rich.text import Text

@@ -132,8 +132,9 @@ def _lines(state: RunState) -> Iterator[Line]:
     details = state.details
     nodes = format_plural(state.nodes, "node")
     yield "run", f"{state.name}  recipe {state.recipe}, {nodes}"
+    yield "directory", state.run_dir
     if details is not None and details.trial:
-        yield "data", "texts that ship with Python (--data builtin), not the recipe's data"
+        yield "data", "trial: texts that ship with Python (--data builtin), not the recipe's data"
     yield "state", state.state + (f"  ({state.reason})" if state.reason else "")
     step = f"{state.step}/{state.steps}"
     if state.eta_s is not None and state.finish_at is not None:

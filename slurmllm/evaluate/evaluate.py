@@ -56,12 +56,12 @@ class EvaluationPlan:
 
     def tasks(self) -> tuple[TaskRequest, ...]:
         """Return all tasks, each once."""
-        requests = (
-            self.request(row, located.folder)
-            for located in self.suites
-            for row in located.suite.rows()
-        )
-        return tuple({task.key: task for task in requests}.values())
+        unique: dict[str, TaskRequest] = {}
+        for located in self.suites:
+            for row in located.suite.rows():
+                task = self.request(row, located.folder)
+                unique.setdefault(task.key, task)  # a row of another metric has the same key
+        return tuple(unique.values())
 
     def permitted(self) -> tuple[TaskRequest, ...]:
         """Return the tasks, without those that run the model's programs unless `allow_code`."""

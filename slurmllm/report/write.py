@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -147,17 +147,24 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, 
     """
     from slurmllm.report.pictures import write_pictures  # loads matplotlib
 
+    runs = [replace(facts, name=_utf8(facts.name)) for facts in runs]
     drawn, made_at = figures(runs), format_utc(time.time())
     content = sections(runs, drawn)
     if html:
-        write_atomic(page, to_html(title(runs), content, page_data(runs, drawn), made_at))
+        text = to_html(title(runs), content, page_data(runs, drawn), made_at)
+        write_atomic(page, _utf8(text))
     markdown, folder = page.with_suffix(".md"), page.with_name(f"{page.stem}_files")
     pictures = {
         name: f"{quote(folder.name)}/{path.name}"
         for name, path in write_pictures(runs, drawn, folder).items()
     }
-    write_atomic(markdown, to_markdown(title(runs), content, pictures, made_at))
+    write_atomic(markdown, _utf8(to_markdown(title(runs), content, pictures, made_at)))
     return {"html": str(page) if html else None, "markdown": str(markdown)}
+
+
+def _utf8(text: str) -> str:
+    """Return a text with `?` for bytes of names that are no UTF-8."""
+    return text.encode(errors="replace").decode()
 
 
 def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None], **more: Any) -> str:
@@ -170,7 +177,8 @@ def to_json(runs: Sequence[RunFacts], written: Mapping[str, str | None], **more:
         "report": written,
         **more,
     }
-    return pydantic_core.to_json(document, indent=2, inf_nan_mode="null").decode()
+    # pydantic's `to_json` refuses names that are no UTF-8.
+    return json.dumps(pydantic_core.to_jsonable_python(document, inf_nan_mode="null"), indent=2)
 
 
 def _run(facts: RunFacts) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import click
 import pytest
 from hypothesis import given
@@ -50,6 +52,7 @@ def test_numbers_are_never_truncated_and_lines_fit_if_they_can(
         ("a\n  b", ["a", "  b"]),
         ("运行运行运", ["运行运行", "运"]),
         ("[bold]", ["[bold]"]),
+        ("a\tb", ["a b"]),
     ],
 )
 def test_where_prose_is_broken(cell: str, lines: list[str]) -> None:
@@ -61,6 +64,15 @@ def test_where_prose_is_broken(cell: str, lines: list[str]) -> None:
 def test_a_row_of_one_line_ends_in_an_ellipsis() -> None:
     columns = [Column("k"), Column("why", 8)]
     assert fitted(columns, [("1", "some words")], 11, one_line=True).lines[1] == "1  some wo…"
+
+
+def test_a_long_table_takes_no_millisecond_for_a_row() -> None:
+    columns = [*(Column(f"n{i}") for i in range(9)), Column("why", PROSE)]
+    rows = [[*(str(i) for i in range(9)), "some reason, in words " * (n % 3)] for n in range(1000)]
+    for room in (80, 1000):
+        started = time.process_time()
+        fitted(columns, rows, room)
+        assert time.process_time() - started < 1
 
 
 ROWS = [("a", "1", "1,234.5678", "some words that are long"), ("a", "2", "0.25", "few")]

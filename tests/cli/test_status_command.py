@@ -96,6 +96,14 @@ def test_json_has_the_figures_and_is_json() -> None:
     assert several == [{k: v for k, v in found.items() if k in several[0]}]
 
 
+def test_names_that_are_no_utf8() -> None:
+    for name in ("a", "caf\udce9"):
+        make(name)
+    names = [run["name"] for run in json.loads(call("--json").stdout)["runs"]]
+    assert sorted(names) == ["a", "caf\udce9"]
+    assert "/runs/caf\ufffd\n" in call("caf\udce9").stdout
+
+
 def test_only_active_ones() -> None:
     make("r")
     assert "none of the 1 runs" in call("--active").stdout

@@ -129,6 +129,14 @@ def test_blank_documents_and_duplicates(
     assert manifest.text_bytes == sum(len(text.encode()) for text in expected)
 
 
+def test_a_corpus_is_input_too(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", TEXT.encode())
+    build(tmp_path, "a.txt")
+    (tmp_path / "out.arrow").rename(tmp_path / "first.arrow")
+    build(tmp_path, "first.arrow")
+    assert texts(tmp_path) == PARAGRAPHS
+
+
 def test_prompts_and_completions(tmp_path: Path) -> None:
     rows = [("Why?", "Because."), ("", "Hm"), ("x", " "), ("Why?", "Because.")]
     lines = "".join(json.dumps({"p": p, "c": c}) + "\n" for p, c in rows)
