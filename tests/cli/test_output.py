@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import click
 import pytest
 from hypothesis import given
@@ -64,15 +62,6 @@ def test_where_prose_is_broken(cell: str, lines: list[str]) -> None:
 def test_a_row_of_one_line_ends_in_an_ellipsis() -> None:
     columns = [Column("k"), Column("why", 8)]
     assert fitted(columns, [("1", "some words")], 11, one_line=True).lines[1] == "1  some wo…"
-
-
-def test_a_long_table_takes_no_millisecond_for_a_row() -> None:
-    columns = [*(Column(f"n{i}") for i in range(9)), Column("why", PROSE)]
-    rows = [[*(str(i) for i in range(9)), "some reason, in words " * (n % 3)] for n in range(1000)]
-    for room in (80, 1000):
-        started = time.process_time()
-        fitted(columns, rows, room)
-        assert time.process_time() - started < 1
 
 
 ROWS = [("a", "1", "1,234.5678", "some words that are long"), ("a", "2", "0.25", "few")]
