@@ -70,6 +70,7 @@ def submit(
     if shared.local and nodes[0] is not None:
         raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
     settings = {**shared.settings, "slurm.min_nodes": ("--nodes M-N", nodes[0])}
+    data_settings = _data_settings(data, fetch)
     if sweep.max_running is not None and settings["slurm.dependency"][1] is not None:
         raise click.UsageError("--dependency and --max-running exclude each other; give one")
     cases = sweeps.read_cases(sweep, shared.local)
@@ -80,8 +81,7 @@ def submit(
         refused = {"--local": shared.local, "--sweep": cases, **dict(settings.values())}
         is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT
         allocation, count = _held_nodes(None if is_default else count, refused)
-    settings |= _data_settings(data, fetch)
-    sources = (recipe, cluster, overrides, settings)
+    sources = (recipe, cluster, overrides, {**settings, **data_settings})
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if not dry_run:
         options.ignore_output_errors()

@@ -138,10 +138,12 @@ def _print_prepared(
         options.echo_json({**summary, **more}, indent=None)
         return
     from slurmllm.display.tables import print_table
+    from slurmllm.format import format_plural
 
     name, record = prepared.sweep.name, prepared.record
     at_a_time = "" if record.max_running is None else f", {record.max_running} at a time"
-    click.echo(f"sweep      {name}: {len(prepared.runs)} runs{at_a_time}")
+    total = format_plural(len(prepared.runs), "run")
+    click.echo(f"sweep      {name}: {total}{at_a_time}")
     click.echo(f"directory  {prepared.sweep.path}")
     for graphs in prepared.graphs:
         source = f"compiled by run {graphs.graphs_from} already"
@@ -149,7 +151,7 @@ def _print_prepared(
             job = precompile_jobs.get(graphs.run.name)
             source = f"precompile job {job}" if job else "one precompile stage"
         users = sum(run.graphs_from == graphs.run.name for run in prepared.runs)
-        click.echo(f"graphs     {source}, for {users} runs")
+        click.echo(f"graphs     {source}, for {format_plural(users, 'run')}")
     labels = record.labels
     rows = [
         (run.run.name, *(case.values.get(path, "") for path in labels), *([job] if job else []))

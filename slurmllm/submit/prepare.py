@@ -181,7 +181,7 @@ def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
     """Return the request with `parallel.auto` and the number of nodes resolved, and its mesh.
 
     Raises:
-        ConfigError: the mesh does not fit the nodes.
+        ConfigError: the mesh does not fit the nodes, or a value cannot be put into a script.
     """
     config, nodes, resumes = request.config, request.nodes, request.run is not None
     unsupported = load_environment(config.backend).unsupported
@@ -191,7 +191,8 @@ def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
         config = choose_parallel(config, nodes, unsupported, resumes=resumes)
     nodes = _most_nodes(config, nodes)
     try:
-        mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
+        # A value that Slurm would misread is refused before data are fetched.
+        mesh = render_run(config, nodes, run, request.exclude).mesh
     except MeshError as error:
         if not request.check_layout or config.cluster.hardware is None:
             raise

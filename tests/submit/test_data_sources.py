@@ -100,6 +100,13 @@ def test_fetch_first_then_submit(mirrored: DataServer, fake: FakeSlurm, tmp_path
     assert files_of(moved)[:2] == (f"{folder}/moved", "None")
 
 
+def test_what_sbatch_would_misread_is_refused_before_the_download(mirrored: DataServer) -> None:
+    before = len(mirrored.requests)
+    message = fails(2, *NEOX, "--fetch", "--runs-dir", "a$b")
+    assert "a value that sbatch would misread" in message
+    assert (len(mirrored.requests), Path("a$b").exists()) == (before, False)
+
+
 def test_fetch_by_its_own_command(mirrored: DataServer, tmp_path: Path) -> None:
     done = call("data", "fetch", "neox_20b", "--json")
     assert done.exit_code == 0, done.output
@@ -217,7 +224,7 @@ def test_a_trial_on_the_built_in_texts(
     assert "stdlib" in tokenizer
     assert origins["data.corpus"] == origins["data.tokenizer"] == "--data builtin"
     run = json.loads(sent.stdout)["run"]
-    assert "trial: texts that ship with Python" in call("status", run, runs).stdout
+    assert "texts that ship with Python" in call("status", run, runs).stdout
     assert json.loads(call("status", run, "--json", runs).stdout)["trial"] is True
 
 
