@@ -342,10 +342,10 @@ def _num_workers(table: ChunkTable) -> int:
 
 @torch.no_grad()
 def _read_shards(state: Mapping[str, Any], files: DcpFiles) -> None:
-    for keys, tensor in _tensors(state):
-        key = ".".join(keys)
+    tensors = {".".join(keys): tensor for keys, tensor in _tensors(state)}
+    for key, tensor in tensors.items():
         files.require_shape(key, tuple(tensor.shape))
-        local_part(tensor).copy_(files.read_key(key, local_region(tensor)))
+    files.fill({key: (local_part(t), local_region(t)) for key, t in tensors.items()})
 
 
 @torch.no_grad()
