@@ -217,11 +217,13 @@ class DcpSave(ShardWrite):
         if stream is not None and ready is not None:
             stream.wait_event(ready)
         with torch.no_grad(), torch.cuda.stream(stream):
-            for part in self._parts:
-                for key, tensor in part.items():
-                    part[key] = copies[key].copy_(tensor, non_blocking=True)
+            copied = [
+                {key: copies[key].copy_(t, non_blocking=True) for key, t in part.items()}
+                for part in self._parts
+            ]
         if stream is not None:
             stream.synchronize()
+        self._parts = copied  # only now: other streams use the memory of tensors that are released
 
     def _write(self) -> None:
         try:
