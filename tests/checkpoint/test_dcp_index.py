@@ -130,7 +130,7 @@ def test_a_load_opens_a_file_once(
 ) -> None:
     shapes = {("model", name): (ROWS, 3) for name in "abc"}
     write_dcp(tmp_path, shapes, torch.float32, lambda keys, region: values[region] + ord(keys[1]))
-    files, opened = DcpFiles(tmp_path), []
+    files, opened = DcpFiles(tmp_path), list[str]()
 
     def counted(path: Path) -> BinaryIO:
         opened.append(path.name)
