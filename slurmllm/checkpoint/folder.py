@@ -46,10 +46,16 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     return CheckpointManifest.load(directory / MANIFEST)
 
 
-def write_manifest(folder: Path, started_at: float, **fields: Any) -> CheckpointManifest:
-    """Describe all files of a folder whose writing began at `started_at`, Unix time."""
+def write_manifest(
+    folder: Path, started_at: float, described: Sequence[CheckpointFile] = (), **fields: Any
+) -> CheckpointManifest:
+    """Write the manifest of all files of a folder whose writing began at `started_at`, Unix time.
+
+    Files that are `described` already are not read again.
+    """
+    by_name = {file.path: file for file in described}
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    files = tuple(describe(folder, name) for name in names)
+    files = tuple(by_name.get(name) or describe(folder, name) for name in names)
     times = {"saved_at": time.time(), "save_s": time.time() - started_at}
     manifest = CheckpointManifest(**fields, **times, files=files)
     manifest.save(folder / MANIFEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
+from slurmllm.checkpoint.formats import dcp_read
 from slurmllm.checkpoint.formats.dcp_index import (
     Chunk,
     Place,
@@ -30,6 +31,7 @@ from slurmllm.checkpoint.formats.pickles import pickle_faults, read_metadata
 from slurmllm.control.plane import ControlPlane
 from slurmllm.errors import CodeError, StorageError
 from slurmllm.model.private_names import CHECKPOINT_INDEX
+from slurmllm.run.safe_files import open_regular
 
 ROWS = 12
 
@@ -121,6 +123,24 @@ def test_regions_of_a_tensor(values: torch.Tensor, tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path, (slice(4, 8), slice(0, 3))), values[4:8])
     with pytest.raises(StorageError, match="cannot read a from"):
         read(tmp_path)
+
+
+def test_a_load_opens_a_file_once(
+    values: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {("model", name): (ROWS, 3) for name in "abc"}
+    write_dcp(tmp_path, shapes, torch.float32, lambda keys, region: values[region] + ord(keys[1]))
+    files, opened = DcpFiles(tmp_path), list[str]()
+
+    def counted(path: Path) -> BinaryIO:
+        opened.append(path.name)
+        return open_regular(path)
+
+    monkeypatch.setattr(dcp_read, "open_regular", counted)
+    region, out = (slice(2, 9), slice(1, 3)), {name: torch.empty(7, 2) for name in "cab"}
+    files.fill({f"model.{name}": (tensor, region) for name, tensor in out.items()})
+    assert opened == ["__0_0.distcp"]
+    assert all(torch.equal(out[name], values[region] + ord(name)) for name in out)
 
 
 def test_a_gap_in_a_damaged_index(metadata: Metadata, tmp_path: Path) -> None:

@@ -217,11 +217,13 @@ class DcpSave(ShardWrite):
         if stream is not None and ready is not None:
             stream.wait_event(ready)
         with torch.no_grad(), torch.cuda.stream(stream):
-            for part in self._parts:
-                for key, tensor in part.items():
-                    part[key] = copies[key].copy_(tensor, non_blocking=True)
+            copied = [
+                {key: copies[key].copy_(t, non_blocking=True) for key, t in part.items()}
+                for part in self._parts
+            ]
         if stream is not None:
             stream.synchronize()
+        self._parts = copied  # only now: other streams use the memory of tensors that are released
 
     def _write(self) -> None:
         try:
@@ -342,10 +344,10 @@ def _num_workers(table: ChunkTable) -> int:
 
 @torch.no_grad()
 def _read_shards(state: Mapping[str, Any], files: DcpFiles) -> None:
-    for keys, tensor in _tensors(state):
-        key = ".".join(keys)
+    tensors = {".".join(keys): tensor for keys, tensor in _tensors(state)}
+    for key, tensor in tensors.items():
         files.require_shape(key, tuple(tensor.shape))
-        local_part(tensor).copy_(files.read_key(key, local_region(tensor)))
+    files.fill({key: (local_part(t), local_region(t)) for key, t in tensors.items()})
 
 
 @torch.no_grad()

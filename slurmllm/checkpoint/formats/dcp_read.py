@@ -1,13 +1,16 @@
 """Reading the native backend's checkpoints: tensors or regions of them, whatever mesh wrote them.
 
-Only the chunks that overlap a region are read, one at a time, and no process group is needed.
+Only the chunks that overlap a region are read, one at a time, and no process group is needed. A
+load opens every file once: on a shared file system an open may take a millisecond.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -66,36 +69,29 @@ class DcpFiles:
 
     def read_key(self, key: str, region: Region | None = None, title: str | None = None) -> Tensor:
         """Read a tensor by its key in the state; `title` names it in errors."""
-        name = title or key
-        stored = self._stored.get(key)
-        if stored is None or stored.dtype is None:
-            raise StorageError(f"{self.directory} holds no {name}; restore it")
+        stored = self._require(key, title)
         region = region or tuple(slice(0, size) for size in stored.shape)
-        size = [part.stop - part.start for part in region]
-        overlaps = _overlaps(stored, region)
-        # A gap between the chunks would leave uninitialized values.
-        if overlaps.sum() < math.prod(size):
-            raise StorageError(
-                f"{self.directory} holds {overlaps.sum()} of {math.prod(size)} values of {name}; "
-                "restore it"
-            )
+        rows = self._rows(key, region, title)
         try:
-            out = torch.empty(size, dtype=stored.dtype)
+            out = torch.empty([part.stop - part.start for part in region], dtype=stored.dtype)
         except RuntimeError as error:  # a damaged size
-            raise StorageError(f"cannot read {name} from {self.directory}: {error}") from error
-        dims = len(region)
-        for *numbers, file, at, length in stored.rows[overlaps > 0].tolist():
-            pairs = zip(numbers[:dims], numbers[dims:], strict=True)
-            whole = tuple(slice(offset, offset + size) for offset, size in pairs)
-            common = intersection(region, whole)
-            chunk = self._read_chunk(self._files[file], at, length, title or "shards")
-            if list(chunk.shape) != numbers[dims:]:
-                raise StorageError(
-                    f"cannot read {name} from {self.directory}: a chunk is {list(chunk.shape)} "
-                    f"instead of {numbers[dims:]}"
-                )
-            out[shifted(common, region)] = chunk[shifted(common, whole)]
+            raise StorageError(
+                f"cannot read {title or key} from {self.directory}: {error}"
+            ) from error
+        self._copy([_Copy(row, out, region, title or key) for row in rows], title or "shards")
         return out
+
+    def fill(self, tensors: Mapping[str, tuple[Tensor, Region]]) -> None:
+        """Copy regions of tensors, by their keys in the state, into tensors of the same size.
+
+        All of them are read in the order of files, each of which is opened once.
+        """
+        copies = [
+            _Copy(row, out, region, key)
+            for key, (out, region) in tensors.items()
+            for row in self._rows(key, region)
+        ]
+        self._copy(copies, "shards")
 
     def require_shape(self, key: str, shape: tuple[int, ...]) -> None:
         """Raise a StorageError if a tensor is stored in another shape."""
@@ -106,16 +102,69 @@ class DcpFiles:
                 "restore it"
             )
 
-    def _read_chunk(self, name: str, at: int, length: int, title: str) -> Tensor:
+    def _require(self, key: str, title: str | None) -> StoredChunks:
+        stored = self._stored.get(key)
+        if stored is None or stored.dtype is None:
+            raise StorageError(f"{self.directory} holds no {title or key}; restore it")
+        return stored
+
+    def _rows(self, key: str, region: Region, title: str | None = None) -> list[list[int]]:
+        """Return the rows of the chunks that overlap a region, which must be the whole of it."""
+        stored = self._require(key, title)
+        overlaps = _overlaps(stored, region)
+        num_values = math.prod(part.stop - part.start for part in region)
+        # A gap between the chunks would leave uninitialized values.
+        if overlaps.sum() < num_values:
+            raise StorageError(
+                f"{self.directory} holds {overlaps.sum()} of {num_values} values of "
+                f"{title or key}; restore it"
+            )
+        rows: list[list[int]] = stored.rows[overlaps > 0].tolist()
+        return rows
+
+    def _copy(self, copies: Sequence[_Copy], title: str) -> None:
+        """Read the chunks in the order of files and offsets, one at a time."""
+        in_order = sorted(copies, key=lambda copy: copy.row[-3:])
         try:
-            with open_regular(self.directory / name) as stream:
-                part = cast(IO[bytes], FilePart(stream, at, length))
-                chunk: Tensor = torch.load(part, map_location="cpu", weights_only=True)
-        except Exception as error:  # damaged bytes may raise anything
+            for file, group in groupby(in_order, key=lambda copy: copy.row[-3]):
+                with open_regular(self.directory / self._files[file]) as stream:
+                    for copy in group:
+                        self._copy_chunk(stream, copy, title)
+        except OSError as error:
             raise StorageError(f"cannot read {title} from {self.directory}: {error}") from error
+
+    def _copy_chunk(self, stream: BinaryIO, copy: _Copy, title: str) -> None:
+        *numbers, file, at, length = copy.row
+        offsets, sizes = numbers[: len(copy.region)], numbers[len(copy.region) :]
+        try:
+            part = cast(IO[bytes], FilePart(stream, at, length))
+            chunk: Tensor = torch.load(part, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # damaged bytes may raise anything, with torch's advice for us
+            raise StorageError(
+                f"cannot read {title} from {self.directory}: {self._files[file]} is damaged "
+                f"({type(error).__name__}); restore it"
+            ) from error
         if not isinstance(chunk, Tensor):
             raise StorageError(f"cannot read {title} from {self.directory}: it is no tensor")
-        return chunk
+        if list(chunk.shape) != sizes:
+            raise StorageError(
+                f"cannot read {copy.name} from {self.directory}: a chunk is {list(chunk.shape)} "
+                f"instead of {sizes}"
+            )
+        whole = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        common = intersection(copy.region, whole)
+        copy.out[shifted(common, copy.region)].copy_(chunk[shifted(common, whole)])
+
+
+class _Copy(NamedTuple):
+    """A chunk that is read into a tensor, as far as it is in the tensor's region."""
+
+    row: list[int]  # of `StoredChunks`
+    out: Tensor
+    region: Region
+    name: str  # in errors
 
 
 def _key(name: str, kind: str) -> str:

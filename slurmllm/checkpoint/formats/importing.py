@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmllm.checkpoint.folder import atomic_folder, write_manifest
+from slurmllm.checkpoint.folder import atomic_folder, describe, write_manifest
 from slurmllm.checkpoint.formats.huggingface import (
     SHARDS,
     WHOLE,
@@ -52,7 +52,7 @@ from slurmllm.config.huggingface import SourceConfig, read_config
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.errors import ConfigError, DataError, StorageError
 from slurmllm.format import format_plural
-from slurmllm.run.artifact_records import CheckpointManifest, ImportedModel
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest, ImportedModel
 from slurmllm.run.safe_files import read_limited
 
 if TYPE_CHECKING:
@@ -213,7 +213,13 @@ def run_import(
     with atomic_folder(out) as folder:
         sizes = plan.sizes_bytes
         shards = plan_shards(sizes, shard_bytes, "weights", "weights-00001-of-00001.safetensors")
-        weight_map = write_shards(folder, shards, sizes, plan.convert, on_progress)
+        described: list[CheckpointFile] = []
+
+        def on_file(name: str) -> None:
+            """Hash a file of many GB while it is in the page cache."""
+            described.append(describe(folder, name))
+
+        weight_map = write_shards(folder, shards, sizes, plan.convert, on_progress, on_file)
         write_index(folder / INDEX, weight_map, sum(sizes))
         types = {str(plan.dtype_of(mapping)).removeprefix("torch.") for mapping in plan.mappings}
         eos = plan.config.eos_token_id
@@ -232,6 +238,7 @@ def run_import(
         return write_manifest(
             folder,
             started_at,
+            described,
             step=0,
             tokens=0,
             world_size=1,

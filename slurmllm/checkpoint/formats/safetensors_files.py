@@ -206,10 +206,12 @@ def write_shards(
     sizes_bytes: Sequence[int],
     convert: Callable[[int], Mapping[str, Tensor]],
     on_progress: OnProgress,
+    on_file: Callable[[str], None] = lambda _: None,
 ) -> dict[str, str]:
     """Write the files of `plan_shards`, one in memory at a time; return tensor name → file.
 
-    `convert` returns the tensors of a part, and `on_progress` receives the bytes converted.
+    `convert` returns the tensors of a part; `on_progress` receives the bytes converted, `on_file`
+    the name of each file that is complete.
     """
     weight_map: dict[str, str] = {}
     done_bytes = 0
@@ -220,6 +222,7 @@ def write_shards(
             done_bytes += sizes_bytes[part]
             on_progress(done_bytes)
         write_shard(folder / file, tensors)
+        on_file(file)
         weight_map |= dict.fromkeys(tensors, file)
     return weight_map
 
