@@ -241,7 +241,8 @@ def _write_outputs(
     on_progress: OnStage,
 ) -> CorpusManifest:
     """Join the finished shards into the corpus, and write its manifest."""
-    finished = []
+    finished, checked = [], 0
+    total = sum(shard.size_bytes for shard in shards)
     for shard in shards:
         folder = work.shard(shard.name)
         record = load_shard(folder, options.read.skip_bad)
@@ -251,6 +252,8 @@ def _write_outputs(
                 "between; start the same command again, which reads these inputs again"
             )
         finished.append(FinishedShard(folder, record))
+        checked += shard.size_bytes
+        on_progress("checking", checked, total)
     names = [file.name for file in files]
     endings = ("bin", "idx") if options.tokenize else ("arrow",)
     with output_files([*outputs, manifest_path(outputs[0])], work) as (*opened, manifest_file):
