@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -97,6 +98,9 @@ def read_attempts(
 
 def _block_spans(path: Path) -> list[tuple[int, int]]:
     """Return begin and end, in bytes, of blocks of whole lines."""
+    info = path.stat()
+    if stat.S_ISREG(info.st_mode) and 0 < info.st_size <= _BLOCK_BYTES:
+        return [(0, info.st_size)]  # opened once only, to be read
     spans, begin = [], 0
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
