@@ -152,6 +152,8 @@ class MergedLogs:
     def _worker_logs(self, stage: Stage) -> dict[int, list[_RankLog]]:
         """Return the logs of the workers other than rank 0, by attempt."""
         logs: dict[int, list[_RankLog]] = {}
+        if self._selection.ranks == {0}:
+            return logs  # no folder of an attempt is listed
         for number in worker_log_attempts(self._run, stage):
             if self._shows(stage, number):
                 ranks = ranks_with_logs(self._run, stage, number)

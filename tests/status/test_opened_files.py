@@ -146,7 +146,7 @@ def opened_by(run: RunDir, line: str) -> tuple[str, Counter[str]]:
         ("status", 1, 0),
         # The record for the curve and for the history, metrics, events for saves and for figures
         ("report large --no-files", 5, 1),
-        ("logs large", 1, 0),  # rank 0 of an attempt
+        ("logs large", 0, 0),
         ("logs large --rank 7", 0, 0),
         ("logs large --failed", 1, 2 * PER_NODE),  # of the last attempt that failed
     ],
