@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Calibration:
+class _CalibrationOptions:
     """The options of the verb, except those of the Slurm job."""
 
     cluster: str | None
@@ -66,7 +66,9 @@ def calibrate(**values: Any) -> None:
     """
     from slurmllm.errors import UserError
 
-    request = _Calibration(**{name: values.pop(name) for name in _Calibration.__dataclass_fields__})
+    request = _CalibrationOptions(
+        **{name: values.pop(name) for name in _CalibrationOptions.__dataclass_fields__}
+    )
     job_names = [f"--{name}" for name, value in values.items() if value]
     if request.matrix_figure is not None:
         others = {"--nodes": request.nodes, "--local": request.local, "--out": request.out}
@@ -84,7 +86,7 @@ def calibrate(**values: Any) -> None:
     _calibrate(request, values)
 
 
-def _calibrate(request: _Calibration, job: Mapping[str, str | None]) -> None:
+def _calibrate(request: _CalibrationOptions, job: Mapping[str, str | None]) -> None:
     """Measure nodes, and write or print the cluster profile with their figures."""
     from slurmllm.calibrate.run import calibrate as measure
     from slurmllm.calibrate.run import check_target, profile_text, require_measurable, write_profile
@@ -121,7 +123,7 @@ def _calibrate(request: _Calibration, job: Mapping[str, str | None]) -> None:
     click.echo(f"next     slurmllm plan RECIPE --nodes N --cluster {out}")
 
 
-def _calibration_json(calibration: Calibration, request: _Calibration) -> dict[str, Any]:
+def _calibration_json(calibration: Calibration, request: _CalibrationOptions) -> dict[str, Any]:
     from slurmllm.calibrate.fits import product_flops
 
     products = []
@@ -143,7 +145,7 @@ def _write_figure(rows: Sequence[Mapping[str, Any]], config: RunConfig, path: st
     write_picture(figure, Path(path), "name another file")
 
 
-def _draw_matrix_figure(path: str, request: _Calibration) -> None:
+def _draw_matrix_figure(path: str, request: _CalibrationOptions) -> None:
     """Draw and print what matrix products of each size reach of the peak."""
     from slurmllm.calibrate import matrix
     from slurmllm.config.resolve import resolve
