@@ -315,12 +315,12 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     basis = comparison.basis
     if basis.precisions is not None:
         limits = (
-            f"{name} {format_figure(metric.tolerance)} lasting and "
-            f"{format_figure(metric.scatter.allowed)} from point to point"
+            f"{name} {format_figure(metric.tolerance)} for a lasting difference, "
+            f"{format_figure(metric.scatter.allowed)} at single points"
             for name, metric in comparison.metrics.items()
         )
         which = " against ".join(basis.precisions)
-        print_line(f"band: noise of {which} ({basis.reason}): {', '.join(limits)}")
+        print_line(f"tolerance: expected noise of {which} ({basis.reason}): {', '.join(limits)}")
     print_line()
     color = "green" if comparison.match else "red"
     runs = "" if alone else f"A and {letter} "

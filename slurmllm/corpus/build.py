@@ -253,7 +253,7 @@ def _write_outputs(
             )
         finished.append(FinishedShard(folder, record))
         checked += shard.size_bytes
-        on_progress("checking", checked, total)
+        on_progress("verifying shards", checked, total)
     names = [file.name for file in files]
     endings = ("bin", "idx") if options.tokenize else ("arrow",)
     with output_files([*outputs, manifest_path(outputs[0])], work) as (*opened, manifest_file):

@@ -169,10 +169,10 @@ def private_names_finding() -> Finding:
             command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=True
         )
     except subprocess.SubprocessError:
-        return skipped("private names", "torch or lm_eval does not import")
+        return skipped("private APIs", "torch or lm_eval does not import")
     if lines := done.stdout.strip().splitlines():
-        return warn("private names", "; ".join(lines), fix="another version of the package")
-    return ok("private names", "all that slurmllm uses of torch and lm_eval")
+        return warn("private APIs", "; ".join(lines), fix="another version of the package")
+    return ok("private APIs", "all that slurmllm uses of torch and lm_eval are there")
 
 
 def neuron_findings() -> Iterator[Finding]:

@@ -17,5 +17,5 @@ Value = TypeVar("Value", float, "Floats")
 
 
 def spike_height(value: Value, mean: Value, factor: float = 1.0) -> Value:
-    """Return how far a value is above `factor` times a running mean of the steps before it."""
+    """Return `value - factor * mean`, which is positive in a spike; `mean` is the running one."""
     return value - factor * mean

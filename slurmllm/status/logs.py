@@ -50,7 +50,7 @@ class LogSelection:
         return None
 
     def missing_ranks(self, record: AttemptRecord) -> list[int]:
-        """Return the selected workers of an attempt without a log in the run directory."""
+        """Return the selected ranks whose log files are missing from the run directory."""
         logs = ranks_with_logs(self.run, record.stage, record.attempt)
         ranks = filter(self.includes, range(1, record.world_size))
         return sorted(set(ranks).difference(logs))
@@ -152,7 +152,7 @@ class MergedLogs:
     def _worker_logs(self, stage: Stage) -> dict[int, list[_RankLog]]:
         """Return the logs of the workers other than rank 0, by attempt."""
         logs: dict[int, list[_RankLog]] = {}
-        if self._selection.ranks == {0}:
+        if self._selection.ranks == frozenset({0}):
             return logs  # no folder of an attempt is listed
         for number in worker_log_attempts(self._run, stage):
             if self._shows(stage, number):

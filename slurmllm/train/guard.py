@@ -225,8 +225,8 @@ class Guard:
         # Nodes of another processor have compiled graphs of their own.
         if stale := control.first(mine if mine and mine.stale else None):
             raise StaleGraphsError(
-                f"{stale.reason}, the first one with graphs that were compiled before; they are "
-                "rejected, and the next attempt compiles its own"
+                f"{stale.reason}, with graphs that an earlier attempt or run compiled; these are "
+                "rejected, and the next attempt compiles new ones"
             )
         divergence = control.first(mine)
         assert divergence is not None

@@ -211,7 +211,9 @@ def test_precisions_of_foreign_logs_are_named(logs: dict[str, Path]) -> None:
     }
     shown = run(a, b, other, "--as", "precision", "--precision", "bf16_mixed,bf16_sr,bf16_sr")
     assert shown.exit_code == 1
-    assert "band: noise of bf16_mixed against bf16_sr (requested): loss " in shown.stdout
+    assert (
+        "tolerance: expected noise of bf16_mixed against bf16_sr (requested): loss " in shown.stdout
+    )
     assert "A and B match: as bf16_mixed and bf16_sr, " in shown.stdout
     assert "A and C differ: " in shown.stdout
     assert json.loads(run(a, b, "--json").stdout)["basis"]["kind"] == "tolerance"

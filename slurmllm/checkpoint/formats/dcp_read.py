@@ -143,8 +143,8 @@ class DcpFiles:
             raise
         except Exception as error:  # damaged bytes may raise anything, with torch's advice for us
             raise StorageError(
-                f"cannot read {title} from {self.directory}: {self._files[file]} is damaged "
-                f"({type(error).__name__}); restore it"
+                f"cannot read {title} from {self.directory}: {self._files[file]} is truncated or "
+                f"damaged ({type(error).__name__}); restore it"
             ) from error
         if not isinstance(chunk, Tensor):
             raise StorageError(f"cannot read {title} from {self.directory}: it is no tensor")
