@@ -139,7 +139,7 @@ class DcpFiles:
         try:
             part = cast(IO[bytes], FilePart(stream, at, length))
             chunk: Tensor = torch.load(part, map_location="cpu", weights_only=True)
-        except OSError:
+        except (OSError, MemoryError):
             raise
         except Exception as error:  # damaged bytes may raise anything, with torch's advice for us
             raise StorageError(
