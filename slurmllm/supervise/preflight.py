@@ -47,8 +47,12 @@ def preflight(
     paths = run.attempt(record.stage, record.attempt)
     with ThreadPoolExecutor(WRITERS) as pool:
         list(pool.map(lambda health: health.save(paths.health(health.node)), nodes.values()))
-    warnings = (f"{name}: {f.message}" for name, node in nodes.items() for f in node.of("warn"))
-    return Preflight(preflight_ending(nodes), tuple(warnings))
+    return Preflight(preflight_ending(nodes), preflight_warnings(nodes))
+
+
+def preflight_warnings(nodes: Mapping[str, NodeHealth]) -> tuple[str, ...]:
+    """Return `n3: 0.4 GB free in /scratch, …` for each warning."""
+    return tuple(f"{name}: {f.message}" for name, node in nodes.items() for f in node.of("warn"))
 
 
 def preflight_ending(nodes: Mapping[str, NodeHealth]) -> Ending | None:

@@ -70,7 +70,10 @@ def test_a_single_point_outside() -> None:
 @pytest.mark.parametrize(
     ("chance", "degrees", "value"),
     # Tables of Student's t, both tails.
-    [(0.05, 1, 12.706), (0.01, 2, 9.925), (0.001, 4, 8.610), (0.05, 30, 2.042)],
+    [
+        *((0.05, 1, 12.706), (0.01, 2, 9.925), (0.05, 3, 3.182), (0.001, 4, 8.610)),
+        *((0.01, 10, 3.169), (0.05, 30, 2.042), (0.001, 120, 3.373), (0.01, 1e6, 2.5758)),
+    ],
 )
 def test_quantiles_of_t(chance: float, degrees: float, value: float) -> None:
     assert t_quantile(chance, degrees) == pytest.approx(value, rel=1e-3)

@@ -15,6 +15,7 @@ from training_rows import make_rows, write_rows
 from slurmllm.config.load import save
 from slurmllm.config.resolve import resolve
 from slurmllm.plan.mesh import make_mesh, save_mesh
+from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.run.records import (
     AttemptRecord,
     FailureRecord,
@@ -106,6 +107,19 @@ def write_run(folder: Path, attempts: int) -> RunDir:
             step=last,
             traceback="ValueError: bad",
         ).save(attempt.failure(0))
+        manifest = CheckpointManifest(
+            step=last,
+            tokens=0,
+            world_size=world,
+            attempt=number,
+            recipe="tiny_neox",
+            saved_at=began + 298.0,
+            save_s=1.0,
+            fingerprint="",
+            files=(CheckpointFile(path="shard", bytes=0, sha256=""),),
+        )
+        run.checkpoint(last).mkdir(parents=True)
+        manifest.save(run.checkpoint(last) / "manifest.json")
         write_rows(run.metrics(number), make_rows(first, last, number))
         for rank in range(0, world, PER_NODE):
             log = run.worker_log("train", number, rank)
@@ -161,10 +175,13 @@ def test_files_do_not_grow_with_nodes_times_attempts(
     assert total[MANY] - total[FEW] <= for_an_attempt * (MANY - FEW) + 20
 
 
-def test_metrics_are_read_once_for_a_report(runs: dict[int, RunDir]) -> None:
+def test_metrics_and_manifests_are_read_once_for_a_report(runs: dict[int, RunDir]) -> None:
     _, opened = opened_by(runs[MANY], "report large --no-files")
     metrics = [count for path, count in opened.items() if re.match(r"metrics/a", path)]
     assert metrics == [1] * MANY
+    manifests = [n for path, n in opened.items() if re.match(r"checkpoints/.*json", path)]
+    assert manifests
+    assert set(manifests) == {1}
 
 
 def test_logs_of_all_ranks_are_opened_once(runs: dict[int, RunDir]) -> None:

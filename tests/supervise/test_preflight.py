@@ -31,7 +31,7 @@ from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import close_attempt, open_attempt
 from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import exclude_failed, excluded, to_avoid
-from slurmllm.supervise.preflight import preflight_ending
+from slurmllm.supervise.preflight import preflight_ending, preflight_warnings
 from slurmllm.supervise.supervisor import Supervisor
 
 OVERRIDES = ("slurm.partition=main", "slurm.drain=true", "cluster.health.min_node_local_gb=0")
@@ -47,6 +47,7 @@ def test_nodes_that_are_fit() -> None:
     slow = warn("shared file system", 0.4, 0.25, "a fsynced write to /fsx takes 0.40 s")
     nodes = {"n1": health("n1", ok("devices", 32)), "n2": health("n2", slow)}
     assert preflight_ending(nodes) is None
+    assert preflight_warnings(nodes) == ("n2: a fsynced write to /fsx takes 0.40 s",)
 
 
 def test_a_node_that_fails_is_named_and_blamed() -> None:
