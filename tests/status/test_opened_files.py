@@ -180,7 +180,6 @@ def test_metrics_and_manifests_are_read_once_for_a_report(runs: dict[int, RunDir
     metrics = [count for path, count in opened.items() if re.match(r"metrics/a", path)]
     assert metrics == [1] * MANY
     manifests = [n for path, n in opened.items() if re.match(r"checkpoints/.*json", path)]
-    assert manifests
     assert set(manifests) == {1}
 
 

@@ -167,9 +167,8 @@ def test_a_failed_node_is_missed_and_its_job_starts_again(cluster: Cluster, tmp_
     steps = ("squeue", "--steps", "--noheader", "--jobs", job)
     wait_for(lambda: f"{job}.0" in cluster.run(*steps))
     cluster.tool("fail", "n3")
-    state, power = cluster.status()["n3"]
-    # Slurm has not been told; a star says that it misses answers.
-    assert (state.rstrip("*"), power) == ("allocated", "off")
+    state, power = cluster.status()["n3"]  # a star: Slurm misses an answer
+    assert (state.rstrip("*"), power) == ("allocated", "off")  # Slurm has not been told
     assert "has failed already" in cluster.tool("fail", "n3", code=2)
     wait_for(lambda: cluster.status()["n3"][0] == "down*")
     wait_for(lambda: cluster.sacct(job) == ["NODE_FAIL", "PENDING"])
