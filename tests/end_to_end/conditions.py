@@ -221,8 +221,10 @@ class Scene:
         try:
             if not self._submit():
                 self.seen.state = "refused"
-                jobs = call("squeue", "-ho%i %T", "--states=all", f"-n{self.name}-train")
-                self.seen.leaks = [f"job {j} is left" for j in jobs.splitlines() if "CANC" not in j]
+                # A refused job is FAILED and never had a node.
+                rows = call("squeue", "-ho%i %T %N", "--states=all", f"-n{self.name}-train")
+                left = re.findall(r"^(\d+) (?:(?!CANCELLED)\w+ \w.*|PENDING)", rows, re.MULTILINE)
+                self.seen.leaks = [f"job {job} is left" for job in left]
                 return self.seen
             if self.condition.fault:
                 self.bench.wait_for_step(self.name, FAULT_STEP, timeout_s=LIMIT_S)
@@ -336,7 +338,7 @@ def leaks(run: Path, job: str) -> list[str]:
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE))
     shown = dict(re.findall(r"(\w+)=(\S+)", call("scontrol", "show", "job", job)))
     expected = {"TimeLimit": options["time"].rjust(8, "0"), "StdOut": options["output"]}
-    expected |= {"Requeue": "1", "NumNodes": options["nodes"]}
+    expected |= {"Requeue": "1", "NumNodes": options["nodes"], "OverSubscribe": "NO"}
     pairs = ((key, shown.get(key, ""), value) for key, value in expected.items())
     differ = [f"job: {k} {s}, script {e}" for k, s, e in pairs if s.removesuffix(f"-{e}") != e]
     differ += ["job: an array"] if "ArrayTaskId" in shown else []
