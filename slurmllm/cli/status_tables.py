@@ -204,6 +204,9 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
         yield "skips", f"batches {skip.first}–{skip.last}: {skip.reason}"
     if details.unequal_versions:
         yield "warning", details.unequal_versions
+    if cores := details.core_files:
+        names, size = " ".join(sorted(cores)[:_SHOWN]), format_bytes(sum(cores.values()))
+        yield "warning", f"core files, {size}, in the run's directory: {names}"
 
 
 def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Options for which a user's SBATCH_ACCOUNT, … count; no other variable is an option.
+USER_DEFAULTS = ("account", "partition", "qos", "reservation")
 Options = dict[str, str | bool]  # option → value; True for one without a value
 
 _TASKS = "slurmllm starts one task a node, which starts the workers (cluster.devices_per_node)"
@@ -61,6 +64,16 @@ _FROM_FILE = frozenset(
         """,
     )
 )
+
+
+def user_defaults() -> dict[str, tuple[str, str]]:
+    """Return option → (variable, value), for options that nothing else sets."""
+    variables = {name: f"SBATCH_{name.upper()}" for name in USER_DEFAULTS}
+    return {
+        n: (variable, os.environ[variable])
+        for n, variable in variables.items()
+        if os.environ.get(variable)
+    }
 
 
 def may_be_in_file(name: str) -> bool:

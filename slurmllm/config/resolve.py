@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.data_sources import with_user_configuration
-from slurmllm.config.directives import may_be_in_file
+from slurmllm.config.directives import may_be_in_file, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
@@ -182,6 +182,10 @@ def resolve(
     unchanged = {path: origin for path, origin in origins.items() if origin == of_files.get(path)}
     faults += _untrusted_settings(tree, unchanged)
     _assign_options(tree, options or {}, origins, faults)
+    for name, (variable, value) in user_defaults().items():
+        profile_value = cluster_values.get(name) if name == "partition" else None
+        if not profile_value and origins.get(f"slurm.{name}") is None:
+            _assign(tree, f"slurm.{name}", value, variable, origins, faults)
     return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
 
 
