@@ -11,6 +11,7 @@ from rich.text import Text
 from slurmllm.display.tables import PROSE, Column, fitted
 from slurmllm.format import (
     format_age,
+    format_bytes,
     format_duration,
     format_hours,
     format_plural,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import secrets
 import shutil
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmllm.errors import SlurmError
@@ -368,7 +368,7 @@ class SlurmClient:
 def working_folder() -> str:
     """Return the working directory, or `/` if it was removed: sbatch and srun need one."""
     try:
-        return os.getcwd()
+        return str(Path.cwd())
     except FileNotFoundError:
         return "/"
 

@@ -1,8 +1,8 @@
 """The environment of Slurm's commands, without the options that a shell or another job has set.
 
-sbatch, srun and salloc read over a hundred variables as options, which override a script's own lines
+sbatch, srun and salloc read over a hundred variables as options, which override a script's lines
 ("INPUT ENVIRONMENT VARIABLES" of their manual pages). An allocation, a module or a batch job sets
-many of them, and sbatch hands all on to the job. So the commands get those on a list, and no other.
+many of them, and sbatch hands all on to the job. So a command gets those on a list, and no other.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ if [ "$(ulimit -S -s)" = unlimited ] || [ "$(ulimit -S -s)" -lt 8192 ]; then
 fi
 ulimit -S -c 0  # core files only if cluster.setup raises it: in the run's directory
 if [ "$(ulimit -H -t)" != unlimited ]; then
-  echo "error: $(uname -n) limits the CPU time of a process to $(ulimit -H -t) s (ulimit -t," \
+  echo "error: $(uname -n) limits the CPU time of a process to $(ulimit -H -t) s (ulimit -t," \\
     "RLIMIT_CPU), which ends a training; have it removed for this shell or for slurmd" >&2
   exit 2
 fi
