@@ -33,7 +33,7 @@ _REFUSED = {
     "dependency": "--dependency of `submit` and `resume` sets it for the first job",
     "kill-on-invalid-dep": "a train job ends with its precompile job",
     **dict.fromkeys(("export", "export-file", "get-user-env"), _VARIABLES),
-    "chdir": "all paths of a run are absolute",
+    "chdir": "jobs start in the run's directory",
     **dict.fromkeys(("jobid", "overlap", "exact", "cpu-bind", "kill-on-bad-exit"), _OF_SRUN),
 }
 # Short and long names: sbatch(1), srun(1).
