@@ -250,7 +250,7 @@ def slurm_options(
     from slurmllm.config.directives import parse_options, user_defaults
     from slurmllm.slurm.arrays import SlurmOptions
 
-    shell = {name: value for name, (_, value) in user_defaults().items()}
+    shell = user_defaults()
     if "reservation" in shell:
         directives = {"reservation": shell.pop("reservation"), **(directives or {})}
     values = {name: value for name, value in fields.items() if value is not None}
@@ -263,8 +263,10 @@ def slurm_options(
         profile = resolve("tiny_neox", cluster).cluster  # the recipe is not used
         if faults := setup_faults(profile.setup):
             raise ConfigError(f"cluster profile {profile.name}", faults)
-        defaults = {"partition": profile.partition, "setup": profile.setup}
-        defaults = {name: value for name, value in defaults.items() if value}
+        defaults = {
+            "partition": profile.partition or shell.get("partition"),
+            "setup": profile.setup,
+        }
         values = {**defaults, "python": profile.python, **values}
         if (container := profile.container) is not None:
             shown = (Path.cwd(), profile.node_local)

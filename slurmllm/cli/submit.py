@@ -176,8 +176,8 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
     for reason in prepared.refusals:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
     # Of the user's shell: nothing else of it is an option of a job.
-    origins = {path: source for path, _, source in config.rows() if source.startswith("SBATCH_")}
-    defaults = {source: path.rpartition(".")[2] for path, source in origins.items()}
+    sources = ((source, path.removeprefix("slurm.")) for path, _, source in config.rows())
+    defaults = {source: name for source, name in sources if source.startswith("SBATCH_")}
     if as_json:
         environment = [{"name": name, **value._asdict()} for name, value in variables.items()]
         summary = {

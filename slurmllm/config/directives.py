@@ -66,14 +66,10 @@ _FROM_FILE = frozenset(
 )
 
 
-def user_defaults() -> dict[str, tuple[str, str]]:
-    """Return option → (variable, value), for options that nothing else sets."""
-    variables = {name: f"SBATCH_{name.upper()}" for name in USER_DEFAULTS}
-    return {
-        n: (variable, os.environ[variable])
-        for n, variable in variables.items()
-        if os.environ.get(variable)
-    }
+def user_defaults() -> dict[str, str]:
+    """Return the user's SBATCH_ACCOUNT, … by option, for options that nothing else sets."""
+    values = {name: os.environ.get(f"SBATCH_{name.upper()}") for name in USER_DEFAULTS}
+    return {name: value for name, value in values.items() if value}
 
 
 def may_be_in_file(name: str) -> bool:

@@ -182,10 +182,11 @@ def resolve(
     unchanged = {path: origin for path, origin in origins.items() if origin == of_files.get(path)}
     faults += _untrusted_settings(tree, unchanged)
     _assign_options(tree, options or {}, origins, faults)
-    for name, (variable, value) in user_defaults().items():
-        profile_value = cluster_values.get(name) if name == "partition" else None
-        if not profile_value and origins.get(f"slurm.{name}") is None:
-            _assign(tree, f"slurm.{name}", value, variable, origins, faults)
+    for name, value in user_defaults().items():
+        if f"slurm.{name}" not in origins and not (
+            name == "partition" and cluster_values.get(name)
+        ):
+            _assign(tree, f"slurm.{name}", value, f"SBATCH_{name.upper()}", origins, faults)
     return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
 
 

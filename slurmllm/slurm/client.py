@@ -187,10 +187,8 @@ class SlurmClient:
         try:
             output = _run(command, input=text, env=environment)
         except UnansweredError as error:
-            job_name = name or next(
-                iter(re.findall(r"^#SBATCH --job-name=(\S+)", script, re.M)), ""
-            )
-            return self._adopt(job_name, token, error)
+            match = re.search(r"^#SBATCH --job-name=(\S+)", script, re.MULTILINE)
+            return self._adopt(name or (match[1] if match else "sbatch"), token, error)
         job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
         if not job_id.isdigit():
             raise SlurmError(f"sbatch printed {output!r} instead of a job id")
@@ -198,22 +196,14 @@ class SlurmClient:
 
     def _adopt(self, name: str, token: str, unanswered: UnansweredError) -> str:
         """Return the job of a submission without an answer: its script holds `token`."""
-        command = [
-            "squeue",
-            "--noheader",
-            "--me",
-            "--format=%i",
-            *([f"--name={name}"] if name else []),
-        ]
+        command = ["squeue", "--noheader", "--me", "--format=%i", f"--name={name}"]
         deadline = time.monotonic() + ADOPTION_S
         try:
-            while True:
+            while time.monotonic() < deadline:
                 for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
                     if token in _run(["scontrol", "write", "batch_script", job_id, "-"]):
                         log.warning("%s; job %s was submitted nevertheless", unanswered, job_id)
                         return job_id
-                if time.monotonic() > deadline:
-                    break
                 time.sleep(_RETRY_S)
         except SlurmError as error:
             raise UnansweredError(
@@ -365,14 +355,6 @@ class SlurmClient:
         ]
 
 
-def working_folder() -> str:
-    """Return the working directory, or `/` if it was removed: sbatch and srun need one."""
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        return "/"
-
-
 def _ignore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stays ignored across exec
 
@@ -395,7 +377,8 @@ def _run(
             "add --local to train on this machine"
         )
     options.setdefault("env", slurm_environment())
-    options.setdefault("cwd", working_folder())
+    if not Path("/proc/self/cwd").readlink().exists():  # removed: sbatch and srun need one
+        options.setdefault("cwd", "/")
     options["preexec_fn"] = _ignore_sigterm if through_sigterm else None
     options |= {"capture_output": True, "text": True, "errors": "replace"}
     try:

@@ -21,13 +21,7 @@ _SLURM = re.compile(
 _SITE = frozenset({"SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET"})
 # Inside a job. Memory, GPUs and the like come from slurmctld, which copies what the job has to a
 # step that asks for none (step_mgr.c, _copy_job_tres_to_step). All but the id are information.
-_OF_THE_JOB = _SITE | {
-    f"SLURM_{name}"
-    for name in (
-        *("JOB_ID", "JOB_PARTITION", "JOB_START_TIME", "JOB_END_TIME", "RESTART_COUNT"),
-        *("SUBMIT_DIR", "SUBMIT_HOST"),
-    )
-}
+_OF_THE_JOB = _SITE | {"SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_RESTART_COUNT"}
 PREDECESSOR = "SLURMLLM_PREDECESSOR"  # in a successor job: the job whose end it waited for
 
 
@@ -41,12 +35,8 @@ def slurm_environment(*, in_job: bool = False, salloc: bool = False) -> dict[str
     allowed = _OF_THE_JOB if in_job else _SITE
     if salloc:
         allowed |= {f"SALLOC_{name.upper()}" for name in USER_DEFAULTS}
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name in allowed or (name != PREDECESSOR and not _SLURM.match(name))
-    }
-    return variables | python_path()
+    refused = {n for n in os.environ if _SLURM.match(n) or n == PREDECESSOR} - allowed
+    return {n: value for n, value in os.environ.items() if n not in refused} | python_path()
 
 
 def python_path() -> dict[str, str]:
@@ -57,6 +47,5 @@ def python_path() -> dict[str, str]:
 
 def remove_slurm_variables() -> None:
     """Remove them from this process, for a package that calls Slurm's commands itself."""
-    allowed = slurm_environment()
-    for name in os.environ.keys() - allowed.keys():
+    for name in os.environ.keys() - slurm_environment().keys():
         del os.environ[name]

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurmllm.config.profiles import shipped_dir
 from slurmllm.errors import ConfigError
 
 SETUP = "SLURMLLM_SETUP"  # the lines
@@ -42,24 +43,9 @@ trap - EXIT
 _TASK = f'{_RUN}[ -z "${{{SETUP_ERROR}:-}}" ] || exit 2\nexec "$@"\n'
 
 
-LIMITS = """\
-# Slurm sets the soft limits of the submitting shell here, too: use the hard ones of this node.
-for limit in d e f i l m q r t u v x; do
-  ulimit -S "-$limit" "$(ulimit -H "-$limit")" 2>/dev/null
-done
-# Every worker holds sockets to its peers and memory-mapped files.
-ulimit -n 65535 2>/dev/null || ulimit -n "$(ulimit -Hn)"
-# With an unlimited stack, glibc gives each thread 2 MB: less than Linux's default of 8 MB.
-if [ "$(ulimit -S -s)" = unlimited ] || [ "$(ulimit -S -s)" -lt 8192 ]; then
-  ulimit -S -s 8192 2>/dev/null || ulimit -S -s "$(ulimit -H -s)"
-fi
-ulimit -S -c 0  # core files only if cluster.setup raises it: in the run's directory
-if [ "$(ulimit -H -t)" != unlimited ]; then
-  echo "error: $(uname -n) limits the CPU time of a process to $(ulimit -H -t) s (ulimit -t," \\
-    "RLIMIT_CPU), which ends a training; have it removed for this shell or for slurmd" >&2
-  exit 2
-fi
-"""
+def limits_script() -> list[str]:
+    """Return the part of a batch script that undoes the limits of the submitting shell."""
+    return (shipped_dir() / "sbatch" / "limits.sbatch").read_text("utf-8").splitlines()
 
 
 def setup_script(lines: Sequence[str], *, stop: bool) -> list[str]:

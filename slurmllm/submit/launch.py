@@ -269,15 +269,11 @@ class LocalJob:
 
     def _run_once(self) -> int:
         log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
+        environment = {**os.environ, **python_path()}
         variable = HELD_NODES if self.allocation else LOCAL_NODES
         self.process = subprocess.Popen(
             ["bash", "-c", self.script, str(self.run.script(self.stage))],
-            env={
-                **os.environ,
-                **python_path(),
-                variable: str(self.nodes),
-                LOCAL_RESTARTS: str(self.restarts),
-            },
+            env=environment | {variable: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)},
             cwd=self.run.path,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

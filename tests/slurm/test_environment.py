@@ -131,20 +131,24 @@ def test_an_sbatch_without_an_answer(
 
 
 def test_limits_of_the_submitting_shell_are_undone() -> None:
-    from slurmllm.slurm.setup import LIMITS
+    from slurmllm.slurm.setup import limits_script
+
+    limits_text = "\n".join(limits_script()) + "\n"
 
     shell = (
         "ulimit -S -t 60; ulimit -S -f 100; ulimit -S -u 900; ulimit -S -s 900; ulimit -S -c 9\n"
     )
     show = 'for l in t f u s c; do echo "$l $(ulimit -S -$l) $(ulimit -H -$l)"; done'
-    done = subprocess.run(["bash", "-c", f"{shell}{LIMITS}{show}"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{shell}{limits_text}{show}"], capture_output=True, text=True
+    )
     limits = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     for name in "tfu":
         assert len(set(limits[name].split())) == 1, limits
     assert limits["s"].startswith(("8192 ", "unlimited "))
     assert limits["c"].startswith("0 ")
     done = subprocess.run(
-        ["bash", "-c", f"ulimit -t 700\n{LIMITS}"], capture_output=True, text=True
+        ["bash", "-c", f"ulimit -t 700\n{limits_text}"], capture_output=True, text=True
     )
     assert done.returncode == 2
     assert "CPU time of a process to 700 s (ulimit -t, RLIMIT_CPU)" in done.stderr
