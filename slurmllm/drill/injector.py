@@ -23,7 +23,6 @@ from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.run.records import AttemptRecord, EndingClass, NodeRecord, Record
 from slurmllm.run.rundir import RunDir
-from slurmllm.slurm.environment import slurm_environment
 
 FaultKind = Literal["worker", "node", "first_node", "time_limit", "save", "hang"]
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
@@ -262,8 +261,7 @@ def _inject_now(run: RunDir, spec: FaultSpec, injection: Injection) -> list[int]
         # As Slurm does it (--signal=B:USR1@…): to the batch script, which is the supervisor.
         job = os.environ.get("SLURM_JOB_ID")
         command = ["scancel", "--signal=USR1", "--batch", job or ""]
-        environment = slurm_environment()
-        if job is None or subprocess.run(command, check=False, env=environment).returncode != 0:
+        if job is None or subprocess.run(command, check=False).returncode != 0:
             kill(pids, signal.SIGUSR1)
         return pids
     pids = node_pids(run, spec.node if spec.local else None)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from slurmllm.errors import SlurmError, StorageError
 from slurmllm.run.safe_files import check_private_folder
 from slurmllm.slurm.container import behind_prefix
-from slurmllm.slurm.environment import remove_slurm_variables, slurm_environment
+from slurmllm.slurm.environment import remove_slurm_variables
 from slurmllm.slurm.setup import limits_script, setup_script
 
 # Below Slurm's default MaxArraySize of 1001.
@@ -158,8 +158,7 @@ def finished_jobs(
         if running:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 command = ["scancel", array_of(jobs)]
-                environment = slurm_environment()
-                subprocess.run(command, timeout=60, capture_output=True, env=environment)
+                subprocess.run(command, timeout=60, capture_output=True)
 
 
 def array_of(jobs: Sequence[Any]) -> str:

@@ -50,9 +50,8 @@ LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
 BROADCAST_S = 600.0  # for sbcast to send a file to all nodes
-RECORDED_S = (
-    COMMAND_TIMEOUT_S + ADOPTION_S + 10.0
-)  # for sbatch to return, and its job to be recorded
+# For sbatch to return, or its job to be looked for, and the job to be recorded.
+RECORDED_S = COMMAND_TIMEOUT_S + ADOPTION_S + 10.0
 # On every node: the interpreter is shared. -P: the folder that a job starts in may be another
 # user's, and its modules would be imported.
 SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
