@@ -175,6 +175,9 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
     arguments = load_environment(config.backend).arguments(config, mesh)
     for reason in prepared.refusals:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
+    # Of the user's shell: nothing else of it is an option of a job.
+    sources = ((source, path.removeprefix("slurm.")) for path, _, source in config.rows())
+    defaults = {source: name for source, name in sources if source.startswith("SBATCH_")}
     if as_json:
         environment = [{"name": name, **value._asdict()} for name, value in variables.items()]
         summary = {
@@ -182,6 +185,7 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
             "config": config.values(),
             "mesh": mesh.to_json(),
             "scripts": prepared.scripts,
+            "defaults": defaults,
             "environment": environment,
             "backend_arguments": arguments,
             "planner": _planner_json(prepared),
@@ -195,6 +199,8 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
 
     if prepared.fit is not None and prepared.fit.chosen:
         click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
+    for variable, name in defaults.items():
+        click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     for stage, text in prepared.scripts.items():
         click.echo(f"# ── {run.script(stage)}")
         click.echo(text)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.data_sources import with_user_configuration
-from slurmllm.config.directives import may_be_in_file
+from slurmllm.config.directives import may_be_in_file, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
@@ -182,6 +182,11 @@ def resolve(
     unchanged = {path: origin for path, origin in origins.items() if origin == of_files.get(path)}
     faults += _untrusted_settings(tree, unchanged)
     _assign_options(tree, options or {}, origins, faults)
+    for name, value in user_defaults().items():
+        if f"slurm.{name}" not in origins and not (
+            name == "partition" and cluster_values.get(name)
+        ):
+            _assign(tree, f"slurm.{name}", value, f"SBATCH_{name.upper()}", origins, faults)
     return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
 
 

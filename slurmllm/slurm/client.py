@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -17,9 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmllm.errors import SlurmError
+from slurmllm.slurm.environment import PREDECESSOR, slurm_environment
 
 # Slurm's long state names (squeue(1), JOB STATE CODES).
 ACTIVE_STATES = frozenset(
@@ -28,6 +30,7 @@ ACTIVE_STATES = frozenset(
 )
 COMMAND_TIMEOUT_S = 60
 SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, quoted for a shell
+ADOPTION_S = 30.0  # for a job to appear whose sbatch gave no answer
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0
@@ -38,12 +41,14 @@ _UNREACHABLE = re.compile(
     r"|Transport endpoint is not connected|Communication connection failure|backup controller"
     r"|in standby mode|gave no answer|temporarily unable|Unexpected message received"
 )
-PREDECESSOR = "SLURMLLM_PREDECESSOR"  # in a successor job: the job whose end it waited for
-_OF_A_JOB = ("SLURM_RESTART_COUNT", PREDECESSOR)  # not for other jobs
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 # All commands that slurmllm calls; srun and sbcast are called inside the jobs.
 COMMANDS = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun", "sbcast")
+
+
+class UnansweredError(SlurmError):
+    """A command gave no answer in time, so what it has done is unknown."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,7 @@ class SlurmClient:
 
         Raises:
             SlurmError: sbatch is missing or refused; the message contains its output.
+            UnansweredError: sbatch gave no answer, nor does slurmctld, which may have the job.
         """
         depends = [f"afterok:{after_ok}"] if after_ok else []
         depends += [f"afterany:{after}"] if after else []
@@ -174,13 +180,37 @@ class SlurmClient:
         options += [f"--exclude={exclude}"] if exclude else []
         options += [] if requeue else ["--no-requeue"]
         # sbatch hands its environment to the job.
-        environment = {k: v for k, v in os.environ.items() if k not in _OF_A_JOB}
-        environment |= {PREDECESSOR: after} if after else {}
-        output = _run(["sbatch", "--parsable", *options], input=script, env=environment)
+        environment = slurm_environment() | ({PREDECESSOR: after} if after else {})
+        # Not in the job's comment, which sites give a meaning of their own.
+        token = f"# submission {secrets.token_hex(8)}"
+        text, command = f"{script.rstrip()}\n{token}\n", ["sbatch", "--parsable", *options]
+        try:
+            output = _run(command, input=text, env=environment)
+        except UnansweredError as error:
+            match = re.search(r"^#SBATCH --job-name=(\S+)", script, re.MULTILINE)
+            return self._adopt(name or (match[1] if match else "sbatch"), token, error)
         job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
         if not job_id.isdigit():
             raise SlurmError(f"sbatch printed {output!r} instead of a job id")
         return job_id
+
+    def _adopt(self, name: str, token: str, unanswered: UnansweredError) -> str:
+        """Return the job of a submission without an answer: its script holds `token`."""
+        command = ["squeue", "--noheader", "--me", "--format=%i", f"--name={name}"]
+        deadline = time.monotonic() + ADOPTION_S
+        try:
+            while time.monotonic() < deadline:
+                for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
+                    if token in _run(["scontrol", "write", "batch_script", job_id, "-"]):
+                        log.warning("%s; job %s was submitted nevertheless", unanswered, job_id)
+                        return job_id
+                time.sleep(_RETRY_S)
+        except SlurmError as error:
+            raise UnansweredError(
+                f"{unanswered}; it may have submitted a job: `squeue --me --name={name}` shows it, "
+                "and `scancel` ends it"
+            ) from error
+        raise SlurmError(f"{unanswered}; no job of the submission appeared in {ADOPTION_S:g} s")
 
     def check_srun(self, options: Sequence[str]) -> None:
         """Raise SlurmError with srun's message if it does not take these options."""
@@ -346,6 +376,9 @@ def _run(
             f"{command[0]} is not on the PATH; run slurmllm on a node of the Slurm cluster, or "
             "add --local to train on this machine"
         )
+    options.setdefault("env", slurm_environment())
+    if not Path("/proc/self/cwd").readlink().exists():  # removed: sbatch and srun need one
+        options.setdefault("cwd", "/")
     options["preexec_fn"] = _ignore_sigterm if through_sigterm else None
     options |= {"capture_output": True, "text": True, "errors": "replace"}
     try:
@@ -353,7 +386,7 @@ def _run(
     except OSError as error:
         raise SlurmError(f"{command[0]} cannot be started: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(
+        raise UnansweredError(
             f"{command[0]} gave no answer for {timeout_s:g} s; is slurmctld up? try `scontrol ping`"
         ) from error
     if done.returncode != 0:

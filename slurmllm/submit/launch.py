@@ -28,7 +28,8 @@ from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError
 from slurmllm.run.records import JobsRecord, Submission
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.safe_files import open_append
-from slurmllm.slurm.client import ACTIVE_STATES, SlurmClient
+from slurmllm.slurm.client import ACTIVE_STATES, SlurmClient, UnansweredError
+from slurmllm.slurm.environment import python_path
 from slurmllm.submit.prepare import PreparedRun
 from slurmllm.submit.render import precompile_nodes
 from slurmllm.submit.run_folder import remove_unsubmitted
@@ -129,7 +130,7 @@ def submit_jobs(
     except SlurmError as error:
         if sent.precompile_job is not None and sent.graphs_of is None:
             _cancel_precompile(run, sent.precompile_job, earlier, client, error)
-        if prepared.is_new:
+        if prepared.is_new and not isinstance(error.__cause__, UnansweredError):
             remove_unsubmitted(run)
         raise
     return sent
@@ -268,10 +269,12 @@ class LocalJob:
 
     def _run_once(self) -> int:
         log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
+        environment = {**os.environ, **python_path()}
         variable = HELD_NODES if self.allocation else LOCAL_NODES
         self.process = subprocess.Popen(
             ["bash", "-c", self.script, str(self.run.script(self.stage))],
-            env={**os.environ, variable: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)},
+            env=environment | {variable: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)},
+            cwd=self.run.path,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

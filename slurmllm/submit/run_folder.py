@@ -78,7 +78,6 @@ def limit_umask(cluster: Cluster) -> None:
     limit = 0o002 if trusted is not None and readers in (None, trusted) else 0o022
     limit |= 0o005 if readers is not None else 0
     os.umask(os.umask(limit) | limit)
-    os.environ.pop("SLURM_UMASK", None)  # of a job that this command runs in
 
 
 def require_own(run: RunDir, group: str | None) -> None:

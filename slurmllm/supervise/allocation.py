@@ -34,8 +34,15 @@ from slurmllm.control.rendezvous import (
 from slurmllm.errors import SlurmError, UserError
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir, Stage
-from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SRUN_OPTIONS, SlurmClient, retry_unreachable
+from slurmllm.slurm.client import (
+    ADOPTION_S,
+    COMMAND_TIMEOUT_S,
+    SRUN_OPTIONS,
+    SlurmClient,
+    retry_unreachable,
+)
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, in_container
+from slurmllm.slurm.environment import slurm_environment
 from slurmllm.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup
 
 _STEP = "slurmllm-launch"  # name of the launchers' step
@@ -43,7 +50,8 @@ LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
 BROADCAST_S = 600.0  # for sbcast to send a file to all nodes
-RECORDED_S = COMMAND_TIMEOUT_S + 10.0  # for sbatch to return, and its job to be recorded
+# For sbatch to return, or its job to be looked for, and the job to be recorded.
+RECORDED_S = COMMAND_TIMEOUT_S + ADOPTION_S + 10.0
 # On every node: the interpreter is shared. -P: the folder that a job starts in may be another
 # user's, and its modules would be imported.
 SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
@@ -174,7 +182,7 @@ class SlurmAllocation(Allocation):
         errors = None if output is None else subprocess.STDOUT
         try:
             # srun hands its environment to the nodes.
-            environment = {**os.environ, **new_secret()}
+            environment = {**slurm_environment(in_job=True), **new_secret()}
             return subprocess.Popen(srun, env=environment, stdout=output, stderr=errors)
         except OSError as error:
             raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
@@ -188,8 +196,9 @@ class SlurmAllocation(Allocation):
         command = ["sbcast", str(source), str(target)]
         try:
             with tempfile.TemporaryFile() as errors:
+                environment = slurm_environment(in_job=True)
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
+                    command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=environment
                 )
                 while process.poll() is None and not fault:
                     if stop():
@@ -447,8 +456,7 @@ def allocate_nodes(
     salloc = ["salloc", f"--job-name={job_name}", "--ntasks-per-node=1"]
     salloc += [f"--{name}={value}" for name, value in salloc_options.items() if value]
     salloc += [*(["--exclusive"] if config.cluster.exclusive else []), *config.cluster.directives]
-    # salloc would take the variables of a surrounding job for its own options.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_JOB")}
+    environment = slurm_environment(salloc=True)
     # Slurm's accounting stores the command line, for everybody; these verbs need no secrets.
     command = [part for part in command if not is_secret_option(part)]
     return os.execvpe("salloc", [*salloc, *SLURMLLM, *command], environment)  # noqa: S606 (no shell)
