@@ -20,6 +20,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from slurmllm.errors import SlurmError
+from slurmllm.slurm.error_texts import fault_of
 
 # Slurm's long state names (squeue(1), JOB STATE CODES).
 ACTIVE_STATES = frozenset(
@@ -31,13 +32,6 @@ SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, quoted 
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0
-# Error messages while slurmctld is down, starting or failing over (slurm_errno.c).
-_UNREACHABLE = re.compile(
-    r"Unable to contact slurm controller|controller not responding|Unable to connect"
-    r"|Connection refused|Connection timed out|Socket timed out|Zero Bytes were transmitted"
-    r"|Transport endpoint is not connected|Communication connection failure|backup controller"
-    r"|in standby mode|gave no answer|temporarily unable|Unexpected message received"
-)
 PREDECESSOR = "SLURMLLM_PREDECESSOR"  # in a successor job: the job whose end it waited for
 _OF_A_JOB = ("SLURM_RESTART_COUNT", PREDECESSOR)  # not for other jobs
 T = TypeVar("T")
@@ -133,7 +127,7 @@ def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> 
         try:
             return call()
         except SlurmError as error:
-            if not _UNREACHABLE.search(str(error)) or time.monotonic() > deadline:
+            if fault_of(str(error)) != "controller" or time.monotonic() > deadline:
                 raise
             log.warning("slurmctld is unreachable; retrying: %s", error)
             time.sleep(_RETRY_S)
@@ -275,8 +269,9 @@ class SlurmClient:
         step = ["--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--quiet", "true"]
         try:
             _run(["srun", f"--jobid={job_id}", f"--nodelist={node}", *step], timeout_s=RESPONSE_S)
-        except SlurmError:
-            return False
+        except SlurmError as error:
+            # A refused step does not show that the node does not respond.
+            return fault_of(str(error)) in ("request", "user", "job")
         return True
 
     def drain(self, node: str, reason: str) -> None:

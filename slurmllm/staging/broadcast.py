@@ -56,8 +56,10 @@ def broadcast_environment(
         marker = planned.parent / FOLDER / manifest.fingerprint / MARKER
         # On a node where the private folder has another name, the environment is not found.
         processes = nodes.ask(["/bin/sh", "-c", _ASK, "sh", str(marker)])
-        answers = read_lines(processes, ASK_S, stop)
-        present = sum(text.strip() == _PRESENT for _, text in answers)
+        answers = [text.strip() for _, text in read_lines(processes, ASK_S, stop)]
+        present = answers.count(_PRESENT)
+        for text in {*answers} - {_PRESENT, ""}:
+            log.warning("environment: %s", text)  # srun's
     except SlurmllmError as error:
         if not stop():
             log.warning("environment: %s", error)
