@@ -192,13 +192,16 @@ def collect(
         return None
     seconds = time.monotonic() - started
     failure = launch_failure(processes, seconds, lines, names)
-    silence = f" within {limit_s:g} s" if seconds >= limit_s or failure is None else ""
+    late = seconds >= limit_s
+    silence = f" within {limit_s:g} s" if late else f" in {seconds:.1f} s"
+    if failure and not late:
+        silence = f": {failure.text}"
     silent = all(report.clock_ahead_s is None for report in reports.values())
     # At the time limit srun is ended from here: its exit code shows nothing.
-    if failure and silent and (not silence or failure.fault not in ("unknown", "result")):
+    if failure and silent and (not late or failure.fault not in ("unknown", "result")):
         raise LaunchError(failure)
     for report in reports.values():
-        report.silence = report.silence or silence or f": {failure.text}"
+        report.silence = report.silence or silence
     return reports
 
 

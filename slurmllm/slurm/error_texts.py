@@ -9,8 +9,9 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,9 +46,14 @@ def table() -> tuple[Row, ...]:
     return tuple(Row(**{**row, "pattern": re.compile(row["pattern"])}) for row in rows)
 
 
+def row_of(message: str) -> Row | None:
+    """Return the first row that matches a message; None if none does."""
+    return next((row for row in table() if row.pattern.search(message)), None)
+
+
 def fault_of(message: str) -> Fault:
-    """Return whose fault a message is by the first row that matches; `unknown` if none does."""
-    return next((row.fault for row in table() if row.pattern.search(message)), "unknown")
+    row = row_of(message)
+    return "unknown" if row is None else row.fault
 
 
 def launch_failure(
@@ -58,28 +64,25 @@ def launch_failure(
 ) -> LaunchFailure | None:
     """Return how the first of a step's processes failed, after `seconds`; None if none did.
 
-    `lines` are the output of the step. The message that explains most counts, the last one of
-    equals: a refusal before what became of the tasks, a node's own before any other.
+    `lines` are the output of the step. The message that explains most counts: by its row in the
+    table, then one that names a node, an error before a notice, the last one.
     """
     failed = next((process for process in processes if process.returncode), None)
     if failed is None:
         return None
     arguments = list(map(str, failed.args)) if isinstance(failed.args, list | tuple) else []
-    ranked: list[tuple[int, bool, int, str, Row | None]] = []
-    unmatched = next(i for i, row in enumerate(table()) if row.fault == "result")
-    for index, line in enumerate(lines):
+    numbers = {name: number for number, name in enumerate(nodes)}
+    messages = []
+    for order, line in enumerate(lines):
         text = line.strip()[:_LINE_CHARS]
-        if not _FROM_SLURM.match(text):
-            continue
-        place = next((i for i, row in enumerate(table()) if row.pattern.search(text)), None)
-        if place is not None:
-            row, named = table()[place], set(_nodes_in(text, nodes))
-            ranked.append((place + (place >= unmatched), not named, -index, text, row))
-        elif _ERROR.match(text):
-            ranked.append((unmatched, True, -index, text, None))
-    *_, message, best = min(ranked, default=("", None))
+        row = row_of(text) if _FROM_SLURM.match(text) else None
+        if row is not None:
+            names = tuple(_nodes_in(text, nodes, numbers))
+            place = row.fault == "result", table().index(row), not names, not _ERROR.match(text)
+            messages.append(((*place, -order), text, row, names))
+    _, message, best, _ = min(messages, default=((), "", None, ()))
     fault: Fault = "unknown" if best is None else best.fault
-    same = [text for *_, text, row in ranked if row is not None and row.fault == fault]
+    named = [names for *_, row, names in messages if row.fault == fault]
     return LaunchFailure(
         command=shlex.join(a if len(a) <= _ARGUMENT_CHARS else f"{a[:60]}…" for a in arguments),
         exit_code=failed.returncode,
@@ -87,17 +90,16 @@ def launch_failure(
         message=message,
         fault=fault,
         options=tuple(_options_in(message, () if best is None else best.options, arguments)),
-        nodes=tuple(dict.fromkeys(name for text in same for name in _nodes_in(text, nodes))),
+        nodes=tuple(dict.fromkeys(name for names in named for name in names)),
     )
 
 
-def _nodes_in(text: str, nodes: Sequence[str]) -> Iterator[str]:
+def _nodes_in(text: str, nodes: Sequence[str], numbers: Mapping[str, int]) -> Iterator[str]:
     """Yield those of some nodes that a message names, by their names or by their numbers."""
     for word in re.findall(r"[\w.-]+", text.removeprefix("slurmstepd-")):
         short = word.strip(".-")
-        yield from (name for name in (short, short.partition(".")[0]) if name in nodes)
-    for numbers in _NUMBERED.findall(text):
-        number = int("".join(numbers))
+        yield from (name for name in {short, short.partition(".")[0]} if name in numbers)
+    for number in map(int, filter(None, chain(*_NUMBERED.findall(text)))):
         yield from nodes[number : number + 1]
 
 
@@ -109,7 +111,9 @@ def _options_in(
     names = dict.fromkeys(
         [*(option or variable.lower().replace("_", "-") for option, variable in words), *concerned]
     )
-    is_set = [a for a in arguments if a.startswith("--") and a[2:].partition("=")[0] in names]
+    # Of an option that is there twice srun takes the last; the user's are after slurmllm's.
+    last = {a.partition("=")[0].removeprefix("--"): a for a in arguments if a.startswith("--")}
+    is_set = [argument for name, argument in reversed(last.items()) if name in names]
     variables = [f"SLURM_{name}" for _, name in words if name]
     is_set += [f"{name}={os.environ[name]}" for name in variables if name in os.environ]
     yield from is_set or (f"--{name}" for name in names)

@@ -168,8 +168,8 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
     lines = [failure.text]
     if failure.fault == "request" and failure.options:
         lines.append(
-            f"correct {' '.join(failure.options)} (slurm.directives of the recipe, "
-            "cluster.directives of the profile), then `slurmllm resume`"
+            f"it concerns {', '.join(failure.options)}; correct slurm.directives of the recipe or "
+            "cluster.directives of the profile, then `slurmllm resume`"
         )
     named = failure.nodes if failure.fault in ("node", "network") else ()
     blamed = named if len(named) <= max(len(nodes) // 2, 1) else ()

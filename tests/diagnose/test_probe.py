@@ -73,7 +73,7 @@ def test_a_step_that_did_not_start_fails_by_the_node_that_srun_names() -> None:
         ("print('srun: Job 5 step creation temporarily disabled'); {wait}", "disabled", ""),
         ("exit(1)", "without a report", ""),
         ("{wait}", "", "no response within 3 s"),
-        ("print('{n1}'); exit(1)", "", "ended without a report (python3: exit code 1 after "),
+        ("print('{n1}'); exit(1)", "", ": exit code 1 after "),
     ],
 )
 def test_a_time_is_claimed_only_if_it_has_passed(script: str, raised: str, message: str) -> None:

@@ -101,7 +101,8 @@ def test_a_refusal_says_which_option_or_variable(monkeypatch: pytest.MonkeyPatch
     memory = (
         "srun: error: Unable to create step for job 5: Memory required by task is not available"
     )
-    assert failed(memory, command=["--mem=900G", "x" * 300]).options == ("--mem=900G",)
+    command = ["--mem=1G", "--mem=900G", "--exclusive", "x" * 300]
+    assert failed(memory, command=command).options == ("--mem=900G",)
     assert failed(memory).options == ("--mem", "--mem-per-cpu", "--mem-per-gpu")
     assert len(failed(memory, command=["x" * 300]).command) < 200  # profiles are long
 
