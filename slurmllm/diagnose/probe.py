@@ -192,27 +192,24 @@ def collect(
         return None
     seconds = time.monotonic() - started
     failure = launch_failure(processes, seconds, lines, names)
-    late = seconds >= limit_s
-    silence = f" within {limit_s:g} s" if late else f" in {seconds:.1f} s"
-    if failure and not late:
-        silence = f": {failure.text}"
+    late = seconds >= limit_s  # srun is ended from here: its exit code shows nothing
     silent = all(report.clock_ahead_s is None for report in reports.values())
-    # At the time limit srun is ended from here: its exit code shows nothing.
     if failure and silent and (not late or failure.fault not in ("unknown", "result")):
         raise LaunchError(failure)
+    ended = f": {failure.text}" if failure else f" in {seconds:.1f} s"
     for report in reports.values():
-        report.silence = report.silence or silence
+        report.silence = report.silence or (f" within {limit_s:g} s" if late else ended)
     return reports
 
 
 def unstarted(names: Sequence[str], failure: LaunchFailure) -> dict[str, NodeHealth]:
     """Return the findings if the checks did not start because of some nodes: others may be fit."""
-    found = {}
-    for name in names:
-        status = fail if name in failure.nodes else warn
-        finding = status("answer", "none", "", f"no response: {failure.text}")
-        found[name] = NodeHealth(node=name, findings=(finding,))
-    return found
+    statuses = {name: fail if name in failure.nodes else warn for name in names}
+    message = f"no response: {failure.text}"
+    return {
+        name: NodeHealth(node=name, findings=(status("answer", "none", "", message),))
+        for name, status in statuses.items()
+    }
 
 
 def read_lines(

@@ -52,21 +52,11 @@ TimePart = Literal[
     "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, spare nodes
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
-# Whose fault a launch that failed is, by Slurm's message (slurm/error_texts.yaml).
-Fault = Literal[
-    "request",  # options or variables that contradict each other, or that no node can satisfy
-    "user",  # the program, a folder or a file
-    "memory",  # of the host
-    "storage",  # the file system of a log
-    "node",  # the node that the message names
-    "network",  # to the node that the message names
-    "controller",  # slurmctld, or the way to it
-    "site",  # Slurm's installation: munge, plugins, configuration
-    "job",  # the job has ended, or cannot start a step now
-    "limit",  # Slurm ended the step: time limit, preemption
-    "result",  # none: only how tasks ended
-    "unknown",
-]
+# Whose fault a launch that failed is, by Slurm's message: slurm/error_texts.yaml explains them.
+Fault = (
+    Literal["request", "user", "memory", "storage", "node", "network"]
+    | Literal["controller", "site", "job", "limit", "result", "unknown"]
+)
 # What a worker is doing: `stepping` from the second step of an attempt on.
 Phase = Literal[
     "starting", "resuming", "first_step", "stepping", "evaluating", "saving", "stopping"
@@ -251,17 +241,16 @@ class LaunchFailure(Record):
     command: str
     exit_code: int  # negative: ended by that signal
     seconds: Seconds  # from its start to its end
-    message: str = ""  # Slurm's line that explains most; empty if it printed none
-    fault: Fault = "unknown"
+    message: str  # Slurm's line that explains most; empty if it printed none
+    fault: Fault
     options: tuple[str, ...] = ()  # that the message is about, such as `--mem=900G`
     nodes: tuple[NodeName, ...] = ()  # that messages of this fault name
 
     @property
     def text(self) -> str:
-        program, code = Path(self.command.partition(" ")[0]).name, self.exit_code
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         message = self.message or "the launchers ended without a report"
-        return f"{message} ({program}: {how} after {self.seconds:.1f} s)"
+        how = f"{Path(self.command.partition(' ')[0]).name}: exit code {self.exit_code}"
+        return f"{message} ({how} after {self.seconds:.1f} s)"
 
 
 class AttemptRecord(Record):

@@ -13,25 +13,17 @@ from typing import NamedTuple
 
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
 from slurmllm.run.error_patterns import ENDINGS, cause_line, matches, meaning_of
-from slurmllm.run.records import (
-    EndingClass,
-    FailureRecord,
-    Fault,
-    HangRecord,
-    LaunchFailure,
-    NodeRecord,
-)
+from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, LaunchFailure, NodeRecord
 
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 # Exit codes (errors.py) of workers that could not write a failure record, most specific first.
 _EXITS: Mapping[int, EndingClass] = {4: "storage_failure", 2: "bad_configuration", 71: "divergence"}
 # The class of a launch that failed, by whose fault it is; a node_failure for all others.
-LAUNCH_ENDINGS: Mapping[Fault, EndingClass] = {
-    **dict.fromkeys(("request", "user"), "bad_configuration"),
-    **{"memory": "out_of_memory", "storage": "storage_failure", "limit": "advance_signal"},
+LAUNCH_ENDINGS: Mapping[str, EndingClass] = {
+    **{"request": "bad_configuration", "user": "bad_configuration", "storage": "storage_failure"},
+    **{"memory": "out_of_memory", "limit": "advance_signal"},
 }
-_FAULTS_LATER = ("node", "network", "controller", "site", "job", "memory", "limit")
 
 
 @dataclass(frozen=True)
@@ -165,25 +157,21 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
 
     Only a node that a message about nodes names is blamed, unless it names most of them.
     """
-    lines = [failure.text]
-    if failure.fault == "request" and failure.options:
-        lines.append(
-            f"it concerns {', '.join(failure.options)}; correct slurm.directives of the recipe or "
-            "cluster.directives of the profile, then `slurmllm resume`"
-        )
+    fix = (
+        f"it concerns {', '.join(failure.options)}; correct slurm.directives of the recipe or "
+        "cluster.directives of the profile, then `slurmllm resume`"
+    )
+    lines = (failure.text, *([fix] if failure.fault == "request" and failure.options else []))
     named = failure.nodes if failure.fault in ("node", "network") else ()
     blamed = named if len(named) <= max(len(nodes) // 2, 1) else ()
     ending = LAUNCH_ENDINGS.get(failure.fault, "node_failure")
-    return Ending(ending, tuple(lines), blamed, started, failure)
+    return Ending(ending, lines, blamed, started, failure)
 
 
 def _down(evidence: Evidence) -> Ending | None:
     down = tuple(name for name in evidence.unreported if name in evidence.down_nodes)
-    if not down:
-        return None
-    by_srun = () if evidence.launch is None else (evidence.launch.text,)
-    text = f"Slurm: {', '.join(down)} down"
-    return Ending("node_failure", (text, *by_srun), down, launch=evidence.launch)
+    lines = [f"Slurm: {', '.join(down)} down", *([evidence.launch.text] if evidence.launch else [])]
+    return Ending("node_failure", tuple(lines), down, launch=evidence.launch) if down else None
 
 
 def reported_all(node: NodeRecord | None) -> bool:
@@ -365,8 +353,9 @@ def _unreported(evidence: Evidence) -> Ending | None:
         return Ending("advance_signal", (text,))
     lines, launch = list[str](), evidence.launch
     if launch is not None:
-        # Of a step that has begun, other texts do not explain the end.
-        explained = launch.fault in _FAULTS_LATER and {*launch.nodes} <= {*names}
+        # The request, the program or a log cannot end a step that has begun.
+        other = launch.fault in ("unknown", "result", "request", "user", "storage")
+        explained = not other and {*launch.nodes} <= {*names}
         if explained or not evidence.begun:
             return launch_ending(launch, evidence.expected_nodes, bool(evidence.nodes))
         lines = [launch.text] if launch.message else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -67,11 +68,11 @@ def test_an_impossible_request_accuses_no_node(
         "--set=slurm.directives.srun.gres=gpu:9",
         "--set=slurm.drain=true",
         f"--set=cluster.health.enabled={checked}".lower(),
-        "--precompile=never",
     )
     wait(bench, name, "stopped")
-    assert bench.endings(name) == [("bad_configuration", "stop")]
-    attempt = bench.attempt(name, 0)
+    record = bench.runs / name / "graphs" / "attempts" / "000" / "attempt.json"
+    attempt = json.loads(record.read_text())
+    assert (attempt["class"], attempt["action"]) == ("bad_configuration", "stop")
     failure = attempt["launch_failure"]
     assert failure["message"] == "srun: error: Invalid generic resource (gres) specification"
     assert (failure["fault"], failure["options"]) == ("request", ["--gres=gpu:9"])
@@ -83,4 +84,4 @@ def test_an_impossible_request_accuses_no_node(
     assert attempt["blamed_nodes"] == []
     assert not (bench.runs / name / "excluded.json").exists()
     assert not any("drain" in state for state in SlurmClient().node_states().values())
-    assert failure["message"] in bench.call("status", name).replace("\n", " ")
+    assert failure["message"] in bench.status(name)["reason"]
