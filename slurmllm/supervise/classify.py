@@ -79,7 +79,7 @@ class Ending:
     evidence: tuple[str, ...]
     blamed_nodes: tuple[str, ...] = ()
     started: bool = True
-    launch: LaunchFailure | None = None  # if nothing but srun's end explains it
+    launch: LaunchFailure | None = None  # how srun failed, if no launcher had begun
 
 
 class FailedWorker(NamedTuple):
@@ -148,12 +148,12 @@ def _refused(evidence: Evidence) -> Ending | None:
     """Slurm refused the launchers, or could not start them, by no fault of a node."""
     if evidence.launch is None or evidence.begun or evidence.stop_signal is not None:
         return None
-    ending = launch_ending(evidence.launch, evidence.expected_nodes, bool(evidence.nodes))
+    ending = launch_ending(evidence.launch, evidence.expected_nodes)
     return None if ending.ending == "node_failure" else ending
 
 
 def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = False) -> Ending:
-    """Return the ending of an attempt whose launchers or checks did not start on its `nodes`.
+    """Return the ending of an attempt on `nodes` by Slurm's message; `started`: workers had begun.
 
     Only a node that a message about nodes names is blamed, unless it names most of them.
     """
@@ -165,13 +165,14 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
     named = failure.nodes if failure.fault in ("node", "network") else ()
     blamed = named if len(named) <= max(len(nodes) // 2, 1) else ()
     ending = LAUNCH_ENDINGS.get(failure.fault, "node_failure")
-    return Ending(ending, lines, blamed, started, failure)
+    return Ending(ending, lines, blamed, started, None if started else failure)
 
 
 def _down(evidence: Evidence) -> Ending | None:
     down = tuple(name for name in evidence.unreported if name in evidence.down_nodes)
     lines = [f"Slurm: {', '.join(down)} down", *([evidence.launch.text] if evidence.launch else [])]
-    return Ending("node_failure", tuple(lines), down, launch=evidence.launch) if down else None
+    launch = None if evidence.begun else evidence.launch
+    return Ending("node_failure", tuple(lines), down, launch=launch) if down else None
 
 
 def reported_all(node: NodeRecord | None) -> bool:
@@ -357,7 +358,7 @@ def _unreported(evidence: Evidence) -> Ending | None:
         other = launch.fault in ("unknown", "result", "request", "user", "storage")
         explained = not other and {*launch.nodes} <= {*names}
         if explained or not evidence.begun:
-            return launch_ending(launch, evidence.expected_nodes, bool(evidence.nodes))
+            return launch_ending(launch, evidence.expected_nodes, evidence.begun)
         lines = [launch.text] if launch.message else []
         if launch.fault == "result":  # a node on which a task ended has responded
             names = [name for name in names if name not in launch.nodes]

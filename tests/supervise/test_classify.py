@@ -344,6 +344,9 @@ def test_a_launch_that_fails_by_itself(
     verdict = classify(seen(records, **more))
     assert (verdict.ending, verdict.blamed_nodes) == (ending, blamed)
     assert evidence in " ".join(verdict.evidence)
+    # Recorded as a launch that failed only if no workers had begun.
+    explained = not records and "stop_signal" not in more and "unwritable" not in more
+    assert (verdict.launch is not None) == explained
 
 
 def test_a_taken_port_is_no_node_s_fault() -> None:
