@@ -52,6 +52,11 @@ TimePart = Literal[
     "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, spare nodes
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
+# Whose fault a launch that failed is, by Slurm's message: slurm/error_texts.yaml explains them.
+Fault = (
+    Literal["request", "user", "memory", "storage", "node", "network"]
+    | Literal["controller", "site", "job", "limit", "result", "unknown"]
+)
 # What a worker is doing: `stepping` from the second step of an attempt on.
 Phase = Literal[
     "starting", "resuming", "first_step", "stepping", "evaluating", "saving", "stopping"
@@ -230,6 +235,24 @@ class LockRecord(Record):
     since: float  # Unix time, s
 
 
+class LaunchFailure(Record):
+    """A command on the nodes that failed before they reported, as srun explains it."""
+
+    command: str
+    exit_code: int  # negative: ended by that signal
+    seconds: Seconds  # from its start to its end
+    message: str  # Slurm's line that explains most; empty if it printed none
+    fault: Fault
+    options: tuple[str, ...] = ()  # that the message is about, such as `--mem=900G`
+    nodes: tuple[NodeName, ...] = ()  # that messages of this fault name
+
+    @property
+    def text(self) -> str:
+        message = self.message or "the launchers ended without a report"
+        how = f"{Path(self.command.partition(' ')[0]).name}: exit code {self.exit_code}"
+        return f"{message} ({how} after {self.seconds:.1f} s)"
+
+
 class AttemptRecord(Record):
     """`attempts/NNN/attempt.json`: the nodes of an attempt, how it ended and why."""
 
@@ -252,6 +275,7 @@ class AttemptRecord(Record):
     action: Action | None = None
     evidence: tuple[str, ...] = ()
     blamed_nodes: tuple[NodeName, ...] = ()
+    launch_failure: LaunchFailure | None = None  # if the launchers or the checks did not start
     first_step: int | None = None  # first step that this attempt made
     last_step: int | None = None
     checkpoint_before: int | None = None  # newest step at the start

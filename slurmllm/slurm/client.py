@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from slurmllm.errors import SlurmError
 from slurmllm.slurm.environment import PREDECESSOR, slurm_environment
+from slurmllm.slurm.error_texts import fault_of
 
 # Slurm's long state names (squeue(1), JOB STATE CODES).
 ACTIVE_STATES = frozenset(
@@ -34,13 +35,6 @@ ADOPTION_S = 30.0  # for a job to appear whose sbatch gave no answer
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0
-# Error messages while slurmctld is down, starting or failing over (slurm_errno.c).
-_UNREACHABLE = re.compile(
-    r"Unable to contact slurm controller|controller not responding|Unable to connect"
-    r"|Connection refused|Connection timed out|Socket timed out|Zero Bytes were transmitted"
-    r"|Transport endpoint is not connected|Communication connection failure|backup controller"
-    r"|in standby mode|gave no answer|temporarily unable|Unexpected message received"
-)
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 # All commands that slurmllm calls; srun and sbcast are called inside the jobs.
@@ -138,7 +132,7 @@ def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> 
         try:
             return call()
         except SlurmError as error:
-            if not _UNREACHABLE.search(str(error)) or time.monotonic() > deadline:
+            if fault_of(str(error)) != "controller" or time.monotonic() > deadline:
                 raise
             log.warning("slurmctld is unreachable; retrying: %s", error)
             time.sleep(_RETRY_S)

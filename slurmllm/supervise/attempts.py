@@ -235,6 +235,7 @@ def close_attempt(
             "ending": ending.ending,
             "evidence": ending.evidence,
             "blamed_nodes": ending.blamed_nodes,
+            "launch_failure": ending.launch,
             "first_step": times.first_step,
             "last_step": times.last_step,
             "checkpoint_after": max(run.checkpoint_steps(), default=record.checkpoint_before),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from slurmllm.errors import SlurmError, StorageError
@@ -14,6 +15,7 @@ from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, read_all
 from slurmllm.run.safe_files import open_regular
+from slurmllm.slurm.error_texts import launch_failure
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations
@@ -35,6 +37,7 @@ def gather_evidence(
     allocation: Allocation,
     observed: Observations,
     stop_signal: str | None,
+    launchers: Sequence[subprocess.Popen[bytes]] = (),
 ) -> Evidence:
     """Collect what an ending is classified by; StorageError if a record cannot be read."""
     uncompiled: tuple[str, ...] = ()
@@ -85,6 +88,10 @@ def gather_evidence(
         log_tails=dict(zip(ranks, tails, strict=True)),
         superseded_by=observed.superseded_by,
         unwritable=unwritable,
+        # srun's own lines are in the stage's log, which rank 0 shares.
+        launch=launch_failure(
+            launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
+        ),
     )
 
 

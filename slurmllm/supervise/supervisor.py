@@ -44,6 +44,7 @@ from slurmllm.run.records import AttemptRecord, JobsRecord
 from slurmllm.run.rundir import RunDir, Stage, SweepDir
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.slurm.container import check_container
+from slurmllm.slurm.error_texts import fault_of
 from slurmllm.slurm.setup import check_setup_ran
 from slurmllm.staging.broadcast import broadcast_environment
 from slurmllm.supervise import attempts
@@ -62,7 +63,7 @@ from slurmllm.supervise.attempts import (
     other_supervisor,
     still_runs,
 )
-from slurmllm.supervise.classify import Ending, classify
+from slurmllm.supervise.classify import LAUNCH_ENDINGS, Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, failing
 from slurmllm.supervise.next_job import NextJob, requeue_unrecorded
@@ -180,7 +181,7 @@ class Supervisor:
             phases["workers"] = time.monotonic() - started
             stop_signal = None if observed.failed_first else self.stop.name
             ending = classify(
-                gather_evidence(self.run, record, self.allocation, observed, stop_signal)
+                gather_evidence(self.run, record, self.allocation, observed, stop_signal, launchers)
             )
         return self._close(record, ending, phases, observed), None
 
@@ -449,6 +450,8 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
         return Ending("compile_failure", tuple(line.strip() for line in str(error).splitlines()))
     if error.blame == "user":
         return Ending("bad_configuration", (str(error),))
+    if isinstance(error, SlurmError):  # no command of Slurm speaks for one node
+        return Ending(LAUNCH_ENDINGS.get(fault_of(str(error)), "node_failure"), (str(error),))
     if isinstance(error, StorageError):
         return Ending("storage_failure", (str(error),))
     if error.blame == "infrastructure":
