@@ -38,6 +38,8 @@ _UNREACHABLE = re.compile(
     r"|Transport endpoint is not connected|Communication connection failure|backup controller"
     r"|in standby mode|gave no answer|temporarily unable|Unexpected message received"
 )
+# Refusals of a job for the nodes that it may use (slurm_errno.c).
+_NO_NODES = re.compile(r"(?i)node|partition|reservation|configuration|processors")
 PREDECESSOR = "SLURMLLM_PREDECESSOR"  # in a successor job: the job whose end it waited for
 _OF_A_JOB = ("SLURM_RESTART_COUNT", PREDECESSOR)  # not for other jobs
 T = TypeVar("T")
@@ -54,6 +56,7 @@ class QueuedJob:
     state: str
     reason: str
     nodes: str
+    excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
 
     @property
     def active(self) -> bool:
@@ -182,6 +185,23 @@ class SlurmClient:
             raise SlurmError(f"sbatch printed {output!r} instead of a job id")
         return job_id
 
+    def can_start(self, script: str, exclude: Sequence[str]) -> bool:
+        """Whether a job could start, now or later, without some nodes (sbatch --test-only).
+
+        Slurm itself counts the nodes that the job may use: partitions, features, reservation,
+        GRES, states. True too if it refuses the test for another reason than its nodes, such as a
+        limit on submitted jobs.
+        """
+        options = [f"--exclude={','.join(exclude)}"] if exclude else []
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_A_JOB}
+        try:
+            _run(["sbatch", "--test-only", *options], input=script, env=environment)
+        except SlurmError as error:
+            if _UNREACHABLE.search(str(error)):
+                raise
+            return not _NO_NODES.search(str(error))
+        return True
+
     def check_srun(self, options: Sequence[str]) -> None:
         """Raise SlurmError with srun's message if it does not take these options."""
         if options:
@@ -191,15 +211,15 @@ class SlurmClient:
         """Return those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
-        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N"]
+        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x"]
         try:
             output = _run([*command, f"--jobs={','.join(job_ids)}"])
         except SlurmError as error:
             if "Invalid job id" in str(error):  # a single id that slurmctld has purged already
                 return {}
             raise
-        rows = (line.split("|") for line in output.splitlines() if line.count("|") == 3)
-        return {job: QueuedJob(job, state, reason, nodes) for job, state, reason, nodes in rows}
+        rows = (line.split("|") for line in output.splitlines() if line.count("|") == 4)
+        return {row[0]: QueuedJob(*row) for row in rows}
 
     def successors(self, job_id: str, name: str) -> list[str]:
         """Return the pending jobs of a name that wait for the end of a job."""
