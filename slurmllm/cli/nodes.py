@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
-from slurmllm.cli.options import print_table
+from slurmllm.display.tables import print_table
 from slurmllm.errors import UserError
 
 if TYPE_CHECKING:
