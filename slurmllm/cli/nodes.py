@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmllm.cli import options
-from slurmllm.display.tables import print_table
 from slurmllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
 
     A node of a pending job's list is shown too, if its time is over: Slurm keeps the list.
     """
+    from slurmllm.display.tables import print_table
     from slurmllm.format import format_time
     from slurmllm.run.records import JobsRecord
     from slurmllm.run.rundir import find_run
@@ -52,7 +52,7 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
     jobs_of = {run.name: last.own_jobs for run in runs if (last := JobsRecord.of(run).last)}
     # One query for the jobs of all runs.
     lists = excluded_by_jobs(client, [job for jobs in jobs_of.values() for job in jobs])
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run_dir in runs:
         recorded = {node.node: node.model_dump() for node in excluded(run_dir)}
         jobs = {job: lists[job] for job in jobs_of.get(run_dir.name, ()) if job in lists}
@@ -68,18 +68,14 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
         click.echo("no node is excluded")
         return
 
-    def cells(row: dict[str, object]) -> tuple[str, ...]:
-        since, until = (
-            "" if row[key] is None else format_time(float(str(row[key])))
-            for key in ("since", "until")
-        )
+    cells = []
+    for row in rows:
+        times = [format_time(row[key]) if row[key] else "" for key in ("since", "until")]
         reason = row["reason"] or "slurm.exclude, or its time is over"
-        jobs = " ".join(row["jobs"]) if isinstance(row["jobs"], list) else ""
-        texts = (row["run"], row["node"], row["evidence"] or "", since, until, jobs, reason)
-        return tuple(map(str, texts))
-
+        job_ids = " ".join(row["jobs"])
+        cells.append((row["run"], row["node"], row["evidence"] or "", *times, job_ids, reason))
     headings = ("run", "node", "evidence", "since", "until", "pending jobs", "reason")
-    print_table(headings, map(cells, rows), fold="reason")
+    print_table(headings, cells, fold="reason")
     click.echo("`slurmllm nodes RUN --include NODE` uses a node again", err=True)
 
 

@@ -61,12 +61,8 @@ def failing(
         return {}
     fields = {"blamed_nodes": ending.blamed_nodes, "evidence": ending.evidence}
     closed = record.model_copy(update={**fields, "ending": ending.ending})
-    earlier = [
-        attempt
-        for stage in STAGES
-        for attempt in load_attempts(run, stage)
-        if (attempt.stage, attempt.attempt) != (closed.stage, closed.attempt)
-    ]
+    attempts = (attempt for stage in STAGES for attempt in load_attempts(run, stage))
+    earlier = [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)]
     return failing_nodes(closed, earlier, _proven(run, closed, allocation))
 
 
@@ -131,9 +127,7 @@ def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[Exclud
 
 def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
     """Drain nodes whose hardware is broken; a refusal by Slurm is only logged."""
-    for node in nodes:
-        if node.evidence != "hardware":
-            continue
+    for node in (node for node in nodes if node.evidence == "hardware"):
         try:
             client.drain(node.node, f"slurmllm: {node.reason}"[:200])
             log.info("%s is drained: %s", node.node, node.reason)
