@@ -45,7 +45,8 @@ def close(
     own: Supervisor, number: int, *blamed: str, text: str = "{} failed its checks"
 ) -> AttemptRecord:
     """An attempt that ended because of some nodes, whose launchers never reported."""
-    cluster = own.allocation.client
+    cluster = getattr(own.allocation, "client", None)
+    assert isinstance(cluster, FakeSlurm)
     if "SIGKILL" not in text:
         cluster.states.update(dict.fromkeys(blamed, "down*"))
     evidence = tuple(text.format(node) for node in blamed) or ("rank 1 was ended by SIGKILL",)
