@@ -53,6 +53,7 @@ class FakeSlurm(SlurmClient):
         may_drain: Whether this user may drain nodes.
         may_requeue: Whether this user may requeue jobs.
         reasons: Drained node → reason.
+        features: Node → its one feature.
     """
 
     def __init__(self, nodes: Sequence[str] = ("n1", "n2", "n3", "n4")) -> None:
@@ -69,6 +70,7 @@ class FakeSlurm(SlurmClient):
         self.cpus, self.gres, self.partition = 4, "", "main"
         self.may_drain, self.reasons = False, dict[str, str]()
         self.may_requeue = True
+        self.features: dict[str, str] = {}
         self._ids = itertools.count(1)
 
     def submit(
@@ -87,6 +89,18 @@ class FakeSlurm(SlurmClient):
         job.after, job.name, job.may_requeue = after, name, requeue
         self.jobs[job_id].excluded = tuple(exclude.split(",")) if exclude else ()
         return job_id
+
+    def can_start(self, script: str, exclude: Sequence[str]) -> bool:
+        count = _Job("", script, None).wanted_nodes
+        found = re.search(r"^#SBATCH --constraint=(\w+)$", script, re.MULTILINE)
+        names = [name for nodes in exclude for name in self.hostnames(nodes)]
+        usable = (
+            name
+            for name, state in self.states.items()
+            if state in ("idle", "allocated") and name not in names
+            if not found or found[1] in self.features.get(name, "")
+        )
+        return len(list(usable)) >= count
 
     def check_srun(self, options: Sequence[str]) -> None:
         if self.refuse_srun is not None:
@@ -136,6 +150,7 @@ class FakeSlurm(SlurmClient):
                 job.state,
                 "Dependency" if job.state == "PENDING" and job.after_ok else "None",
                 ",".join(job.nodes),
+                ",".join(job.excluded),
             )
             for job in found
         }

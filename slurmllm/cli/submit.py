@@ -10,6 +10,7 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.cli import sweep as sweeps
+from slurmllm.cli.nodes import include_nodes, include_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -297,6 +298,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
 @click.option(
     "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."
 )
+@include_option
 @options.run_options("as before")
 @click.pass_context
 def resume(
@@ -306,6 +308,7 @@ def resume(
     cluster: str | None,
     overrides: tuple[str, ...],
     from_scratch: bool,
+    included: tuple[str, ...],
     shared: RunOptions,
 ) -> None:
     """Continue RUN after it was cancelled or stopped.
@@ -320,6 +323,7 @@ def resume(
     from slurmllm.config.load import load
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import is_active
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.supervise.run_lock import locked
@@ -327,6 +331,13 @@ def resume(
     run_dir, client, settings = find_run(run, shared.runs_dir), SlurmClient(), shared.settings
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
+    if included:
+        include_nodes(run_dir, client, included)
+        if is_active(run_dir, client):  # its pending job needs no other one
+            if shared.as_json:
+                fields = {"run": run_dir.name, "run_dir": str(run_dir.path)}
+                options.echo_json({**fields, "included": included}, indent=None)
+            return
     with locked(run_dir, "resume"):
         last, config = require_ended(run_dir, client), load(run_dir.config, trusted=True)
         most, allocation = None if nodes is None else nodes[1], None

@@ -412,17 +412,24 @@ class NodeHealth(Record):
         return tuple(finding for finding in self.findings if finding.status in statuses)
 
 
+# Of a node's fault: its hardware's own text; Slurm's state of it; a failed check; no answer to
+# srun; the second failure in a row there, while other nodes worked.
+NodeEvidence = Literal["hardware", "slurm", "check", "no_answer", "repeated"]
+
+
 class ExcludedNode(Record):
     """An excluded node."""
 
     node: NodeName
     reason: str
+    evidence: NodeEvidence | None = None  # None: recorded by an earlier version
+    exclusions: int = 1  # of this node by the run, this one included
     since: float  # Unix time, s
     until: float  # Unix time, s
 
 
 class ExcludedNodes(Record):
-    """`excluded.json`: the nodes that failed a run; those whose time is over count no more."""
+    """`excluded.json`: the nodes that failed a run, with those whose time is over."""
 
     nodes: tuple[ExcludedNode, ...] = ()
 

@@ -35,6 +35,8 @@ ADOPTION_S = 30.0  # for a job to appear whose sbatch gave no answer
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0
+# Refusals of a job for the nodes that it may use (slurm_errno.c).
+_NO_NODES = re.compile(r"(?i)node|partition|reservation|configuration|processors")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 # All commands that slurmllm calls; srun and sbcast are called inside the jobs.
@@ -53,6 +55,7 @@ class QueuedJob:
     state: str
     reason: str
     nodes: str
+    excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
 
     @property
     def active(self) -> bool:
@@ -206,6 +209,22 @@ class SlurmClient:
             ) from error
         raise SlurmError(f"{unanswered}; no job of the submission appeared in {ADOPTION_S:g} s")
 
+    def can_start(self, script: str, exclude: Sequence[str]) -> bool:
+        """Whether a job could start, now or later, without some nodes (sbatch --test-only).
+
+        Slurm itself counts the nodes that the job may use: partitions, features, reservation,
+        GRES, states. True too if it refuses the test for another reason than its nodes, such as a
+        limit on submitted jobs.
+        """
+        options = [f"--exclude={','.join(exclude)}"] if exclude else []
+        try:
+            _run(["sbatch", "--test-only", *options], input=script, env=slurm_environment())
+        except SlurmError as error:
+            if fault_of(str(error)) == "controller":
+                raise
+            return not _NO_NODES.search(str(error))
+        return True
+
     def check_srun(self, options: Sequence[str]) -> None:
         """Raise SlurmError with srun's message if it does not take these options."""
         if options:
@@ -215,15 +234,15 @@ class SlurmClient:
         """Return those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
-        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N"]
+        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x"]
         try:
             output = _run([*command, f"--jobs={','.join(job_ids)}"])
         except SlurmError as error:
             if "Invalid job id" in str(error):  # a single id that slurmctld has purged already
                 return {}
             raise
-        rows = (line.split("|") for line in output.splitlines() if line.count("|") == 3)
-        return {job: QueuedJob(job, state, reason, nodes) for job, state, reason, nodes in rows}
+        rows = (line.split("|") for line in output.splitlines() if line.count("|") == 4)
+        return {row[0]: QueuedJob(*row) for row in rows}
 
     def successors(self, job_id: str, name: str) -> list[str]:
         """Return the pending jobs of a name that wait for the end of a job."""

@@ -20,7 +20,7 @@ from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.records import AttemptRecord, JobsRecord
 from slurmllm.run.rundir import RunDir, run_folders
 from slurmllm.run.safe_files import os_error_text
-from slurmllm.slurm.client import SlurmClient, explain_drain
+from slurmllm.slurm.client import QueuedJob, SlurmClient, explain_drain
 from slurmllm.status.details import Details, read_details
 from slurmllm.status.run_state import (
     JobState,
@@ -127,7 +127,10 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         queue = query_queue([records.sent], client)
         state = _build_state(records, read_job_states(records.sent, queue, client))
         if state.state in ("queued", "requeued"):
-            state = replace(state, reason="; ".join([state.reason, *_drained(client)]).strip("; "))
+            jobs = records.sent.own_jobs if records.sent is not None else ()
+            lists = _excluding(run, [queue.jobs[job] for job in jobs if job in queue.jobs], client)
+            texts = [state.reason, *_drained(client), *lists]
+            state = replace(state, reason="; ".join(texts).strip("; "))
         training = state.state == "training"
         return replace(state, details=read_details(run, state.attempts, training, config))
     except OSError as error:
@@ -175,6 +178,17 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
     if sent.local:
         return is_process_alive(sent)
     return any(job.active for job in client.queue(sent.own_jobs).values())
+
+
+def _excluding(run: RunDir, jobs: Sequence[QueuedJob], client: SlurmClient) -> list[str]:
+    """Return how to end the exclusions for which pending jobs may find no nodes."""
+    waits = ("BadConstraints", "ReqNodeNotAvail", "Resources")
+    lists = {job.excluded for job in jobs if job.excluded and job.reason.startswith(waits)}
+    names = {name for nodes in lists for name in client.hostnames(nodes)}
+    names -= {*client.hostnames(load(run.config).recipe.slurm.exclude or "")} if names else set()
+    options = "".join(f" --include {name}" for name in sorted(names))
+    text = f"excluded: {' '.join(sorted(names))}; `slurmllm resume {run.name}{options}` uses them"
+    return [text] if names else []
 
 
 def _drained(client: SlurmClient) -> list[str]:

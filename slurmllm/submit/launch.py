@@ -138,9 +138,11 @@ def submit_jobs(
 
 def _sbatch(prepared: PreparedRun, stage: Stage, sent: Submission, client: SlurmClient) -> str:
     """Submit the script of a stage after the jobs of the stages before; returns the job id."""
+    exclude = prepared.config.recipe.slurm.exclude if prepared.excluded else None
     try:
         return client.submit(
             prepared.scripts[stage],
+            exclude=",".join([*([exclude] if exclude else []), *prepared.excluded]),
             after_ok=sent.precompile_job,
             requeue=sent.restart == "requeue",
             name=sent.lane if stage == "train" else None,

@@ -71,7 +71,6 @@ class RunRequest:
     check_weights: bool = True  # whether to check `train.init_from`
     find_graphs: bool = True  # whether to look for a run that has compiled its graphs
     is_chosen: bool = False  # whether `prepare` has resolved `parallel.auto`
-    exclude: Sequence[str] = ()  # nodes to exclude, in addition to `slurm.exclude`
     # Fetches the recipe's published data, if they are missing; None: their absence is an error.
     fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
@@ -85,7 +84,8 @@ class PreparedRun:
     mesh: Mesh
     run: RunDir
     scripts: dict[Stage, str]  # text of each stage's batch script
-    excluded: Sequence[str] = ()  # nodes, in addition to `slurm.exclude`
+    # Nodes, in addition to `slurm.exclude`; not in the scripts: they are excluded for a time only.
+    excluded: Sequence[str] = ()
     fit: FitCheck | None = None  # the planner's prediction; None if there is none
     refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
     missing_data: Sequence[str] = ()  # after a dry run: which data are missing
@@ -138,7 +138,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         config = config.with_settings("train", init_from=str(source))
     config, missing = _resolve_data(request, config)
     if request.dry_run:
-        prepared = render_run(config, request.nodes, run, request.exclude)
+        prepared = render_run(config, request.nodes, run)
         return replace(prepared, fit=fit, refusals=refusals, missing_data=missing)
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
@@ -149,7 +149,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         # bring the micro batch that its run measured.
         graphs_from = _find_graphs(request, config, run) if request.find_graphs else None
         prepared = replace(
-            render_run(config, request.nodes, run, request.exclude),
+            render_run(config, request.nodes, run),
             fit=fit,
             graphs_from=graphs_from,
             is_new=request.run is None,
@@ -192,7 +192,7 @@ def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
     nodes = _most_nodes(config, nodes)
     try:
         # A value that Slurm would misread is refused before data are fetched.
-        mesh = render_run(config, nodes, run, request.exclude).mesh
+        mesh = render_run(config, nodes, run).mesh
     except MeshError as error:
         if not request.check_layout or config.cluster.hardware is None:
             raise
@@ -356,26 +356,16 @@ def _container_faults(config: RunConfig, local: bool) -> list[str]:
     return faults
 
 
-def render_run(
-    config: RunConfig, nodes: int, run: RunDir, exclude: Sequence[str] = ()
-) -> PreparedRun:
+def render_run(config: RunConfig, nodes: int, run: RunDir) -> PreparedRun:
     """Compute mesh and scripts, with `parallel.auto` resolved; writes nothing.
-
-    Args:
-        exclude: Nodes to exclude, in addition to `slurm.exclude`. The configuration does not keep
-            them: they are excluded for a time only.
 
     Raises:
         ConfigError: the mesh does not fit the nodes, or a value cannot be put into a script.
     """
     mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
-    slurm = config.recipe.slurm
-    excluded = [*([slurm.exclude] if slurm.exclude else []), *exclude]
-    slurm = slurm.model_copy(update={"exclude": ",".join(excluded) or None})
-    excluding = replace(config, recipe=config.recipe.model_copy(update={"slurm": slurm}))
     python = config.cluster.python or sys.executable
-    scripts = {stage: render(stage, excluding, run, nodes, python) for stage in STAGES}
-    return PreparedRun(config, mesh, run, scripts, exclude)
+    scripts = {stage: render(stage, config, run, nodes, python) for stage in STAGES}
+    return PreparedRun(config, mesh, run, scripts)
 
 
 def _damaged_files(run: RunDir) -> tuple[str, ...]:

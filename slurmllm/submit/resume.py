@@ -75,11 +75,12 @@ def prepare_resume(
             config=config,
             check_layout=not has_fitted or _layout(config) != _layout(before),
             check_weights=recipe.train.init_from != earlier.train.init_from,
-            exclude=to_avoid(client, run, config, request.nodes) if client is not None else (),
         )
     )
-    changed = changed_settings(before, prepared.config)
-    return replace(prepared, from_scratch=changes.from_scratch, changes=changed)
+    changed, avoid = changed_settings(before, prepared.config), list[str]()
+    if client is not None:
+        avoid = to_avoid(client, run, prepared.scripts["train"], recipe.slurm.exclude)
+    return replace(prepared, excluded=avoid, from_scratch=changes.from_scratch, changes=changed)
 
 
 def changed_config(config: RunConfig, changes: Changes) -> RunConfig:

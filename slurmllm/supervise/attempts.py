@@ -39,7 +39,7 @@ from slurmllm.run.records import (
 from slurmllm.run.rundir import RunDir, Stage, read_all
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
-from slurmllm.supervise.classify import Ending, device_fault, reported_all
+from slurmllm.supervise.classify import Ending, reported_all
 from slurmllm.supervise.policy import decide
 from slurmllm.supervise.watchdog import HEARTBEAT_S
 
@@ -408,17 +408,6 @@ def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecor
     folder = run.attempt(record.stage, record.attempt).failure(0).parent
     paths = sorted(folder.glob("rank_*.json")) if folder.is_dir() else []
     return read_all(FailureRecord.load, paths)
-
-
-def lost_nodes(run: RunDir, record: AttemptRecord) -> list[str]:
-    """Return the blamed nodes of an attempt that did not report, or whose device broke."""
-    reported = node_records(run, record)
-    broken = {f.node for f in failure_records(run, record) if device_fault(f)}
-    return [
-        name
-        for name in record.blamed_nodes
-        if name in broken or not reported_all(reported.get(name))
-    ]
 
 
 def unequal_versions(by_node: Mapping[str, Mapping[str, str]]) -> str:

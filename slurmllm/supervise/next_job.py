@@ -7,7 +7,6 @@ job that Slurm cannot start again is replaced by a new one.
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -40,14 +39,7 @@ class NextJob:
         self, run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
     ) -> None:
         self.run, self.stage, self.config, self.allocation = run, stage, config, allocation
-
-    @property
-    def _fewest_nodes(self) -> int:
-        """The fewest nodes, spare ones included, that the job starts with."""
-        slurm = self.config.recipe.slurm
-        if slurm.min_nodes is None:
-            return self.allocation.size
-        return slurm.min_nodes + slurm.spare_nodes
+        self._excluded = config.recipe.slurm.exclude
 
     def cancel(self) -> None:
         """Cancel the successor of this job, if it has one."""
@@ -59,9 +51,9 @@ class NextJob:
         if not isinstance(self.allocation, SlurmAllocation) or not self.chained:
             return
         try:
-            avoid = to_avoid(self.allocation.client, self.run, self.config, self._fewest_nodes)
-            exclude = self._with_recipes(avoid)
-            ensure_successor(self.run, self.allocation, self._script("train"), exclude)
+            client, script = self.allocation.client, self._script("train")
+            exclude = self._with_recipes(to_avoid(client, self.run, script, self._excluded))
+            ensure_successor(self.run, self.allocation, script, exclude)
         except SlurmllmError as error:
             log.warning("no successor job yet, tried again at the end: %s", error)
 
@@ -71,8 +63,7 @@ class NextJob:
 
     def _with_recipes(self, avoid: Sequence[str]) -> list[str]:
         """Add the recipe's exclusion to some nodes; if empty, the script's list applies."""
-        exclude = self.config.recipe.slurm.exclude
-        return [*([exclude] if exclude and avoid else []), *avoid]
+        return [*([self._excluded] if self._excluded and avoid else []), *avoid]
 
     def replace(self, avoid: Sequence[str] = (), lost: bool = True) -> None:
         """Submit this job once more, as another job, and with it what depends on it.
@@ -119,31 +110,31 @@ class NextJob:
     def _script(self, stage: Stage) -> str:
         return script_of(self.run, stage, self.config.cluster.trusted_group)
 
-    def return_to_queue(self, allocation: SlurmAllocation, closed: AttemptRecord) -> AttemptRecord:
+    def return_to_queue(
+        self, allocation: SlurmAllocation, closed: AttemptRecord, lost: Sequence[str] = ()
+    ) -> AttemptRecord:
         """Requeue the job, or leave the run to its successor; returns the record.
 
-        If that is refused, the action changes: from requeue to chain (slurm.restart: auto), from
-        chain to stop.
+        `lost` are the attempt's nodes that cannot be used. If that is refused, the action changes:
+        from requeue to chain (slurm.restart: auto), from chain to stop.
         """
         client, slurm = allocation.client, self.config.recipe.slurm
-        partition = os.environ.get("SLURM_JOB_PARTITION")
         try:
             # A second requeue would end the incarnation that runs now.
             if was_restarted(allocation):
                 log_attempt(closed, "Slurm has started the job again: not requeued")
                 return closed
-            lost = attempts.lost_nodes(self.run, closed)
-            before = [node.node for node in excluded(self.run)]
+            before = [node.node for node in reversed(excluded(self.run))]
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
             job = allocation.job_id
-            avoid = nodes_to_avoid(client, self._fewest_nodes, lost, before, partition, job)
+            script = self._script(self.stage) if lost or before else ""
+            avoid = nodes_to_avoid(client, script, lost, before, self._excluded, job)
             if closed.action == "chain":
                 return self._chain(allocation, closed, self._with_recipes(avoid))
             if self.stage == "precompile" and avoid:
                 # The train job depends on this one; it may not start on the same nodes either.
                 last = JobsRecord.load(self.run.jobs).submissions[-1]
-                nodes = (slurm.min_nodes or last.nodes) + slurm.spare_nodes
-                train_avoid = nodes_to_avoid(client, nodes, [], before, partition)
+                train_avoid = to_avoid(client, self.run, self._script("train"), self._excluded)
                 if last.train_job is not None and train_avoid:
                     client.exclude(last.train_job, self._with_recipes(train_avoid))
             listed = self.run.excluded.is_file()

@@ -68,6 +68,7 @@ from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, failing
 from slurmllm.supervise.next_job import NextJob, requeue_unrecorded
 from slurmllm.supervise.notify import Notifier
+from slurmllm.supervise.policy import NodeFault
 from slurmllm.supervise.preflight import preflight
 from slurmllm.supervise.successor import register_train_job, restart_of
 from slurmllm.supervise.tracking import Tracking
@@ -96,6 +97,7 @@ class Supervisor:
         if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
             allocation.nodes = allocation.nodes[: self._used_nodes(len(allocation.nodes))]
         self.next_job = NextJob(run, stage, self.config, allocation)
+        self._failing: dict[str, NodeFault] = {}  # nodes to exclude after the last attempt
         self._failed_nodes: set[str] = set()  # of this job
         self._next_nodes: tuple[str, ...] = ()
         self._restarted = False  # whether an earlier attempt ran in this start of the job
@@ -195,15 +197,13 @@ class Supervisor:
             spares = [name for name in self._next_nodes if name not in closed.nodes]
             log_attempt(closed, f"{' '.join(spares)} in place of {' '.join(left_out)}")
 
-    def _nodes_for_restart(self, record: AttemptRecord, ending: Ending) -> tuple[str, ...]:
+    def _nodes_for_restart(self, record: AttemptRecord) -> tuple[str, ...]:
         """Return the nodes for new workers in this job; empty if too few, or time is over."""
         if not isinstance(self.allocation, SlurmAllocation) or self.stage != "train":
             return ()
         if self.stop.name is not None or not self.config.recipe.slurm.restart_in_allocation:
             return ()
-        fields = {"blamed_nodes": ending.blamed_nodes, "evidence": ending.evidence}
-        blamed = record.model_copy(update={**fields, "ending": ending.ending})
-        self._failed_nodes |= failing(self.run, blamed, self.config).keys()
+        self._failed_nodes |= self._failing.keys()
         chosen = self.allocation.choose(self._failed_nodes, len(record.nodes))
         try:
             if chosen:
@@ -232,7 +232,8 @@ class Supervisor:
         # The queue time of a requeued attempt follows from the records.
         first = record.restart_count == 0 and not self._restarted
         row = incarnation(record, self._accounting(record.job_id)) if first else None
-        self._next_nodes = self._nodes_for_restart(record, ending)
+        self._failing = failing(self.run, record, ending, self.allocation)
+        self._next_nodes = self._nodes_for_restart(record)
         closed = attempts.close_attempt(
             self.run,
             record,
@@ -243,7 +244,7 @@ class Supervisor:
             restart_mode=restart_of(self.run, self.allocation),
             in_allocation=bool(self._next_nodes),
         )
-        self._exclude_failed(closed)
+        self._exclude_failed()
         if ending.ending == "stale_graphs":
             try:
                 reject_graphs(self.run, f"{self.stage} attempt {closed.attempt} failed with it")
@@ -392,7 +393,8 @@ class Supervisor:
             log_attempt(closed, f"superseded by attempt {newer}: not requeued")
             return EXIT_NEGATIVE
         if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
-            closed = self.next_job.return_to_queue(self.allocation, closed)
+            lost = [name for name, fault in self._failing.items() if fault.evidence != "repeated"]
+            closed = self.next_job.return_to_queue(self.allocation, closed, lost)
             return EXIT_REQUEUE if closed.action in RETURNS else self._exit_code(closed)
         # A requeued job waits in Slurm's queue, a local run here.
         if closed.backoff_s:
@@ -407,10 +409,10 @@ class Supervisor:
             return EXIT_OK
         return EXIT_FAILED.get(str(closed.ending), 70)
 
-    def _exclude_failed(self, closed: AttemptRecord) -> None:
-        """Record the nodes that the attempt lost, and drain them if the recipe has slurm.drain."""
+    def _exclude_failed(self) -> None:
+        """Record the failing nodes; with slurm.drain, drain those with broken hardware."""
         try:
-            new = exclude_failed(self.run, closed, self.config)
+            new = exclude_failed(self.run, self._failing)
         except StorageError as error:
             log.warning("%s", error)  # the requeued job's own list still excludes them
             return
@@ -439,7 +441,8 @@ class Supervisor:
             )
             log_attempt(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
             self.notifier.closed(closed)
-            self._exclude_failed(closed)
+            self._failing = failing(self.run, record, ending, self.allocation)
+            self._exclude_failed()
         if closed is None or self.stage == "precompile" or closed.action != "stop":
             return None
         return closed if closed.attempt >= attempts.first_attempt(self.run) else None
