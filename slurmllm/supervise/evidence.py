@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,7 +12,7 @@ from slurmllm.log import message_of
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, read_all
-from slurmllm.run.safe_files import open_regular
+from slurmllm.run.safe_files import open_regular, write_error
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations
@@ -62,12 +61,7 @@ def gather_evidence(
         hang, lines = _with_stacks(run, record, hang, nodes)
     unwritable = observed.unwritable
     if unwritable is None:
-        folder = run.attempt(record.stage, record.attempt).path
-        try:
-            with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
-                probe.write(b"written")
-        except OSError as error:
-            unwritable = f"cannot write {folder}: {error.strerror or error}"
+        unwritable = write_error(run.attempt(record.stage, record.attempt).path)
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
     return Evidence(
