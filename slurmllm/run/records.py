@@ -211,7 +211,7 @@ class SweepRecord(Record):
     recipe: str
     created_at: float  # Unix time, s
     max_running: int | None = None  # how many of its runs train at a time; None: no limit
-    # Of a local sweep, whose runs wait for each other: process, its `process_identity`, machine.
+    # The process that submits it or, if local, runs it; its `process_identity`; its machine.
     pid: ProcessId | None = None
     process: str | None = None
     host: str | None = None
