@@ -217,10 +217,9 @@ class SlurmClient:
     def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
         """Return this user's jobs of some names that write their output into one of some files."""
         command = ["squeue", "--noheader", "--me", f"--name={','.join(names)}"]
-        rows = (
-            line.split() for line in _run([*command, "--Format=JobID:30,STDOUT:4096"]).splitlines()
-        )
-        return [row[0] for row in rows if len(row) == 2 and Path(row[1]) in paths]
+        lines = _run([*command, "--Format=JobID:30,STDOUT:4096"]).splitlines()
+        rows = (line.split(None, 1) for line in lines)
+        return [row[0] for row in rows if len(row) == 2 and Path(row[1].strip()) in paths]
 
     def successors(self, job_id: str, name: str) -> list[str]:
         """Return the pending jobs of a name that wait for the end of a job."""

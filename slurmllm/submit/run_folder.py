@@ -51,7 +51,7 @@ _BEFORE_JOBS = re.compile(
 
 
 def _is_left_behind(run: RunDir) -> bool:
-    """Whether a `submit` that was killed left this directory: it holds nothing else, and no jobs."""
+    """Whether a killed `submit` left this directory: it holds nothing else, and no jobs."""
     try:
         names = [entry.name for entry in run.path.iterdir()]
         if run.path.lstat().st_uid != os.geteuid() or any(run.path.glob("logs/*")):
@@ -59,7 +59,11 @@ def _is_left_behind(run: RunDir) -> bool:
         sweep = SweepRecord.find(SweepDir(run.path).record)
         if sweep is not None:  # it has runs; without a lock, its process counts
             alive = sweep.pid is None or is_running(sweep.pid, sweep.process, b"slurmllm")
-            if alive or sweep.host != socket.gethostname() or any(run.path.glob("**/jobs.json")):
+            if (
+                alive
+                or sweep.host != socket.gethostname()
+                or [*run.path.glob("*/jobs.json"), *run.path.glob("graphs/*/jobs.json")]
+            ):
                 return False
             names = [name for name in names if not name.startswith(f"{run.name}-")]
     except (OSError, StorageError):
