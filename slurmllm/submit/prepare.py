@@ -41,8 +41,8 @@ from slurmllm.submit.run_folder import (
     claim_run,
     limit_umask,
     new_run,
+    remove_half_record,
     remove_unsubmitted,
-    require_no_jobs,
     require_own,
 )
 from slurmllm.supervise.allocation import forget_site
@@ -145,7 +145,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
         if request.claimed is not None:
             request.claimed(run)  # with its lock, of two that reuse a directory one gets it
-            require_no_jobs(run)
+            remove_half_record(run)
     try:
         # After the claim: an adopted archive's manifest is stored in the run's directory, and may
         # bring the micro batch that its run measured.

@@ -11,7 +11,7 @@ from pathlib import Path
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
-from slurmllm.run.records import SweepRecord
+from slurmllm.run.records import JobsRecord, SweepRecord
 from slurmllm.run.rundir import RUN_NAME, RunDir, SweepDir, is_run
 from slurmllm.run.safe_files import give_to_group, untrusted_error, user_name
 from slurmllm.supervise.attempts import is_running
@@ -45,7 +45,7 @@ def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
 
 # What `submit` writes into a new directory before a job is recorded, and its temporary names.
 _BEFORE_JOBS = re.compile(
-    r"(config\.yaml|secrets\.json|plan\.json|lock\.json|scripts|logs|graphs|sweep\.json)(\.removing)?"
+    r"((config\.yaml|secrets|plan|lock|jobs|sweep)(\.json)?|scripts|logs|graphs)(\.removing)?"
     r"|\.[a-z]+\.(yaml|json)\.[0-9a-f]{8}"
 )
 
@@ -54,7 +54,11 @@ def _is_left_behind(run: RunDir) -> bool:
     """Whether a killed `submit` left this directory: it holds nothing else, and no jobs."""
     try:
         names = [entry.name for entry in run.path.iterdir()]
-        if run.path.lstat().st_uid != os.geteuid() or any(run.path.glob("logs/*")):
+        submissions = JobsRecord.of(run).submissions
+        # Between the jobs of precompile and train.
+        half = len(submissions) == 1 and not (submissions[0].local or submissions[0].train_job)
+        begun = submissions or any(run.path.glob("logs/*"))
+        if run.path.lstat().st_uid != os.geteuid() or (begun and not half):
             return False
         sweep = SweepRecord.find(SweepDir(run.path).record)
         if sweep is not None:  # it has runs; without a lock, its process counts
@@ -71,9 +75,11 @@ def _is_left_behind(run: RunDir) -> bool:
     return all(map(_BEFORE_JOBS.fullmatch, names))
 
 
-def require_no_jobs(run: RunDir) -> None:
-    """Raise RunError if another `submit` has used a directory before this one got its lock."""
-    if run.jobs.exists():
+def remove_half_record(run: RunDir) -> None:
+    """Remove a killed submit's record; RunError if another submit was faster to take the name."""
+    if _is_left_behind(run):
+        run.jobs.unlink(missing_ok=True)  # its job is cancelled by `submit_jobs`
+    else:
         raise RunError(f"run name {run.name!r} is taken by another submit; choose another --name")
 
 
