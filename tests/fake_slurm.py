@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from slurmllm.errors import SlurmError
 from slurmllm.slurm.client import AccountingRow, BatchJob, PartitionNode, QueuedJob, SlurmClient
@@ -26,6 +27,7 @@ class _Job:
     delay_s: float = 0.0
     after: str | None = None
     name: str | None = None
+    comment: str = ""
     may_requeue: bool = True
     incarnations: list[AccountingRow] = field(default_factory=list)
 
@@ -151,9 +153,21 @@ class FakeSlurm(SlurmClient):
                 "Dependency" if job.state == "PENDING" and job.after_ok else "None",
                 ",".join(job.nodes),
                 ",".join(job.excluded),
+                job.comment,
             )
             for job in found
         }
+
+    def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+        return [
+            job.job_id
+            for job in self.jobs.values()
+            if job.state in ("PENDING", "RUNNING")
+            and any(f"--output={path}\n" in job.script for path in paths)
+        ]
+
+    def comment(self, job_id: str, text: str) -> None:
+        self._job(job_id).comment = text
 
     def successors(self, job_id: str, name: str) -> list[str]:
         jobs = self.jobs.values()

@@ -317,7 +317,11 @@ def run_options(time: str) -> Callable[[F], F]:
         runs_dir,
         _flag("--local", "Run both stages on this machine, without Slurm."),
         _flag("--in-allocation", "Run the stages here and now, on the nodes of this salloc."),
-        _flag("--force", "Submit even if the planner predicts that the run exceeds device memory."),
+        _flag(
+            "--force",
+            "Submit even if the planner predicts that the run exceeds device memory; resume even "
+            "if a process of another machine may run it.",
+        ),
         as_json,
     )
 

@@ -339,7 +339,10 @@ def resume(
                 options.echo_json({**fields, "included": included}, indent=None)
             return
     with locked(run_dir, "resume"):
-        last, config = require_ended(run_dir, client), load(run_dir.config, trusted=True)
+        last, config = (
+            require_ended(run_dir, client, shared.force),
+            load(run_dir.config, trusted=True),
+        )
         most, allocation = None if nodes is None else nodes[1], None
         count, local = options.nodes_and_mode(last, most, shared.local)
         if shared.in_allocation:

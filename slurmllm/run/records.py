@@ -35,6 +35,7 @@ Action = Literal[
     "chain",  # a successor job continues
     "stop",
 ]
+_UNRECORDED = "slurmllm: not recorded yet: "  # in a job's comment
 CONTINUES: tuple[Action, ...] = ("restart", "requeue", "chain")
 # How a run continues after the end of its job: `slurm.restart` without `auto`.
 Restart = Literal["requeue", "chain", "none"]
@@ -155,6 +156,7 @@ class Submission(Record):
     process: str | None = None  # its `process_identity`
     host: str | None = None  # machine of a local submission
     cancelled_at: float | None = None  # Unix time of `cancel`, s
+    ended_at: float | None = None  # local: Unix time of the end of its process, unless killed, s
     from_scratch: bool = False  # earlier checkpoints are not used
     # Settings of the recipe that this `resume` changed: dotted path → old and new value.
     changes: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
@@ -214,6 +216,10 @@ class SweepRecord(Record):
     recipe: str
     created_at: float  # Unix time, s
     max_running: int | None = None  # how many of its runs train at a time; None: no limit
+    # The process that submits it or, if local, runs it; its `process_identity`; its machine.
+    pid: ProcessId | None = None
+    process: str | None = None
+    host: str | None = None
     cases: tuple[SweepCase, ...]
 
     @property
@@ -288,6 +294,33 @@ class AttemptRecord(Record):
     phases_s: dict[str, float] = Field(default_factory=dict)
     # Graphs compiled in training that the archive lacked.
     new_graphs: tuple[str, ...] = ()
+
+
+class UnrecordedEnding(Record):
+    """An ending that the full run directory did not take, kept in its job's comment."""
+
+    stage: Literal["precompile", "train"]
+    attempt: int
+    ended_at: float  # Unix time, s
+    ending: EndingClass = Field(alias="class")
+    evidence: tuple[str, ...] = ()
+    blamed_nodes: tuple[NodeName, ...] = ()
+
+    @classmethod
+    def of_comment(cls, comment: str) -> Self | None:
+        """Read what `comment_with` has added; None without one."""
+        try:
+            return cls.model_validate_json(comment.partition(_UNRECORDED)[2])
+        except ValidationError:
+            return None
+
+
+def comment_with(ending: UnrecordedEnding | None, comment: str) -> str:
+    """Return a job's comment with an ending in place of an earlier one."""
+    before = comment.partition(_UNRECORDED)[0]
+    return (
+        before if ending is None else before + _UNRECORDED + ending.model_dump_json(by_alias=True)
+    )
 
 
 class WorkerPhase(Record):
@@ -386,6 +419,7 @@ class NodeRecord(Record):
     # The ranks that the launcher itself ended, after another's failure.
     stopped_ranks: tuple[int, ...] = ()
     error: str | None = None  # why the launcher itself failed
+    error_code: int | None = None  # the exit code of that error's class
 
 
 class Finding(Record):

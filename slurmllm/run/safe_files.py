@@ -238,6 +238,17 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
         os.close(folder)
 
 
+def write_error(folder: Path) -> str | None:
+    """Return why nothing can be written into a folder, by a file without a name; None if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(bytes(4096))
+            os.fsync(probe.fileno())  # NFS reports a full disk no sooner
+    except OSError as error:
+        return f"cannot write {folder}: {error.strerror or error}"
+    return None
+
+
 def open_append(path: Path) -> int:
     """Return a descriptor that appends to a file; neither it nor its folder is another's link."""
     return _open_in_folder(path, os.O_WRONLY | os.O_APPEND)

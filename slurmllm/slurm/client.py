@@ -24,10 +24,16 @@ from slurmllm.errors import SlurmError
 from slurmllm.slurm.environment import PREDECESSOR, slurm_environment
 from slurmllm.slurm.error_texts import fault_of
 
-# Slurm's long state names (squeue(1), JOB STATE CODES).
-ACTIVE_STATES = frozenset(
-    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING"}
-    | {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STAGE_OUT", "EXPEDITING"}
+# Slurm's long names (squeue(1), JOB STATE CODES) of the states of jobs that have ended. Jobs in all
+# other states are active, also in those that newer versions add.
+ENDED_STATES = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+    | {"PREEMPTED", "TIMEOUT"}
+)
+# Those of jobs that have no nodes yet, or none any more.
+WAITING_STATES = frozenset(
+    {"PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}
+    | {"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "LAUNCH_FAILED", "RECONFIG_FAIL"}
 )
 COMMAND_TIMEOUT_S = 60
 SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, quoted for a shell
@@ -56,10 +62,16 @@ class QueuedJob:
     reason: str
     nodes: str
     excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
+    comment: str = ""
 
     @property
     def active(self) -> bool:
-        return self.state in ACTIVE_STATES
+        return self.state not in ENDED_STATES
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether it was started and has not ended: suspended ones and those that resize, too."""
+        return self.active and self.state not in WAITING_STATES
 
 
 @dataclass(frozen=True)
@@ -234,15 +246,22 @@ class SlurmClient:
         """Return those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
-        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x"]
+        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x|%k"]
         try:
             output = _run([*command, f"--jobs={','.join(job_ids)}"])
         except SlurmError as error:
             if "Invalid job id" in str(error):  # a single id that slurmctld has purged already
                 return {}
             raise
-        rows = (line.split("|") for line in output.splitlines() if line.count("|") == 4)
-        return {row[0]: QueuedJob(*row) for row in rows}
+        rows = (line.split("|", 5) for line in output.splitlines() if line.count("|") > 4)
+        return {row[0]: QueuedJob(*(f.removesuffix("(null)") for f in row)) for row in rows}
+
+    def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+        """Return this user's jobs of some names that write their output into one of some files."""
+        command = ["squeue", "--noheader", "--me", f"--name={','.join(names)}"]
+        lines = _run([*command, "--Format=JobID:30,STDOUT:4096"]).splitlines()
+        rows = (line.split(None, 1) for line in lines)
+        return [row[0] for row in rows if len(row) == 2 and Path(row[1].strip()) in paths]
 
     def successors(self, job_id: str, name: str) -> list[str]:
         """Return the pending jobs of a name that wait for the end of a job."""
@@ -301,6 +320,10 @@ class SlurmClient:
         command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"]
         # Called by a process of the job itself, after a requeue.
         _run(command, through_sigterm=True)
+
+    def comment(self, job_id: str, text: str) -> None:
+        """Set the comment of a job, which a requeue keeps."""
+        _run(["scontrol", "update", f"JobId={job_id}", f"Comment={text}"], through_sigterm=True)
 
     def delay(self, job_id: str, seconds: float) -> None:
         """Delay the start of a pending job by at least `seconds`; never moves it earlier."""

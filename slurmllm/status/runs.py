@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,23 +18,27 @@ from slurmllm.errors import SlurmError, SlurmllmError, StorageError
 from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
 from slurmllm.run.artifact_records import CheckpointManifest
-from slurmllm.run.records import AttemptRecord, JobsRecord
+from slurmllm.run.error_patterns import matches
+from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.run.rundir import RunDir, run_folders
-from slurmllm.run.safe_files import os_error_text
+from slurmllm.run.safe_files import os_error_text, write_error
 from slurmllm.slurm.client import QueuedJob, SlurmClient, explain_drain
 from slurmllm.status.details import Details, read_details
 from slurmllm.status.run_state import (
+    SILENT_S,
     JobState,
     RunRecords,
     derive_state,
+    host_elsewhere,
     is_process_alive,
+    last_written,
     query_queue,
     read_job_states,
     read_records,
 )
 from slurmllm.supervise.watchdog import read_heartbeats
 
-ACTIVE = ("queued", "precompiling", "training", "requeued")
+ACTIVE = ("queued", "waiting", "precompiling", "training", "requeued")
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,8 @@ class RunState:
     name: str
     run_dir: str
     recipe: str = ""
-    # queued, precompiling, training, requeued, done, stopped, cancelled, interrupted, unknown
-    # (slurmctld is unreachable) or damaged (a record cannot be read)
+    # queued, waiting (local sweep), precompiling, training, requeued, done, stopped, cancelled,
+    # interrupted, unknown (slurmctld is unreachable) or damaged (a record cannot be read)
     state: str = "damaged"
     reason: str = ""  # one line that explains the state; empty if nothing needs to be explained
     nodes: int = 0
@@ -176,7 +181,8 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
     if sent is None:
         return False
     if sent.local:
-        return is_process_alive(sent)
+        writes = time.time() - last_written(run) < SILENT_S
+        return is_process_alive(sent) or (writes and process_elsewhere(run, client) is not None)
     return any(job.active for job in client.queue(sent.own_jobs).values())
 
 
@@ -191,6 +197,22 @@ def _excluding(run: RunDir, jobs: Sequence[QueuedJob], client: SlurmClient) -> l
     return [text] if names else []
 
 
+def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
+    """Return `process 7 on h1` if it may run a run, and cannot be seen from this machine."""
+    sent = JobsRecord.of(run).last
+    if sent is None or is_process_alive(sent):
+        return None
+    host = host_elsewhere(sent, _allocation(sent, client))
+    return None if host is None else f"process {sent.pid} on {host}"
+
+
+def _allocation(sent: Submission, client: SlurmClient) -> dict[str, JobState]:
+    """Return the state of the allocation that a local submission uses, if it uses one."""
+    if not sent.local or sent.allocation is None:
+        return {}
+    return read_job_states(sent, query_queue([sent], client), client)
+
+
 def _drained(client: SlurmClient) -> list[str]:
     """Return why nodes are drained that refused a job's second start: a run may wait for them."""
     with suppress(SlurmError):
@@ -201,6 +223,8 @@ def _drained(client: SlurmClient) -> list[str]:
 def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
     run, attempts, now = records.run, records.attempts, time.time()
     state, reason = derive_state(records, jobs)
+    if state in (*ACTIVE, "interrupted") and (text := _unwritten(run, jobs)):
+        reason = "; ".join(filter(None, (text, reason)))
     row, pace = last_row(run) or {}, read_pace(run, attempts)
     step, eta_s = int(row.get("step", 0)), None
     if state == "training" and pace is not None:
@@ -237,6 +261,16 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         jobs=jobs,
         attempts=attempts,
     )
+
+
+def _unwritten(run: RunDir, jobs: dict[str, JobState]) -> str:
+    """Return what a run cannot write now, or has not written yet, as its directory was full."""
+    # Not a folder of another user, in which this process may not write.
+    error = write_error(run.path) if os.access(run.path, os.W_OK) else None
+    if error is not None and matches(error, "storage", "storage_lasting"):
+        return f"storage full, nothing is written: {error}"
+    endings = [job.unrecorded for job in jobs.values() if job.unrecorded is not None]
+    return "".join(f"not recorded yet: {e.ending}: {'; '.join(e.evidence)}" for e in endings[:1])
 
 
 def _damaged(run: RunDir, error: Exception) -> RunState:

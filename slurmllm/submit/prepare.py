@@ -41,6 +41,7 @@ from slurmllm.submit.run_folder import (
     claim_run,
     limit_umask,
     new_run,
+    remove_half_record,
     remove_unsubmitted,
     require_own,
 )
@@ -142,9 +143,10 @@ def prepare(request: RunRequest) -> PreparedRun:
         return replace(prepared, fit=fit, refusals=refusals, missing_data=missing)
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
+        if request.claimed is not None:
+            request.claimed(run)  # with its lock, of two that reuse a directory one gets it
+            remove_half_record(run)
     try:
-        if request.run is None and request.claimed is not None:
-            request.claimed(run)
         # After the claim: an adopted archive's manifest is stored in the run's directory, and may
         # bring the micro batch that its run measured.
         graphs_from = _find_graphs(request, config, run) if request.find_graphs else None

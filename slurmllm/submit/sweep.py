@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 import re
 import shutil
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.launch import record_local, run_locally, submit_jobs
 from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.submit.run_folder import claim_run, new_run
+from slurmllm.supervise.attempts import process_identity
 from slurmllm.supervise.run_lock import locked
 
 LARGEST = 10_000  # cases; Slurm's default MaxJobCount
@@ -210,6 +213,9 @@ def prepare_sweep(
             created_at=time.time(),
             max_running=max_running,
             cases=name_cases(sweep.name, cases),
+            pid=os.getpid(),
+            process=process_identity(os.getpid()),
+            host=socket.gethostname(),
         )
         if not request.dry_run:
             record.save(sweep.record)

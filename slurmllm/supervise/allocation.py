@@ -314,7 +314,7 @@ def held_allocation(client: SlurmClient, nodes: int | None) -> tuple[str, int]:
     if not job_id or not nodelist:
         raise UserError("there is no allocation here; `salloc --nodes=N` first, or add --local")
     job = client.queue([job_id]).get(job_id)
-    if job is None or job.state != "RUNNING":
+    if job is None or not job.has_nodes:
         state = "gone" if job is None else job.state
         raise UserError(f"the allocation of this shell, job {job_id}, is {state}; `salloc` again")
     count = len(client.hostnames(nodelist))

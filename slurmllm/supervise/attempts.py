@@ -93,7 +93,7 @@ def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> st
         job = allocation.client.queue([record.job_id]).get(record.job_id)
     except SlurmError as error:
         return f"the state of job {record.job_id} is unknown: {error}"
-    if job is not None and job.state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"):
+    if job is not None and job.has_nodes:
         return f"job {record.job_id} is {job.state}"
     return None
 
@@ -141,6 +141,9 @@ def ending_of_orphaned(
 ) -> Ending:
     """Return the ending of an attempt whose supervisor died with its node, by accounting."""
     state = row.state if row is not None else "UNKNOWN"
+    if row is not None and row.exit_code == f"{StorageError.exit_code}:0":
+        text = f"the supervisor on {record.nodes[0]} could not write why it ended"
+        return Ending("storage_failure", (f"Slurm: {state}, exit code {row.exit_code}: {text}",))
     evidence = (
         f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a record"
         if record.job_id is not None
@@ -151,8 +154,10 @@ def ending_of_orphaned(
     if state in ("TIMEOUT", "PREEMPTED"):
         return Ending("advance_signal", evidence)
     silent = tuple(name for name in record.nodes if not reported_all(reported.get(name)))
-    # Of several nodes without a report, the one that failed is unknown.
-    return Ending("node_failure", evidence, silent if len(silent) == 1 else ())
+    # Of several nodes without a report, the one that failed is unknown. In a job that was requeued
+    # by command, or failed, the supervisor's process ended, and with it the reports.
+    accused = len(silent) == 1 and state in ("NODE_FAIL", "UNKNOWN")
+    return Ending("node_failure", evidence, silent if accused else ())
 
 
 def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, StorageError
 from slurmllm.run.error_patterns import ENDINGS, cause_line, matches, meaning_of
 from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, LaunchFailure, NodeRecord
 
@@ -284,6 +284,10 @@ def _by_exit_code(evidence: Evidence) -> Ending | None:
 def _launcher_error(evidence: Evidence) -> Ending | None:
     for name, node in evidence.nodes.items():
         if node.error is not None:
+            # Not a node's own disk: that is a NodeError.
+            shared = node.error_code == StorageError.exit_code
+            if shared and matches(node.error, "storage", "storage_lasting"):
+                return Ending("storage_failure", (f"{name}: {node.error}",))
             # If its port was taken, another process took it first, which may be gone next time.
             blamed = () if meaning_of(node.error) == "port" else (name,)
             return Ending("node_failure", (f"{name}: {node.error}",), blamed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from slurmllm.log import message_of
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, read_all
-from slurmllm.run.safe_files import open_regular
+from slurmllm.run.safe_files import open_regular, write_error
 from slurmllm.slurm.error_texts import launch_failure
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
@@ -65,12 +64,7 @@ def gather_evidence(
         hang, lines = _with_stacks(run, record, hang, nodes)
     unwritable = observed.unwritable
     if unwritable is None:
-        folder = run.attempt(record.stage, record.attempt).path
-        try:
-            with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
-                probe.write(b"written")
-        except OSError as error:
-            unwritable = f"cannot write {folder}: {error.strerror or error}"
+        unwritable = write_error(run.attempt(record.stage, record.attempt).path)
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
     return Evidence(

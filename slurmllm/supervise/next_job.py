@@ -7,27 +7,29 @@ job that Slurm cannot start again is replaced by a new one.
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from slurmllm.config.load import load
 from slurmllm.config.operation import SlurmConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
-from slurmllm.run.records import Action, AttemptRecord, JobsRecord
+from slurmllm.run.records import Action, AttemptRecord, JobsRecord, UnrecordedEnding, comment_with
 from slurmllm.run.rundir import STAGES, RunDir, Stage
-from slurmllm.run.safe_files import open_trusted, os_error_text
+from slurmllm.run.safe_files import open_trusted, os_error_text, write_error
 from slurmllm.slurm.client import retry_unreachable
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, was_restarted
 from slurmllm.supervise.attempts import log_attempt
+from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import excluded, nodes_to_avoid, requeue, to_avoid
 from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.run_lock import locked
 from slurmllm.supervise.successor import cancel_successor, ensure_successor, restart_of
 
+Close = Callable[[], AttemptRecord]
+CLOSE_S = 120.0  # for a run directory to be writable again, before the job leaves it to the next
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
 log = logging.getLogger(__name__)
 
@@ -199,12 +201,61 @@ def wait_writable(run: RunDir, patience_s: float) -> bool:
     """Wait, at most `patience_s`, until the job's log is writable: else Slurm fails the job."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        with suppress(OSError), tempfile.TemporaryFile(dir=run.logs) as probe:
-            probe.write(bytes(4096))
-            probe.flush()
+        if write_error(run.logs) is None:
             return True
         time.sleep(1.0)
     return False
+
+
+def close_when_writable(
+    run: RunDir, allocation: Allocation, record: AttemptRecord, ending: Ending, close: Close
+) -> AttemptRecord:
+    """Close an attempt; while its record cannot be written, the job's comment has its ending.
+
+    Raises the StorageError if that lasts, or is not transient: the next attempt then closes it.
+    """
+    try:
+        return close()
+    except StorageError as error:
+        log.warning("%s", error)
+        unrecorded = UnrecordedEnding(
+            stage=record.stage,
+            attempt=record.attempt,
+            ended_at=time.time(),
+            ending=ending.ending,
+            evidence=tuple(line[:400] for line in ending.evidence[:2]),
+            blamed_nodes=ending.blamed_nodes,
+        )
+        _set_comment(allocation, unrecorded)
+        if not is_transient([str(error)]) or not wait_writable(run, CLOSE_S):
+            raise
+    closed = close()
+    _set_comment(allocation, None)
+    return closed
+
+
+def unrecorded_ending(allocation: Allocation, record: AttemptRecord) -> UnrecordedEnding | None:
+    """Return the ending of an open attempt that its job's comment has, if it has one."""
+    job = record.job_id
+    if isinstance(allocation, SlurmAllocation) and job is not None:
+        with suppress(SlurmError):
+            queue = allocation.client.queue([job])
+            unrecorded = UnrecordedEnding.of_comment(queue[job].comment) if job in queue else None
+            if unrecorded and unrecorded.attempt == record.attempt:
+                _set_comment(allocation, None)  # it is about to be recorded
+                return unrecorded
+    return None
+
+
+def _set_comment(allocation: Allocation, unrecorded: UnrecordedEnding | None) -> None:
+    if not isinstance(allocation, SlurmAllocation):
+        return
+    client, job_id = allocation.client, allocation.job_id
+    try:
+        job = client.queue([job_id]).get(job_id)
+        client.comment(job_id, comment_with(unrecorded, "" if job is None else job.comment))
+    except SlurmError as error:
+        log.warning("the comment of job %s is unchanged: %s", job_id, error)
 
 
 def requeue_unrecorded(
@@ -215,7 +266,8 @@ def requeue_unrecorded(
     Raises the error if it is not transient, or if as many starts in a row failed with it as
     slurm.storage_budget allows.
     """
-    if not is_transient([str(error)]):
+    slurm = isinstance(allocation, SlurmAllocation)
+    if not is_transient([str(error)]) or (slurm and allocation.state() == "CANCELLED"):
         raise error
     limits, recorded = SlurmConfig(), -1
     with suppress(SlurmllmError):

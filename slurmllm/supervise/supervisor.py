@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from slurmllm import __version__
@@ -66,7 +67,12 @@ from slurmllm.supervise.attempts import (
 from slurmllm.supervise.classify import LAUNCH_ENDINGS, Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, failing
-from slurmllm.supervise.next_job import NextJob, requeue_unrecorded
+from slurmllm.supervise.next_job import (
+    NextJob,
+    close_when_writable,
+    requeue_unrecorded,
+    unrecorded_ending,
+)
 from slurmllm.supervise.notify import Notifier
 from slurmllm.supervise.policy import NodeFault
 from slurmllm.supervise.preflight import preflight
@@ -234,7 +240,8 @@ class Supervisor:
         row = incarnation(record, self._accounting(record.job_id)) if first else None
         self._failing = failing(self.run, record, ending, self.allocation)
         self._next_nodes = self._nodes_for_restart(record)
-        closed = attempts.close_attempt(
+        close = partial(
+            attempts.close_attempt,
             self.run,
             record,
             ending,
@@ -244,6 +251,7 @@ class Supervisor:
             restart_mode=restart_of(self.run, self.allocation),
             in_allocation=bool(self._next_nodes),
         )
+        closed = close_when_writable(self.run, self.allocation, record, ending, close)
         self._exclude_failed()
         if ending.ending == "stale_graphs":
             try:
@@ -435,6 +443,9 @@ class Supervisor:
                 text = f"slurmctld lost this start of job {record.job_id}, and started it again"
                 ending, row = Ending("node_failure", (text,)), None  # and no node is to blame
             ended_at = None if row is None else to_unix(row.end)
+            if unrecorded := unrecorded_ending(self.allocation, record):
+                evidence, ended_at = unrecorded.evidence, unrecorded.ended_at
+                ending = Ending(unrecorded.ending, evidence, unrecorded.blamed_nodes)
             restart_mode = restart_of(self.run, self.allocation)
             closed = attempts.close_attempt(
                 self.run, record, ending, ended_at=ended_at, row=row, restart_mode=restart_mode
