@@ -161,7 +161,7 @@ def open_folder(path: Path) -> int:
                 # O_DIRECTORY: without it, an automounter's folder is not mounted.
                 inside = os.open(name, flags | os.O_DIRECTORY, dir_fd=folder)
             except FileNotFoundError:
-                _refuse_linked(links, os.fstat(folder).st_uid)  # before anything is made there
+                _refuse_linked(links, os.geteuid())  # whose folder it would be
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, dir_fd=folder)
             except NotADirectoryError:
