@@ -6,6 +6,7 @@ its writers ends with a traceback if the file system refuses.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -69,10 +70,13 @@ class TensorBoardHook(Hook):
         self._add(time.time(), step, added)
 
     def close(self) -> None:
-        if self._stream is not None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
             with suppress(OSError):
-                self._stream.close()
-        self._stream = None
+                if not self._path.stat().st_size:  # of a full disk
+                    self._path.unlink()
+            with suppress(OSError):
+                stream.close()
 
     def _open(self) -> None:
         job = self._job
@@ -80,8 +84,8 @@ class TensorBoardHook(Hook):
         self._files += 1
         name = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{self._files}"
         with diagnostic(_WHAT, self.close):
-            path = job.run.tensorboard / f"events.out.tfevents.{name}"
-            self._stream = os.fdopen(open_append(path), "ab")
+            self._path = job.run.tensorboard / f"events.out.tfevents.{name}"
+            self._stream = os.fdopen(open_append(self._path), "ab")
             self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
             # Steps after the checkpoint are recomputed: at a START, TensorBoard drops the steps
             # from this one on that an earlier attempt wrote.
@@ -93,9 +97,10 @@ class TensorBoardHook(Hook):
 
     def _add(self, wall_time: float, step: int, values: list[Summary.Value]) -> None:
         event = Event(wall_time=wall_time, step=step, summary=Summary(value=values))
-        with diagnostic(_WHAT, self.close):
+        with diagnostic(_WHAT, self._open):
             if self._stream is not None and os.fstat(self._stream.fileno()).st_nlink == 0:
-                self._open()  # the folder was removed
+                raise FileNotFoundError(errno.ENOENT, "the files were removed; new ones begin")
+        with diagnostic(_WHAT, self.close):
             self._write(event)
 
     def _write(self, event: Event) -> None:
