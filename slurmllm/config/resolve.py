@@ -200,8 +200,8 @@ def untrusted_fault(path: str, value: Any, source: str) -> str | None:
     also = ""
     if path.startswith("env.") and not may_set_variable(path[4:], value):
         hidden = MASK if is_secret_at(path, value) else repr(value)
-        what = f"{hidden}: a recipe's file sets only variables that tune ({', '.join(TUNING)}), "
-        what += "and none that names a file, a library, a plugin or an address"
+        what = f"{hidden}: a recipe's file sets only variables that tune ({', '.join(TUNING[:7])}, "
+        what += "…: docs/recipes.md), and none that names a file, a library, a plugin or an address"
         also = ", or the cluster profile's env"
     elif path.startswith("slurm.notify.command") and value:
         what = "a recipe may not set a program to run"

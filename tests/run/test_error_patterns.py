@@ -55,14 +55,14 @@ from slurmllm.run.error_patterns import meaning_of, table
 for row in table():
     print(row.pattern, flush=True)
     begin = time.process_time()
-    for part in re.finditer(r"\\b|$", row.example):  # its beginnings, each many times in one line
+    for part in re.finditer(r"\\b(?!\\w)", row.example):  # its beginnings, each many times in one line
         beginning = f"{row.example[:part.start()]} "
         line = beginning * (200_000 // len(beginning))
         for end in ("", "DGE notifications"):  # what a lookahead refuses
             for _ in re.finditer(row.pattern, line + end):
                 pass
     meaning_of(row.example[:-1] * (1_000_000 // len(row.example)))
-    if time.process_time() - begin > 10:
+    if time.process_time() - begin > 6:
         sys.exit(1)
 """
 
