@@ -18,7 +18,7 @@ from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
 from slurmllm.config.recipe import ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
-from slurmllm.config.variables import MASK, TUNING, is_secret_at, mask
+from slurmllm.config.variables import MASK, TUNING, is_secret, is_secret_at, mask
 from slurmllm.config.variables import may_be_in_file as may_set_variable
 from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
@@ -199,8 +199,8 @@ def untrusted_fault(path: str, value: Any, source: str) -> str | None:
     section, _, name = path.rpartition(".")
     also = ""
     if path.startswith("env.") and not may_set_variable(path[4:], value):
-        hidden = MASK if is_secret_at(path, value) else repr(value)
-        what = f"{hidden}: a recipe's file sets only variables that tune ({', '.join(TUNING[:7])}, "
+        shown = MASK if is_secret(path[4:], value) else repr(value)
+        what = f"{shown}: a recipe's file sets only variables that tune ({', '.join(TUNING[:7])}, "
         what += "…: docs/recipes.md), and none that names a file, a library, a plugin or an address"
         also = ", or the cluster profile's env"
     elif path.startswith("slurm.notify.command") and value:

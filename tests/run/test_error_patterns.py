@@ -55,7 +55,7 @@ from slurmllm.run.error_patterns import meaning_of, table
 for row in table():
     print(row.pattern, flush=True)
     begin = time.process_time()
-    for part in re.finditer(r"\\b(?!\\w)", row.example):  # its beginnings, each many times in one line
+    for part in re.finditer(r"\\b(?!\\w)", row.example):  # its beginnings, many times each
         beginning = f"{row.example[:part.start()]} "
         line = beginning * (200_000 // len(beginning))
         for end in ("", "DGE notifications"):  # what a lookahead refuses
