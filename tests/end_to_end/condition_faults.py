@@ -135,10 +135,12 @@ def disk_full(scene: Scene) -> None:
 
 
 def disk_read_only(scene: Scene) -> None:
-    scene.on_node("--mount", "mount", "-o", "remount,bind,ro", "/var/tmp")
+    """A read-only mount on top: what is open already can still be written."""
+    above = "mount --bind /var/tmp /var/tmp; mount -o remount,bind,ro /var/tmp"
+    scene.on_node("--mount", "sh", "-euc", above)
     os.kill(outside_pid(scene.run, rank=1), signal.SIGKILL)
     scene.wait()
-    scene.on_node("--mount", "mount", "-o", "remount,bind,rw", "/var/tmp")
+    scene.on_node("--mount", "umount", "--lazy", "/var/tmp")
 
 
 def device_error(scene: Scene) -> None:
