@@ -16,7 +16,14 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import SlurmError
 from slurmllm.run.records import Finding
-from slurmllm.slurm.client import COMMANDS, PartitionNode, SlurmClient, explain_drain
+from slurmllm.slurm.client import (
+    COMMANDS,
+    PartitionNode,
+    SlurmClient,
+    count_gpus,
+    explain_drain,
+)
+from slurmllm.slurm.limits import check_limits, describe_difference
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -41,8 +48,6 @@ _NEURON_FIX = (
 OLDEST_SLURM = "22.05"  # the development cluster's, on which the tests run
 _NODE_CHECKS = ("nodes", "CPUs", "devices")
 _CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_NODE_CHECKS)
-# Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
-_UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
 
 
 def installation_findings(cluster: Cluster) -> Iterator[Finding]:
@@ -279,8 +284,7 @@ def _partition_findings(
         yield ok("partition", name + ", the default" * (not partition))
     else:
         yield fail("partition", f"{name} is down", fix=f"`scontrol show partition {name}`")
-    # `*`: the node does not respond.
-    unusable = [node for node in members if _UNUSABLE.match(node.state) or node.state.endswith("*")]
+    unusable = [node for node in members if not node.in_service]
     state = f"{len(members) - len(unusable)} of {len(members)} usable"
     if unusable:
         names = ", ".join(f"{node.name} {node.state}" for node in unusable[:5])
@@ -317,9 +321,3 @@ def _node_size_findings(nodes: Sequence[PartitionNode], cluster: Cluster) -> Ite
         yield fail("devices", state, fix=fix, blame="user")
     else:
         yield ok("devices", f"{fewest} GPUs per node")
-
-
-def count_gpus(gres: str) -> int:
-    """`gpu:a100:8(S:0-1),gpu:2` → 10."""
-    counts = re.findall(r"(?:^|,)gpu(?::[A-Za-z][^:,(]*)?:(\d+)", gres)
-    return sum(int(count) for count in counts)

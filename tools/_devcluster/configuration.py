@@ -62,8 +62,8 @@ AccountingStorageHost={controller}
 AccountingStoragePort={slurmdbd_port}
 AccountingStoragePass={munge_socket}
 
-NodeName=n[1-{num_nodes}] NodeAddr={subnet}.[1-{num_nodes}] Port=[{first_port}-{last_port}] \
-CPUs={cpus} RealMemory={memory_mb}
+NodeName=DEFAULT RealMemory={memory_mb}
+{node_lines}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime={grace_s}
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
@@ -88,7 +88,7 @@ class Settings:
     """What a cluster is started with; kept in its `cluster.json`."""
 
     num_nodes: int
-    cpus: int
+    cpus: str  # of every node, or one number a node: `4,4,2`
     node_local: str  # the path at which a node sees its own disk
     slurmd_timeout_s: int
     kill_wait_s: int
@@ -107,6 +107,15 @@ class Settings:
     def nodes(self) -> list[str]:
         """The names of the nodes, in order."""
         return [f"n{k}" for k in range(1, self.num_nodes + 1)]
+
+    def node_lines(self) -> list[str]:
+        """The nodes of slurm.conf."""
+        counts = self.cpus.split(",")
+        return [
+            f"NodeName={node} NodeAddr={self.subnet}.{k} Port={self.first_port + 1 + k} "
+            f"CPUs={counts[min(k, len(counts)) - 1]}"
+            for k, node in enumerate(self.nodes, 1)
+        ]
 
     @property
     def number(self) -> int:
@@ -178,8 +187,7 @@ class StateDirectory:
             "munge_socket": self.munge_socket,
             "slurmctld_port": settings.first_port,
             "slurmdbd_port": settings.first_port + 1,
-            "first_port": settings.first_port + 2,
-            "last_port": settings.first_port + 1 + settings.num_nodes,
+            "node_lines": "\n".join(settings.node_lines()),
             "message_timeout_s": 5 if settings.num_nodes <= 16 else 30,
             "memory_mb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
         }
