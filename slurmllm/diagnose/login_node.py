@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.operation import SlurmConfig
 from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import SlurmError
 from slurmllm.run.records import Finding
@@ -23,7 +24,7 @@ from slurmllm.slurm.client import (
     count_gpus,
     explain_drain,
 )
-from slurmllm.slurm.limits import check_limits, describe_difference
+from slurmllm.slurm.limits import check_limits, describe_difference, read_options
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -46,7 +47,7 @@ _NEURON_FIX = (
 
 
 OLDEST_SLURM = "22.05"  # the development cluster's, on which the tests run
-_NODE_CHECKS = ("nodes", "CPUs", "devices")
+_NODE_CHECKS = ("nodes", "limits", "equal nodes", "CPUs", "devices")
 _CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_NODE_CHECKS)
 
 
@@ -251,7 +252,7 @@ def slurm_findings(
         fix = "slurm.restart: auto continues runs by successor jobs (chain)"
         yield warn("requeue", f"JobRequeue={requeue or 'unknown'}", fix=fix)
     yield _accounting(client, settings.get("AccountingStorageType", ""))
-    yield from _partition_findings(nodes, cluster, partition or cluster.partition)
+    yield from _partition_findings(client, nodes, cluster, partition or cluster.partition)
 
 
 def _accounting(client: SlurmClient, storage: str) -> Finding:
@@ -267,7 +268,7 @@ def _accounting(client: SlurmClient, storage: str) -> Finding:
 
 
 def _partition_findings(
-    nodes: Sequence[PartitionNode], cluster: Cluster, partition: str | None
+    client: SlurmClient, nodes: Sequence[PartitionNode], cluster: Cluster, partition: str | None
 ) -> Iterator[Finding]:
     """The partition that jobs are submitted to, and its nodes."""
     members = [n for n in nodes if (n.partition == partition if partition else n.default)]
@@ -294,6 +295,19 @@ def _partition_findings(
         yield status("nodes", state, fix="; ".join(["`sinfo --list-reasons`", *explained[:3]]))
     else:
         yield ok("nodes", state)
+    # As of a run of one node with the profile's options and the default time limit.
+    options = {"partition": name, "time": SlurmConfig().time}
+    options |= read_options("\n".join(f"#SBATCH {text}" for text in cluster.directives))
+    if faults := check_limits(options, client).faults:
+        status = warn if all(text.startswith("--time") for text in faults) else fail
+        yield status("limits", "; ".join(faults), fix=f"`scontrol show partition {name}`")
+    else:
+        yield ok("limits", "a node and the default time limit are within the partition's")
+    if difference := describe_difference(members):
+        fix = "all workers wait for the smallest; --constraint or --exclude chooses equal ones"
+        yield warn("equal nodes", difference, fix=fix)
+    else:
+        yield ok("equal nodes", "CPUs, memory and GPUs are the same")
     yield from _node_size_findings(members, cluster)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurmllm.config.load import ConfigSummary
 from slurmllm.errors import SlurmError
 from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.run.rundir import RunDir, SweepDir
 from slurmllm.slurm.client import QueuedJob, SlurmClient
+from slurmllm.slurm.waiting import explain
 from slurmllm.supervise.attempts import is_running, load_attempts
 
 _RUNNING = ("RUNNING", "COMPLETING")
@@ -73,6 +74,20 @@ class JobState:
     job_id: str
     state: str
     reason: str = ""
+    meaning: str = ""  # of the reason why it is pending; empty for a job that is not
+    remedy: str = ""  # what to do about it; empty if the wait ends by itself
+
+    @property
+    def waiting(self) -> str:
+        """Why it is pending and what to do, on one line."""
+        texts = [
+            f"waiting for {self.reason}" + f": {self.meaning}" * bool(self.meaning),
+            self.remedy,
+        ]
+        # A user's or an administrator's hold never ends by itself.
+        if self.state == "REQUEUE_HOLD" and "scontrol release" not in self.remedy:
+            texts.append(f"`scontrol release {self.job_id}` lets it start")
+        return "; ".join(filter(None, texts if self.reason else texts[2:]))
 
 
 State = tuple[str, str]  # see `runs.RunState`: state and reason
@@ -128,11 +143,10 @@ def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
                 f"{name}`"
             )
     if train is not None and train.state in _WAITING:
-        reason = f"waiting for {train.reason}" if train.reason else ""
-        # A user's or an administrator's hold never ends by itself.
-        if train.state == "REQUEUE_HOLD" or "held" in train.reason.lower():
-            reason += f"; `scontrol release {train.job_id}` lets it start"
-        return "requeued" if records.last is not None else "queued", reason
+        first_pending = precompile is not None and precompile.state in _WAITING
+        if precompile is not None and first_pending and precompile.reason:
+            return "queued", f"precompile job {precompile.waiting}"
+        return "requeued" if records.last is not None else "queued", train.waiting
     return None
 
 
@@ -153,6 +167,17 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
     if state == "UNKNOWN":
         return "unknown", reason or "Slurm no longer knows the job and has no accounting"
     return "interrupted", f"train job {state or 'never submitted'}"
+
+
+def explain_waits(records: RunRecords, jobs: _Jobs) -> dict[str, JobState]:
+    """Return the jobs with the meaning of the reasons why they are pending."""
+    explained = {}
+    for stage, job in jobs.items():
+        if job.state in _WAITING and job.reason:
+            meaning, remedy = explain(job.reason, job.job_id, records.run.name, stage)
+            job = replace(job, meaning=meaning, remedy=remedy)
+        explained[stage] = job
+    return explained
 
 
 def _train_job(jobs: _Jobs) -> JobState | None:

@@ -33,6 +33,8 @@ from slurmllm.plan.mesh import (
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.run.safe_files import group_error, read_limited
+from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.limits import Limits, check_limits, read_options
 from slurmllm.slurm.setup import setup_faults, setup_warnings
 from slurmllm.submit.inputs import locate, missing_data, resolve_inputs
 from slurmllm.submit.plugins import plugin_faults, warn_if_changed
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from slurmllm.plan.fit_check import FitCheck
 
 Precompile = Literal["auto", "always"]
+_NEVER_STARTS = "Slurm can never start %s like this"
 log = logging.getLogger(__name__)
 
 
@@ -72,6 +75,7 @@ class RunRequest:
     find_graphs: bool = True  # whether to look for a run that has compiled its graphs
     is_chosen: bool = False  # whether `prepare` has resolved `parallel.auto`
     exclude: Sequence[str] = ()  # nodes to exclude, in addition to `slurm.exclude`
+    slurm: SlurmClient | None = None  # whose limits are checked; None: no job is submitted
     # Fetches the recipe's published data, if they are missing; None: their absence is an error.
     fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
@@ -87,8 +91,10 @@ class PreparedRun:
     scripts: dict[Stage, str]  # text of each stage's batch script
     excluded: Sequence[str] = ()  # nodes, in addition to `slurm.exclude`
     fit: FitCheck | None = None  # the planner's prediction; None if there is none
+    warnings: Sequence[str] = ()  # why Slurm may start the jobs late, or on unequal nodes
     refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
     missing_data: Sequence[str] = ()  # after a dry run: which data are missing
+    limit_faults: Sequence[str] = ()  # after a dry run: why Slurm can never start the jobs
     graphs_from: str | None = None  # run whose graphs are used; None: precompile first
     is_new: bool = False  # whether `prepare` created the directory
     rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
@@ -99,11 +105,13 @@ class PreparedRun:
     def stages(self) -> tuple[Stage, ...]:
         return ("train",) if self.graphs_from is not None else STAGES
 
-    def require_data(self) -> None:
-        """Raise after a dry run what a submission would raise without data."""
+    def require_startable(self) -> None:
+        """Raise after a dry run what a submission would raise without data, or beyond limits."""
+        name = self.config.recipe.name
+        if self.limit_faults:
+            raise ConfigError(_NEVER_STARTS % name, self.limit_faults)
         if self.missing_data:
-            title = f"{self.config.recipe.name} has no training data"
-            raise ConfigError(title, self.missing_data)
+            raise ConfigError(f"{name} has no training data", self.missing_data)
 
 
 def prepare(request: RunRequest) -> PreparedRun:
@@ -137,9 +145,12 @@ def prepare(request: RunRequest) -> PreparedRun:
         require_model(source, recipe.model)
         config = config.with_settings("train", init_from=str(source))
     config, missing = _resolve_data(request, config)
+    rendered = render_run(config, request.nodes, run, request.exclude)
+    checked: tuple[Stage, ...] = STAGES if request.dry_run else ("train",)
+    warnings, limit_faults = _check_limits(request, rendered, checked)
     if request.dry_run:
-        prepared = render_run(config, request.nodes, run, request.exclude)
-        return replace(prepared, fit=fit, refusals=refusals, missing_data=missing)
+        rendered = replace(rendered, warnings=warnings, limit_faults=limit_faults)
+        return replace(rendered, fit=fit, refusals=refusals, missing_data=missing)
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
     try:
@@ -151,10 +162,13 @@ def prepare(request: RunRequest) -> PreparedRun:
         prepared = replace(
             render_run(config, request.nodes, run, request.exclude),
             fit=fit,
+            warnings=warnings,
             graphs_from=graphs_from,
             is_new=request.run is None,
             rederived=_damaged_files(run) if run.jobs.is_file() else (),
         )
+        if graphs_from is None:
+            _check_limits(request, prepared, ("precompile",))
         write_run(prepared)
     except BaseException:
         if request.run is None:
@@ -267,6 +281,22 @@ def _check_fit(request: RunRequest, run: RunDir) -> tuple[FitCheck | None, list[
     )
     hint = "if the prediction is wrong, --force submits all the same"
     return fit, _refuse(request, title, fit.refusals if fit is not None else (), hint)
+
+
+def _check_limits(
+    request: RunRequest, prepared: PreparedRun, stages: Sequence[Stage]
+) -> tuple[Sequence[str], list[str]]:
+    """Compare jobs with their partition; returns warnings of the last one, and the refusals."""
+    faults, limits = list[str](), Limits()
+    if request.slurm is None:
+        return (), []
+    for stage in stages:
+        limits = check_limits(read_options(prepared.scripts[stage]), request.slurm)
+        texts = (f"{stage} job: {text}" for text in limits.faults)
+        option = "--time " if stage == "train" else "--set slurm.precompile_time="
+        faults += [text.replace("--time ", option) for text in texts]
+    title = _NEVER_STARTS % prepared.config.recipe.name
+    return limits.warnings, _refuse(request, title, faults)
 
 
 def _resolve_data(request: RunRequest, config: RunConfig) -> tuple[RunConfig, Sequence[str]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import logging
 import os
-import re
 import shlex
 import shutil
 import subprocess

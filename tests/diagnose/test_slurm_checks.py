@@ -9,9 +9,8 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.finding import exit_code
 from slurmllm.diagnose.login_node import slurm_findings
-from slurmllm.slurm.client import count_gpus
 from slurmllm.run.records import Finding
-from slurmllm.slurm.client import COMMANDS, SlurmClient
+from slurmllm.slurm.client import COMMANDS, SlurmClient, count_gpus
 
 
 def profile(name: str = "local", *overrides: str) -> Cluster:
