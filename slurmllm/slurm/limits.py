@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from slurmllm.config.rules import minutes_of
@@ -94,22 +93,19 @@ class _Request:
             # A QOS may permit it. The job's own is known only if it is requested.
             qos = self.options.get("qos")
             flags = self.client.qos_flags() if flag else {}
-            permitted = [
-                n for n, text in flags.items() if flag in text.split(",") and qos in (None, n)
-            ]
-            if permitted:
+            names = [n for n, text in flags.items() if flag in text.split(",")]
+            if permitted := [n for n in names if qos in (None, n)]:
                 warnings.append(f"{fault}, unless the job's QOS is {' or '.join(permitted)}")
             else:
                 faults.append(fault)
         fitting = members
-        for option, text, fits in self._requirements(members):
-            count, fitting = sum(map(fits, members)), [node for node in fitting if fits(node)]
-            if min(count, len(fitting)) < self.fewest:
-                which = f"partition {self.name} has {format_plural(count, 'such node')}"
-                which += f" of {len(members)}" + f", {len(fitting)} with all options" * (
-                    len(fitting) < count
-                )
-                faults.append(f"{option}: {which}; {self.fewest} needed: {text}, {_ELSE}")
+        for option, remedy, suited in self._requirements(members):
+            fitting = [node for node in fitting if node in suited]
+            if len(fitting) < self.fewest:
+                which = f"partition {self.name} has {format_plural(len(suited), 'such node')}"
+                if len(fitting) < len(suited):
+                    which += f", {len(fitting)} by all options together"
+                faults.append(f"{option}: {which}; {self.fewest} needed: {remedy}, {_ELSE}")
                 break
         state = self.partition.get("State", "UP")
         if state != "UP":
@@ -140,14 +136,10 @@ class _Request:
             text = f"--time {time}: {where} permits {most} (MaxTime); choose --time {most} or less"
             yield "PartitionTimeLimit", f"{text}, {_ELSE}"
         if (most := limit("MaxNodes")) and self.fewest > int(most):
-            text = (
-                f"--nodes {self.fewest}: {where} permits {most} (MaxNodes); choose at most {most}"
-            )
+            text = f"--nodes {self.fewest}: {where} permits {most} (MaxNodes); choose fewer"
             yield "PartitionMaxNodes", f"{text}, {_ELSE}"
         if (least := limit("MinNodes")) and self.most < int(least):
-            text = (
-                f"--nodes {self.most}: {where} requires {least} (MinNodes); choose {least} or more"
-            )
+            text = f"--nodes {self.most}: {where} requires {least} (MinNodes); choose more"
             yield "PartitionMinNodes", f"{text}, {_ELSE}"
         most = limit("MaxMemPerNode")
         if most and _amount("mem", options.get("mem", "")) > int(most):
@@ -161,28 +153,29 @@ class _Request:
 
     def _requirements(
         self, nodes: Sequence[PartitionNode]
-    ) -> Iterator[tuple[str, str, Callable[[PartitionNode], bool]]]:
-        """Yield option, remedy and test of a node, for what the job requires of each node."""
+    ) -> Iterator[tuple[str, str, Sequence[PartitionNode]]]:
+        """Yield option, remedy, and the nodes that have what the option requires of each node."""
         options = self.options
-        yield f"--nodes {self.fewest}", f"choose {len(nodes)} or fewer", lambda node: True
-        for option in sorted({"exclude", "nodelist"} & options.keys()):
-            names, excluded = set(self.client.hostnames(options[option])), option == "exclude"
-            if excluded or len(names) >= self.most:
-                text = "exclude fewer" if excluded else "name nodes of this partition"
-                test = partial(_is_in, names, not excluded)
-                yield f"--{option} {options[option]}", text, test
-        constraint = options.get("constraint", "")
-        if re.fullmatch(r"[\w.&-]+", constraint):  # of `|`, counts and brackets Slurm decides
-            features = {f for node in nodes for f in node.features.split(",") if f}
-            remedy = f"choose of {', '.join(sorted(features)) or 'none'}"
-            yield f"--constraint {constraint}", remedy, partial(_has, set(constraint.split("&")))
-        for option in _AMOUNTS.keys() & options.keys():
-            amount = _amount(option, options[option])
-            have = sorted((_AMOUNTS[option](node) for node in nodes), reverse=True)
-            best = have[min(self.fewest, len(have)) - 1] if have else 0
-            text = f"{self.fewest} of its nodes have {best}" + " MB" * (option == "mem")
-            test = partial(_has_amount, _AMOUNTS[option], amount)
-            yield f"--{option} {options[option]}", f"{text}; choose no more", test
+        yield f"--nodes {self.fewest}", f"choose {len(nodes)} or fewer", nodes
+        if text := options.get("exclude"):
+            names = self.client.hostnames(text)
+            yield f"--exclude {text}", "exclude fewer", [n for n in nodes if n.name not in names]
+        text = options.get("nodelist", "")
+        if text and len(names := self.client.hostnames(text)) >= self.most:
+            yield f"--nodelist {text}", "name its nodes", [n for n in nodes if n.name in names]
+        text = options.get("constraint", "")
+        if re.fullmatch(r"[\w.&-]+", text):  # of `|`, counts and brackets Slurm decides
+            features = {n.name: set(n.features.split(",")) for n in nodes}
+            remedy = f"choose of {', '.join(sorted(set().union(*features.values()) - {''}))}"
+            suited = [n for n in nodes if features[n.name] >= set(text.split("&"))]
+            yield f"--constraint {text}", remedy, suited
+        for option, amount_of in _AMOUNTS.items():
+            amounts = sorted(map(amount_of, nodes), reverse=True)[: self.fewest]
+            if option in options and amounts:
+                amount, unit = _amount(option, options[option]), " MB" * (option == "mem")
+                remedy = f"{self.fewest} of its nodes have {amounts[-1]}{unit}; choose no more"
+                suited = [n for n in nodes if amount_of(n) >= amount]
+                yield f"--{option} {options[option]}", remedy, suited
 
 
 _AMOUNTS: dict[str, Callable[[PartitionNode], int]] = {
@@ -198,17 +191,3 @@ def _amount(option: str, text: str) -> float:
         return count_gpus(text if option == "gres" else f"gpu:{text}")
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
     return int(match[1]) * (_MB[match[2]] if option == "mem" else 1) if match else 0
-
-
-def _is_in(names: set[str], expected: bool, node: PartitionNode) -> bool:
-    return (node.name in names) == expected
-
-
-def _has(features: set[str], node: PartitionNode) -> bool:
-    return features <= {*node.features.split(",")}
-
-
-def _has_amount(
-    measure: Callable[[PartitionNode], int], amount: float, node: PartitionNode
-) -> bool:
-    return measure(node) >= amount

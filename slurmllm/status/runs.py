@@ -37,7 +37,7 @@ from slurmllm.status.run_state import (
 from slurmllm.supervise.watchdog import read_heartbeats
 
 _SHOWN = 3  # texts about nodes
-# ParallelCluster's codes of EC2's errors: InsufficientInstanceCapacity, MaxSpotInstanceCountExceeded
+# ParallelCluster's codes of EC2's errors, such as InsufficientInstanceCapacity.
 _NO_CAPACITY = re.compile(r"\(Code:\w*(Capacity|Exceeded|InsufficientFreeAddresses|Spot)\w*\)")
 ACTIVE = ("queued", "precompiling", "training", "requeued")
 

@@ -146,8 +146,7 @@ def prepare(request: RunRequest) -> PreparedRun:
         config = config.with_settings("train", init_from=str(source))
     config, missing = _resolve_data(request, config)
     rendered = render_run(config, request.nodes, run, request.exclude)
-    checked: tuple[Stage, ...] = STAGES if request.dry_run else ("train",)
-    warnings, limit_faults = _check_limits(request, rendered, checked)
+    warnings, limit_faults = _check_limits(request, rendered, STAGES)
     if request.dry_run:
         rendered = replace(rendered, warnings=warnings, limit_faults=limit_faults)
         return replace(rendered, fit=fit, refusals=refusals, missing_data=missing)
@@ -295,6 +294,8 @@ def _check_limits(
         texts = (f"{stage} job: {text}" for text in limits.faults)
         option = "--time " if stage == "train" else "--set slurm.precompile_time="
         faults += [text.replace("--time ", option) for text in texts]
+    if stages == STAGES and not limits.faults and not request.dry_run:
+        faults = []  # whether the precompile job is needed shows later
     title = _NEVER_STARTS % prepared.config.recipe.name
     return limits.warnings, _refuse(request, title, faults)
 

@@ -163,11 +163,11 @@ class SlurmAllocation(Allocation):
         self, options: Sequence[str], command: Sequence[str], output: int | None
     ) -> subprocess.Popen[bytes]:
         srun = ["srun", f"--nodes={len(self.nodes)}", f"--ntasks={len(self.nodes)}"]
-        # The only task of a node uses all of it; Slurm would bind it to one CPU. Without a number of
-        # CPUs a step has all of each node, also where nodes differ; one option is for all nodes.
+        # The only task of a node uses all of it; Slurm would bind it to one CPU. Without
+        # --cpus-per-task, which is one number for all nodes, a step has all CPUs of each.
         srun += ["--ntasks-per-node=1", "--cpu-bind=none", "--input=none"]
         more = shlex.split(os.environ.get(SRUN_OPTIONS, ""))
-        # A job's --mem-per-cpu would leave no memory to a second step beside the launchers'.
+        # A job's --mem-per-cpu would leave no memory to a second step.
         srun += [] if any(option.startswith("--mem") for option in more) else ["--mem=0"]
         if self.all_nodes and self.nodes != self.all_nodes:
             srun.append(f"--nodelist={','.join(self.nodes)}")
