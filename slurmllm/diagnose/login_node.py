@@ -24,7 +24,12 @@ from slurmllm.slurm.client import (
     count_gpus,
     explain_drain,
 )
-from slurmllm.slurm.limits import check_limits, describe_difference, read_options
+from slurmllm.slurm.limits import (
+    EQUAL_NODES,
+    check_limits,
+    describe_difference,
+    read_options,
+)
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -304,8 +309,7 @@ def _partition_findings(
     else:
         yield ok("limits", "a node and the default time limit are within the partition's")
     if difference := describe_difference(members):
-        fix = "all workers wait for the smallest; --constraint or --exclude chooses equal ones"
-        yield warn("equal nodes", difference, fix=fix)
+        yield warn("equal nodes", difference, fix=EQUAL_NODES)
     else:
         yield ok("equal nodes", "CPUs, memory and GPUs are the same")
     yield from _node_size_findings(members, cluster)

@@ -8,31 +8,22 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import yaml
 
-_UNKNOWN = ("", "`scontrol show job {job}` shows more")
-
-
-class WaitingReason(NamedTuple):
-    """One row of the table; without a remedy the wait ends by itself."""
-
-    reason: str  # pattern of the beginning of Slurm's text
-    meaning: str
-    remedy: str = ""
-
 
 @cache
-def table() -> tuple[WaitingReason, ...]:
+def table() -> list[dict[str, Any]]:
+    """Return the rows of waiting_reasons.yaml, in their order."""
     text = Path(__file__).with_name("waiting_reasons.yaml").read_text("utf-8")
-    return tuple(WaitingReason(**row) for row in yaml.safe_load(text))
+    return list(yaml.safe_load(text))
 
 
 def explain(reason: str, job_id: str, run: str, stage: str = "train") -> tuple[str, str]:
     """Return the meaning of a reason, empty if it is unknown, and what to do about it."""
     text = reason.replace("_", " ")  # as scontrol writes blanks
-    rows = (row for row in table() if re.match(row.reason, text, re.IGNORECASE))
-    _, meaning, remedy = next(rows, ("", *_UNKNOWN))
+    unknown = {"meaning": "", "remedy": "`scontrol show job {job}` shows more"}
+    row = next((r for r in table() if re.match(r["reason"], text, re.IGNORECASE)), unknown)
     time = "--time TIME" if stage == "train" else "--set slurm.precompile_time=TIME"
-    return meaning, remedy.format(job=job_id, run=run, time=time)
+    return row["meaning"], row.get("remedy", "").format(job=job_id, run=run, time=time)

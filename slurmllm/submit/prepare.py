@@ -34,7 +34,7 @@ from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.run.safe_files import group_error, read_limited
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.slurm.limits import Limits, check_limits, read_options
+from slurmllm.slurm.limits import LimitCheck, check_limits, read_options
 from slurmllm.slurm.setup import setup_faults, setup_warnings
 from slurmllm.submit.inputs import locate, missing_data, resolve_inputs
 from slurmllm.submit.plugins import plugin_faults, warn_if_changed
@@ -286,7 +286,7 @@ def _check_limits(
     request: RunRequest, prepared: PreparedRun, stages: Sequence[Stage]
 ) -> tuple[Sequence[str], list[str]]:
     """Compare jobs with their partition; returns warnings of the last one, and the refusals."""
-    faults, limits = list[str](), Limits()
+    faults, limits = list[str](), LimitCheck()
     if request.slurm is None:
         return (), []
     for stage in stages:

@@ -19,7 +19,7 @@ def test_every_reason_has_a_row_and_every_row_a_reason() -> None:
     assert len(REASONS) > 220
     assert [reason for reason in REASONS if not explain(reason, "7", "r")[0]] == []
     matched = {explain(reason, "7", "r")[0] for reason in REASONS}
-    assert [row.reason for row in table() if row.meaning not in matched] == []
+    assert [row for row in table() if row["meaning"] not in matched] == []
     assert explain("NoSuchReason", "7", "r") == ("", "`scontrol show job 7` shows more")
 
 
