@@ -64,7 +64,7 @@ def _check(
 ) -> LimitCheck:
     where, state = f"partition {partition['PartitionName']}", partition["State"]
     fitting = members = [node for node in nodes if node.partition == partition["PartitionName"]]
-    faults, warnings = [], []
+    faults, warnings = list[str](), list[str]()
     for flag, text in _limit_faults(options, partition, where):
         # A QOS may permit it. The job's own is known only if it is requested.
         flags = {name: row.split(",") for name, row in client.qos_flags().items() if flag}

@@ -129,11 +129,8 @@ def prepare(request: RunRequest) -> PreparedRun:
     run = request.run or new_run(folder, request.name, request.config.recipe.name)
     request, mesh = _choose_layout(request, run)
     config, recipe = request.config, request.config.recipe
-    refusals = _refuse(
-        request,
-        f"backend {config.backend} cannot train {recipe.name} like this",
-        _setting_faults(request, mesh),
-    )
+    title = f"backend {config.backend} cannot train {recipe.name} like this"
+    refusals = _refuse(request, title, _setting_faults(request, mesh))
     title = f"{recipe.name}: these settings cannot be used here"
     refusals += _refuse(request, title, site_faults(config, request.local))
     fit, fit_refusals = _check_fit(request, run)
@@ -144,12 +141,12 @@ def prepare(request: RunRequest) -> PreparedRun:
         source = Path(recipe.train.init_from).absolute()
         require_model(source, recipe.model)
         config = config.with_settings("train", init_from=str(source))
+    warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
     config, missing = _resolve_data(request, config)
-    rendered = render_run(config, request.nodes, run, request.exclude)
-    warnings, limit_faults = _check_limits(request, rendered, STAGES)
     if request.dry_run:
-        rendered = replace(rendered, warnings=warnings, limit_faults=limit_faults)
-        return replace(rendered, fit=fit, refusals=refusals, missing_data=missing)
+        prepared = render_run(config, request.nodes, run, request.exclude)
+        prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)
+        return replace(prepared, fit=fit, refusals=refusals, missing_data=missing)
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
     try:
@@ -167,7 +164,7 @@ def prepare(request: RunRequest) -> PreparedRun:
             rederived=_damaged_files(run) if run.jobs.is_file() else (),
         )
         if graphs_from is None:
-            _check_limits(request, prepared, ("precompile",))
+            _check_limits(request, run, ("precompile",))
         write_run(prepared)
     except BaseException:
         if request.run is None:
@@ -283,20 +280,21 @@ def _check_fit(request: RunRequest, run: RunDir) -> tuple[FitCheck | None, list[
 
 
 def _check_limits(
-    request: RunRequest, prepared: PreparedRun, stages: Sequence[Stage]
+    request: RunRequest, run: RunDir, stages: Sequence[Stage]
 ) -> tuple[Sequence[str], list[str]]:
     """Compare jobs with their partition; returns warnings of the last one, and the refusals."""
     faults, limits = list[str](), LimitCheck()
     if request.slurm is None:
         return (), []
+    scripts = render_run(request.config, request.nodes, run, request.exclude).scripts
     for stage in stages:
-        limits = check_limits(read_options(prepared.scripts[stage]), request.slurm)
+        limits = check_limits(read_options(scripts[stage]), request.slurm)
         texts = (f"{stage} job: {text}" for text in limits.faults)
         option = "--time " if stage == "train" else "--set slurm.precompile_time="
         faults += [text.replace("--time ", option) for text in texts]
     if stages == STAGES and not limits.faults and not request.dry_run:
         faults = []  # whether the precompile job is needed shows later
-    title = _NEVER_STARTS % prepared.config.recipe.name
+    title = _NEVER_STARTS % request.config.recipe.name
     return limits.warnings, _refuse(request, title, faults)
 
 
