@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurmllm.errors import SlurmError
@@ -51,6 +51,11 @@ class FakeSlurm(SlurmClient):
         config: The active configuration; None: slurmctld is unreachable.
         cpus: CPUs of every node.
         gres: Generic resources of every node.
+        memory_mb: Memory of every node.
+        unequal: Node → fields in which it differs from the others.
+        limits: Fields of the partition, as of `scontrol show partition`.
+        flags: QOS → its flags.
+        waits: Job → reason why it is pending.
         partition: The one partition, the default.
         may_drain: Whether this user may drain nodes.
         may_requeue: Whether this user may requeue jobs.
@@ -69,7 +74,10 @@ class FakeSlurm(SlurmClient):
             "JobRequeue": "1",
             "AccountingStorageType": "accounting_storage/slurmdbd",
         }
-        self.cpus, self.gres, self.partition = 4, "", "main"
+        self.cpus, self.gres, self.partition, self.memory_mb = 4, "", "main", 16000
+        self.unequal: dict[str, dict[str, int | str]] = {}
+        self.limits, self.flags = dict[str, str](), dict[str, str]()
+        self.waits: dict[str, str] = {}
         self.may_drain, self.reasons = False, dict[str, str]()
         self.may_requeue = True
         self.features: dict[str, str] = {}
@@ -150,7 +158,9 @@ class FakeSlurm(SlurmClient):
             job.job_id: QueuedJob(
                 job.job_id,
                 job.state,
-                "Dependency" if job.state == "PENDING" and job.after_ok else "None",
+                self.waits.get(
+                    job.job_id, "Dependency" if job.state == "PENDING" and job.after_ok else "None"
+                ),
                 ",".join(job.nodes),
                 ",".join(job.excluded),
                 job.comment,
@@ -265,18 +275,30 @@ class FakeSlurm(SlurmClient):
 
     def partition_nodes(self) -> list[PartitionNode]:
         return [
-            PartitionNode(
-                self.partition,
-                True,
-                True,
-                name,
-                state,
-                self.cpus,
-                self.gres,
-                self.reasons.get(name, ""),
+            replace(
+                PartitionNode(
+                    self.partition,
+                    True,
+                    True,
+                    name,
+                    state,
+                    self.cpus,
+                    self.gres,
+                    self.reasons.get(name, ""),
+                    self.memory_mb,
+                ),
+                **self.unequal.get(name, {}),
             )
             for name, state in self.states.items()
         ]
+
+    def partitions(self) -> dict[str, dict[str, str]]:
+        self.settings()
+        fields = {"PartitionName": self.partition, "Default": "YES", "State": "UP"}
+        return {self.partition: {**fields, **self.limits}}
+
+    def qos_flags(self) -> dict[str, str]:
+        return dict(self.flags)
 
     def _job(self, job_id: str) -> _Job:
         if job_id not in self.jobs:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
     from slurmllm.run.records import Submission
+    from slurmllm.run.rundir import RunDir
     from slurmllm.submit.prepare import PreparedRun, RunRequest
+
+_REASON_S = 2.0  # for Slurm's scheduler to look at a new job
 
 
 @click.command()
@@ -65,6 +68,7 @@ def submit(
     """
     from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import resolve
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.sweep import resolve_cases
 
@@ -96,6 +100,7 @@ def submit(
         force=shared.force,
         dry_run=dry_run,
         fetch=fetch_sources if fetch else None,
+        slurm=None if shared.local or shared.in_allocation else SlurmClient(),
     )
     if cases:
         ctx.exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
@@ -115,7 +120,7 @@ def _submit_run(
         print_warnings(prepared)
         if request.dry_run:
             _print_dry_run(prepared, shared.as_json)
-            prepared.require_data()
+            prepared.require_startable()
             return
         sent = _start(prepared, shared.local or shared.in_allocation, allocation)
     _finish(ctx, prepared, sent, shared.as_json)
@@ -161,7 +166,8 @@ def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, 
 
 
 def print_warnings(prepared: PreparedRun) -> None:
-    for warning in prepared.fit.warnings if prepared.fit is not None else ():
+    fit_warnings = prepared.fit.warnings if prepared.fit is not None else ()
+    for warning in (*fit_warnings, *prepared.warnings):
         click.echo(f"warning: {warning}", err=True)
     for reason in prepared.rederived:
         click.echo(f"warning: {reason}; written again from config.yaml", err=True)
@@ -190,7 +196,7 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
             "environment": environment,
             "backend_arguments": arguments,
             "planner": _planner_json(prepared),
-            "refusals": [*prepared.refusals, *prepared.missing_data],
+            "refusals": [*prepared.refusals, *prepared.limit_faults, *prepared.missing_data],
         }
         options.echo_json(summary, indent=None)
         return
@@ -237,6 +243,24 @@ def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> 
     click.echo("next       " + f"slurmllm status {run.name}")
     for verb in ("logs -f", "cancel"):
         click.echo(f"           slurmllm {verb} {run.name}")
+    if reason := _reason_of_wait(run):
+        click.echo(f"waits      {reason}")
+
+
+def _reason_of_wait(run: RunDir) -> str:
+    """Return why the first job of a new submission is pending, soon after sbatch; else nothing."""
+    import time
+
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import run_states
+
+    deadline = time.monotonic() + _REASON_S
+    while True:
+        state = run_states([run], SlurmClient())[0]
+        jobs = [job for job in state.jobs.values() if job.reason not in ("", "Dependency")]
+        if state.state not in ("queued", "requeued") or jobs or time.monotonic() > deadline:
+            return state.reason if jobs and state.active else ""
+        time.sleep(0.2)
 
 
 def _planner_json(prepared: PreparedRun) -> dict[str, Any] | None:
@@ -357,6 +381,7 @@ def resume(
             local=local,
             precompile=shared.precompile,
             force=shared.force,
+            slurm=None if at_once else client,
         )
         changes = Changes(cluster, overrides, settings, from_scratch)
         prepared = prepare_resume(request, changes, last, None if at_once else client)

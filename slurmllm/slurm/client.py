@@ -43,6 +43,8 @@ PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0
 # Refusals of a job for the nodes that it may use (slurm_errno.c).
 _NO_NODES = re.compile(r"(?i)node|partition|reservation|configuration|processors")
+# Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
+_UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 # All commands that slurmllm calls; srun and sbcast are called inside the jobs.
@@ -110,6 +112,20 @@ class PartitionNode:
     cpus: int
     gres: str = ""  # generic resources, such as `gpu:a100:8`; may be empty
     reason: str = ""  # why it is down or drained, as Slurm or an administrator wrote it
+    memory_mb: int = 0
+    features: str = ""  # separated by commas; may be empty
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it may run a job before an administrator acts; `*`: it does not respond."""
+        return not (_UNUSABLE.match(self.state) or self.state.endswith("*"))
+
+
+def count_gpus(gres: str) -> int:
+    """`gpu:a100:8(S:0-1),gpu:2` → 10; `gpu` → 1."""
+    # A type holds more than digits, such as 1g.10gb.
+    counts = re.findall(r"(?:^|,)gpu(?::\d*[^:,(\d][^:,(]*)?(?::(\d+))?(?![^,(:])", gres)
+    return sum(int(count or 1) for count in counts)
 
 
 def to_unix(timestamp: str) -> float | None:
@@ -373,8 +389,9 @@ class SlurmClient:
 
     def partition_nodes(self) -> list[PartitionNode]:
         """Return every node of every partition that this user may use."""
-        output = _run(["sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%T|%c|%G|%E"])
-        rows = (line.strip().split("|", 6) for line in output.splitlines() if line.count("|") > 5)
+        columns = "%P|%a|%N|%T|%c|%m|%G|%f|%E"
+        output = _run(["sinfo", "--noheader", "--Node", f"--format={columns}"])
+        rows = (line.strip().split("|", 8) for line in output.splitlines() if line.count("|") > 7)
         return [
             PartitionNode(
                 partition=partition.removesuffix("*"),
@@ -385,10 +402,28 @@ class SlurmClient:
                 cpus=int(cpus),
                 gres="" if gres == "(null)" else gres,
                 reason="" if reason == "none" else reason,
+                memory_mb=int(memory),
+                features="" if features == "(null)" else features,
             )
-            for partition, up, name, state, cpus, gres, reason in rows
-            if cpus.isdecimal()
+            for partition, up, name, state, cpus, memory, gres, features, reason in rows
+            if cpus.isdecimal() and memory.isdecimal()
         ]
+
+    def partitions(self) -> dict[str, dict[str, str]]:
+        """Return the fields of every partition that this user may see, such as MaxTime."""
+        lines = _run(["scontrol", "show", "partition", "--oneliner"]).splitlines()
+        rows = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines)
+        return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
+
+    def qos_flags(self) -> dict[str, str]:
+        """Return the flags of every QOS, such as PartitionTimeLimit; empty without accounting."""
+        try:
+            output = _run(
+                ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,flags"]
+            )
+        except SlurmError:
+            return {}
+        return dict(line.split("|", 1) for line in output.splitlines() if "|" in line)
 
 
 def _ignore_sigterm() -> None:

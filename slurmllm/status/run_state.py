@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurmllm.config.load import ConfigSummary
 from slurmllm.errors import SlurmError, StorageError
@@ -21,6 +21,7 @@ from slurmllm.run.records import (
 )
 from slurmllm.run.rundir import STAGES, RunDir, SweepDir
 from slurmllm.slurm.client import ENDED_STATES, WAITING_STATES, QueuedJob, SlurmClient
+from slurmllm.slurm.waiting import explain
 from slurmllm.supervise.attempts import is_running, load_attempts
 
 # What Slurm's states mean for a run, other than RUNNING and PENDING.
@@ -98,6 +99,8 @@ class JobState:
     job_id: str
     state: str
     reason: str = ""
+    meaning: str = ""  # of the reason why it is pending; empty for a job that is not
+    remedy: str = ""  # what to do about it; empty if the wait ends by itself
     unrecorded: UnrecordedEnding | None = None  # of its last attempt: the run directory was full
 
     @property
@@ -109,9 +112,19 @@ class JobState:
         return self.state not in (*ENDED_STATES, *WAITING_STATES, "UNKNOWN")
 
     @property
-    def meaning(self) -> str:
+    def state_meaning(self) -> str:
         """What its state means; empty if that is plain."""
         return _MEANINGS.get(self.state, "").format(job=self.job_id)
+
+    @property
+    def waiting(self) -> str:
+        """Why it is pending and what to do, on one line."""
+        why = f"waiting for {self.reason}" + f": {self.meaning}" * bool(self.meaning)
+        texts = [self.state_meaning or why, self.remedy] if self.reason else [self.state_meaning]
+        # A user's or an administrator's hold never ends by itself.
+        if self.state in _HELD and "scontrol release" not in self.remedy:
+            texts.append(f"`scontrol release {self.job_id}` lets it start")
+        return "; ".join(filter(None, texts))
 
 
 State = tuple[str, str]  # see `runs.RunState`: state and reason
@@ -167,9 +180,9 @@ def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
         return _cancelled(records.run)
     # A record cannot show that a requeued job runs again before its attempt is opened.
     if train is not None and train.has_nodes:
-        return "training", train.meaning
+        return "training", train.state_meaning
     if precompile is not None and precompile.has_nodes:
-        return "precompiling", precompile.meaning
+        return "precompiling", precompile.state_meaning
     for stage, job in jobs.items():
         if job.waits and job.reason == "DependencyNeverSatisfied":
             return "queued", (
@@ -178,11 +191,9 @@ def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
                 f"{name}`"
             )
     if train is not None and train.waits:
-        reason = train.meaning or (f"waiting for {train.reason}" if train.reason else "")
-        # A user's or an administrator's hold never ends by itself.
-        if train.state in _HELD or "held" in train.reason.lower():
-            reason += f"; `scontrol release {train.job_id}` lets it start"
-        return "requeued" if records.last is not None else "queued", reason
+        if precompile is not None and precompile.waits and precompile.reason:
+            return "queued", f"precompile job {precompile.waiting}"
+        return "requeued" if records.last is not None else "queued", train.waiting
     return None
 
 
@@ -205,6 +216,17 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
     if train is not None and (ending := train.unrecorded) is not None:
         return "stopped", f"{ending.ending}: {'; '.join(ending.evidence)}"
     return "interrupted", f"train job {state or 'never submitted'}"
+
+
+def explain_waits(records: RunRecords, jobs: _Jobs) -> dict[str, JobState]:
+    """Return the jobs with the meaning of the reasons why they are pending."""
+    explained = {}
+    for stage, job in jobs.items():
+        if job.waits and job.reason:
+            meaning, remedy = explain(job.reason, job.job_id, records.run.name, stage)
+            job = replace(job, meaning=meaning, remedy=remedy)
+        explained[stage] = job
+    return explained
 
 
 def _train_job(jobs: _Jobs) -> JobState | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 from slurmllm.checkpoint.catalogue import invalidation_reason, read_rollbacks
 from slurmllm.config.load import load, read_summary, summarize
 from slurmllm.errors import SlurmError, SlurmllmError, StorageError
+from slurmllm.format import format_names
 from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
 from slurmllm.run.artifact_records import CheckpointManifest
@@ -22,13 +24,14 @@ from slurmllm.run.error_patterns import matches
 from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.run.rundir import RunDir, run_folders
 from slurmllm.run.safe_files import os_error_text, write_error
-from slurmllm.slurm.client import QueuedJob, SlurmClient, explain_drain
+from slurmllm.slurm.client import PartitionNode, QueuedJob, SlurmClient, explain_drain
 from slurmllm.status.details import Details, read_details
 from slurmllm.status.run_state import (
     SILENT_S,
     JobState,
     RunRecords,
     derive_state,
+    explain_waits,
     host_elsewhere,
     is_process_alive,
     last_written,
@@ -38,6 +41,9 @@ from slurmllm.status.run_state import (
 )
 from slurmllm.supervise.watchdog import read_heartbeats
 
+_SHOWN = 3  # texts about nodes
+# ParallelCluster's codes of EC2's errors, such as InsufficientInstanceCapacity.
+_NO_CAPACITY = re.compile(r"\(Code:\w*(Capacity|Exceeded|InsufficientFreeAddresses|Spot)\w*\)")
 ACTIVE = ("queued", "waiting", "precompiling", "training", "requeued")
 
 
@@ -132,10 +138,11 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         queue = query_queue([records.sent], client)
         state = _build_state(records, read_job_states(records.sent, queue, client))
         if state.state in ("queued", "requeued"):
+            partition = config.recipe.slurm.partition or config.cluster.partition
             jobs = records.sent.own_jobs if records.sent is not None else ()
             lists = _excluding(run, [queue.jobs[job] for job in jobs if job in queue.jobs], client)
-            texts = [state.reason, *_drained(client), *lists]
-            state = replace(state, reason="; ".join(texts).strip("; "))
+            texts = [state.reason, *_node_texts(client, partition, state), *lists]
+            state = replace(state, reason="; ".join(filter(None, texts)))
         training = state.state == "training"
         return replace(state, details=read_details(run, state.attempts, training, config))
     except OSError as error:
@@ -213,15 +220,39 @@ def _allocation(sent: Submission, client: SlurmClient) -> dict[str, JobState]:
     return read_job_states(sent, query_queue([sent], client), client)
 
 
-def _drained(client: SlurmClient) -> list[str]:
-    """Return why nodes are drained that refused a job's second start: a run may wait for them."""
+def _node_texts(client: SlurmClient, partition: str | None, state: RunState) -> list[str]:
+    """Return what keeps nodes from a run that is pending: drained, down, or without capacity."""
+    nodes: list[PartitionNode] = []
     with suppress(SlurmError):
-        return sorted({text for n in client.partition_nodes() if (text := explain_drain(n))})[:3]
-    return []
+        nodes = client.partition_nodes()
+    texts = sorted({text for node in nodes if (text := explain_drain(node))})
+    names = partition.split(",") if partition else None
+    members = [n for n in nodes if (n.partition in names if names else n.default)]
+    reasons = " ".join(job.reason for job in state.jobs.values())
+    listed = re.search(r"UnavailableNodes:(\S+)", reasons)
+    away = [node for node in members if not node.in_service and not explain_drain(node)]
+    if listed is not None:
+        with suppress(SlurmError):
+            unavailable = client.hostnames(listed[1])
+            away = [node for node in away if node.name in unavailable]
+    elif len(members) - len(away) >= state.nodes:
+        return texts[:_SHOWN]
+    by_reason: dict[str, list[str]] = {}
+    for node in away:
+        text = node.reason or "no reason recorded"
+        if _NO_CAPACITY.search(text):
+            text += " (the cloud has no free machines of this kind and is asked again by itself; "
+            text += f"`slurmllm cancel {state.name}` and `slurmllm resume {state.name} --partition "
+            text += "NAME` use others)"
+        by_reason.setdefault(f"{node.state}: {text}", []).append(node.name)
+    for text, alike in by_reason.items():
+        texts.append(f"{format_names(alike, 4)} {text}")
+    return texts[:_SHOWN]
 
 
 def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
     run, attempts, now = records.run, records.attempts, time.time()
+    jobs = explain_waits(records, jobs)
     state, reason = derive_state(records, jobs)
     if state in (*ACTIVE, "interrupted") and (text := _unwritten(run, jobs)):
         reason = "; ".join(filter(None, (text, reason)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import logging
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -172,13 +171,15 @@ class SlurmAllocation(Allocation):
         self, options: Sequence[str], command: Sequence[str], output: int | None
     ) -> subprocess.Popen[bytes]:
         srun = ["srun", f"--nodes={len(self.nodes)}", f"--ntasks={len(self.nodes)}"]
-        # The only task of a node uses all of it; Slurm would bind it to one CPU.
+        # The only task of a node uses all of it; Slurm would bind it to one CPU. Without
+        # --cpus-per-task, which is one number for all nodes, a step has all CPUs of each.
         srun += ["--ntasks-per-node=1", "--cpu-bind=none", "--input=none"]
+        more = shlex.split(os.environ.get(SRUN_OPTIONS, ""))
+        # A job's --mem-per-cpu would leave no memory to a second step.
+        srun += [] if any(option.startswith("--mem") for option in more) else ["--mem=0"]
         if self.all_nodes and self.nodes != self.all_nodes:
             srun.append(f"--nodelist={','.join(self.nodes)}")
-        if cpus := os.environ.get("SLURM_CPUS_ON_NODE"):
-            srun.append(f"--cpus-per-task={cpus}")
-        srun += [*options, *shlex.split(os.environ.get(SRUN_OPTIONS, "")), *task_command(command)]
+        srun += [*options, *more, *task_command(command)]
         errors = None if output is None else subprocess.STDOUT
         try:
             # srun hands its environment to the nodes.
@@ -240,7 +241,6 @@ class HeldAllocation(SlurmAllocation):
         self._run = run
         self.nodes = self.all_nodes[: int(os.environ[HELD_NODES])]
         self.restart_count = int(os.environ.get(LOCAL_RESTARTS) or 0)
-        set_cpus_on_node()
 
     def give_up(self, lost: Collection[str]) -> None:
         """Nothing: the allocation is the user's."""
@@ -321,12 +321,6 @@ def held_allocation(client: SlurmClient, nodes: int | None) -> tuple[str, int]:
     if nodes is not None and nodes > count:
         raise UserError(f"job {job_id} holds {count} nodes, fewer than --nodes {nodes}")
     return job_id, nodes or count
-
-
-def set_cpus_on_node() -> None:
-    # Slurm sets SLURM_CPUS_ON_NODE in batch jobs, but not for salloc's command.
-    if cpus := re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")):
-        os.environ.setdefault("SLURM_CPUS_ON_NODE", cpus.group())
 
 
 def was_restarted(allocation: SlurmAllocation) -> bool:
@@ -442,7 +436,6 @@ def allocate_nodes(
     export_site(config, folders)
     salloc_options = dict(options or {})
     if "SLURM_JOB_ID" in os.environ and nodes is None and not salloc_options.get("nodelist"):
-        set_cpus_on_node()
         return SlurmAllocation()
     if shutil.which("salloc") is None:
         raise SlurmError(

@@ -344,6 +344,7 @@ def test_resume_past_incomplete_graphs(fake: FakeSlurm, inputs: tuple[str, ...])
 
 def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     auto = ("--set", "train.micro_batch=auto")
+    fake.states = dict.fromkeys((f"n{number}" for number in range(1, 9)), "idle")
     sent = submitted(fake, inputs, "--name", "r", *auto)
     mesh = sent["mesh"]
     assert isinstance(mesh, dict)

@@ -63,6 +63,7 @@ AccountingStoragePort={slurmdbd_port}
 AccountingStoragePass={munge_socket}
 
 {conf}
+NodeName=DEFAULT RealMemory={memory_mb}
 {node_lines}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime={grace_s}
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
@@ -88,7 +89,7 @@ class Settings:
     """What a cluster is started with; kept in its `cluster.json`."""
 
     num_nodes: int
-    cpus: int
+    cpus: str  # of every node, or one number a node: `4,4,2`
     node_local: str  # the path at which a node sees its own disk
     slurmd_timeout_s: int
     kill_wait_s: int
@@ -183,14 +184,15 @@ class StateDirectory:
             folder.mkdir(parents=True, exist_ok=True)
         self.settings_file.write_text(json.dumps(asdict(settings)) + "\n")
         conf, gres_conf, of_nodes = settings.lines()
-        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+        counts = settings.cpus.split(",")
         node_lines = [
             f"NodeName={node} NodeAddr={settings.subnet}.{k} Port={settings.first_port + 1 + k} "
-            + of_nodes.get(node, f"CPUs={settings.cpus} RealMemory={memory_mb}")
+            + of_nodes.get(node, f"CPUs={counts[min(k, len(counts)) - 1]}")
             for k, node in enumerate(settings.nodes, 1)
         ]
         values = asdict(settings) | {
             "conf": conf,
+            "memory_mb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
             "node_lines": "\n".join(node_lines),
             "root": self.root,
             "subnet": settings.subnet,
