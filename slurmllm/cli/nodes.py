@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmllm.cli import options
-from slurmllm.errors import UserError
+from slurmllm.errors import SlurmError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +50,11 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
     if included:
         include_nodes(runs[0], client, included)
     jobs_of = {run.name: last.own_jobs for run in runs if (last := JobsRecord.of(run).last)}
-    # One query for the jobs of all runs.
-    lists = excluded_by_jobs(client, [job for jobs in jobs_of.values() for job in jobs])
+    lists: dict[str, list[str]] = {}
+    try:  # one query for the jobs of all runs
+        lists = excluded_by_jobs(client, [job for jobs in jobs_of.values() for job in jobs])
+    except SlurmError as error:
+        click.echo(f"warning: the lists of pending jobs are unknown: {error}", err=True)
     rows: list[dict[str, Any]] = []
     for run_dir in runs:
         recorded = {node.node: node.model_dump() for node in excluded(run_dir)}

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from slurmllm.config.load import load
 from slurmllm.errors import SlurmError, UserError
@@ -182,7 +183,7 @@ def most_avoidable(
     """Return as many of the first nodes as a job can start without; empty if below `least`."""
     for count in range(len(names), max(least, 1) - 1, -1):
         avoid = [*([exclude] if exclude else []), *names[:count]]
-        if retry_unreachable(lambda avoid=avoid: client.can_start(script, avoid)):
+        if retry_unreachable(partial(client.can_start, script, avoid)):
             return sorted(names[:count])
     return []
 

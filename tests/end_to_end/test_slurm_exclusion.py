@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from end_to_end.bench import SLOWLY, Bench
+from end_to_end.bench import REHEARSED, SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, submit, wait
 
 from slurmllm.run.records import ExcludedNode, ExcludedNodes
@@ -52,7 +52,7 @@ def test_a_node_without_a_substitute_is_not_excluded(
 def test_a_pending_run_starts_on_an_included_node(
     bench: Bench, inputs: tuple[str, ...], a100: None
 ) -> None:
-    job = submit(bench, inputs, "short", A100)["train"]
+    job = submit(bench, inputs, "short", A100, *REHEARSED)["train"]
     SlurmClient().exclude(job, ["n2"])
     node = ExcludedNode(node="n2", reason="x", since=time.time(), until=time.time() + 3600)
     ExcludedNodes(nodes=(node,)).save(bench.runs / "short" / "excluded.json")
