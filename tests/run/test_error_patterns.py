@@ -58,11 +58,10 @@ for row in table():
     for part in re.finditer(r"\\b(?!\\w)", row.example):  # its beginnings, many times each
         beginning = f"{row.example[:part.start()]} "
         line = beginning * (200_000 // len(beginning))
-        for end in ("", "DGE notifications"):  # what a lookahead refuses
-            for _ in re.finditer(row.pattern, line + end):
-                pass
+        for _ in re.finditer(row.pattern, f"{line}DGE notifications"):  # what a lookahead refuses
+            pass
     meaning_of(row.example[:-1] * (1_000_000 // len(row.example)))
-    if time.process_time() - begin > 6:
+    if time.process_time() - begin > 4:
         sys.exit(1)
 """
 
