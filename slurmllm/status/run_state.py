@@ -353,7 +353,9 @@ def read_job_states(
         elif job in queue.jobs:
             state, reason = queue.jobs[job].state, queue.jobs[job].reason
             ending = UnrecordedEnding.of_comment(queue.jobs[job].comment)
-            jobs[stage] = JobState(job, state, "" if reason == "None" else reason, ending)
+            jobs[stage] = JobState(
+                job, state, "" if reason == "None" else reason, unrecorded=ending
+            )
         elif not enough:
             rows = [row for row in client.accounting(job) if row.job_id == job]
             jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")
