@@ -92,7 +92,8 @@ def with_ours(section: str, found: dict[str, dict[str, str]]) -> str:
             cells = (f"`{match[1]}`", f"`{values[match[1]]}`", match[3], match[4])
             line = f"| {' | '.join(cells)} |".replace("|  |", "| |")
         elif LIST.match(line) and heading != "Compiler flags":
-            line = ITEM.sub(lambda item: f"`{item[1]}={values.get(item[1], item[2])}`", line)
+            for name, value in ITEM.findall(line):
+                line = line.replace(f"`{name}={value}`", f"`{name}={values.get(name, value)}`")
         lines.append(line)
     return "\n".join(lines) + "\n"
 
