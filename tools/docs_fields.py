@@ -1,23 +1,23 @@
-"""Write the tables of all fields into docs/recipes.md as the site is built: a hook of mkdocs."""
+"""Write the tables of all fields, which docs/recipes.md includes, into build/fields."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from slurmllm.config.schema import cluster_schema, recipe_schema
 
-SCHEMAS = {"recipe": recipe_schema, "cluster profile": cluster_schema}
+FOLDER = Path(__file__).resolve().parent.parent / "build" / "fields"
+SCHEMAS = {"recipe": recipe_schema, "cluster": cluster_schema}
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Replace each comment `<!-- all fields of a … -->` by the table of those fields."""
-    for kind, schema in SCHEMAS.items():
-        mark = f"<!-- all fields of a {kind} -->"
-        if mark in markdown:
-            markdown = markdown.replace(mark, table(schema()))
-    return markdown
+def main() -> None:
+    """Write a file for each schema."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, schema in SCHEMAS.items():
+        (FOLDER / f"{name}.md").write_text(f"{table(schema())}\n", encoding="utf-8")
 
 
 def table(schema: Mapping[str, Any]) -> str:
@@ -45,3 +45,7 @@ def fields(
             yield prefix + name, field, default.replace("null", "none")
         else:
             yield from fields(inner, definitions, f"{prefix}{name}.")
+
+
+if __name__ == "__main__":
+    main()
