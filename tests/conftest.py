@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -81,6 +82,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     left_out = sum(LEFT_OUT in str(report.longrepr) for report in skipped)
     if left_out:
         terminalreporter.write_line(f"{left_out} long tests left to `make test-all`")
+
+
+@pytest.fixture(scope="session")
+def stdlib(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The corpus of the standard library's texts and its tokenizer, made once for all processes."""
+    from slurmllm.corpus.builtin import ensure_stdlib
+
+    caches = os.environ.get("SLURMLLM_TEST_CACHES")
+    folder = Path(caches) / "stdlib" if caches else tmp_path_factory.mktemp("stdlib")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return ensure_stdlib(folder)
+
+
+@pytest.fixture(scope="session")
+def inputs(stdlib: tuple[Path, Path]) -> tuple[str, ...]:
+    """Corpus and tokenizer as --set options."""
+    return (f"--set=data.corpus={stdlib[0]}", f"--set=data.tokenizer={stdlib[1]}")
 
 
 class DevCluster:

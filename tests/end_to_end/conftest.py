@@ -1,4 +1,4 @@
-"""A folder of runs and something to read, for all end-to-end tests."""
+"""A folder of runs for all end-to-end tests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ from collections.abc import Iterator
 import pytest
 from end_to_end.bench import REHEARSED, SMALL, Bench
 from end_to_end.slurm_runs import Cluster, submit, wait
-
-
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The standard library's texts, built once for all runs, as --set options."""
-    from slurmllm.corpus.builtin import ensure_stdlib
-
-    corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
-    return (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")
 
 
 @pytest.fixture(scope="session")

@@ -32,14 +32,6 @@ sys.path.append(str(STANDINS))
 import fake_runtime  # noqa: E402
 
 
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    from slurmllm.corpus.builtin import ensure_stdlib
-
-    corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
-    return (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")
-
-
 class Stage:
     """A folder of runs whose compiler and workers are stand-ins."""
 

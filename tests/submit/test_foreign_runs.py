@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load, save
 from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.corpus.builtin import ensure_stdlib
 from slurmllm.errors import ConfigError, RunError
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
@@ -39,9 +38,8 @@ def _umask() -> Iterator[None]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    corpus, tokenizer = ensure_stdlib(tmp_path / ".data")
-    return resolve("tiny_neox", overrides=[f"data.corpus={corpus}", f"data.tokenizer={tokenizer}"])
+def config(inputs: tuple[str, ...]) -> RunConfig:
+    return resolve("tiny_neox", overrides=[option.removeprefix("--set=") for option in inputs])
 
 
 @pytest.fixture
