@@ -25,10 +25,11 @@ from slurmllm.model.init import local_part
 pytestmark = pytest.mark.numerics
 
 CASES = [
-    ("llama", 2, 1, 2, "train.precision=bf16_sr"),
-    ("gpt3", 1, 2, 1),
+    ("llama", 2, 1, 1, "train.precision=bf16_sr"),
+    ("gpt3", 1, 2, 2),
     ("neox", 1, 1, 1),
     ("llama", 1, 1, 2, "train.precision=bf16_mixed"),
+    ("llama", 2, 1, 2, "train.precision=bf16_sr"),
     ("gpt3", 2, 2, 2, "parallel.sequence=true"),
 ]
 STEPS = amount(8, of=20)
