@@ -59,6 +59,7 @@ def test_precompile_on_one_worker_train_on_two(
     assert curve(two, 1).items() <= curve(two, 0).items(), "bit-identical"
 
 
+@pytest.mark.long
 def test_one_tensor_parallel_replica_serves_others(
     tmp_path: Path, data: tuple[str, str], unbroken: RunDir
 ) -> None:
