@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import pytest
 from amounts import amount
+from made_records import save_attempt
 from training_rows import make_row, write_rows
 
 from slurmllm.cli.main import main
@@ -22,7 +23,6 @@ from slurmllm.config.resolve import resolve
 from slurmllm.format import printable
 from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
 from slurmllm.run.records import (
-    AttemptRecord,
     ExcludedNode,
     ExcludedNodes,
     FailureRecord,
@@ -64,23 +64,14 @@ def _hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve("tiny_neox").to_yaml()
     run.config.write_text(config)
     JobsRecord().save(run.jobs)
-    record = AttemptRecord.model_construct(
-        attempt=0,
-        stage="train",
-        job_id=None,
-        nodes=("n1",),
-        world_size=2,
-        master_addr="n1",
-        master_port=1,
-        started_at=1.7e9,
-        ended_at=1.7e9 + 10,
-        ending="code_error",
-        action="stop",
-        evidence=(BAD,),
-        blamed_nodes=("n1",),
-        new_graphs=(BAD,),
-    )
-    record.save(run.attempt("train", 0).record)
+    end = {
+        "ended_at": 1.7e9 + 10,
+        "ending": "code_error",
+        "action": "stop",
+        "blamed_nodes": ("n1",),
+    }
+    texts = {"evidence": (BAD,), "new_graphs": (BAD,), "blamed_nodes": ("n1",)}
+    save_attempt(run, started_at=1.7e9, **texts, **end)
     failure = FailureRecord(
         rank=0,
         node="n1",

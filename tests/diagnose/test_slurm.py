@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import SMALL, Bench
+from end_to_end.slurm_runs import wait
 
 from diagnose.conftest import health
 
@@ -55,8 +56,7 @@ def test_a_node_that_fails_its_preflight_is_excluded(
         "--set=train.steps=15",
         "--set=slurm.drain=true",
     )
-    done = lambda: bench.status("r")["state"] in ("done", "stopped", "cancelled")  # noqa: E731
-    bench.until(done, "never done", 120, every_s=1.5)
+    wait(bench, "r", "done", "stopped", "cancelled")
     shown = bench.status("r")
     assert shown["state"] == "done"
     assert bench.endings("r") == [("node_failure", "requeue"), ("done", "finish")]

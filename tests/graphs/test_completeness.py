@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 from end_to_end.bench import processes_with
+from made_records import save_attempt
 
 from slurmllm.config.resolve import resolve
 from slurmllm.control.rendezvous import free_port, new_secret
 from slurmllm.graphs.merge import merge_new_graphs
 from slurmllm.run.artifact_records import GraphManifest
-from slurmllm.run.records import AttemptRecord, NodeRecord
+from slurmllm.run.records import NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.rundir import Stage as StageName
 from slurmllm.submit.prepare import render_run, write_run
@@ -336,17 +337,8 @@ class Nodes:
         write_run(render_run(config, 2, self.run))
 
     def open(self, name: StageName) -> None:
-        AttemptRecord(
-            attempt=0,
-            stage=name,
-            job_id="7",
-            nodes=("n0", "n1"),
-            world_size=2,
-            master_addr="127.0.0.1",
-            master_port=1,
-            control_port=free_port(),
-            started_at=0.0,
-        ).save(self.run.attempt(name, 0).record)
+        nodes = {"nodes": ("n0", "n1"), "master_addr": "127.0.0.1", "control_port": free_port()}
+        save_attempt(self.run, stage=name, job_id="7", **nodes)
 
     def launch(self, name: StageName, node: int) -> subprocess.Popen[str]:
         # The private folder on the node's disk has the user's name: each node gets its own.

@@ -12,6 +12,7 @@ import pytest
 from _month.failures import RandomFailures
 from _month.scenario import DAY_S, Scenario
 from _month.simulation import simulate
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
     assert losses(share).shares["start_up"] >= losses(0.0).shares["start_up"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=amount(50, of=200))
 @given(
     st.integers(1, 4096),
     st.floats(0.01, 300),
