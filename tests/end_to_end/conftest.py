@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from end_to_end.bench import REHEARSED, SMALL, Bench
+from end_to_end.bench import LEAN, REHEARSED, SMALL, Bench
 from end_to_end.slurm_runs import Cluster, submit, wait
 
 
@@ -27,6 +27,6 @@ def rehearsed_on_slurm(slurm: Cluster, bench: Bench, inputs: tuple[str, ...]) ->
 @pytest.fixture(scope="session")
 def rehearsed(bench: Bench, inputs: tuple[str, ...]) -> str:
     """The unbroken rehearsed run on this machine, of two nodes."""
-    run = ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL, *REHEARSED, *inputs)
+    run = ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL, *LEAN, *REHEARSED, *inputs)
     bench.call(*run, "--name=rehearsed")
     return "rehearsed"

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import REHEARSED, SMALL, Bench, processes_with
+from end_to_end.bench import LEAN, REHEARSED, SMALL, Bench, processes_with
 from rounding import rounding_bound
 
 SUBMIT = ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL)
@@ -25,7 +25,7 @@ def train(inputs: tuple[str, ...], stdlib: tuple[Path, Path]) -> tuple[str, ...]
 @pytest.fixture(scope="module")
 def rehearse(inputs: tuple[str, ...]) -> tuple[str, ...]:
     """The command of a run whose training is not the matter."""
-    return (*SUBMIT, *REHEARSED, *inputs)
+    return (*SUBMIT, *LEAN, *REHEARSED, *inputs)
 
 
 @pytest.fixture(scope="module")

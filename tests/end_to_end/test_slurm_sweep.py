@@ -24,6 +24,7 @@ def test_two_at_a_time_and_one_cancelled(
         "--name=grid",
         *SMALL,
         *SLOWLY,
+        "--set=cluster.health.enabled=false",
         *inputs,
         "--exclude=n5",
         "--set=train.steps=20",

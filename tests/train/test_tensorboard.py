@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from training_rows import make_row
 
 from slurmllm.metrics.curves import TAGS
 from slurmllm.plan.mesh import make_mesh
@@ -36,22 +37,7 @@ MakeJob = Callable[..., Any]
 
 
 def moment(step: int, attempt: int = 0, *, loss: float = 5.0, last: bool = False) -> StepEnd:
-    row = MetricsRow(
-        step=step,
-        attempt=attempt,
-        loss=loss,
-        grad_norm=1.5,
-        param_norm=9.0,
-        lr=1e-3,
-        tokens=step * 256,
-        seq_per_s=16.0,
-        tokens_per_s=512.0,
-        step_time_s=0.5,
-        data_wait_s=0.0,
-        forward_backward_s=0.4,
-        optimizer_s=0.1,
-        time=1e9 + step,
-    )
+    row = MetricsRow(**make_row(step, attempt, loss=loss, data_wait_s=0.0, time=1e9 + step))
     return StepEnd(row, last=last, saving=last, leaving=last)
 
 
