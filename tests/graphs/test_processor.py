@@ -246,6 +246,7 @@ print(int(close), *compiling.cache_counts())
 
 
 @x86
+@pytest.mark.long
 def test_a_shared_cache_of_inductor_keeps_capabilities_apart(tmp_path: Path) -> None:
     """Without the tag the second process finds the first one's graph, and its result is wrong."""
 
