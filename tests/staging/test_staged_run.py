@@ -85,11 +85,16 @@ def shared(bench: Bench) -> list[dict[str, Any]]:
     return bench.rows("shared")
 
 
+@pytest.fixture(scope="module")
+def staged(bench: Bench) -> str:
+    """What the first run from a staged environment prints."""
+    return bench.run("staged", STAGED)
+
+
 def test_a_staged_run_has_the_same_rows_and_the_next_one_uses_its_environment(
-    bench: Bench, shared: list[dict[str, Any]]
+    bench: Bench, shared: list[dict[str, Any]], staged: str
 ) -> None:
-    output = bench.run("staged", STAGED)
-    assert output.count("files packed") == 1
+    assert staged.count("files packed") == 1
     nodes = bench.nodes("staged")
     assert [node["environment_source"] for node in nodes] == ["staged", "staged"]
     # Both nodes are this machine: one of them unpacks.
@@ -105,9 +110,8 @@ def test_a_staged_run_has_the_same_rows_and_the_next_one_uses_its_environment(
 
 
 def test_workers_fall_back_if_the_archive_is_damaged(
-    bench: Bench, shared: list[dict[str, Any]]
+    bench: Bench, shared: list[dict[str, Any]], staged: str
 ) -> None:
-    bench.run("filled", STAGED)
     for root in bench.environments:
         shutil.rmtree(root)
     (archive,) = (bench.runs / ".environments").glob("*.tar*")
