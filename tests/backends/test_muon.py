@@ -74,6 +74,7 @@ def test_sharded_is_unsharded(
     assert max(deviation(pool.run(case(installed, config, last=STEPS)), unsharded)) < ROUNDING
 
 
+@pytest.mark.long
 def test_resumes_bit_for_bit_and_on_another_mesh(
     pool: MeshPool, installed: Path, unsharded: list[Outcome], tmp_path: Path
 ) -> None:

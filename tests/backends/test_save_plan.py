@@ -103,6 +103,7 @@ def test_the_checkpoint_is_dcp_s(pool: MeshPool, tmp_path: Path, config: RunConf
         assert all(messages == 4 and num_bytes < 128 for messages, num_bytes in saves[1:]), saves
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_dcp_s_own_planning_loads(pool: MeshPool, tmp_path: Path) -> None:
     """As earlier versions wrote it; with another mesh."""
     config = small("gpt3", 1, 2, 2, FEW)

@@ -29,16 +29,19 @@ def rehearse(inputs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(bench: Bench, train: tuple[str, ...]) -> str:
-    text = bench.call(*train, "--name=unbroken")
-    assert "eval.corpora.seen: " in text, "a warning: it is the training text"
-    assert "train attempt 0: done → finish" in text
-    assert bench.endings("unbroken") == [("done", "finish")]
-    return "unbroken"
+def killed(bench: Bench, train: tuple[str, ...]) -> str:
+    process = bench.start(*train, "--name=killed")
+    bench.wait_for_step("killed", 15)
+    os.kill(bench.node("killed", 0, "local1")["pids"]["1"], signal.SIGKILL)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert "eval.corpora.seen: " in output, "a warning: it is the training text"
+    assert "train attempt 1: done → finish" in output
+    return "killed"
 
 
-def test_the_run_directory_is_complete(bench: Bench, unbroken: str) -> None:
-    run = bench.runs / unbroken
+def test_the_run_directory_is_complete(bench: Bench, killed: str) -> None:
+    run = bench.runs / killed
     for name in (
         "config.yaml",
         "plan.json",
@@ -56,33 +59,29 @@ def test_the_run_directory_is_complete(bench: Bench, unbroken: str) -> None:
     ):
         assert (run / name).is_file(), name
     assert list((run / "tensorboard").rglob("*tfevents*"))
-    assert bench.status(unbroken)["checkpoints"] == [20, 30, 40]
+    assert bench.status(killed)["checkpoints"] == [20, 30, 40]
     hidden = [p for p in run.rglob(".*") if p.name != ".metadata"]  # DCP's index is .metadata
     assert hidden == []
 
 
-def test_logs_are_shown(bench: Bench, unbroken: str) -> None:
-    text = bench.call("logs", unbroken)
+def test_logs_are_shown(bench: Bench, killed: str) -> None:
+    text = bench.call("logs", killed)
     assert text.index("precompile attempt 0") < text.index("step 40/40") < text.rindex("→ finish")
-    followed = bench.call("logs", unbroken, "-f")
-    assert followed == bench.call("logs", unbroken, "--all-ranks")
+    followed = bench.call("logs", killed, "-f")
+    assert followed == bench.call("logs", killed, "--all-ranks")
     assert [line for line in text.splitlines() if f"[rank 0 local0] {line}" not in followed] == []
-    assert bench.call("logs", unbroken, "-n", "1", "--stage=train").count("\n") == 1
+    assert bench.call("logs", killed, "-n", "1", "--stage=train").count("\n") == 1
 
 
-def test_a_killed_worker_is_made_good(bench: Bench, train: tuple[str, ...], unbroken: str) -> None:
-    process = bench.start(*train, "--name=killed")
-    bench.wait_for_step("killed", 15)
-    os.kill(bench.node("killed", 0, "local1")["pids"]["1"], signal.SIGKILL)
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, output
+def test_a_killed_worker_is_made_good(bench: Bench, killed: str) -> None:
+    """Steps made twice have the same bits; tests/train has the unbroken run to compare with."""
     assert bench.endings("killed") == [("node_failure", "requeue"), ("done", "finish")]
     first, second = bench.attempt("killed", 0), bench.attempt("killed", 1)
     assert first["blamed_nodes"] == ["local1"]
     assert "SIGKILL" in first["evidence"][0]
     assert (first["first_step"], first["checkpoint_after"]) == (1, 10)
     assert (second["first_step"], second["last_step"]) == (11, 40)
-    found = bench.compare_exactly(unbroken, "killed")
+    found = bench.compare_exactly(killed, killed)
     assert found["overlaps"]["b"]["rows"] >= 4
     assert found["overlaps"]["b"]["identical"]
 
@@ -189,11 +188,11 @@ def test_a_setup_line_that_fails_ends_the_run_with_its_number(
 
 
 @pytest.mark.numerics
-def test_validation_while_training_has_the_numbers_of_evaluate(bench: Bench, unbroken: str) -> None:
-    found = bench.status(unbroken)["evaluation"]
+def test_validation_while_training_has_the_numbers_of_evaluate(bench: Bench, killed: str) -> None:
+    found = bench.status(killed)["evaluation"]
     assert (found["step"], sorted(found["texts"])) == (40, ["held_out", "seen"])
     evaluated = bench.call(
-        "evaluate", unbroken, "--task=validation", "--limit=8", "--json", "--no-plot"
+        "evaluate", killed, "--task=validation", "--limit=8", "--json", "--no-plot"
     )
     rows = json.loads(evaluated[evaluated.index("{") :])["suites"][0]["rows"]
     loss = next(row for row in rows if row["metric"] == "loss")["scores"]["40"]

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from end_to_end.bench import SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, accounted, lose_node, submit, wait
+from report.browser import open_report, require_chromium, require_sound
 
 pytestmark = pytest.mark.slurm
 
@@ -85,15 +86,23 @@ def test_the_first_node_dies_with_the_supervisor(
     assert "Slurm: NODE_FAIL" in bench.attempt("headless", 0)["evidence"][0]
 
 
+@pytest.fixture
+def signalled(slurm: Cluster, bench: Bench, inputs: tuple[str, ...]) -> str:
+    """A run that gets the signal of the time limit twice."""
+    if not (bench.runs / "signalled").is_dir():
+        job = submit(bench, inputs, "signalled", *SLOWLY)["train"]
+        bench.wait_for_step("signalled", 8)
+        batch = ["scancel", "--signal=USR1", "--batch", job]  # as --signal=B:USR1
+        subprocess.run(batch, check=True)
+        bench.wait_for_step("signalled", 25, attempt=1)
+        subprocess.run(["scancel", "--signal=USR1", job], check=True)  # to all of the step
+        wait(bench, "signalled", "done", "stopped", "cancelled")
+    return "signalled"
+
+
 def test_signals_as_at_the_time_limit(
-    bench: Bench, inputs: tuple[str, ...], rehearsed_on_slurm: str
+    bench: Bench, signalled: str, rehearsed_on_slurm: str
 ) -> None:
-    job = submit(bench, inputs, "signalled", *SLOWLY)["train"]
-    bench.wait_for_step("signalled", 8)
-    subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)  # as --signal=B:USR1
-    bench.wait_for_step("signalled", 25, attempt=1)
-    subprocess.run(["scancel", "--signal=USR1", job], check=True)  # to every process of the step
-    wait(bench, "signalled", "done", "stopped", "cancelled")
     left = ("advance_signal", "requeue")
     assert bench.endings("signalled") == [left, left, ("done", "finish")]
     for number, step in ((0, 8), (1, 25)):
@@ -101,6 +110,30 @@ def test_signals_as_at_the_time_limit(
         assert attempt["checkpoint_after"] == attempt["last_step"] >= step
         assert bench.attempt("signalled", number + 1)["first_step"] == attempt["last_step"] + 1
     assert bench.compare_exactly(rehearsed_on_slurm, "signalled")["overlaps"]["b"]["rows"] == 0
+
+
+def test_a_requeued_run_is_reported(
+    bench: Bench, signalled: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its page in a real browser."""
+    require_chromium()
+    (run,) = json.loads(bench.call("report", signalled, "--price", "21.5", "--json"))["runs"]
+    assert (run["state"], run["steps"], run["planned_steps"]) == ("done", 40, 40)
+    assert (run["nodes"], run["restarts"], run["recipe"]) == (2, 2, "tiny_neox")
+    assert run["utilization"]["node_hours"] > 0
+    assert run["usd"] == pytest.approx(21.5 * run["utilization"]["node_hours"])
+    assert run["seq_per_s_first_500"] > 0
+    assert run["tokens"] == 40 * 8 * 128
+    assert run["checkpoints"][-1]["step"] == 40
+    assert run["versions"]["python"]
+
+    work = tmp_path_factory.mktemp("browser")
+    opened = open_report(bench.runs / signalled / "reports" / "report.html", work)
+    require_sound(opened)
+    plots = opened.seen["plots"]
+    assert {"loss", "grad_norm", "lr", "seq_per_s", "parts-0", "utilization"} <= set(plots)
+    assert "attempt 0 ended: advance_signal" in plots["loss"]["hover"]
+    assert plots["lr"]["points"] >= 1
 
 
 def test_a_log_is_fetched_from_the_disk_of_its_node(

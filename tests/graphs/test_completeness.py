@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amounts import sample
 from end_to_end.bench import processes_with
 from made_records import save_attempt
 
@@ -141,7 +142,7 @@ def test_every_workers_graphs_are_compiled_before_the_training(stage: Stage) -> 
     assert sorted(p.name for p in stage.folder.iterdir() if "work" in p.name) == ["worker.json"]
 
 
-@pytest.mark.parametrize("exit_code", [0, 1])
+@pytest.mark.parametrize("exit_code", sample(1, [0, 1]))
 def test_a_failed_graph_stops_the_run_and_is_named(stage: Stage, exit_code: int) -> None:
     stage.compiler(fail=["b"], exit_code=exit_code)
     text = stage.submit("r", code=70)

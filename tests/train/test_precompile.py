@@ -14,7 +14,8 @@ from slurmllm.run.records import WorkerRecord
 from slurmllm.run.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
 
-pytestmark = pytest.mark.numerics
+# tests/end_to_end/test_slurm.py has a run whose nodes start warm.
+pytestmark = [pytest.mark.numerics, pytest.mark.long]
 
 COMPILED = ("train.compile=true", "train.steps=8", "optim.decay_steps=60")
 
@@ -59,7 +60,6 @@ def test_precompile_on_one_worker_train_on_two(
     assert curve(two, 1).items() <= curve(two, 0).items(), "bit-identical"
 
 
-@pytest.mark.long
 def test_one_tensor_parallel_replica_serves_others(
     tmp_path: Path, data: tuple[str, str], unbroken: RunDir
 ) -> None:
