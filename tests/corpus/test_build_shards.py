@@ -381,4 +381,4 @@ def test_jobs_that_end_early(many: Path, slurm: Any, how: str) -> None:
         assert list(logs.glob("*.err"))
     queue = ["squeue", "--noheader", "--states=PENDING,RUNNING", "--jobs", array]
     wait_for(lambda: not subprocess.run(queue, capture_output=True, check=False).stdout)
-    assert not (inputs.parent / "out.arrow").exists()
+    assert not (many.parent / f"slurm-{how}.arrow").exists()

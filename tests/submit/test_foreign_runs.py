@@ -38,8 +38,9 @@ def _umask() -> Iterator[None]:
 
 
 @pytest.fixture
-def config(inputs: tuple[str, ...]) -> RunConfig:
-    return resolve("tiny_neox", overrides=[option.removeprefix("--set=") for option in inputs])
+def config(stdlib: tuple[Path, Path]) -> RunConfig:
+    corpus, tokenizer = stdlib
+    return resolve("tiny_neox", overrides=[f"data.corpus={corpus}", f"data.tokenizer={tokenizer}"])
 
 
 @pytest.fixture
