@@ -64,14 +64,9 @@ def _hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve("tiny_neox").to_yaml()
     run.config.write_text(config)
     JobsRecord().save(run.jobs)
-    end = {
-        "ended_at": 1.7e9 + 10,
-        "ending": "code_error",
-        "action": "stop",
-        "blamed_nodes": ("n1",),
-    }
+    end = {"ended_at": 1.7e9 + 10, "ending": "code_error", "action": "stop"}
     texts = {"evidence": (BAD,), "new_graphs": (BAD,), "blamed_nodes": ("n1",)}
-    save_attempt(run, started_at=1.7e9, **texts, **end)
+    save_attempt(run, world_size=2, started_at=1.7e9, **texts, **end)
     failure = FailureRecord(
         rank=0,
         node="n1",
