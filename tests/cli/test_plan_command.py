@@ -12,11 +12,11 @@ import pytest
 import yaml
 from cli.planning import answer, call
 from click.testing import CliRunner
+from made_records import save_attempt
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.plan.mesh import make_mesh, save_mesh
-from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 
 
@@ -357,18 +357,7 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     }
     rows = ({"step": step, "time": 1e9 + step / 2, **same} for step in range(1, 30))
     run.metrics(0).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    AttemptRecord(
-        attempt=0,
-        stage="train",
-        job_id=None,
-        nodes=("n0",),
-        world_size=8,
-        master_addr="n0",
-        master_port=1024,
-        started_at=1e9,
-        ended_at=1e9 + 15,
-        ending="done",
-    ).save(run.attempt("train", 0).record)
+    save_attempt(run, world_size=8, started_at=1e9, ended_at=1e9 + 15, ending="done")
     command = ["report", "measured", "--prediction", "--runs-dir", str(tmp_path)]
 
     def report(*options: str) -> str:

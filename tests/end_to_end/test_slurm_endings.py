@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from end_to_end.bench import SLOWLY, Bench
+from end_to_end.bench import REHEARSED, SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, accounted, outside_pid, submit, wait
 
 pytestmark = pytest.mark.slurm
@@ -22,8 +22,7 @@ def test_the_time_limit_itself(slurm: Cluster, bench: Bench, inputs: tuple[str, 
         "--time=3",
         "--set=slurm.signal_lead_s=60",
         "--set=train.steps=100000",
-        "--set=backend=rehearsal",  # two minutes of CPUs for others
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.2",
+        *REHEARSED,  # two minutes of CPUs for others
     )
     again = bench.runs / "limited" / "attempts" / "001" / "attempt.json"
     bench.until(again.is_file, "not requeued")
