@@ -131,7 +131,8 @@ class DevCluster:
 
 
 @pytest.fixture(scope="session")
-def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
+def slurm_installed() -> None:
+    """Skip without what a development cluster needs; fail if a real Slurm is required."""
     missing = [name for name in _COMMANDS if shutil.which(name, path=_path()) is None]
     reason = f"not installed: {', '.join(missing)}" if missing else ""
     if os.geteuid() != 0:
@@ -139,6 +140,12 @@ def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
     if reason:
         assert os.environ.get("SLURMLLM_REQUIRE_SLURM") != "1", f"Slurm is required here: {reason}"
         pytest.skip(f"no real Slurm: {reason}")
+
+
+@pytest.fixture(scope="session")
+def _cluster(
+    slurm_installed: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DevCluster]:
     cluster = DevCluster(tmp_path_factory.mktemp("devcluster") / "state")
     cluster.call("up", "--nodes", "5", "--kill-wait", "30")  # Slurm's own default
     try:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from slurmllm.errors import SlurmError
 from slurmllm.slurm.client import AccountingRow, BatchJob, PartitionNode, QueuedJob, SlurmClient
@@ -26,6 +27,7 @@ class _Job:
     delay_s: float = 0.0
     after: str | None = None
     name: str | None = None
+    comment: str = ""
     may_requeue: bool = True
     incarnations: list[AccountingRow] = field(default_factory=list)
 
@@ -49,10 +51,16 @@ class FakeSlurm(SlurmClient):
         config: The active configuration; None: slurmctld is unreachable.
         cpus: CPUs of every node.
         gres: Generic resources of every node.
+        memory_mb: Memory of every node.
+        unequal: Node → fields in which it differs from the others.
+        limits: Fields of the partition, as of `scontrol show partition`.
+        flags: QOS → its flags.
+        waits: Job → reason why it is pending.
         partition: The one partition, the default.
         may_drain: Whether this user may drain nodes.
         may_requeue: Whether this user may requeue jobs.
         reasons: Drained node → reason.
+        features: Node → its one feature.
     """
 
     def __init__(self, nodes: Sequence[str] = ("n1", "n2", "n3", "n4")) -> None:
@@ -66,9 +74,13 @@ class FakeSlurm(SlurmClient):
             "JobRequeue": "1",
             "AccountingStorageType": "accounting_storage/slurmdbd",
         }
-        self.cpus, self.gres, self.partition = 4, "", "main"
+        self.cpus, self.gres, self.partition, self.memory_mb = 4, "", "main", 16000
+        self.unequal: dict[str, dict[str, int | str]] = {}
+        self.limits, self.flags = dict[str, str](), dict[str, str]()
+        self.waits: dict[str, str] = {}
         self.may_drain, self.reasons = False, dict[str, str]()
         self.may_requeue = True
+        self.features: dict[str, str] = {}
         self._ids = itertools.count(1)
 
     def submit(
@@ -87,6 +99,18 @@ class FakeSlurm(SlurmClient):
         job.after, job.name, job.may_requeue = after, name, requeue
         self.jobs[job_id].excluded = tuple(exclude.split(",")) if exclude else ()
         return job_id
+
+    def can_start(self, script: str, exclude: Sequence[str]) -> bool:
+        count = _Job("", script, None).wanted_nodes
+        found = re.search(r"^#SBATCH --constraint=(\w+)$", script, re.MULTILINE)
+        names = [name for nodes in exclude for name in self.hostnames(nodes)]
+        usable = (
+            name
+            for name, state in self.states.items()
+            if state in ("idle", "allocated") and name not in names
+            if not found or found[1] in self.features.get(name, "")
+        )
+        return len(list(usable)) >= count
 
     def check_srun(self, options: Sequence[str]) -> None:
         if self.refuse_srun is not None:
@@ -134,11 +158,26 @@ class FakeSlurm(SlurmClient):
             job.job_id: QueuedJob(
                 job.job_id,
                 job.state,
-                "Dependency" if job.state == "PENDING" and job.after_ok else "None",
+                self.waits.get(
+                    job.job_id, "Dependency" if job.state == "PENDING" and job.after_ok else "None"
+                ),
                 ",".join(job.nodes),
+                ",".join(job.excluded),
+                job.comment,
             )
             for job in found
         }
+
+    def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+        return [
+            job.job_id
+            for job in self.jobs.values()
+            if job.state in ("PENDING", "RUNNING")
+            and any(f"--output={path}\n" in job.script for path in paths)
+        ]
+
+    def comment(self, job_id: str, text: str) -> None:
+        self._job(job_id).comment = text
 
     def successors(self, job_id: str, name: str) -> list[str]:
         jobs = self.jobs.values()
@@ -236,18 +275,30 @@ class FakeSlurm(SlurmClient):
 
     def partition_nodes(self) -> list[PartitionNode]:
         return [
-            PartitionNode(
-                self.partition,
-                True,
-                True,
-                name,
-                state,
-                self.cpus,
-                self.gres,
-                self.reasons.get(name, ""),
+            replace(
+                PartitionNode(
+                    self.partition,
+                    True,
+                    True,
+                    name,
+                    state,
+                    self.cpus,
+                    self.gres,
+                    self.reasons.get(name, ""),
+                    self.memory_mb,
+                ),
+                **self.unequal.get(name, {}),
             )
             for name, state in self.states.items()
         ]
+
+    def partitions(self) -> dict[str, dict[str, str]]:
+        self.settings()
+        fields = {"PartitionName": self.partition, "Default": "YES", "State": "UP"}
+        return {self.partition: {**fields, **self.limits}}
+
+    def qos_flags(self) -> dict[str, str]:
+        return dict(self.flags)
 
     def _job(self, job_id: str) -> _Job:
         if job_id not in self.jobs:

@@ -96,7 +96,7 @@ def run_task(
             samples.append(sample)
     seconds = time.monotonic() - begun
     if any(process.returncode for process in processes) or not samples:
-        last = output[-1] if output else f"no output within {LIMIT_S:.0f} s"
+        last = output[-1] if output else f"no output in {seconds:.1f} s"
         raise NodeError(f"{' '.join(allocation.nodes)}: the measurement failed: {last}")
     show(f"{seconds:3.0f} s  done")
     return samples, seconds

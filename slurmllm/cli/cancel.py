@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -9,6 +10,7 @@ import click
 from slurmllm.cli import options
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from slurmllm.run.rundir import RunDir, SweepDir
@@ -25,14 +27,38 @@ def cancel(run: str, runs_dir: Path) -> None:
     """
     from slurmllm.run.rundir import find_run, find_sweep
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.supervise.run_lock import locked
 
     if (sweep := find_sweep(run, runs_dir)) is not None:
         _cancel_sweep(sweep, SlurmClient())
         return
     run_dir = find_run(run, runs_dir)
-    with locked(run_dir, "cancel"):
+    with _locked(run_dir):
         _cancel_run(run_dir, SlurmClient())
+
+
+@contextmanager
+def _locked(run: RunDir) -> Iterator[None]:
+    """Hold the lock of a run; a full disk, which does not take it, must not keep its jobs."""
+    from slurmllm.errors import StorageError
+    from slurmllm.supervise.run_lock import locked
+
+    with ExitStack() as locks:
+        try:
+            locks.enter_context(locked(run, "cancel"))
+        except StorageError as error:
+            click.echo(f"warning: {error}; cancelling without the lock", err=True)
+        yield
+
+
+def _record(run: RunDir) -> None:
+    """Record the cancellation of a run, if its directory takes it."""
+    from slurmllm.errors import StorageError
+    from slurmllm.submit.launch import record_cancellation
+
+    try:
+        record_cancellation(run)
+    except StorageError as error:
+        click.echo(f"warning: the cancellation is not recorded: {error}", err=True)
 
 
 def _require_own_record(run: RunDir) -> None:
@@ -50,13 +76,15 @@ def _require_own_record(run: RunDir) -> None:
 def _cancel_run(run: RunDir, client: SlurmClient) -> None:
     import signal
 
+    from slurmllm.errors import RunError
     from slurmllm.run.records import JobsRecord
-    from slurmllm.status.runs import is_active
-    from slurmllm.submit.launch import record_cancellation
+    from slurmllm.status.runs import is_active, process_elsewhere
 
     submission = JobsRecord.of(run).last
     if submission is not None:
         _require_own_record(run)
+    if process := process_elsewhere(run, client):
+        raise RunError(f"{run.name}: {process} may run it; `slurmllm cancel {run.name}` there")
     if submission is None or not is_active(run, client):
         click.echo(f"{run.name} has no pending or running jobs; nothing to cancel")
         return
@@ -68,12 +96,12 @@ def _cancel_run(run: RunDir, client: SlurmClient) -> None:
                 f"running; `kill {submission.pid}` ends it at once, without a checkpoint"
             )
             return
-        record_cancellation(run)  # before the signal: the process reads the reason when it ends
+        _record(run)  # before the signal: the process reads the reason when it ends
         _signal(submission.pid, signal.SIGTERM)
         click.echo(f"asked process {submission.pid} to save and exit")
     else:
         client.cancel(submission.own_jobs)
-        record_cancellation(run)
+        _record(run)
         click.echo(f"cancelled {', '.join(submission.own_jobs)}")
     click.echo(f"`slurmllm resume {run.name}` continues from the newest checkpoint")
 
@@ -103,10 +131,8 @@ def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
     from slurmllm.run.records import JobsRecord, SweepRecord
     from slurmllm.run.rundir import RunDir
     from slurmllm.status.runs import is_active
-    from slurmllm.submit.launch import record_cancellation
-    from slurmllm.supervise.run_lock import locked
 
-    with locked(RunDir(sweep.path), "cancel"):
+    with _locked(RunDir(sweep.path)):
         cases = (sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases)
         submissions = {
             run: last for run in (*sweep.graph_runs(), *cases) if (last := JobsRecord.of(run).last)
@@ -126,5 +152,5 @@ def _cancel_sweep(sweep: SweepDir, client: SlurmClient) -> None:
             return
         client.cancel(active)
         for run in dict.fromkeys(jobs[job] for job in active):
-            record_cancellation(run)
+            _record(run)
         click.echo(f"cancelled {len(active)} jobs: {', '.join(active)}")

@@ -107,11 +107,16 @@ def _check(
     from slurmllm.backends.environment import load_environment
     from slurmllm.control.rendezvous import free_port
     from slurmllm.diagnose.bandwidth import with_bandwidth
-    from slurmllm.diagnose.probe import check_nodes
+    from slurmllm.diagnose.probe import LaunchError, check_nodes, unstarted
     from slurmllm.supervise.allocation import node_command
 
     command = node_command(config.cluster)
-    checked = check_nodes(allocation, config, folder, command)
+    try:
+        checked = check_nodes(allocation, config, folder, command)
+    except LaunchError as error:
+        if not error.failure.nodes:
+            raise
+        return unstarted(allocation.nodes, error.failure)
     assert checked is not None  # without a `stop`
     # A collective over a node that does not respond would hang.
     if not bandwidth or any(record.checks_s is None for record in checked.values()):

@@ -192,15 +192,15 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
         record = selection.newest_attempt()
     node = node_of(record, rank) if record is not None and rank is not None else ""
     if follow and (rank is None or record is None or node):
+        if record is None:
+            click.echo(f"{run.name} has no logs yet: {_state_text(run)}", err=True)
         return None
     numbers = [attempt.number for attempt in run.attempts(stage)]
     if attempt is not None and attempt not in numbers:
         others = f"there are 0–{numbers[-1]}" if numbers else "there is none yet"
         raise RunError(f"{stage} attempt {attempt} of {run.name}: {others}")
     if not numbers and rank == 0:
-        raise RunError(
-            f"{run.name} has no logs yet: its jobs are pending; see `slurmllm status {run.name}`"
-        )
+        raise RunError(f"{run.name} has no logs yet: {_state_text(run)}")
     number = max(numbers, default=0) if attempt is None else attempt
     if not (rank and node):
         ranks = ranks_with_logs(run, stage, number)
@@ -219,6 +219,14 @@ def _explain_no_log(selection: LogSelection, rank: int | None, follow: bool) -> 
         f"{worker}: its log is on the disk of {node}, whose launcher has not collected it; the "
         f"next attempt on {node} does"
     )
+
+
+def _state_text(run: RunDir) -> str:
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import run_states
+
+    state = run_states([run], SlurmClient())[0]
+    return f"{state.state}, {state.reason or 'starting'}; see `slurmllm status {run.name}`"
 
 
 def _request_logs(selection: LogSelection, requested: set[tuple[Stage, int]], wait: bool) -> None:

@@ -32,6 +32,7 @@ _VERBS = (
         "logs",
         "cancel",
         "resume",
+        "nodes",
     ),
     *("data", "tokenizer", "checkpoint", "compare", "spikes", "report", "profile", "evaluate"),
     *("track", "drill", "shell", "run-stage"),

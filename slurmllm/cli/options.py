@@ -247,12 +247,15 @@ def slurm_options(
     Raises:
         ConfigError: the profile, or a line of its cluster.setup, is faulty.
     """
+    from slurmllm.config.directives import parse_options, user_defaults
     from slurmllm.slurm.arrays import SlurmOptions
 
+    shell = user_defaults()
+    if "reservation" in shell:
+        directives = {"reservation": shell.pop("reservation"), **(directives or {})}
     values = {name: value for name, value in fields.items() if value is not None}
     if cluster or os.environ.get("SLURMLLM_CLUSTER"):
         from slurmllm.config.container import container_arguments
-        from slurmllm.config.directives import parse_options
         from slurmllm.config.resolve import resolve
         from slurmllm.errors import ConfigError
         from slurmllm.slurm.setup import setup_faults
@@ -260,7 +263,10 @@ def slurm_options(
         profile = resolve("tiny_neox", cluster).cluster  # the recipe is not used
         if faults := setup_faults(profile.setup):
             raise ConfigError(f"cluster profile {profile.name}", faults)
-        defaults = {"partition": profile.partition, "setup": profile.setup}
+        defaults = {
+            "partition": profile.partition or shell.get("partition"),
+            "setup": profile.setup,
+        }
         values = {**defaults, "python": profile.python, **values}
         if (container := profile.container) is not None:
             shown = (Path.cwd(), profile.node_local)
@@ -269,7 +275,7 @@ def slurm_options(
                 container, profile.device, [*folders, *shown]
             )
         directives = {**parse_options(profile.directives), **(directives or {})}
-    return SlurmOptions(**values, directives=directives or {})
+    return SlurmOptions(**{**shell, **values}, directives=directives or {})
 
 
 # Of submit and resume: fields of the recipe's section slurm, and options of both jobs.
@@ -311,7 +317,11 @@ def run_options(time: str) -> Callable[[F], F]:
         runs_dir,
         _flag("--local", "Run both stages on this machine, without Slurm."),
         _flag("--in-allocation", "Run the stages here and now, on the nodes of this salloc."),
-        _flag("--force", "Submit even if the planner predicts that the run exceeds device memory."),
+        _flag(
+            "--force",
+            "Submit even if the planner predicts that the run exceeds device memory; resume even "
+            "if a process of another machine may run it.",
+        ),
         as_json,
     )
 

@@ -38,6 +38,7 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     from slurmllm.errors import SlurmError, UserError
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SRUN_OPTIONS, SlurmClient
+    from slurmllm.slurm.environment import slurm_environment
     from slurmllm.submit.render import shared_folders
     from slurmllm.supervise.allocation import export_site, task_command
 
@@ -48,8 +49,6 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     if not command and not on_terminal:
         raise UserError("a shell needs a terminal; give a command: `slurmllm shell RUN -- COMMAND`")
     export_site(config, shared_folders(config, run_dir), on_terminal)
-    # srun would take the variables of a surrounding job for its own options.
-    shell = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_") or n == "SLURM_CONF"}
     workers = {name: value.value for name, value in worker_environment(config, run_dir).items()}
     cache = node_local_cache(config, run_dir)
     names = {"SLURMLLM_RUN": str(run_dir.path), "SLURMLLM_CACHE": cache}
@@ -58,7 +57,7 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     srun += [*shlex.split(os.environ.get(SRUN_OPTIONS, "")), *task_command(command or ("bash",))]
     try:
         # Secrets too: the environment, unlike the command line, is this user's only.
-        environment = {**shell, **workers, **names, **config.worker_secrets()}
+        environment = {**slurm_environment(), **workers, **names, **config.worker_secrets()}
         os.execvpe("srun", srun, environment)  # noqa: S606 (no shell)
     except OSError as error:
         raise SlurmError(f"srun cannot be started: {error}") from error

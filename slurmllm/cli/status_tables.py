@@ -11,6 +11,7 @@ from rich.text import Text
 from slurmllm.display.tables import PROSE, Column, fitted
 from slurmllm.format import (
     format_age,
+    format_bytes,
     format_duration,
     format_hours,
     format_plural,
@@ -204,6 +205,9 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
         yield "skips", f"batches {skip.first}–{skip.last}: {skip.reason}"
     if details.unequal_versions:
         yield "warning", details.unequal_versions
+    if cores := details.core_files:
+        names, size = " ".join(sorted(cores)[:_SHOWN]), format_bytes(sum(cores.values()))
+        yield "warning", f"core files, {size}, in the run's directory: {names}"
 
 
 def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:

@@ -10,6 +10,7 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.cli import sweep as sweeps
+from slurmllm.cli.nodes import include_nodes, include_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
     from slurmllm.run.records import Submission
+    from slurmllm.run.rundir import RunDir
     from slurmllm.submit.prepare import PreparedRun, RunRequest
+
+_REASON_S = 2.0  # for Slurm's scheduler to look at a new job
 
 
 @click.command()
@@ -64,6 +68,7 @@ def submit(
     """
     from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import resolve
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.sweep import resolve_cases
 
@@ -95,6 +100,7 @@ def submit(
         force=shared.force,
         dry_run=dry_run,
         fetch=fetch_sources if fetch else None,
+        slurm=None if shared.local or shared.in_allocation else SlurmClient(),
     )
     if cases:
         ctx.exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
@@ -114,7 +120,7 @@ def _submit_run(
         print_warnings(prepared)
         if request.dry_run:
             _print_dry_run(prepared, shared.as_json)
-            prepared.require_data()
+            prepared.require_startable()
             return
         sent = _start(prepared, shared.local or shared.in_allocation, allocation)
     _finish(ctx, prepared, sent, shared.as_json)
@@ -160,7 +166,8 @@ def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, 
 
 
 def print_warnings(prepared: PreparedRun) -> None:
-    for warning in prepared.fit.warnings if prepared.fit is not None else ():
+    fit_warnings = prepared.fit.warnings if prepared.fit is not None else ()
+    for warning in (*fit_warnings, *prepared.warnings):
         click.echo(f"warning: {warning}", err=True)
     for reason in prepared.rederived:
         click.echo(f"warning: {reason}; written again from config.yaml", err=True)
@@ -175,6 +182,9 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
     arguments = load_environment(config.backend).arguments(config, mesh)
     for reason in prepared.refusals:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
+    # Of the user's shell: nothing else of it is an option of a job.
+    sources = ((source, path.removeprefix("slurm.")) for path, _, source in config.rows())
+    defaults = {source: name for source, name in sources if source.startswith("SBATCH_")}
     if as_json:
         environment = [{"name": name, **value._asdict()} for name, value in variables.items()]
         summary = {
@@ -182,10 +192,11 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
             "config": config.values(),
             "mesh": mesh.to_json(),
             "scripts": prepared.scripts,
+            "defaults": defaults,
             "environment": environment,
             "backend_arguments": arguments,
             "planner": _planner_json(prepared),
-            "refusals": [*prepared.refusals, *prepared.missing_data],
+            "refusals": [*prepared.refusals, *prepared.limit_faults, *prepared.missing_data],
         }
         options.echo_json(summary, indent=None)
         return
@@ -195,6 +206,8 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
 
     if prepared.fit is not None and prepared.fit.chosen:
         click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
+    for variable, name in defaults.items():
+        click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     for stage, text in prepared.scripts.items():
         click.echo(f"# ── {run.script(stage)}")
         click.echo(text)
@@ -230,6 +243,24 @@ def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> 
     click.echo("next       " + f"slurmllm status {run.name}")
     for verb in ("logs -f", "cancel"):
         click.echo(f"           slurmllm {verb} {run.name}")
+    if reason := _reason_of_wait(run):
+        click.echo(f"waits      {reason}")
+
+
+def _reason_of_wait(run: RunDir) -> str:
+    """Return why the first job of a new submission is pending, soon after sbatch; else nothing."""
+    import time
+
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import run_states
+
+    deadline = time.monotonic() + _REASON_S
+    while True:
+        state = run_states([run], SlurmClient())[0]
+        jobs = [job for job in state.jobs.values() if job.reason not in ("", "Dependency")]
+        if state.state not in ("queued", "requeued") or jobs or time.monotonic() > deadline:
+            return state.reason if jobs and state.active else ""
+        time.sleep(0.2)
 
 
 def _planner_json(prepared: PreparedRun) -> dict[str, Any] | None:
@@ -291,6 +322,7 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
 @click.option(
     "--from-scratch", is_flag=True, help="Start again from step 0, without the checkpoints."
 )
+@include_option
 @options.run_options("as before")
 @click.pass_context
 def resume(
@@ -300,6 +332,7 @@ def resume(
     cluster: str | None,
     overrides: tuple[str, ...],
     from_scratch: bool,
+    included: tuple[str, ...],
     shared: RunOptions,
 ) -> None:
     """Continue RUN after it was cancelled or stopped.
@@ -314,6 +347,7 @@ def resume(
     from slurmllm.config.load import load
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import is_active
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.supervise.run_lock import locked
@@ -321,8 +355,18 @@ def resume(
     run_dir, client, settings = find_run(run, shared.runs_dir), SlurmClient(), shared.settings
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
+    if included:
+        include_nodes(run_dir, client, included)
+        if is_active(run_dir, client):  # its pending job needs no other one
+            if shared.as_json:
+                fields = {"run": run_dir.name, "run_dir": str(run_dir.path)}
+                options.echo_json({**fields, "included": included}, indent=None)
+            return
     with locked(run_dir, "resume"):
-        last, config = require_ended(run_dir, client), load(run_dir.config, trusted=True)
+        last, config = (
+            require_ended(run_dir, client, shared.force),
+            load(run_dir.config, trusted=True),
+        )
         most, allocation = None if nodes is None else nodes[1], None
         count, local = options.nodes_and_mode(last, most, shared.local)
         if shared.in_allocation:
@@ -337,6 +381,7 @@ def resume(
             local=local,
             precompile=shared.precompile,
             force=shared.force,
+            slurm=None if at_once else client,
         )
         changes = Changes(cluster, overrides, settings, from_scratch)
         prepared = prepare_resume(request, changes, last, None if at_once else client)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,7 +102,8 @@ def submit(
     from slurmllm.submit.sweep import prepare_sweep, run_sweep_locally, submit_sweep
 
     prepared = prepare_sweep(request, cases, configs, max_running)
-    for warning in dict.fromkeys(w for run in prepared.runs if run.fit for w in run.fit.warnings):
+    texts = ((*(run.fit.warnings if run.fit else ()), *run.warnings) for run in prepared.runs)
+    for warning in dict.fromkeys(chain.from_iterable(texts)):
         click.echo(f"warning: {warning}", err=True)
     for run in prepared.runs:
         for refusal in run.refusals:
@@ -110,7 +112,7 @@ def submit(
         _print_prepared(prepared, [], as_json)
         click.echo("dry run: nothing was written, nothing submitted", err=True)
         for run in prepared.runs:
-            run.require_data()
+            run.require_startable()
         return EXIT_OK
     if not request.local:
         _print_prepared(prepared, list(submit_sweep(prepared, SlurmClient())), as_json)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Options for which a user's SBATCH_ACCOUNT, … count; no other variable is an option.
+USER_DEFAULTS = ("account", "partition", "qos", "reservation")
 Options = dict[str, str | bool]  # option → value; True for one without a value
 
 _TASKS = "slurmllm starts one task a node, which starts the workers (cluster.devices_per_node)"
@@ -30,7 +33,7 @@ _REFUSED = {
     "dependency": "--dependency of `submit` and `resume` sets it for the first job",
     "kill-on-invalid-dep": "a train job ends with its precompile job",
     **dict.fromkeys(("export", "export-file", "get-user-env"), _VARIABLES),
-    "chdir": "all paths of a run are absolute",
+    "chdir": "jobs start in the run's directory",
     **dict.fromkeys(("jobid", "overlap", "exact", "cpu-bind", "kill-on-bad-exit"), _OF_SRUN),
 }
 # Short and long names: sbatch(1), srun(1).
@@ -61,6 +64,12 @@ _FROM_FILE = frozenset(
         """,
     )
 )
+
+
+def user_defaults() -> dict[str, str]:
+    """Return the user's SBATCH_ACCOUNT, … by option, for options that nothing else sets."""
+    values = {name: os.environ.get(f"SBATCH_{name.upper()}") for name in USER_DEFAULTS}
+    return {name: value for name, value in values.items() if value}
 
 
 def may_be_in_file(name: str) -> bool:

@@ -264,7 +264,8 @@ class SlurmConfig(Section):
     no_progress_limit: PositiveInt = 3
     """Attempts in a row without a new checkpoint before the run stops."""
     exclude_hours: NonNegativeFloat = 24.0
-    """Hours for which a node that failed is excluded from the run."""
+    """The longest exclusion of a node that failed, in hours: the first takes one hour, each further
+    one four times as long."""
     drain: bool = False
-    """Whether such a node is drained too, if Slurm permits it to this user."""
+    """Whether a node whose hardware is broken is drained too, if Slurm permits it to this user."""
     notify: NotifyConfig = NotifyConfig()

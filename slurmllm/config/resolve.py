@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -12,13 +12,14 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.data_sources import with_user_configuration
-from slurmllm.config.directives import may_be_in_file
+from slurmllm.config.directives import may_be_in_file, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
 from slurmllm.config.recipe import ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
-from slurmllm.config.variables import MASK, is_secret_at, loads_code, mask
+from slurmllm.config.variables import MASK, TUNING, is_secret, is_secret_at, mask
+from slurmllm.config.variables import may_be_in_file as may_set_variable
 from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml, write_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_plural
@@ -166,6 +167,12 @@ def resolve(
         default = values.get("default_cluster")
         # A default of another type is a fault that the validation reports.
         chosen = default if isinstance(default, str) else "local"
+        if Path(chosen).suffix in (".yaml", ".yml"):  # a profile's setup runs as the user
+            raise ConfigError(
+                f"default_cluster: {chosen!r} ({origins.get('default_cluster')}): a recipe, which "
+                "may be another user's file, names shipped profiles only; if you trust the profile,"
+                f" --cluster {chosen}"
+            )
     cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
     profile = read_profile(cluster_path, clusters_dir())
     cluster_values, cluster_origins = with_user_configuration(profile)
@@ -179,49 +186,37 @@ def resolve(
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
     of_files = dict(origins)
     _override(tree, overrides, origins, faults)
-    unchanged = {path: origin for path, origin in origins.items() if origin == of_files.get(path)}
-    faults += _untrusted_settings(tree, unchanged)
+    leaves = flatten(tree)
+    unchanged = [path for path, origin in origins.items() if origin == of_files.get(path)]
+    untrusted = (untrusted_fault(path, leaves.get(path), origins[path]) for path in unchanged)
+    faults += filter(None, untrusted)
     _assign_options(tree, options or {}, origins, faults)
+    for name, value in user_defaults().items():
+        if f"slurm.{name}" not in origins and not (
+            name == "partition" and cluster_values.get(name)
+        ):
+            _assign(tree, f"slurm.{name}", value, f"SBATCH_{name.upper()}", origins, faults)
     return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
 
 
-def _untrusted_settings(tree: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield what a recipe's file, which may be another user's, may not set.
-
-    Args:
-        origins: Of the values that are still the files'.
-    """
-    command = flatten(tree).get("slurm.notify.command")
-    for path, origin in origins.items():
-        name, also = path.rpartition(".")[2], ""
-        if path.startswith("env.") and loads_code(path[4:]):
-            what, also = "what makes programs load code", " or the cluster profile's env"
-        elif path == "slurm.notify.command" and command:
-            what = "a program to run"
-        elif path.startswith("slurm.directives.") and not may_be_in_file(name):
-            yield (
-                f"{path} ({origin}): a recipe may set options for resources only, as it may be "
-                f"another user's file; if you trust it, --set {path}=…"
-            )
-            continue
-        else:
-            continue
-        yield (
-            f"{path} ({origin}): a recipe may not set {what}, as it may be another user's file; if "
-            f"you trust it, --set {path}=…{also}"
-        )
-
-
-def runs_code(path: str) -> bool:
-    """Whether a value may make programs run, so that no file of another user may set it."""
-    *sections, name = path.removeprefix("cluster.").split(".")
+def untrusted_fault(path: str, value: Any, source: str) -> str | None:
+    """Return why a recipe's or sweep's file, which may be another user's, may not set a value."""
+    section, _, name = path.rpartition(".")
+    also = ""
+    if path.startswith("env.") and not may_set_variable(path[4:], value):
+        shown = MASK if is_secret(path[4:], value) else repr(value)
+        what = f"{shown}: a recipe's file sets only variables that tune ({', '.join(TUNING[:7])}, "
+        what += "…: docs/recipes.md), and none that names a file, a library, a plugin or an address"
+        also = ", or the cluster profile's env"
+    elif path.startswith("slurm.notify.command") and value:
+        what = "a recipe may not set a program to run"
+    elif section.startswith("slurm.directives") and not may_be_in_file(name):
+        what = "a recipe may set options for resources only"
+    else:
+        return None
     return (
-        (sections == ["env"] and loads_code(name))
-        or path.startswith(
-            ("slurm.notify.command", "cluster.setup", "cluster.python", "cluster.container")
-        )
-        or path == "slurm.directives"
-        or (path.startswith("slurm.directives.") and not may_be_in_file(name))
+        f"{path} ({source}): {what}, as it may be another user's file; if you trust it, "
+        f"--set {path}=…{also}"
     )
 
 

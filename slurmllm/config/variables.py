@@ -17,14 +17,25 @@ _RESERVED = re.compile(
     r"(SLURMLLM|SLURM|SLURMD|SBATCH|SALLOC|TORCHELASTIC)_.*"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
 )
-# Variables that make a program run a file's code, look for code in a folder, write to a file that
-# they name, or send tokens to another host.
-_LOADS_CODE = re.compile(
-    r"LD_.*|PYTHON.*|(BASH_)?ENV|SHELLOPTS|PS4|CC|CXX|CUDAHOSTCXX|GCC_EXEC_PREFIX"
-    r"|.*(PATH|HOME|DIR|URL|FILE|ENDPOINT)|.*_PLUGIN(_.*)?|(OPENSSL|KRB5|GIT|COVERAGE|NVCC)_.*"
-    r"|TORCH_(LOGS_OUT|TRACE|FORCE_NO_WEIGHTS_ONLY_LOAD)|HF_.*_CODE(_.*)?"
-    r"|TRITON_(CACHE_MANAGER|REMOTE_CACHE_BACKEND)"
+# What a recipe's file may set: variables that tune. Sources: NCCL's, libfabric's and the Neuron
+# runtime's documentation of variables, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+TUNING = (
+    *("NCCL_*", "TORCH_NCCL_*", "OFI_NCCL_*", "FI_*", "EFA_*", "NEURON_RT_*", "NEURON_CC_FLAGS"),
+    *("NEURON_FUSE_SOFTMAX", "NEURON_EXPERIMENTAL_COMPRESS_RG", "XLA_*", "PYTORCH_ALLOC_CONF"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
+    *("CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "OMP_PROC_BIND"),
+    *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX", "TOKENIZERS_PARALLELISM"),
 )
+_TUNES = re.compile("|".join(TUNING).replace("*", r"\w+"))
+# Of the families and of their flags, those that name a file, folder, library, address or plugin,
+# or write what they do not name: NCCL_TOPO_FILE, NCCL_COMM_ID, FI_PROVIDER_PATH, NEURON_RT_INSPECT_
+# OUTPUT_DIR, NCCL_PROXY_PROFILE, --xla_dump_to, --cache_dir.
+_NAMES_FILE = re.compile(
+    r"FILE|PATH|PLUGIN|DUMP|LIBRAR|PROFIL|INSPECT|HOSTID|TEMPLATE|OUTPUT|LOCATION|URL|SAVE|TRACK"
+    r"|DIR(?![A-Z])|(?<![A-Z])(ID|LIB|LOG|DBG|OOB|ADDR|CONF|CONFIG|PIPE|FROM|EXTRA|O)(?![A-Z0-9])",
+    re.IGNORECASE,
+)
+_PLAIN = re.compile(r"[\w.,:;=^+\[\]> -]*")  # no slash, at sign, quote or variable
 _SECRET = re.compile(
     r"TOKEN(?![A-Z])|SECRET|PASSW(OR)?D|PASSPHRASE|PASS(?![A-Z])|_PWD$|CREDENTIAL|API_?KEY|WEBHOOK"
     r"|(^|_)(KEY|AUTH|PAT)(_|$)",
@@ -43,9 +54,16 @@ def refuse_reserved(name: str) -> str:
     return name
 
 
-def loads_code(name: str) -> bool:
-    """Whether a variable may run code, so that a recipe's file, often another's, may not set it."""
-    return _LOADS_CODE.fullmatch(name) is not None
+def may_be_in_file(name: str, value: object) -> bool:
+    """Whether a recipe's file, which may be another user's, may set a variable to this value."""
+    if _RESERVED.fullmatch(name):  # `refuse_reserved` judges it, wherever it is set
+        return True
+    text = str(value)
+    if _TUNES.fullmatch(name) is None or _PLAIN.fullmatch(text) is None:
+        return False
+    if name.endswith("_FLAGS"):  # XLA reads a file of flags if the first character is no dash
+        return not _NAMES_FILE.search(text) and text.startswith("-")
+    return name in TUNING or not _NAMES_FILE.search(name)
 
 
 def is_secret(name: str, value: object = "") -> bool:

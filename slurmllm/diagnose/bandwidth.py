@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -83,7 +84,7 @@ def measure_with_torch(
     processes = nodes.ask([*command, *verb])
     overall: float | None = None
     by_node: dict[str, float] = {}
-    last_line = "no output"
+    started, last_line = time.monotonic(), "no output"
     for _, text in read_lines(processes, LIMIT_S, stop):
         line = ProbeLine.parse(text)
         if line is None or line.gb_s is None:
@@ -93,7 +94,8 @@ def measure_with_torch(
         else:
             overall = line.gb_s
     if overall is None:
-        raise NodeError(f"PyTorch measured nothing within {LIMIT_S:.0f} s: {last_line}")
+        seconds = time.monotonic() - started
+        raise NodeError(f"PyTorch measured nothing in {seconds:.1f} s: {last_line}")
     return Bandwidth(overall, by_node)
 
 

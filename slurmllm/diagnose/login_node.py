@@ -13,10 +13,23 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.operation import SlurmConfig
 from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import SlurmError
 from slurmllm.run.records import Finding
-from slurmllm.slurm.client import COMMANDS, PartitionNode, SlurmClient, explain_drain
+from slurmllm.slurm.client import (
+    COMMANDS,
+    PartitionNode,
+    SlurmClient,
+    count_gpus,
+    explain_drain,
+)
+from slurmllm.slurm.limits import (
+    EQUAL_NODES,
+    check_limits,
+    describe_difference,
+    read_options,
+)
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -39,10 +52,8 @@ _NEURON_FIX = (
 
 
 OLDEST_SLURM = "22.05"  # the development cluster's, on which the tests run
-_NODE_CHECKS = ("nodes", "CPUs", "devices")
+_NODE_CHECKS = ("nodes", "limits", "equal nodes", "CPUs", "devices")
 _CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_NODE_CHECKS)
-# Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
-_UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
 
 
 def installation_findings(cluster: Cluster) -> Iterator[Finding]:
@@ -246,7 +257,7 @@ def slurm_findings(
         fix = "slurm.restart: auto continues runs by successor jobs (chain)"
         yield warn("requeue", f"JobRequeue={requeue or 'unknown'}", fix=fix)
     yield _accounting(client, settings.get("AccountingStorageType", ""))
-    yield from _partition_findings(nodes, cluster, partition or cluster.partition)
+    yield from _partition_findings(client, nodes, cluster, partition or cluster.partition)
 
 
 def _accounting(client: SlurmClient, storage: str) -> Finding:
@@ -262,7 +273,7 @@ def _accounting(client: SlurmClient, storage: str) -> Finding:
 
 
 def _partition_findings(
-    nodes: Sequence[PartitionNode], cluster: Cluster, partition: str | None
+    client: SlurmClient, nodes: Sequence[PartitionNode], cluster: Cluster, partition: str | None
 ) -> Iterator[Finding]:
     """The partition that jobs are submitted to, and its nodes."""
     members = [n for n in nodes if (n.partition == partition if partition else n.default)]
@@ -279,8 +290,7 @@ def _partition_findings(
         yield ok("partition", name + ", the default" * (not partition))
     else:
         yield fail("partition", f"{name} is down", fix=f"`scontrol show partition {name}`")
-    # `*`: the node does not respond.
-    unusable = [node for node in members if _UNUSABLE.match(node.state) or node.state.endswith("*")]
+    unusable = [node for node in members if not node.in_service]
     state = f"{len(members) - len(unusable)} of {len(members)} usable"
     if unusable:
         names = ", ".join(f"{node.name} {node.state}" for node in unusable[:5])
@@ -290,6 +300,18 @@ def _partition_findings(
         yield status("nodes", state, fix="; ".join(["`sinfo --list-reasons`", *explained[:3]]))
     else:
         yield ok("nodes", state)
+    # As of a run of one node with the profile's options and the default time limit.
+    options = {"partition": name, "time": SlurmConfig().time}
+    options |= read_options("\n".join(f"#SBATCH {text}" for text in cluster.directives))
+    if faults := check_limits(options, client).faults:
+        status = warn if all(text.startswith("--time") for text in faults) else fail
+        yield status("limits", "; ".join(faults), fix=f"`scontrol show partition {name}`")
+    else:
+        yield ok("limits", "a node and the default time limit are within the partition's")
+    if difference := describe_difference(members):
+        yield warn("equal nodes", difference, fix=EQUAL_NODES)
+    else:
+        yield ok("equal nodes", "CPUs, memory and GPUs are the same")
     yield from _node_size_findings(members, cluster)
 
 
@@ -317,9 +339,3 @@ def _node_size_findings(nodes: Sequence[PartitionNode], cluster: Cluster) -> Ite
         yield fail("devices", state, fix=fix, blame="user")
     else:
         yield ok("devices", f"{fewest} GPUs per node")
-
-
-def count_gpus(gres: str) -> int:
-    """`gpu:a100:8(S:0-1),gpu:2` → 10."""
-    counts = re.findall(r"(?:^|,)gpu(?::[A-Za-z][^:,(]*)?:(\d+)", gres)
-    return sum(int(count) for count in counts)

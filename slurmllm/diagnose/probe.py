@@ -27,8 +27,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from slurmllm.config.cluster import HealthChecks
 from slurmllm.config.resolve import RunConfig
 from slurmllm.diagnose.finding import fail, ok, warn
-from slurmllm.errors import StorageError
-from slurmllm.run.records import Finding, NodeHealth
+from slurmllm.errors import SlurmError, StorageError
+from slurmllm.run.records import Finding, LaunchFailure, NodeHealth
+from slurmllm.slurm.error_texts import launch_failure
 
 POLL_S = 0.1
 TERMINATE_S = 5.0  # between SIGTERM and SIGKILL
@@ -45,6 +46,14 @@ class Nodes(Protocol):
 
     def ask(self, command: Sequence[str]) -> list[subprocess.Popen[bytes]]:
         """Start a command on every node, with its output in the processes' pipes."""
+
+
+class LaunchError(SlurmError):
+    """A command did not start on the nodes."""
+
+    def __init__(self, failure: LaunchFailure) -> None:
+        self.failure = failure
+        super().__init__(failure.text)
 
 
 class JsonLine(BaseModel):
@@ -106,12 +115,12 @@ class NodeReport:
     Attributes:
         clock_ahead_s: The node's clock minus this machine's; None before the first line. A line
             arrives after it was sent, so each line gives a lower bound: the highest is the best.
-        slurm_message: Last line of output that names the node and is not the node's own: srun's.
+        silence: Why the node has not reported all: srun's message that names it, or the time.
     """
 
     health: NodeHealth
     clock_ahead_s: float | None = None
-    slurm_message: str = ""
+    silence: str = ""
 
     def add(self, line: ProbeLine, arrived: float) -> None:
         ahead = line.time - arrived
@@ -137,7 +146,7 @@ def check_nodes(
 
     `folder` is on the shared file system, `command` is `python -m slurmllm`; `stop` is polled and
     stops the checks. Raises a StorageError if the folder cannot be written from here, a SlurmError
-    without srun.
+    without srun, a LaunchError if srun failed before any node reported.
     """
     limits = config.cluster.health
     with contextlib.ExitStack() as stack:
@@ -165,18 +174,42 @@ def collect(
 ) -> dict[str, NodeReport] | None:
     """Collect the nodes' reports until all processes have ended or the time limit is reached.
 
-    Returns a report for each name, also for nodes that did not respond; None if stopped.
+    Returns a report for each name, also for nodes that did not respond; None if stopped. Raises a
+    LaunchError if the processes failed before any node reported.
     """
     reports = {name: NodeReport(NodeHealth(node=name)) for name in names}
+    started, lines = time.monotonic(), list[str]()
     for arrived, text in read_lines(processes, limit_s, stop):
         line = ProbeLine.parse(text)
         if line is not None and line.node in reports:
             reports[line.node].add(line, arrived)
         elif text.strip():
             print(text.rstrip(), file=sys.stderr, flush=True)
+            lines.append(text)
             for name in set(text.replace(":", " ").split()) & reports.keys():
-                reports[name].slurm_message = text.strip()
-    return None if stop() else reports
+                reports[name].silence = f": {text.strip()}"
+    if stop():
+        return None
+    seconds = time.monotonic() - started
+    failure = launch_failure(processes, seconds, lines, names)
+    late = seconds >= limit_s  # srun is ended from here: its exit code shows nothing
+    silent = all(report.clock_ahead_s is None for report in reports.values())
+    if failure and silent and (not late or failure.fault not in ("unknown", "result")):
+        raise LaunchError(failure)
+    ended = f": {failure.text}" if failure else f" in {seconds:.1f} s"
+    for report in reports.values():
+        report.silence = report.silence or (f" within {limit_s:g} s" if late else ended)
+    return reports
+
+
+def unstarted(names: Sequence[str], failure: LaunchFailure) -> dict[str, NodeHealth]:
+    """Return the findings if the checks did not start because of some nodes: others may be fit."""
+    statuses = {name: fail if name in failure.nodes else warn for name in names}
+    message = f"no response: {failure.text}"
+    return {
+        name: NodeHealth(node=name, findings=(status("answer", "none", "", message),))
+        for name, status in statuses.items()
+    }
 
 
 def read_lines(
@@ -229,9 +262,6 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
     """The nodes' own findings, and those that follow from all nodes: response, clock, versions."""
     clocks = [r.clock_ahead_s for r in reports.values() if r.clock_ahead_s is not None]
     median_ahead_s = statistics.median(clocks or [0.0])
-    # If no node responds and srun names some, Slurm did not start the step because of those: the
-    # others may be healthy.
-    step_failed = not clocks and any(report.slurm_message for report in reports.values())
     versions = {}
     for name, node in reports.items():
         driver = next((str(f.value) for f in node.health.findings if f.check == "driver"), None)
@@ -242,10 +272,7 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
         findings = list(node.health.findings)
         if node.health.checks_s is None:
             after = f" after the check of {findings[-1].check}" if findings else ""
-            reason = f": {node.slurm_message}" if node.slurm_message else ""
-            message = f"no response{after}{reason or f' within {limits.timeout_s:g} s'}"
-            status = warn if step_failed and not node.slurm_message else fail
-            findings.append(status("answer", "none", "", message))
+            findings.append(fail("answer", "none", "", f"no response{after}{node.silence}"))
         if node.clock_ahead_s is not None and len(reports) > 1:
             limit = limits.max_clock_skew_s
             # Against the median of the nodes: this machine's own clock may be wrong.

@@ -21,6 +21,7 @@ from slurmllm.errors import CodeError, RunError, SlurmError, SlurmllmError, Stor
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.environment import slurm_environment
 from slurmllm.status.runs import is_active
 from slurmllm.submit.launch import submit_jobs
 from slurmllm.submit.prepare import RunRequest, prepare
@@ -74,7 +75,7 @@ class SlurmRunner:
         # --overlap: the step shares the CPUs of the run's steps.
         srun += ["--ntasks=1", "--overlap", "--cpu-bind=none", "--input=none", "--quiet"]
         try:
-            return subprocess.Popen([*srun, *command], **_NO_FILES)
+            return subprocess.Popen([*srun, *command], env=slurm_environment(), **_NO_FILES)
         except OSError as error:
             raise SlurmError(f"srun cannot be started: {error}") from error
 

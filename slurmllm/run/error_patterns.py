@@ -43,7 +43,8 @@ ENDINGS: Mapping[Meaning, tuple[EndingClass, bool]] = {
 
 # torch-neuronx prints NRT_STATUS as `nrt_execute status=5 message="…"` (vllm issue 12443), the
 # SDK's documentation as `Failed to execute the model status=1003 message=…`.
-_STATUS = r"(?:\bnrt_\w+|[Ff]ailed to|Could not)\b[^\n]*?\bstatus[= ](?:%s)\b"
+_STATUS = r"(?:\bnrt_\w+|[Ff]ailed to|Could not)\b.{0,300}?\bstatus[= ](?:%s)\b"
+_SEARCHED = 10_000  # characters at each end of a message: nodes are held while it is searched
 
 
 class Row(NamedTuple):
@@ -74,6 +75,8 @@ def pattern(*meanings: Meaning) -> re.Pattern[str]:
 
 def matches(message: str, *meanings: Meaning) -> bool:
     """Return whether a message matches a row with one of these meanings."""
+    if len(message) > 2 * _SEARCHED:
+        message = f"{message[:_SEARCHED]}\n{message[-_SEARCHED:]}"
     return pattern(*meanings).search(message) is not None
 
 

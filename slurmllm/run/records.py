@@ -35,6 +35,7 @@ Action = Literal[
     "chain",  # a successor job continues
     "stop",
 ]
+_UNRECORDED = "slurmllm: not recorded yet: "  # in a job's comment
 CONTINUES: tuple[Action, ...] = ("restart", "requeue", "chain")
 # How a run continues after the end of its job: `slurm.restart` without `auto`.
 Restart = Literal["requeue", "chain", "none"]
@@ -52,6 +53,11 @@ TimePart = Literal[
     "idle",  # the rest: an unnoticed failure, a stop, Slurm's own end, spare nodes
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
+# Whose fault a launch that failed is, by Slurm's message: slurm/error_texts.yaml explains them.
+Fault = (
+    Literal["request", "user", "memory", "storage", "node", "network"]
+    | Literal["controller", "site", "job", "limit", "result", "unknown"]
+)
 # What a worker is doing: `stepping` from the second step of an attempt on.
 Phase = Literal[
     "starting", "resuming", "first_step", "stepping", "evaluating", "saving", "stopping"
@@ -150,6 +156,7 @@ class Submission(Record):
     process: str | None = None  # its `process_identity`
     host: str | None = None  # machine of a local submission
     cancelled_at: float | None = None  # Unix time of `cancel`, s
+    ended_at: float | None = None  # local: Unix time of the end of its process, unless killed, s
     from_scratch: bool = False  # earlier checkpoints are not used
     # Settings of the recipe that this `resume` changed: dotted path → old and new value.
     changes: dict[str, tuple[Any, Any]] = Field(default_factory=dict)
@@ -209,6 +216,10 @@ class SweepRecord(Record):
     recipe: str
     created_at: float  # Unix time, s
     max_running: int | None = None  # how many of its runs train at a time; None: no limit
+    # The process that submits it or, if local, runs it; its `process_identity`; its machine.
+    pid: ProcessId | None = None
+    process: str | None = None
+    host: str | None = None
     cases: tuple[SweepCase, ...]
 
     @property
@@ -228,6 +239,24 @@ class LockRecord(Record):
     pid: ProcessId  # its process id
     process: str | None  # its `process_identity`
     since: float  # Unix time, s
+
+
+class LaunchFailure(Record):
+    """A command on the nodes that failed before they reported, as srun explains it."""
+
+    command: str
+    exit_code: int  # negative: ended by that signal
+    seconds: Seconds  # from its start to its end
+    message: str  # Slurm's line that explains most; empty if it printed none
+    fault: Fault
+    options: tuple[str, ...] = ()  # that the message is about, such as `--mem=900G`
+    nodes: tuple[NodeName, ...] = ()  # that messages of this fault name
+
+    @property
+    def text(self) -> str:
+        message = self.message or "the launchers ended without a report"
+        how = f"{Path(self.command.partition(' ')[0]).name}: exit code {self.exit_code}"
+        return f"{message} ({how} after {self.seconds:.1f} s)"
 
 
 class AttemptRecord(Record):
@@ -252,6 +281,7 @@ class AttemptRecord(Record):
     action: Action | None = None
     evidence: tuple[str, ...] = ()
     blamed_nodes: tuple[NodeName, ...] = ()
+    launch_failure: LaunchFailure | None = None  # if the launchers or the checks did not start
     first_step: int | None = None  # first step that this attempt made
     last_step: int | None = None
     checkpoint_before: int | None = None  # newest step at the start
@@ -264,6 +294,33 @@ class AttemptRecord(Record):
     phases_s: dict[str, float] = Field(default_factory=dict)
     # Graphs compiled in training that the archive lacked.
     new_graphs: tuple[str, ...] = ()
+
+
+class UnrecordedEnding(Record):
+    """An ending that the full run directory did not take, kept in its job's comment."""
+
+    stage: Literal["precompile", "train"]
+    attempt: int
+    ended_at: float  # Unix time, s
+    ending: EndingClass = Field(alias="class")
+    evidence: tuple[str, ...] = ()
+    blamed_nodes: tuple[NodeName, ...] = ()
+
+    @classmethod
+    def of_comment(cls, comment: str) -> Self | None:
+        """Read what `comment_with` has added; None without one."""
+        try:
+            return cls.model_validate_json(comment.partition(_UNRECORDED)[2])
+        except ValidationError:
+            return None
+
+
+def comment_with(ending: UnrecordedEnding | None, comment: str) -> str:
+    """Return a job's comment with an ending in place of an earlier one."""
+    before = comment.partition(_UNRECORDED)[0]
+    return (
+        before if ending is None else before + _UNRECORDED + ending.model_dump_json(by_alias=True)
+    )
 
 
 class WorkerPhase(Record):
@@ -362,6 +419,7 @@ class NodeRecord(Record):
     # The ranks that the launcher itself ended, after another's failure.
     stopped_ranks: tuple[int, ...] = ()
     error: str | None = None  # why the launcher itself failed
+    error_code: int | None = None  # the exit code of that error's class
 
 
 class Finding(Record):
@@ -388,17 +446,24 @@ class NodeHealth(Record):
         return tuple(finding for finding in self.findings if finding.status in statuses)
 
 
+# Of a node's fault: its hardware's own text; Slurm's state of it; a failed check; no answer to
+# srun; the second failure in a row there, while other nodes worked.
+NodeEvidence = Literal["hardware", "slurm", "check", "no_answer", "repeated"]
+
+
 class ExcludedNode(Record):
     """An excluded node."""
 
     node: NodeName
     reason: str
+    evidence: NodeEvidence | None = None  # None: recorded by an earlier version
+    exclusions: int = 1  # of this node by the run, this one included
     since: float  # Unix time, s
     until: float  # Unix time, s
 
 
 class ExcludedNodes(Record):
-    """`excluded.json`: the nodes that failed a run; those whose time is over count no more."""
+    """`excluded.json`: the nodes that failed a run, with those whose time is over."""
 
     nodes: tuple[ExcludedNode, ...] = ()
 

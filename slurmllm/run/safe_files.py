@@ -161,6 +161,7 @@ def open_folder(path: Path) -> int:
                 # O_DIRECTORY: without it, an automounter's folder is not mounted.
                 inside = os.open(name, flags | os.O_DIRECTORY, dir_fd=folder)
             except FileNotFoundError:
+                _refuse_linked(links, os.geteuid())  # whose folder it would be
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, dir_fd=folder)
             except NotADirectoryError:
@@ -181,10 +182,7 @@ def open_folder(path: Path) -> int:
                 folder = inside
                 owner = os.fstat(folder).st_uid
                 while links and links[-1][1] >= len(remaining):
-                    linked_by = links.pop()[0]
-                    if owner != linked_by and (owner or not os.geteuid()):
-                        whose = f"{user_name(linked_by)} to a folder of {user_name(owner)}"
-                        raise PermissionError(errno.EPERM, f"a link of {whose}; name the folder")
+                    _refuse_linked([links.pop()], owner)
                 below_own = below_own or owner == os.geteuid()
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
@@ -192,6 +190,14 @@ def open_folder(path: Path) -> int:
         raise
     finally:
         os.close(folder)
+
+
+def _refuse_linked(links: Sequence[tuple[int, int]], owner: int) -> None:
+    """Refuse a folder of `owner` that links of others lead to; one of root's is no trap."""
+    for linked_by, _ in links:
+        if owner != linked_by and (owner or not os.geteuid()):
+            whose = f"{user_name(linked_by)} to a folder of {user_name(owner)}"
+            raise PermissionError(errno.EPERM, f"a link of {whose}; name the folder")
 
 
 def _read_link(name: str | Path, folder: int | None = None) -> tuple[Path, int]:
@@ -236,6 +242,17 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
         raise
     finally:
         os.close(folder)
+
+
+def write_error(folder: Path) -> str | None:
+    """Return why nothing can be written into a folder, by a file without a name; None if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(bytes(4096))
+            os.fsync(probe.fileno())  # NFS reports a full disk no sooner
+    except OSError as error:
+        return f"cannot write {folder}: {error.strerror or error}"
+    return None
 
 
 def open_append(path: Path) -> int:

@@ -5,10 +5,12 @@ The launcher polls the phase, one line in a file on the node's own disk; neither
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -22,6 +24,8 @@ STACKS_SIGNAL = signal.SIGQUIT  # … on this signal, from any state
 RUN_COPY = "SLURMLLM_RUN_COPY"  # the launcher's copies of the run's small files, for its workers
 INSTALLED_FILE = "SLURMLLM_INSTALLED_FILE"  # written when the compiled graphs are in place
 REUSED = "reused"  # its content if the graphs are of an archive and may not suit this node
+log = logging.getLogger(__name__)
+
 _POLL_S = 0.05
 _LINE_BYTES = 64  # constant: a shorter line would leave the end of the one before it
 
@@ -72,6 +76,30 @@ def read_phase(path: Path) -> WorkerPhase | None:
         return None
 
 
+_failed_diagnostics: set[str] = set()
+
+
+@contextmanager
+def diagnostic(what: str, cleanup: Callable[[], object] = bool) -> Iterator[None]:
+    """Log what fails in the body, once for each `what`; the run continues.
+
+    For what only describes the training: never for its state, nor for a call that others wait for.
+    """
+    try:
+        yield
+    except Exception as error:
+        if what not in _failed_diagnostics:
+            _failed_diagnostics.add(what)
+            text = error.strerror if isinstance(error, OSError) else str(error)
+            log.warning(
+                "%s: %s (%s); this may be incomplete, and training continues",
+                what,
+                text or error,
+                type(error).__name__,
+            )
+        cleanup()
+
+
 def wait_for_graphs() -> bool:
     """Wait until the launcher has installed the compiled graphs; without a launcher, return.
 
@@ -95,8 +123,9 @@ class EventLog:
         event = Event.model_validate(
             {"kind": kind, "step": step, "attempt": self._attempt, "time": time.time(), **fields}
         )
+        line = event.model_dump_json(exclude_defaults=True) + "\n"
         with (
-            suppress(OSError),  # the save that the event describes must not fail
+            diagnostic("events"),  # the save that the event describes must not fail
             os.fdopen(open_append(self._path), "a", encoding="utf-8") as stream,
         ):
-            stream.write(event.model_dump_json(exclude_defaults=True) + "\n")
+            stream.write(line)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from slurmllm.errors import SlurmError, StorageError
 from slurmllm.run.safe_files import check_private_folder
 from slurmllm.slurm.container import behind_prefix
-from slurmllm.slurm.setup import setup_script
+from slurmllm.slurm.environment import remove_slurm_variables
+from slurmllm.slurm.setup import limits_script, setup_script
 
 # Below Slurm's default MaxArraySize of 1001.
 MOST_TASKS = 1000
@@ -74,6 +75,7 @@ def submit_array(
     """
     import submitit
 
+    remove_slurm_variables()
     choices = {
         "slurm_partition": options.partition,
         "slurm_account": options.account,
@@ -97,7 +99,7 @@ def submit_array(
             slurm_array_parallelism=at_once,
             # Once: a job is one task, on the node of its batch script.
             slurm_srun_args=list(prefix) if options.by_srun else None,
-            slurm_setup=setup_script(options.setup, stop=True),
+            slurm_setup=[*limits_script(), *setup_script(options.setup, stop=True)],
             slurm_additional_parameters={"time": options.time, **options.directives},
             **{name: value for name, value in choices.items() if value is not None},
         )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -17,33 +17,42 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmllm.errors import SlurmError
+from slurmllm.slurm.environment import PREDECESSOR, slurm_environment
+from slurmllm.slurm.error_texts import fault_of
 
-# Slurm's long state names (squeue(1), JOB STATE CODES).
-ACTIVE_STATES = frozenset(
-    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING"}
-    | {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STAGE_OUT", "EXPEDITING"}
+# Slurm's long names (squeue(1), JOB STATE CODES) of the states of jobs that have ended. Jobs in all
+# other states are active, also in those that newer versions add.
+ENDED_STATES = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+    | {"PREEMPTED", "TIMEOUT"}
+)
+# Those of jobs that have no nodes yet, or none any more.
+WAITING_STATES = frozenset(
+    {"PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}
+    | {"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "LAUNCH_FAILED", "RECONFIG_FAIL"}
 )
 COMMAND_TIMEOUT_S = 60
 SRUN_OPTIONS = "SLURMLLM_SRUN"  # further options of each srun in a job, quoted for a shell
+ADOPTION_S = 30.0  # for a job to appear whose sbatch gave no answer
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0
-# Error messages while slurmctld is down, starting or failing over (slurm_errno.c).
-_UNREACHABLE = re.compile(
-    r"Unable to contact slurm controller|controller not responding|Unable to connect"
-    r"|Connection refused|Connection timed out|Socket timed out|Zero Bytes were transmitted"
-    r"|Transport endpoint is not connected|Communication connection failure|backup controller"
-    r"|in standby mode|gave no answer|temporarily unable|Unexpected message received"
-)
-PREDECESSOR = "SLURMLLM_PREDECESSOR"  # in a successor job: the job whose end it waited for
-_OF_A_JOB = ("SLURM_RESTART_COUNT", PREDECESSOR)  # not for other jobs
+# Refusals of a job for the nodes that it may use (slurm_errno.c).
+_NO_NODES = re.compile(r"(?i)node|partition|reservation|configuration|processors")
+# Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
+_UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 # All commands that slurmllm calls; srun and sbcast are called inside the jobs.
 COMMANDS = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun", "sbcast")
+
+
+class UnansweredError(SlurmError):
+    """A command gave no answer in time, so what it has done is unknown."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +63,17 @@ class QueuedJob:
     state: str
     reason: str
     nodes: str
+    excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
+    comment: str = ""
 
     @property
     def active(self) -> bool:
-        return self.state in ACTIVE_STATES
+        return self.state not in ENDED_STATES
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether it was started and has not ended: suspended ones and those that resize, too."""
+        return self.active and self.state not in WAITING_STATES
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,20 @@ class PartitionNode:
     cpus: int
     gres: str = ""  # generic resources, such as `gpu:a100:8`; may be empty
     reason: str = ""  # why it is down or drained, as Slurm or an administrator wrote it
+    memory_mb: int = 0
+    features: str = ""  # separated by commas; may be empty
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it may run a job before an administrator acts; `*`: it does not respond."""
+        return not (_UNUSABLE.match(self.state) or self.state.endswith("*"))
+
+
+def count_gpus(gres: str) -> int:
+    """`gpu:a100:8(S:0-1),gpu:2` → 10; `gpu` → 1."""
+    # A type holds more than digits, such as 1g.10gb.
+    counts = re.findall(r"(?:^|,)gpu(?::\d*[^:,(\d][^:,(]*)?(?::(\d+))?(?![^,(:])", gres)
+    return sum(int(count or 1) for count in counts)
 
 
 def to_unix(timestamp: str) -> float | None:
@@ -133,7 +163,7 @@ def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> 
         try:
             return call()
         except SlurmError as error:
-            if not _UNREACHABLE.search(str(error)) or time.monotonic() > deadline:
+            if fault_of(str(error)) != "controller" or time.monotonic() > deadline:
                 raise
             log.warning("slurmctld is unreachable; retrying: %s", error)
             time.sleep(_RETRY_S)
@@ -165,6 +195,7 @@ class SlurmClient:
 
         Raises:
             SlurmError: sbatch is missing or refused; the message contains its output.
+            UnansweredError: sbatch gave no answer, nor does slurmctld, which may have the job.
         """
         depends = [f"afterok:{after_ok}"] if after_ok else []
         depends += [f"afterany:{after}"] if after else []
@@ -174,13 +205,53 @@ class SlurmClient:
         options += [f"--exclude={exclude}"] if exclude else []
         options += [] if requeue else ["--no-requeue"]
         # sbatch hands its environment to the job.
-        environment = {k: v for k, v in os.environ.items() if k not in _OF_A_JOB}
-        environment |= {PREDECESSOR: after} if after else {}
-        output = _run(["sbatch", "--parsable", *options], input=script, env=environment)
+        environment = slurm_environment() | ({PREDECESSOR: after} if after else {})
+        # Not in the job's comment, which sites give a meaning of their own.
+        token = f"# submission {secrets.token_hex(8)}"
+        text, command = f"{script.rstrip()}\n{token}\n", ["sbatch", "--parsable", *options]
+        try:
+            output = _run(command, input=text, env=environment)
+        except UnansweredError as error:
+            match = re.search(r"^#SBATCH --job-name=(\S+)", script, re.MULTILINE)
+            return self._adopt(name or (match[1] if match else "sbatch"), token, error)
         job_id = output.strip().splitlines()[-1].split(";")[0] if output.strip() else ""
         if not job_id.isdigit():
             raise SlurmError(f"sbatch printed {output!r} instead of a job id")
         return job_id
+
+    def _adopt(self, name: str, token: str, unanswered: UnansweredError) -> str:
+        """Return the job of a submission without an answer: its script holds `token`."""
+        command = ["squeue", "--noheader", "--me", "--format=%i", f"--name={name}"]
+        deadline = time.monotonic() + ADOPTION_S
+        try:
+            while time.monotonic() < deadline:
+                for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
+                    if token in _run(["scontrol", "write", "batch_script", job_id, "-"]):
+                        log.warning("%s; job %s was submitted nevertheless", unanswered, job_id)
+                        return job_id
+                time.sleep(_RETRY_S)
+        except SlurmError as error:
+            raise UnansweredError(
+                f"{unanswered}; it may have submitted a job: `squeue --me --name={name}` shows it, "
+                "and `scancel` ends it"
+            ) from error
+        raise SlurmError(f"{unanswered}; no job of the submission appeared in {ADOPTION_S:g} s")
+
+    def can_start(self, script: str, exclude: Sequence[str]) -> bool:
+        """Whether a job could start, now or later, without some nodes (sbatch --test-only).
+
+        Slurm itself counts the nodes that the job may use: partitions, features, reservation,
+        GRES, states. True too if it refuses the test for another reason than its nodes, such as a
+        limit on submitted jobs.
+        """
+        options = [f"--exclude={','.join(exclude)}"] if exclude else []
+        try:
+            _run(["sbatch", "--test-only", *options], input=script, env=slurm_environment())
+        except SlurmError as error:
+            if fault_of(str(error)) == "controller":
+                raise
+            return not _NO_NODES.search(str(error))
+        return True
 
     def check_srun(self, options: Sequence[str]) -> None:
         """Raise SlurmError with srun's message if it does not take these options."""
@@ -191,15 +262,22 @@ class SlurmClient:
         """Return those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
-        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N"]
+        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x|%k"]
         try:
             output = _run([*command, f"--jobs={','.join(job_ids)}"])
         except SlurmError as error:
             if "Invalid job id" in str(error):  # a single id that slurmctld has purged already
                 return {}
             raise
-        rows = (line.split("|") for line in output.splitlines() if line.count("|") == 3)
-        return {job: QueuedJob(job, state, reason, nodes) for job, state, reason, nodes in rows}
+        rows = (line.split("|", 5) for line in output.splitlines() if line.count("|") > 4)
+        return {row[0]: QueuedJob(*(f.removesuffix("(null)") for f in row)) for row in rows}
+
+    def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+        """Return this user's jobs of some names that write their output into one of some files."""
+        command = ["squeue", "--noheader", "--me", f"--name={','.join(names)}"]
+        lines = _run([*command, "--Format=JobID:30,STDOUT:4096"]).splitlines()
+        rows = (line.split(None, 1) for line in lines)
+        return [row[0] for row in rows if len(row) == 2 and Path(row[1].strip()) in paths]
 
     def successors(self, job_id: str, name: str) -> list[str]:
         """Return the pending jobs of a name that wait for the end of a job."""
@@ -259,6 +337,10 @@ class SlurmClient:
         # Called by a process of the job itself, after a requeue.
         _run(command, through_sigterm=True)
 
+    def comment(self, job_id: str, text: str) -> None:
+        """Set the comment of a job, which a requeue keeps."""
+        _run(["scontrol", "update", f"JobId={job_id}", f"Comment={text}"], through_sigterm=True)
+
     def delay(self, job_id: str, seconds: float) -> None:
         """Delay the start of a pending job by at least `seconds`; never moves it earlier."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
@@ -307,8 +389,9 @@ class SlurmClient:
 
     def partition_nodes(self) -> list[PartitionNode]:
         """Return every node of every partition that this user may use."""
-        output = _run(["sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%T|%c|%G|%E"])
-        rows = (line.strip().split("|", 6) for line in output.splitlines() if line.count("|") > 5)
+        columns = "%P|%a|%N|%T|%c|%m|%G|%f|%E"
+        output = _run(["sinfo", "--noheader", "--Node", f"--format={columns}"])
+        rows = (line.strip().split("|", 8) for line in output.splitlines() if line.count("|") > 7)
         return [
             PartitionNode(
                 partition=partition.removesuffix("*"),
@@ -319,10 +402,28 @@ class SlurmClient:
                 cpus=int(cpus),
                 gres="" if gres == "(null)" else gres,
                 reason="" if reason == "none" else reason,
+                memory_mb=int(memory),
+                features="" if features == "(null)" else features,
             )
-            for partition, up, name, state, cpus, gres, reason in rows
-            if cpus.isdecimal()
+            for partition, up, name, state, cpus, memory, gres, features, reason in rows
+            if cpus.isdecimal() and memory.isdecimal()
         ]
+
+    def partitions(self) -> dict[str, dict[str, str]]:
+        """Return the fields of every partition that this user may see, such as MaxTime."""
+        lines = _run(["scontrol", "show", "partition", "--oneliner"]).splitlines()
+        rows = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines)
+        return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
+
+    def qos_flags(self) -> dict[str, str]:
+        """Return the flags of every QOS, such as PartitionTimeLimit; empty without accounting."""
+        try:
+            output = _run(
+                ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,flags"]
+            )
+        except SlurmError:
+            return {}
+        return dict(line.split("|", 1) for line in output.splitlines() if "|" in line)
 
 
 def _ignore_sigterm() -> None:
@@ -346,6 +447,9 @@ def _run(
             f"{command[0]} is not on the PATH; run slurmllm on a node of the Slurm cluster, or "
             "add --local to train on this machine"
         )
+    options.setdefault("env", slurm_environment())
+    if not Path("/proc/self/cwd").readlink().exists():  # removed: sbatch and srun need one
+        options.setdefault("cwd", "/")
     options["preexec_fn"] = _ignore_sigterm if through_sigterm else None
     options |= {"capture_output": True, "text": True, "errors": "replace"}
     try:
@@ -353,7 +457,7 @@ def _run(
     except OSError as error:
         raise SlurmError(f"{command[0]} cannot be started: {error}") from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(
+        raise UnansweredError(
             f"{command[0]} gave no answer for {timeout_s:g} s; is slurmctld up? try `scontrol ping`"
         ) from error
     if done.returncode != 0:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurmllm.config.profiles import shipped_dir
 from slurmllm.errors import ConfigError
 
 SETUP = "SLURMLLM_SETUP"  # the lines
@@ -40,6 +41,11 @@ done 9<<<"${SETUP}"
 trap - EXIT
 """
 _TASK = f'{_RUN}[ -z "${{{SETUP_ERROR}:-}}" ] || exit 2\nexec "$@"\n'
+
+
+def limits_script() -> list[str]:
+    """Return the part of a batch script that undoes the limits of the submitting shell."""
+    return (shipped_dir() / "sbatch" / "limits.sbatch").read_text("utf-8").splitlines()
 
 
 def setup_script(lines: Sequence[str], *, stop: bool) -> list[str]:

@@ -14,6 +14,7 @@ from slurmllm.diagnose.probe import Nodes, read_lines
 from slurmllm.errors import SlurmllmError
 from slurmllm.run.artifact_records import EnvironmentManifest
 from slurmllm.run.rundir import RunDir
+from slurmllm.slurm.error_texts import launch_failure
 from slurmllm.staging.archive import ensure_archive
 from slurmllm.staging.install import MARKER
 from slurmllm.staging.node import BROADCAST, FAULT, FOLDER, MANIFEST
@@ -55,9 +56,13 @@ def broadcast_environment(
         planned = Path(node_local_cache(config, run))
         marker = planned.parent / FOLDER / manifest.fingerprint / MARKER
         # On a node where the private folder has another name, the environment is not found.
+        asked = time.monotonic()
         processes = nodes.ask(["/bin/sh", "-c", _ASK, "sh", str(marker)])
-        answers = read_lines(processes, ASK_S, stop)
-        present = sum(text.strip() == _PRESENT for _, text in answers)
+        answers = [text.strip() for _, text in read_lines(processes, ASK_S, stop)]
+        present = answers.count(_PRESENT)
+        seconds = time.monotonic() - asked
+        if not stop() and (failure := launch_failure(processes, seconds, answers, nodes.nodes)):
+            log.warning("environment: the nodes were not asked: %s", failure.text)
     except SlurmllmError as error:
         if not stop():
             log.warning("environment: %s", error)

@@ -75,6 +75,7 @@ class Details:
     workers: WorkerProgress | None  # what the workers are doing; None if none are running
     evaluation: Event | None  # the newest one; None without one
     skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
+    core_files: dict[str, int]  # core file of a killed process in the run's directory → bytes
     trial: bool  # whether the run reads the built-in texts in place of its recipe's data
 
 
@@ -131,6 +132,7 @@ def read_details(
         workers=read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None,
         evaluation=None if recipe.eval.every_steps is None else last_evaluation(run),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
+        core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},
         trial=config.is_trial,
     )
 

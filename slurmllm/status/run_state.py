@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from slurmllm.config.load import ConfigSummary
-from slurmllm.errors import SlurmError
-from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
-from slurmllm.run.rundir import RunDir, SweepDir
-from slurmllm.slurm.client import QueuedJob, SlurmClient
+from slurmllm.errors import SlurmError, StorageError
+from slurmllm.format import format_duration
+from slurmllm.run.records import (
+    AttemptRecord,
+    JobsRecord,
+    Submission,
+    SweepRecord,
+    UnrecordedEnding,
+)
+from slurmllm.run.rundir import STAGES, RunDir, SweepDir
+from slurmllm.slurm.client import ENDED_STATES, WAITING_STATES, QueuedJob, SlurmClient
+from slurmllm.slurm.waiting import explain
 from slurmllm.supervise.attempts import is_running, load_attempts
 
-_RUNNING = ("RUNNING", "COMPLETING")
-_WAITING = ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD", "EXPEDITING")
+# What Slurm's states mean for a run, other than RUNNING and PENDING.
+_MEANINGS = {
+    "COMPLETING": "its last processes are ending",
+    "SUSPENDED": "suspended; it continues by itself (gang scheduling), or by an administrator's "
+    "`scontrol resume {job}`",
+    "STOPPED": "stopped by SIGSTOP; `scancel --signal=CONT {job}` continues it",
+    "SIGNALING": "Slurm is sending it a signal",
+    "RESIZING": "its number of nodes is changing",
+    "STAGE_OUT": "its files are being staged out",
+    "REVOKED": "another cluster of the federation has started it: `squeue --federation`",
+    **dict.fromkeys(("CONFIGURING", "POWER_UP_NODE"), "its nodes are starting"),
+    "SPECIAL_EXIT": "held after a special exit",
+    "RESV_DEL_HOLD": "held: its reservation was deleted",
+    "LAUNCH_FAILED": "held: Slurm could not launch it",
+    "RECONFIG_FAIL": "held: its nodes could not be configured",
+}
+_HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "LAUNCH_FAILED", "RECONFIG_FAIL")
+SILENT_S = 300.0  # from the last written file on, a run of another machine may be dead
 
 
 @dataclass(frozen=True)
@@ -73,6 +99,32 @@ class JobState:
     job_id: str
     state: str
     reason: str = ""
+    meaning: str = ""  # of the reason why it is pending; empty for a job that is not
+    remedy: str = ""  # what to do about it; empty if the wait ends by itself
+    unrecorded: UnrecordedEnding | None = None  # of its last attempt: the run directory was full
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITING_STATES
+
+    @property
+    def has_nodes(self) -> bool:
+        return self.state not in (*ENDED_STATES, *WAITING_STATES, "UNKNOWN")
+
+    @property
+    def state_meaning(self) -> str:
+        """What its state means; empty if that is plain."""
+        return _MEANINGS.get(self.state, "").format(job=self.job_id)
+
+    @property
+    def waiting(self) -> str:
+        """Why it is pending and what to do, on one line."""
+        why = f"waiting for {self.reason}" + f": {self.meaning}" * bool(self.meaning)
+        texts = [self.state_meaning or why, self.remedy] if self.reason else [self.state_meaning]
+        # A user's or an administrator's hold never ends by itself.
+        if self.state in _HELD and "scontrol release" not in self.remedy:
+            texts.append(f"`scontrol release {self.job_id}` lets it start")
+        return "; ".join(filter(None, texts))
 
 
 State = tuple[str, str]  # see `runs.RunState`: state and reason
@@ -86,21 +138,32 @@ def derive_state(records: RunRecords, jobs: _Jobs) -> State:
     the record of an attempt that it may be about to supersede. `jobs`, by stage, are not read if
     the records show that the run has ended.
     """
-    return _by_records(records) or _by_active_jobs(records, jobs) or _by_ended_jobs(records, jobs)
+    by_records = _by_records(records, jobs)
+    return by_records or _by_active_jobs(records, jobs) or _by_ended_jobs(records, jobs)
 
 
-def _by_records(records: RunRecords) -> State | None:
+def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
     run, sent, last = records.run, records.sent, records.last
     if last is not None and last.action == "finish":
         return "done", ""
+    if sent is None and (process := sweep_process(run)):
+        return "waiting", f"for the runs before it in its sweep, {process}"
     if sent is None:
         return "interrupted", "never submitted"
+    active = "training" if last is not None else "precompiling"
     if sent.local and is_process_alive(sent):
-        return "training" if last is not None else "precompiling", f"process {sent.pid}"
+        return active, f"process {sent.pid}"
     if sent.local:
         last = last or records.precompiled
         if last is not None and last.action == "stop":
             return _stopped(run, last)
+        if not records.cancelled and (host := host_elsewhere(sent, jobs)) is not None:
+            silent_s = time.time() - last_written(run)
+            process = f"on {host}, process {sent.pid}"
+            if silent_s < SILENT_S:
+                return active, process
+            text = f"{process}, which has written nothing for {format_duration(silent_s)}"
+            return "unknown", f"{text}; if it is gone, `slurmllm resume {run.name} --force`"
         state = "cancelled" if records.cancelled else "interrupted"
         return state, f"`slurmllm resume {run.name}` continues"
     if records.ended:
@@ -116,23 +179,21 @@ def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
     if shared and records.cancelled and (first is None or first.state == "CANCELLED"):
         return _cancelled(records.run)
     # A record cannot show that a requeued job runs again before its attempt is opened.
-    if train is not None and train.state in _RUNNING:
-        return "training", ""
-    if precompile is not None and precompile.state in _RUNNING:
-        return "precompiling", ""
+    if train is not None and train.has_nodes:
+        return "training", train.state_meaning
+    if precompile is not None and precompile.has_nodes:
+        return "precompiling", precompile.state_meaning
     for stage, job in jobs.items():
-        if job.state in _WAITING and job.reason == "DependencyNeverSatisfied":
+        if job.waits and job.reason == "DependencyNeverSatisfied":
             return "queued", (
                 f"{stage} job {job.job_id} never starts (DependencyNeverSatisfied): the job before "
                 f"it did not end as required; `slurmllm cancel {name}`, then `slurmllm resume "
                 f"{name}`"
             )
-    if train is not None and train.state in _WAITING:
-        reason = f"waiting for {train.reason}" if train.reason else ""
-        # A user's or an administrator's hold never ends by itself.
-        if train.state == "REQUEUE_HOLD" or "held" in train.reason.lower():
-            reason += f"; `scontrol release {train.job_id}` lets it start"
-        return "requeued" if records.last is not None else "queued", reason
+    if train is not None and train.waits:
+        if precompile is not None and precompile.waits and precompile.reason:
+            return "queued", f"precompile job {precompile.waiting}"
+        return "requeued" if records.last is not None else "queued", train.waiting
     return None
 
 
@@ -152,16 +213,28 @@ def _by_ended_jobs(records: RunRecords, jobs: _Jobs) -> State:
         return "cancelled", ""
     if state == "UNKNOWN":
         return "unknown", reason or "Slurm no longer knows the job and has no accounting"
+    if train is not None and (ending := train.unrecorded) is not None:
+        return "stopped", f"{ending.ending}: {'; '.join(ending.evidence)}"
     return "interrupted", f"train job {state or 'never submitted'}"
+
+
+def explain_waits(records: RunRecords, jobs: _Jobs) -> dict[str, JobState]:
+    """Return the jobs with the meaning of the reasons why they are pending."""
+    explained = {}
+    for stage, job in jobs.items():
+        if job.waits and job.reason:
+            meaning, remedy = explain(job.reason, job.job_id, records.run.name, stage)
+            job = replace(job, meaning=meaning, remedy=remedy)
+        explained[stage] = job
+    return explained
 
 
 def _train_job(jobs: _Jobs) -> JobState | None:
     """Return the train job; once it has ended, its successor if that is active."""
     train, successor = jobs.get("train"), jobs.get("successor")
-    active = (*_RUNNING, *_WAITING)
-    if train is None or successor is None or train.state in active:
+    if train is None or successor is None or train.waits or train.has_nodes:
         return train
-    return successor if successor.state in active else train
+    return successor if successor.waits or successor.has_nodes else train
 
 
 def _cancelled(run: RunDir) -> State:
@@ -192,10 +265,50 @@ def compiling_run(run: RunDir, sent: Submission | None) -> RunDir:
 
 
 def is_process_alive(sent: Submission) -> bool:
-    """Return whether the process of a local submission is running on this machine."""
-    if sent.pid is None or sent.host != socket.gethostname():
-        return False  # a shared file system shows runs of other machines, too
-    return sent.pid != os.getpid() and is_running(sent.pid, sent.process, b"slurmllm")
+    """Return whether the process of a local submission is seen to run on this machine."""
+    # Its identity names the boot of a machine: a shared file system shows runs of others, too.
+    if sent.pid is None or sent.pid == os.getpid():
+        return False
+    return is_running(sent.pid, sent.process, b"slurmllm")
+
+
+def host_elsewhere(sent: Submission, jobs: _Jobs) -> str | None:
+    """Return the machine that may run a local submission, if its processes are not seen here.
+
+    None if the submission has ended, or Slurm shows that the allocation that it used has.
+    """
+    allocation = jobs.get("allocation")
+    gone = allocation is not None and not allocation.has_nodes and not allocation.reason
+    if not sent.local or sent.ended_at is not None or gone:
+        return None
+    return None if sent.host == socket.gethostname() else sent.host
+
+
+def last_written(run: RunDir) -> float:
+    """Return the Unix time of the last line of a run's logs, or of a heartbeat."""
+    paths = [run.stage_log(stage) for stage in STAGES]
+    for attempt in run.attempts("train")[-1:]:
+        paths += attempt.heartbeat("any").parent.glob("*.json")
+    times = [0.0]
+    for path in (run.jobs, *paths):
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def sweep_process(run: RunDir) -> str | None:
+    """Return the process of the local sweep that a run is in, if it runs or may run elsewhere."""
+    with suppress(StorageError):
+        sweep = SweepRecord.find(SweepDir(run.path.parent).record)
+        if sweep is None or sweep.pid is None:
+            return None
+        if is_running(sweep.pid, sweep.process, b"slurmllm"):
+            return f"process {sweep.pid}"
+        runs = (RunDir(run.path.parent / case.run) for case in sweep.cases)
+        writes = (time.time() - last_written(other) < SILENT_S for other in runs)
+        if sweep.host != socket.gethostname() and any(writes):
+            return f"process {sweep.pid} on {sweep.host}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -207,7 +320,9 @@ class QueueSnapshot:
 
 
 def job_ids(sent: Submission | None) -> dict[str, str]:
-    """Return stage, or `successor`, → job id of a submission to Slurm."""
+    """Return stage, `successor`, or `allocation` of a local run → job id of a submission."""
+    if sent is not None and sent.local and sent.allocation is not None:
+        return {"allocation": sent.allocation}
     return {} if sent is None or sent.local else sent.jobs
 
 
@@ -236,8 +351,9 @@ def read_job_states(
         if queue.error:
             jobs[stage] = JobState(job, "UNKNOWN", queue.error)
         elif job in queue.jobs:
-            reason = queue.jobs[job].reason
-            jobs[stage] = JobState(job, queue.jobs[job].state, "" if reason == "None" else reason)
+            state, reason = queue.jobs[job].state, queue.jobs[job].reason
+            ending = UnrecordedEnding.of_comment(queue.jobs[job].comment)
+            jobs[stage] = JobState(job, state, "" if reason == "None" else reason, ending)
         elif not enough:
             rows = [row for row in client.accounting(job) if row.job_id == job]
             jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")

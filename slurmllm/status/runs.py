@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,26 +16,35 @@ from typing import Any
 from slurmllm.checkpoint.catalogue import invalidation_reason, read_rollbacks
 from slurmllm.config.load import load, read_summary, summarize
 from slurmllm.errors import SlurmError, SlurmllmError, StorageError
+from slurmllm.format import format_names
 from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
 from slurmllm.run.artifact_records import CheckpointManifest
-from slurmllm.run.records import AttemptRecord, JobsRecord
+from slurmllm.run.error_patterns import matches
+from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.run.rundir import RunDir, run_folders
-from slurmllm.run.safe_files import os_error_text
-from slurmllm.slurm.client import SlurmClient, explain_drain
+from slurmllm.run.safe_files import os_error_text, write_error
+from slurmllm.slurm.client import PartitionNode, QueuedJob, SlurmClient, explain_drain
 from slurmllm.status.details import Details, read_details
 from slurmllm.status.run_state import (
+    SILENT_S,
     JobState,
     RunRecords,
     derive_state,
+    explain_waits,
+    host_elsewhere,
     is_process_alive,
+    last_written,
     query_queue,
     read_job_states,
     read_records,
 )
 from slurmllm.supervise.watchdog import read_heartbeats
 
-ACTIVE = ("queued", "precompiling", "training", "requeued")
+_SHOWN = 3  # texts about nodes
+# ParallelCluster's codes of EC2's errors, such as InsufficientInstanceCapacity.
+_NO_CAPACITY = re.compile(r"\(Code:\w*(Capacity|Exceeded|InsufficientFreeAddresses|Spot)\w*\)")
+ACTIVE = ("queued", "waiting", "precompiling", "training", "requeued")
 
 
 @dataclass(frozen=True)
@@ -52,8 +63,8 @@ class RunState:
     name: str
     run_dir: str
     recipe: str = ""
-    # queued, precompiling, training, requeued, done, stopped, cancelled, interrupted, unknown
-    # (slurmctld is unreachable) or damaged (a record cannot be read)
+    # queued, waiting (local sweep), precompiling, training, requeued, done, stopped, cancelled,
+    # interrupted, unknown (slurmctld is unreachable) or damaged (a record cannot be read)
     state: str = "damaged"
     reason: str = ""  # one line that explains the state; empty if nothing needs to be explained
     nodes: int = 0
@@ -127,7 +138,11 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         queue = query_queue([records.sent], client)
         state = _build_state(records, read_job_states(records.sent, queue, client))
         if state.state in ("queued", "requeued"):
-            state = replace(state, reason="; ".join([state.reason, *_drained(client)]).strip("; "))
+            partition = config.recipe.slurm.partition or config.cluster.partition
+            jobs = records.sent.own_jobs if records.sent is not None else ()
+            lists = _excluding(run, [queue.jobs[job] for job in jobs if job in queue.jobs], client)
+            texts = [state.reason, *_node_texts(client, partition, state), *lists]
+            state = replace(state, reason="; ".join(filter(None, texts)))
         training = state.state == "training"
         return replace(state, details=read_details(run, state.attempts, training, config))
     except OSError as error:
@@ -173,20 +188,74 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
     if sent is None:
         return False
     if sent.local:
-        return is_process_alive(sent)
+        writes = time.time() - last_written(run) < SILENT_S
+        return is_process_alive(sent) or (writes and process_elsewhere(run, client) is not None)
     return any(job.active for job in client.queue(sent.own_jobs).values())
 
 
-def _drained(client: SlurmClient) -> list[str]:
-    """Return why nodes are drained that refused a job's second start: a run may wait for them."""
+def _excluding(run: RunDir, jobs: Sequence[QueuedJob], client: SlurmClient) -> list[str]:
+    """Return how to end the exclusions for which pending jobs may find no nodes."""
+    waits = ("BadConstraints", "ReqNodeNotAvail", "Resources")
+    lists = {job.excluded for job in jobs if job.excluded and job.reason.startswith(waits)}
+    names = {name for nodes in lists for name in client.hostnames(nodes)}
+    names -= {*client.hostnames(load(run.config).recipe.slurm.exclude or "")} if names else set()
+    options = "".join(f" --include {name}" for name in sorted(names))
+    text = f"excluded: {' '.join(sorted(names))}; `slurmllm resume {run.name}{options}` uses them"
+    return [text] if names else []
+
+
+def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
+    """Return `process 7 on h1` if it may run a run, and cannot be seen from this machine."""
+    sent = JobsRecord.of(run).last
+    if sent is None or is_process_alive(sent):
+        return None
+    host = host_elsewhere(sent, _allocation(sent, client))
+    return None if host is None else f"process {sent.pid} on {host}"
+
+
+def _allocation(sent: Submission, client: SlurmClient) -> dict[str, JobState]:
+    """Return the state of the allocation that a local submission uses, if it uses one."""
+    if not sent.local or sent.allocation is None:
+        return {}
+    return read_job_states(sent, query_queue([sent], client), client)
+
+
+def _node_texts(client: SlurmClient, partition: str | None, state: RunState) -> list[str]:
+    """Return what keeps nodes from a run that is pending: drained, down, or without capacity."""
+    nodes: list[PartitionNode] = []
     with suppress(SlurmError):
-        return sorted({text for n in client.partition_nodes() if (text := explain_drain(n))})[:3]
-    return []
+        nodes = client.partition_nodes()
+    texts = sorted({text for node in nodes if (text := explain_drain(node))})
+    names = partition.split(",") if partition else None
+    members = [n for n in nodes if (n.partition in names if names else n.default)]
+    reasons = " ".join(job.reason for job in state.jobs.values())
+    listed = re.search(r"UnavailableNodes:(\S+)", reasons)
+    away = [node for node in members if not node.in_service and not explain_drain(node)]
+    if listed is not None:
+        with suppress(SlurmError):
+            unavailable = client.hostnames(listed[1])
+            away = [node for node in away if node.name in unavailable]
+    elif len(members) - len(away) >= state.nodes:
+        return texts[:_SHOWN]
+    by_reason: dict[str, list[str]] = {}
+    for node in away:
+        text = node.reason or "no reason recorded"
+        if _NO_CAPACITY.search(text):
+            text += " (the cloud has no free machines of this kind and is asked again by itself; "
+            text += f"`slurmllm cancel {state.name}` and `slurmllm resume {state.name} --partition "
+            text += "NAME` use others)"
+        by_reason.setdefault(f"{node.state}: {text}", []).append(node.name)
+    for text, alike in by_reason.items():
+        texts.append(f"{format_names(alike, 4)} {text}")
+    return texts[:_SHOWN]
 
 
 def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
     run, attempts, now = records.run, records.attempts, time.time()
+    jobs = explain_waits(records, jobs)
     state, reason = derive_state(records, jobs)
+    if state in (*ACTIVE, "interrupted") and (text := _unwritten(run, jobs)):
+        reason = "; ".join(filter(None, (text, reason)))
     row, pace = last_row(run) or {}, read_pace(run, attempts)
     step, eta_s = int(row.get("step", 0)), None
     if state == "training" and pace is not None:
@@ -223,6 +292,16 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         jobs=jobs,
         attempts=attempts,
     )
+
+
+def _unwritten(run: RunDir, jobs: dict[str, JobState]) -> str:
+    """Return what a run cannot write now, or has not written yet, as its directory was full."""
+    # Not a folder of another user, in which this process may not write.
+    error = write_error(run.path) if os.access(run.path, os.W_OK) else None
+    if error is not None and matches(error, "storage", "storage_lasting"):
+        return f"storage full, nothing is written: {error}"
+    endings = [job.unrecorded for job in jobs.values() if job.unrecorded is not None]
+    return "".join(f"not recorded yet: {e.ending}: {'; '.join(e.evidence)}" for e in endings[:1])
 
 
 def _damaged(run: RunDir, error: Exception) -> RunState:

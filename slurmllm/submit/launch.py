@@ -24,11 +24,12 @@ from typing import IO
 
 from slurmllm.config.directives import as_arguments
 from slurmllm.control.rendezvous import die_with_parent
-from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError
+from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError, SlurmllmError
 from slurmllm.run.records import JobsRecord, Submission
-from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.rundir import STAGES, RunDir, Stage
 from slurmllm.run.safe_files import open_append
-from slurmllm.slurm.client import ACTIVE_STATES, SlurmClient
+from slurmllm.slurm.client import ENDED_STATES, SlurmClient, UnansweredError
+from slurmllm.slurm.environment import python_path
 from slurmllm.submit.prepare import PreparedRun
 from slurmllm.submit.render import precompile_nodes
 from slurmllm.submit.run_folder import remove_unsubmitted
@@ -41,9 +42,12 @@ log = logging.getLogger(__name__)
 
 def record_cancellation(run: RunDir) -> None:
     """Mark the last submission as cancelled; a cluster without accounting knows it from here."""
+    _update_last(run, cancelled_at=time.time())
+
+
+def _update_last(run: RunDir, **update: object) -> None:
     *earlier, last = JobsRecord.of(run).submissions
-    cancelled = last.model_copy(update={"cancelled_at": time.time()})
-    JobsRecord(submissions=(*earlier, cancelled)).save(run.jobs)
+    JobsRecord(submissions=(*earlier, last.model_copy(update=update))).save(run.jobs)
 
 
 def _submission(prepared: PreparedRun, **fields: object) -> Submission:
@@ -83,7 +87,7 @@ def check_dependency(text: str, client: SlurmClient) -> list[str]:
             state = states.get(job)
             if state is None:
                 warnings.append(f"--dependency={text}: Slurm knows no job {job}")
-            elif state not in ACTIVE_STATES and (
+            elif state in ENDED_STATES and (
                 (kind == "afterok" and state != "COMPLETED")
                 or (kind == "afternotok" and state == "COMPLETED")
             ):
@@ -121,6 +125,8 @@ def submit_jobs(
     sent = _submission(prepared, local=False, restart=restart, **fields)
     try:
         _check_options(prepared, client)
+        if prepared.is_new and sent.graphs_of is None:
+            _cancel_unrecorded(run, client)
         for stage in stages or prepared.stages:
             job = _sbatch(prepared, stage, sent, client)
             sent = sent.model_copy(update={f"{stage}_job": job})
@@ -129,17 +135,28 @@ def submit_jobs(
     except SlurmError as error:
         if sent.precompile_job is not None and sent.graphs_of is None:
             _cancel_precompile(run, sent.precompile_job, earlier, client, error)
-        if prepared.is_new:
+        if prepared.is_new and not isinstance(error.__cause__, UnansweredError):
             remove_unsubmitted(run)
         raise
     return sent
 
 
+def _cancel_unrecorded(run: RunDir, client: SlurmClient) -> None:
+    """Cancel jobs of a `submit` of this name that was killed before it recorded them."""
+    names = [f"{run.name}-{stage}" for stage in STAGES]
+    jobs = client.jobs_with_output(names, [run.stage_log(stage) for stage in STAGES])
+    if jobs:
+        log.warning("cancelling job %s of an earlier submit, which was killed", ", ".join(jobs))
+        client.cancel(jobs)
+
+
 def _sbatch(prepared: PreparedRun, stage: Stage, sent: Submission, client: SlurmClient) -> str:
     """Submit the script of a stage after the jobs of the stages before; returns the job id."""
+    exclude = prepared.config.recipe.slurm.exclude if prepared.excluded else None
     try:
         return client.submit(
             prepared.scripts[stage],
+            exclude=",".join([*([exclude] if exclude else []), *prepared.excluded]),
             after_ok=sent.precompile_job,
             requeue=sent.restart == "requeue",
             name=sent.lane if stage == "train" else None,
@@ -200,6 +217,17 @@ def run_locally(
         once: Whether a stage is not started again, whatever its supervisor asks for.
     """
     run, stages = prepared.run, stages or prepared.stages
+    try:
+        return _run_stages(prepared, quiet, stages, allocation, once)
+    finally:
+        with contextlib.suppress(SlurmllmError):  # a full disk
+            _update_last(run, ended_at=time.time())
+
+
+def _run_stages(
+    prepared: PreparedRun, quiet: bool, stages: Sequence[Stage], allocation: str | None, once: bool
+) -> int:
+    run = prepared.run
     for stage in stages:
         nodes = prepared.mesh.nodes
         if stage == "precompile":
@@ -254,7 +282,7 @@ class LocalJob:
         if self.allocation is None:
             return True
         job = SlurmClient().queue([self.allocation]).get(self.allocation)
-        if job is not None and job.state == "RUNNING":
+        if job is not None and job.has_nodes:
             return True
         log.error("job %s, which held the nodes, has ended", self.allocation)
         return False
@@ -268,10 +296,12 @@ class LocalJob:
 
     def _run_once(self) -> int:
         log = os.fdopen(open_append(self.run.stage_log(self.stage)), "a", encoding="utf-8")
+        environment = {**os.environ, **python_path()}
         variable = HELD_NODES if self.allocation else LOCAL_NODES
         self.process = subprocess.Popen(
             ["bash", "-c", self.script, str(self.run.script(self.stage))],
-            env={**os.environ, variable: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)},
+            env=environment | {variable: str(self.nodes), LOCAL_RESTARTS: str(self.restarts)},
+            cwd=self.run.path,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -33,6 +33,8 @@ from slurmllm.plan.mesh import (
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.run.safe_files import group_error, read_limited
+from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.limits import LimitCheck, check_limits, read_options
 from slurmllm.slurm.setup import setup_faults, setup_warnings
 from slurmllm.submit.inputs import locate, missing_data, resolve_inputs
 from slurmllm.submit.plugins import plugin_faults, warn_if_changed
@@ -41,6 +43,7 @@ from slurmllm.submit.run_folder import (
     claim_run,
     limit_umask,
     new_run,
+    remove_half_record,
     remove_unsubmitted,
     require_own,
 )
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from slurmllm.plan.fit_check import FitCheck
 
 Precompile = Literal["auto", "always"]
+_NEVER_STARTS = "Slurm can never start %s like this"
 log = logging.getLogger(__name__)
 
 
@@ -71,7 +75,7 @@ class RunRequest:
     check_weights: bool = True  # whether to check `train.init_from`
     find_graphs: bool = True  # whether to look for a run that has compiled its graphs
     is_chosen: bool = False  # whether `prepare` has resolved `parallel.auto`
-    exclude: Sequence[str] = ()  # nodes to exclude, in addition to `slurm.exclude`
+    slurm: SlurmClient | None = None  # whose limits are checked; None: no job is submitted
     # Fetches the recipe's published data, if they are missing; None: their absence is an error.
     fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
@@ -85,10 +89,13 @@ class PreparedRun:
     mesh: Mesh
     run: RunDir
     scripts: dict[Stage, str]  # text of each stage's batch script
-    excluded: Sequence[str] = ()  # nodes, in addition to `slurm.exclude`
+    # Nodes, in addition to `slurm.exclude`; not in the scripts: they are excluded for a time only.
+    excluded: Sequence[str] = ()
     fit: FitCheck | None = None  # the planner's prediction; None if there is none
+    warnings: Sequence[str] = ()  # why Slurm may start the jobs late, or on unequal nodes
     refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
     missing_data: Sequence[str] = ()  # after a dry run: which data are missing
+    limit_faults: Sequence[str] = ()  # after a dry run: why Slurm can never start the jobs
     graphs_from: str | None = None  # run whose graphs are used; None: precompile first
     is_new: bool = False  # whether `prepare` created the directory
     rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
@@ -99,11 +106,13 @@ class PreparedRun:
     def stages(self) -> tuple[Stage, ...]:
         return ("train",) if self.graphs_from is not None else STAGES
 
-    def require_data(self) -> None:
-        """Raise after a dry run what a submission would raise without data."""
+    def require_startable(self) -> None:
+        """Raise after a dry run what a submission would raise without data, or beyond limits."""
+        name = self.config.recipe.name
+        if self.limit_faults:
+            raise ConfigError(_NEVER_STARTS % name, self.limit_faults)
         if self.missing_data:
-            title = f"{self.config.recipe.name} has no training data"
-            raise ConfigError(title, self.missing_data)
+            raise ConfigError(f"{name} has no training data", self.missing_data)
 
 
 def prepare(request: RunRequest) -> PreparedRun:
@@ -121,11 +130,8 @@ def prepare(request: RunRequest) -> PreparedRun:
     run = request.run or new_run(folder, request.name, request.config.recipe.name)
     request, mesh = _choose_layout(request, run)
     config, recipe = request.config, request.config.recipe
-    refusals = _refuse(
-        request,
-        f"backend {config.backend} cannot train {recipe.name} like this",
-        _setting_faults(request, mesh),
-    )
+    title = f"backend {config.backend} cannot train {recipe.name} like this"
+    refusals = _refuse(request, title, _setting_faults(request, mesh))
     title = f"{recipe.name}: these settings cannot be used here"
     refusals += _refuse(request, title, site_faults(config, request.local))
     fit, fit_refusals = _check_fit(request, run)
@@ -136,25 +142,31 @@ def prepare(request: RunRequest) -> PreparedRun:
         source = Path(recipe.train.init_from).absolute()
         require_model(source, recipe.model)
         config = config.with_settings("train", init_from=str(source))
+    warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
     config, missing = _resolve_data(request, config)
     if request.dry_run:
-        prepared = render_run(config, request.nodes, run, request.exclude)
+        prepared = render_run(config, request.nodes, run)
+        prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)
         return replace(prepared, fit=fit, refusals=refusals, missing_data=missing)
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
+        if request.claimed is not None:
+            request.claimed(run)  # with its lock, of two that reuse a directory one gets it
+            remove_half_record(run)
     try:
-        if request.run is None and request.claimed is not None:
-            request.claimed(run)
         # After the claim: an adopted archive's manifest is stored in the run's directory, and may
         # bring the micro batch that its run measured.
         graphs_from = _find_graphs(request, config, run) if request.find_graphs else None
         prepared = replace(
-            render_run(config, request.nodes, run, request.exclude),
+            render_run(config, request.nodes, run),
             fit=fit,
+            warnings=warnings,
             graphs_from=graphs_from,
             is_new=request.run is None,
             rederived=_damaged_files(run) if run.jobs.is_file() else (),
         )
+        if graphs_from is None:
+            _check_limits(request, run, ("precompile",))
         write_run(prepared)
     except BaseException:
         if request.run is None:
@@ -192,7 +204,7 @@ def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
     nodes = _most_nodes(config, nodes)
     try:
         # A value that Slurm would misread is refused before data are fetched.
-        mesh = render_run(config, nodes, run, request.exclude).mesh
+        mesh = render_run(config, nodes, run).mesh
     except MeshError as error:
         if not request.check_layout or config.cluster.hardware is None:
             raise
@@ -267,6 +279,25 @@ def _check_fit(request: RunRequest, run: RunDir) -> tuple[FitCheck | None, list[
     )
     hint = "if the prediction is wrong, --force submits all the same"
     return fit, _refuse(request, title, fit.refusals if fit is not None else (), hint)
+
+
+def _check_limits(
+    request: RunRequest, run: RunDir, stages: Sequence[Stage]
+) -> tuple[Sequence[str], list[str]]:
+    """Compare jobs with their partition; returns warnings of the last one, and the refusals."""
+    faults, limits = list[str](), LimitCheck()
+    if request.slurm is None:
+        return (), []
+    scripts = render_run(request.config, request.nodes, run, request.exclude).scripts
+    for stage in stages:
+        limits = check_limits(read_options(scripts[stage]), request.slurm)
+        texts = (f"{stage} job: {text}" for text in limits.faults)
+        option = "--time " if stage == "train" else "--set slurm.precompile_time="
+        faults += [text.replace("--time ", option) for text in texts]
+    if stages == STAGES and not limits.faults and not request.dry_run:
+        faults = []  # whether the precompile job is needed shows later
+    title = _NEVER_STARTS % request.config.recipe.name
+    return limits.warnings, _refuse(request, title, faults)
 
 
 def _resolve_data(request: RunRequest, config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
@@ -356,26 +387,16 @@ def _container_faults(config: RunConfig, local: bool) -> list[str]:
     return faults
 
 
-def render_run(
-    config: RunConfig, nodes: int, run: RunDir, exclude: Sequence[str] = ()
-) -> PreparedRun:
+def render_run(config: RunConfig, nodes: int, run: RunDir) -> PreparedRun:
     """Compute mesh and scripts, with `parallel.auto` resolved; writes nothing.
-
-    Args:
-        exclude: Nodes to exclude, in addition to `slurm.exclude`. The configuration does not keep
-            them: they are excluded for a time only.
 
     Raises:
         ConfigError: the mesh does not fit the nodes, or a value cannot be put into a script.
     """
     mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
-    slurm = config.recipe.slurm
-    excluded = [*([slurm.exclude] if slurm.exclude else []), *exclude]
-    slurm = slurm.model_copy(update={"exclude": ",".join(excluded) or None})
-    excluding = replace(config, recipe=config.recipe.model_copy(update={"slurm": slurm}))
     python = config.cluster.python or sys.executable
-    scripts = {stage: render(stage, excluding, run, nodes, python) for stage in STAGES}
-    return PreparedRun(config, mesh, run, scripts, exclude)
+    scripts = {stage: render(stage, config, run, nodes, python) for stage in STAGES}
+    return PreparedRun(config, mesh, run, scripts)
 
 
 def _damaged_files(run: RunDir) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from slurmllm.plugins import split_prefix
 from slurmllm.run.rundir import RunDir, Stage, root_of
 from slurmllm.slurm.client import SRUN_OPTIONS
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON
-from slurmllm.slurm.setup import VERSION, setup_script
+from slurmllm.slurm.setup import VERSION, limits_script, setup_script
 
 
 def precompile_nodes(config: RunConfig, nodes: int) -> int:
@@ -69,7 +69,7 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
         count = f"{slurm.min_nodes + slurm.spare_nodes}-{count}"
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, count)]
-    lines += ["", *setup_script(config.cluster.setup, stop=False)]
+    lines += ["", *limits_script(), "", *setup_script(config.cluster.setup, stop=False)]
     lines += ["# What the body below reads.", *_exports(config, run, python)]
     body = (shipped_dir() / "sbatch" / f"{stage}.sbatch").read_text("utf-8")
     return "\n".join(lines) + "\n\n" + body
@@ -95,6 +95,7 @@ def _directives(stage: Stage, config: RunConfig, run: RunDir, nodes: str) -> lis
         "output": str(run.stage_log(stage)).replace("%", "%%"),
         # The default may truncate the log of the attempt before a requeue.
         "open-mode": "append",
+        "chdir": str(run.path),  # the folder of submit may be gone when the job starts
     }
     if stage == "train":
         # B: only to the batch shell, which does not get the signal without it.

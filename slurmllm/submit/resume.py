@@ -15,7 +15,8 @@ from slurmllm.errors import RunError
 from slurmllm.run.records import JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.status.runs import is_active, run_state
+from slurmllm.status.run_state import sweep_process
+from slurmllm.status.runs import is_active, process_elsewhere, run_state
 from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.supervise.exclusion import to_avoid
 from slurmllm.train.schedules import check_decay_start, moved_decay_end
@@ -32,10 +33,19 @@ class Changes(NamedTuple):
     from_scratch: bool  # whether it starts again from step 0, without the checkpoints
 
 
-def require_ended(run: RunDir, client: SlurmClient) -> Submission | None:
-    """Return the last submission of a run, None without one; RunError if it has not ended."""
+def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Submission | None:
+    """Return the last submission of a run, None without one; RunError if it has not ended.
+
+    `force`: a process that cannot be seen from this machine counts as ended.
+    """
     last = JobsRecord.of(run).last
-    if last is not None and is_active(run, client):
+    process = sweep_process(run) if last is None else process_elsewhere(run, client)
+    if process is not None and not force:
+        raise RunError(
+            f"{run.name} is not known to have ended: {process} runs it or its sweep; `slurmllm "
+            f"cancel` there, or `slurmllm resume {run.name} --force` if that process is gone"
+        )
+    if last is not None and process is None and is_active(run, client):
         raise RunError(
             f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "
             f"`slurmllm cancel {run.name}` first"
@@ -75,11 +85,12 @@ def prepare_resume(
             config=config,
             check_layout=not has_fitted or _layout(config) != _layout(before),
             check_weights=recipe.train.init_from != earlier.train.init_from,
-            exclude=to_avoid(client, run, config, request.nodes) if client is not None else (),
         )
     )
-    changed = changed_settings(before, prepared.config)
-    return replace(prepared, from_scratch=changes.from_scratch, changes=changed)
+    changed, avoid = changed_settings(before, prepared.config), list[str]()
+    if client is not None:
+        avoid = to_avoid(client, run, prepared.scripts["train"], recipe.slurm.exclude)
+    return replace(prepared, excluded=avoid, from_scratch=changes.from_scratch, changes=changed)
 
 
 def changed_config(config: RunConfig, changes: Changes) -> RunConfig:

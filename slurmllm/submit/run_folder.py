@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 from pathlib import Path
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.load import load
 from slurmllm.errors import RunError, StorageError
-from slurmllm.run.rundir import RUN_NAME, RunDir, is_run
+from slurmllm.run.records import JobsRecord, SweepRecord
+from slurmllm.run.rundir import RUN_NAME, RunDir, SweepDir, is_run
 from slurmllm.run.safe_files import give_to_group, untrusted_error, user_name
+from slurmllm.supervise.attempts import is_running
 
 
 def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
@@ -25,6 +29,8 @@ def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
             "beginning with a letter or digit; choose another --name"
         )
     run = RunDir(root / name)
+    if _is_left_behind(run):
+        return run
     if is_run(run.path):
         owner = load(run.config).recipe.name
         hint = f"`slurmllm resume {name}` continues it" if owner == recipe else "not this one"
@@ -35,6 +41,46 @@ def new_run(root: Path, name: str | None, recipe: str) -> RunDir:
     if run.path.exists():
         raise RunError(f"run name {name!r} is taken: {run.path} exists; choose another --name")
     return run
+
+
+# What `submit` writes into a new directory before a job is recorded, and its temporary names.
+_BEFORE_JOBS = re.compile(
+    r"((config\.yaml|secrets|plan|lock|jobs|sweep)(\.json)?|scripts|logs|graphs)(\.removing)?"
+    r"|\.[a-z]+\.(yaml|json)\.[0-9a-f]{8}"
+)
+
+
+def _is_left_behind(run: RunDir) -> bool:
+    """Whether a killed `submit` left this directory: it holds nothing else, and no jobs."""
+    try:
+        names = [entry.name for entry in run.path.iterdir()]
+        submissions = JobsRecord.of(run).submissions
+        # Between the jobs of precompile and train.
+        half = len(submissions) == 1 and not (submissions[0].local or submissions[0].train_job)
+        begun = submissions or any(run.path.glob("logs/*"))
+        if run.path.lstat().st_uid != os.geteuid() or (begun and not half):
+            return False
+        sweep = SweepRecord.find(SweepDir(run.path).record)
+        if sweep is not None:  # it has runs; without a lock, its process counts
+            alive = sweep.pid is None or is_running(sweep.pid, sweep.process, b"slurmllm")
+            if (
+                alive
+                or sweep.host != socket.gethostname()
+                or [*run.path.glob("*/jobs.json"), *run.path.glob("graphs/*/jobs.json")]
+            ):
+                return False
+            names = [name for name in names if not name.startswith(f"{run.name}-")]
+    except (OSError, StorageError):
+        return False
+    return all(map(_BEFORE_JOBS.fullmatch, names))
+
+
+def remove_half_record(run: RunDir) -> None:
+    """Remove a killed submit's record; RunError if another submit was faster to take the name."""
+    if _is_left_behind(run):
+        run.jobs.unlink(missing_ok=True)  # its job is cancelled by `submit_jobs`
+    else:
+        raise RunError(f"run name {run.name!r} is taken by another submit; choose another --name")
 
 
 def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> RunDir:
@@ -50,6 +96,11 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
         run = new_run(root, name, recipe)
         try:
             root.mkdir(parents=True, exist_ok=True)
+            if name is not None and _is_left_behind(run):
+                if SweepDir(run.path).record.exists():
+                    shutil.rmtree(run.path)
+                else:
+                    return run
             run.path.mkdir()  # atomic, on NFS too: the name belongs to who created it
             if cluster.runs_group is not None:
                 give_to_group(run.path, cluster.runs_group)
@@ -78,7 +129,6 @@ def limit_umask(cluster: Cluster) -> None:
     limit = 0o002 if trusted is not None and readers in (None, trusted) else 0o022
     limit |= 0o005 if readers is not None else 0
     os.umask(os.umask(limit) | limit)
-    os.environ.pop("SLURM_UMASK", None)  # of a job that this command runs in
 
 
 def require_own(run: RunDir, group: str | None) -> None:

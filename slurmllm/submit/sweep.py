@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 import re
 import shutil
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +24,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slurmllm.config.resolve import RunConfig, resolve, runs_code
+from slurmllm.config.resolve import RunConfig, resolve, untrusted_fault
 from slurmllm.config.variables import is_secret_at
-from slurmllm.config.yaml_source import flatten, read_yaml
+from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, SlurmError, UserError
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.run.records import SweepCase, SweepRecord
@@ -33,6 +35,7 @@ from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.launch import record_local, run_locally, submit_jobs
 from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.submit.run_folder import claim_run, new_run
+from slurmllm.supervise.attempts import process_identity
 from slurmllm.supervise.run_lock import locked
 
 LARGEST = 10_000  # cases; Slurm's default MaxJobCount
@@ -101,10 +104,12 @@ def read_cases(path: Path) -> list[Case]:
                 "changes, such as `low: {optim.lr: 1e-4}`"
             )
         values = {dotted: _text(value) for dotted, value in flatten(entry).items()}
-        for dotted in values:
-            # As in a recipe: the file may be another user's.
-            if runs_code(dotted):
-                raise UserError(f"{path}: {dotted} may run other programs; give it by --set")
+        # As in a recipe, and as --set will read it: the file may be another user's.
+        for dotted, value in flatten({k: parse_scalar(v) for k, v in values.items()}).items():
+            if dotted.split(".")[0] == "cluster":
+                raise UserError(f"{path}: {dotted} belongs in a profile; give it by --set")
+            if fault := untrusted_fault(dotted, value, path.name):
+                raise UserError(fault)
         cases.append(Case(values, str(name)))
     return cases
 
@@ -210,6 +215,9 @@ def prepare_sweep(
             created_at=time.time(),
             max_running=max_running,
             cases=name_cases(sweep.name, cases),
+            pid=os.getpid(),
+            process=process_identity(os.getpid()),
+            host=socket.gethostname(),
         )
         if not request.dry_run:
             record.save(sweep.record)

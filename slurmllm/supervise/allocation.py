@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import logging
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -34,8 +33,15 @@ from slurmllm.control.rendezvous import (
 from slurmllm.errors import SlurmError, UserError
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir, Stage
-from slurmllm.slurm.client import COMMAND_TIMEOUT_S, SRUN_OPTIONS, SlurmClient, retry_unreachable
+from slurmllm.slurm.client import (
+    ADOPTION_S,
+    COMMAND_TIMEOUT_S,
+    SRUN_OPTIONS,
+    SlurmClient,
+    retry_unreachable,
+)
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, in_container
+from slurmllm.slurm.environment import slurm_environment
 from slurmllm.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup
 
 _STEP = "slurmllm-launch"  # name of the launchers' step
@@ -43,7 +49,8 @@ LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
 BROADCAST_S = 600.0  # for sbcast to send a file to all nodes
-RECORDED_S = COMMAND_TIMEOUT_S + 10.0  # for sbatch to return, and its job to be recorded
+# For sbatch to return, or its job to be looked for, and the job to be recorded.
+RECORDED_S = COMMAND_TIMEOUT_S + ADOPTION_S + 10.0
 # On every node: the interpreter is shared. -P: the folder that a job starts in may be another
 # user's, and its modules would be imported.
 SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
@@ -164,17 +171,19 @@ class SlurmAllocation(Allocation):
         self, options: Sequence[str], command: Sequence[str], output: int | None
     ) -> subprocess.Popen[bytes]:
         srun = ["srun", f"--nodes={len(self.nodes)}", f"--ntasks={len(self.nodes)}"]
-        # The only task of a node uses all of it; Slurm would bind it to one CPU.
+        # The only task of a node uses all of it; Slurm would bind it to one CPU. Without
+        # --cpus-per-task, which is one number for all nodes, a step has all CPUs of each.
         srun += ["--ntasks-per-node=1", "--cpu-bind=none", "--input=none"]
+        more = shlex.split(os.environ.get(SRUN_OPTIONS, ""))
+        # A job's --mem-per-cpu would leave no memory to a second step.
+        srun += [] if any(option.startswith("--mem") for option in more) else ["--mem=0"]
         if self.all_nodes and self.nodes != self.all_nodes:
             srun.append(f"--nodelist={','.join(self.nodes)}")
-        if cpus := os.environ.get("SLURM_CPUS_ON_NODE"):
-            srun.append(f"--cpus-per-task={cpus}")
-        srun += [*options, *shlex.split(os.environ.get(SRUN_OPTIONS, "")), *task_command(command)]
+        srun += [*options, *more, *task_command(command)]
         errors = None if output is None else subprocess.STDOUT
         try:
             # srun hands its environment to the nodes.
-            environment = {**os.environ, **new_secret()}
+            environment = {**slurm_environment(in_job=True), **new_secret()}
             return subprocess.Popen(srun, env=environment, stdout=output, stderr=errors)
         except OSError as error:
             raise SlurmError(f"srun cannot be started on {self.nodes[0]}: {error}") from error
@@ -188,8 +197,9 @@ class SlurmAllocation(Allocation):
         command = ["sbcast", str(source), str(target)]
         try:
             with tempfile.TemporaryFile() as errors:
+                environment = slurm_environment(in_job=True)
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
+                    command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=environment
                 )
                 while process.poll() is None and not fault:
                     if stop():
@@ -231,7 +241,6 @@ class HeldAllocation(SlurmAllocation):
         self._run = run
         self.nodes = self.all_nodes[: int(os.environ[HELD_NODES])]
         self.restart_count = int(os.environ.get(LOCAL_RESTARTS) or 0)
-        set_cpus_on_node()
 
     def give_up(self, lost: Collection[str]) -> None:
         """Nothing: the allocation is the user's."""
@@ -305,19 +314,13 @@ def held_allocation(client: SlurmClient, nodes: int | None) -> tuple[str, int]:
     if not job_id or not nodelist:
         raise UserError("there is no allocation here; `salloc --nodes=N` first, or add --local")
     job = client.queue([job_id]).get(job_id)
-    if job is None or job.state != "RUNNING":
+    if job is None or not job.has_nodes:
         state = "gone" if job is None else job.state
         raise UserError(f"the allocation of this shell, job {job_id}, is {state}; `salloc` again")
     count = len(client.hostnames(nodelist))
     if nodes is not None and nodes > count:
         raise UserError(f"job {job_id} holds {count} nodes, fewer than --nodes {nodes}")
     return job_id, nodes or count
-
-
-def set_cpus_on_node() -> None:
-    # Slurm sets SLURM_CPUS_ON_NODE in batch jobs, but not for salloc's command.
-    if cpus := re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")):
-        os.environ.setdefault("SLURM_CPUS_ON_NODE", cpus.group())
 
 
 def was_restarted(allocation: SlurmAllocation) -> bool:
@@ -433,7 +436,6 @@ def allocate_nodes(
     export_site(config, folders)
     salloc_options = dict(options or {})
     if "SLURM_JOB_ID" in os.environ and nodes is None and not salloc_options.get("nodelist"):
-        set_cpus_on_node()
         return SlurmAllocation()
     if shutil.which("salloc") is None:
         raise SlurmError(
@@ -447,8 +449,7 @@ def allocate_nodes(
     salloc = ["salloc", f"--job-name={job_name}", "--ntasks-per-node=1"]
     salloc += [f"--{name}={value}" for name, value in salloc_options.items() if value]
     salloc += [*(["--exclusive"] if config.cluster.exclusive else []), *config.cluster.directives]
-    # salloc would take the variables of a surrounding job for its own options.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_JOB")}
+    environment = slurm_environment(salloc=True)
     # Slurm's accounting stores the command line, for everybody; these verbs need no secrets.
     command = [part for part in command if not is_secret_option(part)]
     return os.execvpe("salloc", [*salloc, *SLURMLLM, *command], environment)  # noqa: S606 (no shell)

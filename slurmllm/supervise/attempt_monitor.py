@@ -56,6 +56,7 @@ class Observations:
     superseded_by: int | None = None
     unwritable: str | None = None  # why the run directory could not be written
     first_symptom_at: float | None = None  # Unix time of the first sign of the end
+    launchers_s: float = 0.0  # from the launchers' start to their end
 
 
 class AttemptMonitor:
@@ -87,6 +88,7 @@ class AttemptMonitor:
         self._ended: dict[str, NodeRecord] = {}  # of the nodes whose workers have ended
         self._kill_at: float | None = None
         self.observed = Observations()
+        self._started = time.monotonic()
 
     def wait(self) -> Observations:
         signalled_at = -REPEAT_SIGNAL_S
@@ -109,6 +111,7 @@ class AttemptMonitor:
             if self._kill_at is not None and now >= self._kill_at:
                 self._send(signal.SIGKILL)
             time.sleep(POLL_S)
+        self.observed.launchers_s = time.monotonic() - self._started
         # The launchers may have noticed a newer attempt before this process did.
         self._look_for_newer(time.monotonic())
         return self.observed

@@ -39,7 +39,7 @@ from slurmllm.run.records import (
 from slurmllm.run.rundir import RunDir, Stage, read_all
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
-from slurmllm.supervise.classify import Ending, device_fault, reported_all
+from slurmllm.supervise.classify import Ending, reported_all
 from slurmllm.supervise.policy import decide
 from slurmllm.supervise.watchdog import HEARTBEAT_S
 
@@ -93,7 +93,7 @@ def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> st
         job = allocation.client.queue([record.job_id]).get(record.job_id)
     except SlurmError as error:
         return f"the state of job {record.job_id} is unknown: {error}"
-    if job is not None and job.state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"):
+    if job is not None and job.has_nodes:
         return f"job {record.job_id} is {job.state}"
     return None
 
@@ -141,6 +141,9 @@ def ending_of_orphaned(
 ) -> Ending:
     """Return the ending of an attempt whose supervisor died with its node, by accounting."""
     state = row.state if row is not None else "UNKNOWN"
+    if row is not None and row.exit_code == f"{StorageError.exit_code}:0":
+        text = f"the supervisor on {record.nodes[0]} could not write why it ended"
+        return Ending("storage_failure", (f"Slurm: {state}, exit code {row.exit_code}: {text}",))
     evidence = (
         f"Slurm: {state}; the supervisor on {record.nodes[0]} ended without a record"
         if record.job_id is not None
@@ -151,8 +154,10 @@ def ending_of_orphaned(
     if state in ("TIMEOUT", "PREEMPTED"):
         return Ending("advance_signal", evidence)
     silent = tuple(name for name in record.nodes if not reported_all(reported.get(name)))
-    # Of several nodes without a report, the one that failed is unknown.
-    return Ending("node_failure", evidence, silent if len(silent) == 1 else ())
+    # Of several nodes without a report, the one that failed is unknown. In a job that was requeued
+    # by command, or failed, the supervisor's process ended, and with it the reports.
+    accused = len(silent) == 1 and state in ("NODE_FAIL", "UNKNOWN")
+    return Ending("node_failure", evidence, silent if accused else ())
 
 
 def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
@@ -235,6 +240,7 @@ def close_attempt(
             "ending": ending.ending,
             "evidence": ending.evidence,
             "blamed_nodes": ending.blamed_nodes,
+            "launch_failure": ending.launch,
             "first_step": times.first_step,
             "last_step": times.last_step,
             "checkpoint_after": max(run.checkpoint_steps(), default=record.checkpoint_before),
@@ -407,17 +413,6 @@ def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecor
     folder = run.attempt(record.stage, record.attempt).failure(0).parent
     paths = sorted(folder.glob("rank_*.json")) if folder.is_dir() else []
     return read_all(FailureRecord.load, paths)
-
-
-def lost_nodes(run: RunDir, record: AttemptRecord) -> list[str]:
-    """Return the blamed nodes of an attempt that did not report, or whose device broke."""
-    reported = node_records(run, record)
-    broken = {f.node for f in failure_records(run, record) if device_fault(f)}
-    return [
-        name
-        for name in record.blamed_nodes
-        if name in broken or not reported_all(reported.get(name))
-    ]
 
 
 def unequal_versions(by_node: Mapping[str, Mapping[str, str]]) -> str:

@@ -11,14 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, StorageError
 from slurmllm.run.error_patterns import ENDINGS, cause_line, matches, meaning_of
-from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, LaunchFailure, NodeRecord
 
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 # Exit codes (errors.py) of workers that could not write a failure record, most specific first.
 _EXITS: Mapping[int, EndingClass] = {4: "storage_failure", 2: "bad_configuration", 71: "divergence"}
+# The class of a launch that failed, by whose fault it is; a node_failure for all others.
+LAUNCH_ENDINGS: Mapping[str, EndingClass] = {
+    **{"request": "bad_configuration", "user": "bad_configuration", "storage": "storage_failure"},
+    **{"memory": "out_of_memory", "limit": "advance_signal"},
+}
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,18 @@ class Evidence:
     log_tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
     superseded_by: int | None = None
     unwritable: str | None = None  # why the run directory cannot be written
+    launch: LaunchFailure | None = None  # how srun failed
 
     @property
     def unreported(self) -> list[str]:
         """The nodes whose launchers did not record how all their workers ended."""
         return [n for n in self.expected_nodes if not reported_all(self.nodes.get(n))]
+
+    @property
+    def begun(self) -> bool:
+        """Whether a launcher has started its workers or reported an error."""
+        records = self.nodes.values()
+        return bool(self.failures) or any(n.pids or n.exit_codes or n.error for n in records)
 
     @property
     def exit_codes(self) -> list[int]:
@@ -67,6 +79,7 @@ class Ending:
     evidence: tuple[str, ...]
     blamed_nodes: tuple[str, ...] = ()
     started: bool = True
+    launch: LaunchFailure | None = None  # how srun failed, if no launcher had begun
 
 
 class FailedWorker(NamedTuple):
@@ -131,9 +144,35 @@ def _hang(evidence: Evidence) -> Ending | None:
     return Ending("hang", (*hang_text(hang), *evidence.stacks), hang.suspects)
 
 
+def _refused(evidence: Evidence) -> Ending | None:
+    """Slurm refused the launchers, or could not start them, by no fault of a node."""
+    if evidence.launch is None or evidence.begun or evidence.stop_signal is not None:
+        return None
+    ending = launch_ending(evidence.launch, evidence.expected_nodes)
+    return None if ending.ending == "node_failure" else ending
+
+
+def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = False) -> Ending:
+    """Return the ending of an attempt on `nodes` by Slurm's message; `started`: workers had begun.
+
+    Only a node that a message about nodes names is blamed, unless it names most of them.
+    """
+    fix = (
+        f"it concerns {', '.join(failure.options)}; correct slurm.directives of the recipe or "
+        "cluster.directives of the profile, then `slurmllm resume`"
+    )
+    lines = (failure.text, *([fix] if failure.fault == "request" and failure.options else []))
+    named = failure.nodes if failure.fault in ("node", "network") else ()
+    blamed = named if len(named) <= max(len(nodes) // 2, 1) else ()
+    ending = LAUNCH_ENDINGS.get(failure.fault, "node_failure")
+    return Ending(ending, lines, blamed, started, None if started else failure)
+
+
 def _down(evidence: Evidence) -> Ending | None:
     down = tuple(name for name in evidence.unreported if name in evidence.down_nodes)
-    return Ending("node_failure", (f"Slurm: {', '.join(down)} down",), down) if down else None
+    lines = [f"Slurm: {', '.join(down)} down", *([evidence.launch.text] if evidence.launch else [])]
+    launch = None if evidence.begun else evidence.launch
+    return Ending("node_failure", tuple(lines), down, launch=launch) if down else None
 
 
 def reported_all(node: NodeRecord | None) -> bool:
@@ -245,6 +284,10 @@ def _by_exit_code(evidence: Evidence) -> Ending | None:
 def _launcher_error(evidence: Evidence) -> Ending | None:
     for name, node in evidence.nodes.items():
         if node.error is not None:
+            # Not a node's own disk: that is a NodeError.
+            shared = node.error_code == StorageError.exit_code
+            if shared and matches(node.error, "storage", "storage_lasting"):
+                return Ending("storage_failure", (f"{name}: {node.error}",))
             # If its port was taken, another process took it first, which may be gone next time.
             blamed = () if meaning_of(node.error) == "port" else (name,)
             return Ending("node_failure", (f"{name}: {node.error}",), blamed)
@@ -313,11 +356,22 @@ def _unreported(evidence: Evidence) -> Ending | None:
     if evidence.stop_signal is not None:
         text = f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported"
         return Ending("advance_signal", (text,))
+    lines, launch = list[str](), evidence.launch
+    if launch is not None:
+        # The request, the program or a log cannot end a step that has begun.
+        other = launch.fault in ("unknown", "result", "request", "user", "storage")
+        explained = not other and {*launch.nodes} <= {*names}
+        if explained or not evidence.begun:
+            return launch_ending(launch, evidence.expected_nodes, evidence.begun)
+        lines = [launch.text] if launch.message else []
+        if launch.fault == "result":  # a node on which a task ended has responded
+            names = [name for name in names if name not in launch.nodes]
+    if names:
+        lines.insert(0, f"{', '.join(names)} stopped responding")
     # If most nodes are silent at once, none is to blame: Slurm ended the step, or the network
     # failed.
     few = len(names) <= max(len(evidence.expected_nodes) // 2, 1)
-    text = f"{', '.join(names)} stopped responding"
-    return Ending("node_failure", (text,), tuple(names) if few else ())
+    return Ending("node_failure", tuple(lines), tuple(names) if few else ())
 
 
 def _echoes(evidence: Evidence) -> Ending | None:
@@ -340,6 +394,7 @@ def _no_record(evidence: Evidence) -> Ending:
 
 
 _TABLE: tuple[Callable[[Evidence], Ending | None], ...] = (
-    *(_superseded, _done, _by_slurm, _uncompiled, _saved, _hang, _down, _port_taken, _by_failure),
-    *(_unwritable, _by_exit_code, _launcher_error, _by_signal, _unreported, _echoes, _no_record),
+    *(_superseded, _done, _by_slurm, _uncompiled, _saved, _hang, _refused, _down, _port_taken),
+    *(_by_failure, _unwritable, _by_exit_code, _launcher_error, _by_signal, _unreported, _echoes),
+    _no_record,
 )

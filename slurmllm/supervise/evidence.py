@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from slurmllm.errors import SlurmError, StorageError
@@ -13,7 +13,8 @@ from slurmllm.log import message_of
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, read_all
-from slurmllm.run.safe_files import open_regular
+from slurmllm.run.safe_files import open_regular, write_error
+from slurmllm.slurm.error_texts import launch_failure
 from slurmllm.supervise import attempts, first_failure
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.attempt_monitor import Observations
@@ -35,6 +36,7 @@ def gather_evidence(
     allocation: Allocation,
     observed: Observations,
     stop_signal: str | None,
+    launchers: Sequence[subprocess.Popen[bytes]] = (),
 ) -> Evidence:
     """Collect what an ending is classified by; StorageError if a record cannot be read."""
     uncompiled: tuple[str, ...] = ()
@@ -62,12 +64,7 @@ def gather_evidence(
         hang, lines = _with_stacks(run, record, hang, nodes)
     unwritable = observed.unwritable
     if unwritable is None:
-        folder = run.attempt(record.stage, record.attempt).path
-        try:
-            with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
-                probe.write(b"written")
-        except OSError as error:
-            unwritable = f"cannot write {folder}: {error.strerror or error}"
+        unwritable = write_error(run.attempt(record.stage, record.attempt).path)
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
     return Evidence(
@@ -85,6 +82,10 @@ def gather_evidence(
         log_tails=dict(zip(ranks, tails, strict=True)),
         superseded_by=observed.superseded_by,
         unwritable=unwritable,
+        # srun's own lines are in the stage's log, which rank 0 shares.
+        launch=launch_failure(
+            launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
+        ),
     )
 
 

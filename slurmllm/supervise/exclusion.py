@@ -1,26 +1,47 @@
-"""Excluded nodes: recorded with a reason and an end, kept out of requeued and new jobs.
+"""Excluded nodes: recorded with evidence and an end, kept out of requeued and new jobs.
 
-A node is excluded at once if it failed its checks, stopped responding or has a broken device, and
-after two attempts that failed because of it otherwise.
+A node is excluded only with evidence that is about it: its hardware's own text, Slurm's state of
+it, a failed check, no answer to srun while the supervisor's node answers, or the second failure in
+a row there. The first exclusion takes an hour, each further one four times as long.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import SlurmError
-from slurmllm.run.records import AttemptRecord, ExcludedNode, ExcludedNodes
+from slurmllm.config.load import load
+from slurmllm.errors import SlurmError, UserError
+from slurmllm.run.error_patterns import matches
+from slurmllm.run.records import (
+    AttemptRecord,
+    ExcludedNode,
+    ExcludedNodes,
+    JobsRecord,
+    NodeEvidence,
+    NodeHealth,
+)
 from slurmllm.run.rundir import STAGES, RunDir
 from slurmllm.slurm.client import SlurmClient, retry_unreachable
-from slurmllm.supervise.attempts import load_attempts, lost_nodes
-from slurmllm.supervise.policy import HOUR_S, failing_nodes
+from slurmllm.supervise.allocation import Allocation, SlurmAllocation
+from slurmllm.supervise.attempts import failure_records, load_attempts, node_records
+from slurmllm.supervise.classify import Ending, device_fault, reported_all
+from slurmllm.supervise.policy import (
+    HOUR_S,
+    NodeFault,
+    exclusion_hours,
+    failing_nodes,
+    lines_about,
+)
 
 POLL_S = 2.0
 SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
+_FAILED = ("down", "fail", "*")  # a drained or rebooted node has not failed
+_PROBES = 16  # nodes that are asked at the same time
 
 log = logging.getLogger(__name__)
 
@@ -30,43 +51,84 @@ def excluded(run: RunDir) -> list[ExcludedNode]:
     return [node for node in record.nodes if node.until > now]
 
 
-def failing(run: RunDir, closed: AttemptRecord, config: RunConfig) -> dict[str, str]:
-    """Return node → reason of the nodes that an attempt lost, or that were blamed twice."""
-    if not closed.blamed_nodes:
+def failing(
+    run: RunDir, record: AttemptRecord, ending: Ending, allocation: Allocation
+) -> dict[str, NodeFault]:
+    """Return the faults of the nodes to exclude after an attempt; empty if local.
+
+    Raises a StorageError if the run directory cannot be read.
+    """
+    if not ending.blamed_nodes or not isinstance(allocation, SlurmAllocation):
         return {}
-    earlier = [
-        attempt
-        for stage in STAGES
-        for attempt in load_attempts(run, stage)
-        if (attempt.stage, attempt.attempt) != (closed.stage, closed.attempt)
-    ]
-    hours = config.recipe.slurm.exclude_hours
-    return failing_nodes(closed, earlier, lost_nodes(run, closed), hours)
+    fields = {"blamed_nodes": ending.blamed_nodes, "evidence": ending.evidence}
+    closed = record.model_copy(update={**fields, "ending": ending.ending})
+    attempts = (attempt for stage in STAGES for attempt in load_attempts(run, stage))
+    earlier = [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)]
+    return failing_nodes(closed, earlier, _proven(run, closed, allocation))
 
 
-def exclude_failed(run: RunDir, closed: AttemptRecord, config: RunConfig) -> list[ExcludedNode]:
-    """Record the nodes that an attempt lost (none if local); returns those that are new.
+def _proven(
+    run: RunDir, closed: AttemptRecord, allocation: SlurmAllocation
+) -> dict[str, NodeEvidence]:
+    """Return the evidence against the blamed nodes of an attempt that is about the node itself."""
+    client, paths = allocation.client, run.attempt(closed.stage, closed.attempt)
+    broken = {f.node for f in failure_records(run, closed) if device_fault(f)}
+    reported = node_records(run, closed, closed.blamed_nodes)
+    states: Mapping[str, str] = {}
+    try:
+        states = retry_unreachable(client.node_states)
+    except SlurmError as error:
+        log.warning("the states of the nodes are unknown: %s", error)
+    proven: dict[str, NodeEvidence] = {}
+    silent = []
+    for name in closed.blamed_nodes:
+        health = NodeHealth.find(paths.health(name)) or NodeHealth(node=name)
+        lines = lines_about(closed.evidence, name)
+        if name in broken or any(matches(line, "device") for line in lines):
+            proven[name] = "hardware"
+        elif any(state in states.get(name, "") for state in _FAILED):
+            proven[name] = "slurm"
+        elif any(finding.check != "answer" for finding in health.of("fail")):
+            proven[name] = "check"
+        elif name in allocation.all_nodes[1:] and not reported_all(reported.get(name)):
+            silent.append(name)
+    if silent:
+        # srun may fail everywhere: no answer is evidence only if this node gets one.
+        asked = [allocation.all_nodes[0], *silent]
+        with ThreadPoolExecutor(_PROBES) as pool:
+            answers = list(pool.map(lambda name: client.responds(allocation.job_id, name), asked))
+        for name, answer in zip(silent, answers[1:], strict=True):
+            if answer:
+                log.info("%s is healthy for Slurm and responds: not excluded", name)
+            elif answers[0]:
+                proven[name] = "no_answer"
+    return proven
+
+
+def exclude_failed(run: RunDir, failing: Mapping[str, NodeFault]) -> list[ExcludedNode]:
+    """Record the nodes that an attempt lost; returns them.
 
     Raises a StorageError if the run directory cannot be read or written.
     """
-    if closed.job_id is None or not closed.blamed_nodes:
+    if not failing:
         return []
-    now, hours = time.time(), config.recipe.slurm.exclude_hours
-    new = [
-        ExcludedNode(node=name, reason=reason, since=now, until=now + hours * HOUR_S)
-        for name, reason in failing(run, closed, config).items()
-    ]
-    if new:
-        names = {node.node for node in new}
-        # A node that is excluded again gets the new reason and the later end.
-        others = [node for node in excluded(run) if node.node not in names]
-        ExcludedNodes(nodes=(*others, *new)).save(run.excluded)
+    longest, now = load(run.config).recipe.slurm.exclude_hours, time.time()
+    record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
+    before = {node.node: node for node in record.nodes}
+    new = []
+    for name, (evidence, reason) in failing.items():
+        count = 1 + (before[name].exclusions if name in before else 0)
+        until = now + exclusion_hours(count, longest) * HOUR_S
+        fields = {"node": name, "reason": reason, "evidence": evidence, "exclusions": count}
+        new.append(ExcludedNode.model_validate({**fields, "since": now, "until": until}))
+    others = (node for name, node in before.items() if name not in failing)
+    ExcludedNodes(nodes=(*others, *new)).save(run.excluded)
     return new
 
 
 def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
-    """Drain nodes; a refusal by Slurm is only logged."""
-    for node in nodes:
+    """Drain nodes whose hardware is broken; a refusal by Slurm is only logged."""
+    for node in (node for node in nodes if node.evidence == "hardware"):
         try:
             client.drain(node.node, f"slurmllm: {node.reason}"[:200])
             log.info("%s is drained: %s", node.node, node.reason)
@@ -74,11 +136,56 @@ def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
             log.warning("%s is not drained (slurm.drain): %s", node.node, error)
 
 
-def to_avoid(client: SlurmClient, run: RunDir, config: RunConfig, count: int) -> list[str]:
-    """Return the excluded nodes, if a new job of `count` nodes can start without them."""
-    names = sorted(node.node for node in excluded(run))
-    partition = config.recipe.slurm.partition or config.cluster.partition
-    return names if names and enough_others(client, count, names, partition) else []
+def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]:
+    """End the exclusion of nodes, in the run's pending jobs too; returns those jobs.
+
+    Raises a UserError if the run does not exclude a node.
+    """
+    record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
+    recipe = load(run.config).recipe.slurm.exclude
+    recipe_nodes = client.hostnames(recipe) if recipe else []
+    last = JobsRecord.of(run).last
+    lists = excluded_by_jobs(client, last.own_jobs if last is not None else ())
+    excluded_names = {node.node for node in excluded(run)}.union(*lists.values())
+    for name in names:
+        if name in recipe_nodes:
+            raise UserError(f"{name} is excluded by slurm.exclude {recipe}, which `resume` changes")
+        if name not in excluded_names:
+            listed = ", ".join(sorted(excluded_names)) or "none"
+            raise UserError(f"{run.name} does not exclude {name}; excluded nodes: {listed}")
+    others = tuple(node for node in record.nodes if node.node not in names)
+    ExcludedNodes(nodes=others).save(run.excluded)
+    changed = {job: nodes for job, nodes in lists.items() if not {*names}.isdisjoint(nodes)}
+    for job, nodes in changed.items():
+        client.exclude(job, [name for name in nodes if name not in names])
+    return list(changed)
+
+
+def excluded_by_jobs(client: SlurmClient, jobs: Sequence[str]) -> dict[str, list[str]]:
+    """Return the nodes that each pending job excludes, those of the recipe included."""
+    queue = client.queue(jobs).values()
+    lists = {job.job_id: job.excluded for job in queue if job.state == "PENDING" and job.excluded}
+    return {job: client.hostnames(nodes) for job, nodes in lists.items()}
+
+
+def to_avoid(client: SlurmClient, run: RunDir, script: str, exclude: str | None) -> list[str]:
+    """Return the excluded nodes without which a new job can start, the latest ones first.
+
+    `exclude` is the recipe's exclusion, which Slurm applies too.
+    """
+    names = [node.node for node in reversed(excluded(run))]
+    return most_avoidable(client, script, exclude, names, 1)
+
+
+def most_avoidable(
+    client: SlurmClient, script: str, exclude: str | None, names: Sequence[str], least: int
+) -> list[str]:
+    """Return as many of the first nodes as a job can start without; empty if below `least`."""
+    for count in range(len(names), max(least, 1) - 1, -1):
+        avoid = [*([exclude] if exclude else []), *names[:count]]
+        if retry_unreachable(partial(client.can_start, script, avoid)):
+            return sorted(names[:count])
+    return []
 
 
 def usable(state: str) -> bool:
@@ -86,48 +193,33 @@ def usable(state: str) -> bool:
     return not any(fault in state for fault in _UNUSABLE)
 
 
-def enough_others(
-    client: SlurmClient, count: int, avoid: Sequence[str], partition: str | None
-) -> bool:
-    """Whether `count` usable nodes remain; `partition` None is Slurm's default."""
-    names = partition.split(",") if partition else None  # sbatch takes several
-    spare = {
-        node.name
-        for node in retry_unreachable(client.partition_nodes)
-        if (node.partition in names if names else node.default) and usable(node.state)
-    }
-    return len(spare - set(avoid)) >= count
-
-
 def nodes_to_avoid(
     client: SlurmClient,
-    count: int,
+    script: str,
     lost: Sequence[str],
     excluded_before: Sequence[str],
-    partition: str | None = None,
+    exclude: str | None = None,
     job_id: str | None = None,
 ) -> list[str]:
-    """Return the nodes to exclude from a requeued job: those lost, if there are spare nodes.
+    """Return the nodes to exclude from a requeued job: those lost, if it can start without them.
 
-    Without spare nodes none is excluded; the function then waits until Slurm itself has noticed the
-    loss, or returns at once if the nodes respond: then only the launcher was lost. Nodes in
-    `excluded_before` are used again if there are no others. `job_id` is this process's job, which
-    holds the nodes; without it they are not asked.
+    Otherwise none is excluded; the function then waits until Slurm itself has noticed the loss, or
+    the nodes respond. Nodes in `excluded_before` are used again if there are no others. `job_id` is
+    this process's job, which holds the nodes; without it they are not asked.
     """
-    for avoid in (sorted({*lost, *excluded_before}), sorted(lost)):
-        if avoid and enough_others(client, count, avoid, partition):
-            return avoid
-    if not lost:
-        return []
+    others = [name for name in excluded_before if name not in lost]
+    avoid = most_avoidable(client, script, exclude, [*lost, *others], len(lost))
+    if avoid or not lost:
+        return avoid
     names = " ".join(lost)
-    if job_id is not None and all(client.responds(job_id, name) for name in lost):
-        log.info("no spare node for %s, which still responds: not excluded", names)
-        return []
     log.info("no spare node for %s: waiting until Slurm notices the loss", names)
     deadline = time.monotonic() + SLURM_NOTICE_S
     while time.monotonic() < deadline:
         states = (retry_unreachable(client.node_states).get(name, "unknown") for name in lost)
         if not all(map(usable, states)):
+            break
+        if job_id is not None and all(client.responds(job_id, name) for name in lost):
+            log.info("no spare node for %s, which responds: not excluded", names)
             break
         time.sleep(POLL_S)
     return []

@@ -85,6 +85,8 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
                 how.append(f"its stack was in {locations[rank].text}")
             name = "" if rank is None else node_of(record, rank)
             return Culprit(record, rank, name, tuple(how), stacks=bool(locations))
+    if record.launch_failure is not None and not failures:  # before any worker
+        return Culprit(record, None, "", ())
     silent = [name for name in record.nodes if not reported_all(nodes.get(name))]
     lost = [name for name in silent if name in record.blamed_nodes]
     if lost and record.ending is not None:

@@ -7,28 +7,29 @@ job that Slurm cannot start again is replaced by a new one.
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from slurmllm.config.load import load
 from slurmllm.config.operation import SlurmConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import EXIT_REQUEUE, SlurmError, SlurmllmError, StorageError
-from slurmllm.run.records import Action, AttemptRecord, JobsRecord
+from slurmllm.run.records import Action, AttemptRecord, JobsRecord, UnrecordedEnding, comment_with
 from slurmllm.run.rundir import STAGES, RunDir, Stage
-from slurmllm.run.safe_files import open_trusted, os_error_text
+from slurmllm.run.safe_files import open_trusted, os_error_text, write_error
 from slurmllm.slurm.client import retry_unreachable
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation, was_restarted
 from slurmllm.supervise.attempts import log_attempt
+from slurmllm.supervise.classify import Ending
 from slurmllm.supervise.exclusion import excluded, nodes_to_avoid, requeue, to_avoid
 from slurmllm.supervise.policy import backoff_s, is_transient
 from slurmllm.supervise.run_lock import locked
 from slurmllm.supervise.successor import cancel_successor, ensure_successor, restart_of
 
+Close = Callable[[], AttemptRecord]
+CLOSE_S = 120.0  # for a run directory to be writable again, before the job leaves it to the next
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
 log = logging.getLogger(__name__)
 
@@ -40,14 +41,7 @@ class NextJob:
         self, run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
     ) -> None:
         self.run, self.stage, self.config, self.allocation = run, stage, config, allocation
-
-    @property
-    def _fewest_nodes(self) -> int:
-        """The fewest nodes, spare ones included, that the job starts with."""
-        slurm = self.config.recipe.slurm
-        if slurm.min_nodes is None:
-            return self.allocation.size
-        return slurm.min_nodes + slurm.spare_nodes
+        self._excluded = config.recipe.slurm.exclude
 
     def cancel(self) -> None:
         """Cancel the successor of this job, if it has one."""
@@ -59,9 +53,9 @@ class NextJob:
         if not isinstance(self.allocation, SlurmAllocation) or not self.chained:
             return
         try:
-            avoid = to_avoid(self.allocation.client, self.run, self.config, self._fewest_nodes)
-            exclude = self._with_recipes(avoid)
-            ensure_successor(self.run, self.allocation, self._script("train"), exclude)
+            client, script = self.allocation.client, self._script("train")
+            exclude = self._with_recipes(to_avoid(client, self.run, script, self._excluded))
+            ensure_successor(self.run, self.allocation, script, exclude)
         except SlurmllmError as error:
             log.warning("no successor job yet, tried again at the end: %s", error)
 
@@ -71,8 +65,7 @@ class NextJob:
 
     def _with_recipes(self, avoid: Sequence[str]) -> list[str]:
         """Add the recipe's exclusion to some nodes; if empty, the script's list applies."""
-        exclude = self.config.recipe.slurm.exclude
-        return [*([exclude] if exclude and avoid else []), *avoid]
+        return [*([self._excluded] if self._excluded and avoid else []), *avoid]
 
     def replace(self, avoid: Sequence[str] = (), lost: bool = True) -> None:
         """Submit this job once more, as another job, and with it what depends on it.
@@ -119,31 +112,31 @@ class NextJob:
     def _script(self, stage: Stage) -> str:
         return script_of(self.run, stage, self.config.cluster.trusted_group)
 
-    def return_to_queue(self, allocation: SlurmAllocation, closed: AttemptRecord) -> AttemptRecord:
+    def return_to_queue(
+        self, allocation: SlurmAllocation, closed: AttemptRecord, lost: Sequence[str] = ()
+    ) -> AttemptRecord:
         """Requeue the job, or leave the run to its successor; returns the record.
 
-        If that is refused, the action changes: from requeue to chain (slurm.restart: auto), from
-        chain to stop.
+        `lost` are the attempt's nodes that cannot be used. If that is refused, the action changes:
+        from requeue to chain (slurm.restart: auto), from chain to stop.
         """
         client, slurm = allocation.client, self.config.recipe.slurm
-        partition = os.environ.get("SLURM_JOB_PARTITION")
         try:
             # A second requeue would end the incarnation that runs now.
             if was_restarted(allocation):
                 log_attempt(closed, "Slurm has started the job again: not requeued")
                 return closed
-            lost = attempts.lost_nodes(self.run, closed)
-            before = [node.node for node in excluded(self.run)]
+            before = [node.node for node in reversed(excluded(self.run))]
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
             job = allocation.job_id
-            avoid = nodes_to_avoid(client, self._fewest_nodes, lost, before, partition, job)
+            script = self._script(self.stage) if lost or before else ""
+            avoid = nodes_to_avoid(client, script, lost, before, self._excluded, job)
             if closed.action == "chain":
                 return self._chain(allocation, closed, self._with_recipes(avoid))
             if self.stage == "precompile" and avoid:
                 # The train job depends on this one; it may not start on the same nodes either.
                 last = JobsRecord.load(self.run.jobs).submissions[-1]
-                nodes = (slurm.min_nodes or last.nodes) + slurm.spare_nodes
-                train_avoid = nodes_to_avoid(client, nodes, [], before, partition)
+                train_avoid = to_avoid(client, self.run, self._script("train"), self._excluded)
                 if last.train_job is not None and train_avoid:
                     client.exclude(last.train_job, self._with_recipes(train_avoid))
             listed = self.run.excluded.is_file()
@@ -208,12 +201,61 @@ def wait_writable(run: RunDir, patience_s: float) -> bool:
     """Wait, at most `patience_s`, until the job's log is writable: else Slurm fails the job."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        with suppress(OSError), tempfile.TemporaryFile(dir=run.logs) as probe:
-            probe.write(bytes(4096))
-            probe.flush()
+        if write_error(run.logs) is None:
             return True
         time.sleep(1.0)
     return False
+
+
+def close_when_writable(
+    run: RunDir, allocation: Allocation, record: AttemptRecord, ending: Ending, close: Close
+) -> AttemptRecord:
+    """Close an attempt; while its record cannot be written, the job's comment has its ending.
+
+    Raises the StorageError if that lasts, or is not transient: the next attempt then closes it.
+    """
+    try:
+        return close()
+    except StorageError as error:
+        log.warning("%s", error)
+        unrecorded = UnrecordedEnding(
+            stage=record.stage,
+            attempt=record.attempt,
+            ended_at=time.time(),
+            ending=ending.ending,
+            evidence=tuple(line[:400] for line in ending.evidence[:2]),
+            blamed_nodes=ending.blamed_nodes,
+        )
+        _set_comment(allocation, unrecorded)
+        if not is_transient([str(error)]) or not wait_writable(run, CLOSE_S):
+            raise
+    closed = close()
+    _set_comment(allocation, None)
+    return closed
+
+
+def unrecorded_ending(allocation: Allocation, record: AttemptRecord) -> UnrecordedEnding | None:
+    """Return the ending of an open attempt that its job's comment has, if it has one."""
+    job = record.job_id
+    if isinstance(allocation, SlurmAllocation) and job is not None:
+        with suppress(SlurmError):
+            queue = allocation.client.queue([job])
+            unrecorded = UnrecordedEnding.of_comment(queue[job].comment) if job in queue else None
+            if unrecorded and unrecorded.attempt == record.attempt:
+                _set_comment(allocation, None)  # it is about to be recorded
+                return unrecorded
+    return None
+
+
+def _set_comment(allocation: Allocation, unrecorded: UnrecordedEnding | None) -> None:
+    if not isinstance(allocation, SlurmAllocation):
+        return
+    client, job_id = allocation.client, allocation.job_id
+    try:
+        job = client.queue([job_id]).get(job_id)
+        client.comment(job_id, comment_with(unrecorded, "" if job is None else job.comment))
+    except SlurmError as error:
+        log.warning("the comment of job %s is unchanged: %s", job_id, error)
 
 
 def requeue_unrecorded(
@@ -224,7 +266,8 @@ def requeue_unrecorded(
     Raises the error if it is not transient, or if as many starts in a row failed with it as
     slurm.storage_budget allows.
     """
-    if not is_transient([str(error)]):
+    slurm = isinstance(allocation, SlurmAllocation)
+    if not is_transient([str(error)]) or (slurm and allocation.state() == "CANCELLED"):
         raise error
     limits, recorded = SlurmConfig(), -1
     with suppress(SlurmllmError):

@@ -22,6 +22,7 @@ from slurmllm.config.operation import NotifyEvent
 from slurmllm.config.resolve import RunConfig
 from slurmllm.run.records import CONTINUES, AttemptRecord
 from slurmllm.run.rundir import RunDir
+from slurmllm.run.worker_files import diagnostic
 
 TIMEOUT_S = 10.0  # for a webhook to answer, or a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
@@ -81,8 +82,9 @@ class Notifier:
         for deliver in [self._post] * webhook + [self._call] * command:
             # A daemon: the interpreter does not wait for it at its exit.
             thread = threading.Thread(target=self._try, args=(deliver, message), daemon=True)
-            thread.start()
-            self._sending.append(thread)
+            with diagnostic("notifications"):  # no more threads, for one
+                thread.start()
+                self._sending.append(thread)
 
     def _try(
         self, deliver: Callable[[dict[str, Any]], str | None], message: dict[str, Any]

@@ -5,12 +5,14 @@ Pure functions of records, so that a simulation of months runs the supervisor's 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from slurmllm.config.recipe import Recipe
 from slurmllm.run.error_patterns import matches
-from slurmllm.run.records import Action, AttemptRecord, EndingClass, Restart
+from slurmllm.run.records import Action, AttemptRecord, EndingClass, NodeEvidence, Restart
 
 # requeue and chain exclude each other: `slurm.restart`.
 _QUEUE: tuple[Action, ...] = ("requeue", "chain")
@@ -38,6 +40,15 @@ BUDGETS: Mapping[EndingClass, tuple[str, str]] = {
     "hang": ("hang_budget", "hangs"),
     "storage_failure": ("storage_budget", "failures of the shared file system"),
 }
+
+
+class NodeFault(NamedTuple):
+    """Why a node is excluded."""
+
+    evidence: NodeEvidence
+    reason: str
+
+
 MAX_BACKOFF_S = 3600.0
 HOUR_S = 3600.0
 
@@ -128,25 +139,40 @@ def is_transient(evidence: Sequence[str]) -> bool:
 
 
 def failing_nodes(
-    closed: AttemptRecord, earlier: Sequence[AttemptRecord], lost: Collection[str], hours: float
-) -> dict[str, str]:
-    """Return node → reason of the nodes to exclude after an attempt; `earlier` is of both stages.
+    closed: AttemptRecord, earlier: Sequence[AttemptRecord], proven: Mapping[str, NodeEvidence]
+) -> dict[str, NodeFault]:
+    """Return the fault of each node to exclude after an attempt.
 
-    One ending is enough for `lost` nodes: they stopped responding, failed their checks or have a
-    broken device. Other nodes are excluded after two within `hours`.
+    `earlier` are of both stages, oldest first. One ending is enough with evidence that is about the
+    node (`proven`); without it, a node is excluded if the last two attempts there are blamed on it
+    and another node of the run was never blamed.
     """
-    reasons = {}
+    failing: dict[str, NodeFault] = {}
+    attempts = [a for a in (*earlier, closed) if a.ending not in ("superseded", "cancelled")]
+    others = {name for a in attempts for name in a.nodes} - {
+        name for a in attempts for name in a.blamed_nodes
+    }
     for name in closed.blamed_nodes:
-        if name in lost:
-            naming = [line for line in closed.evidence if name in line]
-            reasons[name] = (naming or [*closed.evidence, str(closed.ending)])[0]
-            continue
-        blaming = [a for a in (*earlier, closed) if name in a.blamed_nodes]
-        recent = [a for a in blaming if _end(a) >= _end(closed) - hours * HOUR_S]
-        if len(recent) > 1:
-            which = ", ".join(f"{a.stage} {a.attempt}" for a in recent)
-            reasons[name] = f"blamed for {len(recent)} attempts: {which}"
-    return reasons
+        last = [a for a in attempts if name in (*a.nodes, *a.blamed_nodes)][-2:]
+        if name in proven:
+            naming = lines_about(closed.evidence, name)
+            reason = [*naming, *closed.evidence, str(closed.ending)][0]
+            failing[name] = NodeFault(proven[name], reason)
+        elif others and len(last) == 2 and all(name in a.blamed_nodes for a in last):
+            which = ", ".join(f"{a.stage} {a.attempt}" for a in last)
+            failing[name] = NodeFault("repeated", f"blamed for 2 attempts in a row: {which}")
+    return failing
+
+
+def lines_about(lines: Sequence[str], node: str) -> list[str]:
+    """Return the lines that name a node; `n1` is not in `n10` or `n1-b`."""
+    name = re.compile(rf"(?<![\w.-]){re.escape(node)}(?![\w-])")
+    return [line for line in lines if name.search(line)]
+
+
+def exclusion_hours(exclusions: int, longest: float) -> float:
+    """Return how long a node is excluded, the `exclusions`-th time: 1 h, 4 h, 16 h, …"""
+    return min(4.0 ** min(exclusions - 1, 20), longest)
 
 
 def gained(attempt: AttemptRecord) -> bool:

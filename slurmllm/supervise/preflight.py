@@ -9,11 +9,11 @@ from typing import NamedTuple
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import free_port
 from slurmllm.diagnose.bandwidth import with_bandwidth
-from slurmllm.diagnose.probe import check_nodes
+from slurmllm.diagnose.probe import LaunchError, check_nodes
 from slurmllm.run.records import AttemptRecord, NodeHealth
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.allocation import SLURMLLM, Allocation
-from slurmllm.supervise.classify import Ending
+from slurmllm.supervise.classify import Ending, launch_ending
 
 SHARED = "shared file system"
 WRITERS = 16  # threads that write the nodes' records: a write waits for the file system's fsync
@@ -37,7 +37,10 @@ def preflight(
 
     Raises a StorageError if the run directory is not writable from here, a SlurmError without srun.
     """
-    nodes = check_nodes(allocation, config, run.path, SLURMLLM, stop)
+    try:
+        nodes = check_nodes(allocation, config, run.path, SLURMLLM, stop)
+    except LaunchError as error:
+        return Preflight(launch_ending(error.failure, record.nodes), ())
     if nodes is not None and config.cluster.health.bandwidth == "always":
         nodes = with_bandwidth(
             nodes, allocation, allocation.job_id, config, SLURMLLM, free_port(), stop

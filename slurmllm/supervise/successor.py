@@ -20,7 +20,8 @@ from slurmllm.config.operation import RestartSetting
 from slurmllm.errors import SlurmError, SlurmllmError
 from slurmllm.run.records import JobsRecord, Restart, Submission
 from slurmllm.run.rundir import RunDir
-from slurmllm.slurm.client import PREDECESSOR, SlurmClient, retry_unreachable
+from slurmllm.slurm.client import SlurmClient, retry_unreachable
+from slurmllm.slurm.environment import PREDECESSOR
 from slurmllm.supervise import attempts
 from slurmllm.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.supervise.classify import Ending

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from slurmllm import __version__
@@ -44,6 +45,7 @@ from slurmllm.run.records import AttemptRecord, JobsRecord
 from slurmllm.run.rundir import RunDir, Stage, SweepDir
 from slurmllm.slurm.client import AccountingRow, to_unix
 from slurmllm.slurm.container import check_container
+from slurmllm.slurm.error_texts import fault_of
 from slurmllm.slurm.setup import check_setup_ran
 from slurmllm.staging.broadcast import broadcast_environment
 from slurmllm.supervise import attempts
@@ -62,11 +64,17 @@ from slurmllm.supervise.attempts import (
     other_supervisor,
     still_runs,
 )
-from slurmllm.supervise.classify import Ending, classify
+from slurmllm.supervise.classify import LAUNCH_ENDINGS, Ending, classify
 from slurmllm.supervise.evidence import gather_evidence
 from slurmllm.supervise.exclusion import drain, exclude_failed, failing
-from slurmllm.supervise.next_job import NextJob, requeue_unrecorded
+from slurmllm.supervise.next_job import (
+    NextJob,
+    close_when_writable,
+    requeue_unrecorded,
+    unrecorded_ending,
+)
 from slurmllm.supervise.notify import Notifier
+from slurmllm.supervise.policy import NodeFault
 from slurmllm.supervise.preflight import preflight
 from slurmllm.supervise.successor import register_train_job, restart_of
 from slurmllm.supervise.tracking import Tracking
@@ -95,6 +103,7 @@ class Supervisor:
         if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
             allocation.nodes = allocation.nodes[: self._used_nodes(len(allocation.nodes))]
         self.next_job = NextJob(run, stage, self.config, allocation)
+        self._failing: dict[str, NodeFault] = {}  # nodes to exclude after the last attempt
         self._failed_nodes: set[str] = set()  # of this job
         self._next_nodes: tuple[str, ...] = ()
         self._restarted = False  # whether an earlier attempt ran in this start of the job
@@ -180,7 +189,7 @@ class Supervisor:
             phases["workers"] = time.monotonic() - started
             stop_signal = None if observed.failed_first else self.stop.name
             ending = classify(
-                gather_evidence(self.run, record, self.allocation, observed, stop_signal)
+                gather_evidence(self.run, record, self.allocation, observed, stop_signal, launchers)
             )
         return self._close(record, ending, phases, observed), None
 
@@ -194,15 +203,13 @@ class Supervisor:
             spares = [name for name in self._next_nodes if name not in closed.nodes]
             log_attempt(closed, f"{' '.join(spares)} in place of {' '.join(left_out)}")
 
-    def _nodes_for_restart(self, record: AttemptRecord, ending: Ending) -> tuple[str, ...]:
+    def _nodes_for_restart(self, record: AttemptRecord) -> tuple[str, ...]:
         """Return the nodes for new workers in this job; empty if too few, or time is over."""
         if not isinstance(self.allocation, SlurmAllocation) or self.stage != "train":
             return ()
         if self.stop.name is not None or not self.config.recipe.slurm.restart_in_allocation:
             return ()
-        fields = {"blamed_nodes": ending.blamed_nodes, "evidence": ending.evidence}
-        blamed = record.model_copy(update={**fields, "ending": ending.ending})
-        self._failed_nodes |= failing(self.run, blamed, self.config).keys()
+        self._failed_nodes |= self._failing.keys()
         chosen = self.allocation.choose(self._failed_nodes, len(record.nodes))
         try:
             if chosen:
@@ -231,8 +238,10 @@ class Supervisor:
         # The queue time of a requeued attempt follows from the records.
         first = record.restart_count == 0 and not self._restarted
         row = incarnation(record, self._accounting(record.job_id)) if first else None
-        self._next_nodes = self._nodes_for_restart(record, ending)
-        closed = attempts.close_attempt(
+        self._failing = failing(self.run, record, ending, self.allocation)
+        self._next_nodes = self._nodes_for_restart(record)
+        close = partial(
+            attempts.close_attempt,
             self.run,
             record,
             ending,
@@ -242,7 +251,8 @@ class Supervisor:
             restart_mode=restart_of(self.run, self.allocation),
             in_allocation=bool(self._next_nodes),
         )
-        self._exclude_failed(closed)
+        closed = close_when_writable(self.run, self.allocation, record, ending, close)
+        self._exclude_failed()
         if ending.ending == "stale_graphs":
             try:
                 reject_graphs(self.run, f"{self.stage} attempt {closed.attempt} failed with it")
@@ -391,7 +401,8 @@ class Supervisor:
             log_attempt(closed, f"superseded by attempt {newer}: not requeued")
             return EXIT_NEGATIVE
         if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
-            closed = self.next_job.return_to_queue(self.allocation, closed)
+            lost = [name for name, fault in self._failing.items() if fault.evidence != "repeated"]
+            closed = self.next_job.return_to_queue(self.allocation, closed, lost)
             return EXIT_REQUEUE if closed.action in RETURNS else self._exit_code(closed)
         # A requeued job waits in Slurm's queue, a local run here.
         if closed.backoff_s:
@@ -406,10 +417,10 @@ class Supervisor:
             return EXIT_OK
         return EXIT_FAILED.get(str(closed.ending), 70)
 
-    def _exclude_failed(self, closed: AttemptRecord) -> None:
-        """Record the nodes that the attempt lost, and drain them if the recipe has slurm.drain."""
+    def _exclude_failed(self) -> None:
+        """Record the failing nodes; with slurm.drain, drain those with broken hardware."""
         try:
-            new = exclude_failed(self.run, closed, self.config)
+            new = exclude_failed(self.run, self._failing)
         except StorageError as error:
             log.warning("%s", error)  # the requeued job's own list still excludes them
             return
@@ -432,13 +443,17 @@ class Supervisor:
                 text = f"slurmctld lost this start of job {record.job_id}, and started it again"
                 ending, row = Ending("node_failure", (text,)), None  # and no node is to blame
             ended_at = None if row is None else to_unix(row.end)
+            if unrecorded := unrecorded_ending(self.allocation, record):
+                evidence, ended_at = unrecorded.evidence, unrecorded.ended_at
+                ending = Ending(unrecorded.ending, evidence, unrecorded.blamed_nodes)
             restart_mode = restart_of(self.run, self.allocation)
             closed = attempts.close_attempt(
                 self.run, record, ending, ended_at=ended_at, row=row, restart_mode=restart_mode
             )
             log_attempt(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
             self.notifier.closed(closed)
-            self._exclude_failed(closed)
+            self._failing = failing(self.run, record, ending, self.allocation)
+            self._exclude_failed()
         if closed is None or self.stage == "precompile" or closed.action != "stop":
             return None
         return closed if closed.attempt >= attempts.first_attempt(self.run) else None
@@ -449,6 +464,8 @@ def ending_of_error(error: SlurmllmError, node: str) -> Ending:
         return Ending("compile_failure", tuple(line.strip() for line in str(error).splitlines()))
     if error.blame == "user":
         return Ending("bad_configuration", (str(error),))
+    if isinstance(error, SlurmError):  # no command of Slurm speaks for one node
+        return Ending(LAUNCH_ENDINGS.get(fault_of(str(error)), "node_failure"), (str(error),))
     if isinstance(error, StorageError):
         return Ending("storage_failure", (str(error),))
     if error.blame == "infrastructure":

@@ -15,7 +15,8 @@ from contextlib import suppress
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.run.rundir import RunDir, Stage
-from slurmllm.run.safe_files import open_append, os_error_text
+from slurmllm.run.safe_files import open_append
+from slurmllm.run.worker_files import diagnostic
 
 LAST_STEPS_S = 15.0  # for the last steps of a run, when its nodes have no more work
 
@@ -37,7 +38,7 @@ class Tracking:
             return  # of an earlier attempt in this job; it sends those of this one too
         command = ["nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm"]
         command += ["track", "sync", str(self._run.path), "--supervised"]
-        try:
+        with diagnostic("trackers"):
             output = open_append(self._run.track_log)
             with os.fdopen(output, "wb", buffering=0) as stream:
                 self._child = subprocess.Popen(
@@ -47,8 +48,6 @@ class Tracking:
                     stderr=stream,
                     preexec_fn=die_with_parent,
                 )
-        except OSError as error:
-            log.warning("trackers: cannot be started: %s", os_error_text(error))
 
     def stop(self, *, requeued: bool) -> None:
         """Have it send the last steps and wait for that; if requeued, the next attempt does."""

@@ -130,7 +130,7 @@ class Workers:
 
     def end_with_error(self, error: SlurmllmError) -> None:
         self.end()
-        self.save_with_retries(error=str(error))
+        self.save_with_retries(error=str(error), error_code=error.exit_code)
         log.error("%s", error)
 
     def start(self) -> None:

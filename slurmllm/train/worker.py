@@ -15,6 +15,7 @@ from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, SlurmllmError
 from slurmllm.log import setup_logging
 from slurmllm.plugins import build
 from slurmllm.run.rundir import AttemptDir, RunDir, Stage
+from slurmllm.run.worker_files import diagnostic
 from slurmllm.train.exits import StopRequest, dump_on_signal, failure_record, format_failure
 from slurmllm.train.hooks import Hook, HookContext
 from slurmllm.train.hooks.plugin import PluginHook
@@ -107,7 +108,6 @@ def make_hooks(job: Job) -> list[Hook]:
         ProgressHook,
         StartUpHook,
     )
-    from slurmllm.train.hooks.tensorboard import TensorBoardHook
 
     hooks: list[Hook] = []
     evaluates = job.config.recipe.eval.every_steps is not None
@@ -117,8 +117,12 @@ def make_hooks(job: Job) -> list[Hook]:
     if job.stage == "precompile":
         return [*hooks, EvaluationHook(job)] if evaluates else hooks
     if job.worker.rank == 0:
-        tensorboard = TensorBoardHook(job)
-        hooks += [MetricsHook(job), tensorboard, ProgressHook(job)]
+        hooks += [MetricsHook(job), ProgressHook(job)]
+        with diagnostic("TensorBoard"):  # its protobuf may be of a version that it does not take
+            from slurmllm.train.hooks.tensorboard import TensorBoardHook
+
+            tensorboard = TensorBoardHook(job)
+            hooks.append(tensorboard)
     hooks.append(GuardHook(job))
     if not job.backend.deferred_metrics:  # no Neuron runtime is known to report memory so
         hooks.append(MemoryHook(job))

@@ -63,7 +63,7 @@ def test_neuron_devices_are_refused() -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("", "no output within"),
+        ("", "no output in"),
         ("raise SystemExit('RuntimeError: no such device')", "no such device"),
         (
             'print(\'slurmllm-calibrate {"kind": "copy", "sizes": [8], "value": 1.0}\')',

@@ -77,11 +77,11 @@ def test_bad_variables_and_instance_types(override: str, message: str) -> None:
 def test_a_number_in_a_file_is_no_variable(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     text = (recipes_dir() / "tiny_neox.yaml").read_text()
-    path.write_text(f'{text}env:\n  A: 1\n  B: ""\n')
+    path.write_text(f'{text}env:\n  NCCL_A: 1\n  FI_B: ""\n')
     (fault,) = faults(recipe=str(path))
-    assert fault.startswith("env.A: 1 (mine.yaml:")
+    assert fault.startswith("env.NCCL_A: 1 (mine.yaml:")
     path.write_text(path.read_text().replace("A: 1", 'A: "1"'))
-    assert resolve(str(path)).recipe.env == {"A": "1", "B": ""}
+    assert resolve(str(path)).recipe.env == {"NCCL_A": "1", "FI_B": ""}
 
 
 def test_each_value_knows_its_source() -> None:

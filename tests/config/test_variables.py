@@ -9,7 +9,7 @@ import pytest
 
 from slurmllm.config.load import load, load_leniently, save
 from slurmllm.config.resolve import change, clusters_dir, recipes_dir, resolve
-from slurmllm.config.variables import is_secret, loads_code
+from slurmllm.config.variables import is_secret
 from slurmllm.errors import ConfigError
 from slurmllm.run.rundir import RunDir
 
@@ -58,46 +58,102 @@ def test_the_settings_of_users_stay() -> None:
     assert tuple(config.recipe.env) == names
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "LD_PRELOAD",
-        "LD_LIBRARY_PATH",
-        "PYTHONPATH",
-        "PYTHONSTARTUP",
-        "PATH",
-        "BASH_ENV",
-        "CXX",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "NCCL_NET_PLUGIN",
-        "HF_HOME",
-        "NEURON_COMPILE_CACHE_URL",
-        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
-        "HF_ALLOW_CODE_EVAL",
-        "OPENSSL_CONF",
-        "AWS_CONFIG_FILE",
-        "NCCL_DEBUG_FILE",
-        "SSLKEYLOGFILE",
-        "HF_ENDPOINT",
-        "GIT_SSH_COMMAND",
-        "TORCH_LOGS_OUT",
-    ],
-)
-def test_what_loads_code_is_not_set_by_a_recipe_file(name: str, tmp_path: Path) -> None:
+REFUSED = """
+LD_PRELOAD LD_LIBRARY_PATH PYTHONPATH PATH BASH_ENV CXX TORCHINDUCTOR_CACHE_DIR HF_HOME OPENSSL_CONF
+INTEL_LIBITTNOTIFY64 DEPENDENCIES_OUTPUT SUNPRO_DEPENDENCIES http_proxy HTTPS_PROXY ALL_PROXY IFS
+MLFLOW_TRACKING_URI REQUESTS_CA_BUNDLE AWS_ENDPOINT_URL_S3 AWS_CONFIG_FILE SSLKEYLOGFILE HF_ENDPOINT
+WANDB_BASE_URL GIT_SSH_COMMAND TORCH_LOGS_OUT TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD HF_ALLOW_CODE_EVAL
+HF_TOKEN CUDA_INJECTION64_PATH OMP_TOOL_LIBRARIES KMP_DUPLICATE_LIB_OK GCONV_PATH TMPDIR
+MALLOC_TRACE GLIBC_TUNABLES TRITON_CACHE_MANAGER NEURON_COMPILE_CACHE_URL NEURON_DUMP_PATH
+TF_XLA_FLAGS MY_SETTING NCCL_TOPO_FILE NCCL_GRAPH_FILE NCCL_GRAPH_DUMP_FILE NCCL_DEBUG_FILE
+NCCL_CONF_FILE NCCL_NET_PLUGIN NCCL_TUNER_PLUGIN NCCL_PROFILER_PLUGIN NCCL_ENV_PLUGIN NCCL_COMM_ID
+NCCL_OOB_NET_IFNAME NCCL_HOSTID NCCL_TOPO_DUMP_FILE NCCL_RAS_ADDR NCCL_PROXY_PROFILE NCCL_CUDA_PATH
+NCCL_INSPECTOR_ENABLE NCCL_TUNER_CONFIG_FILE TORCH_NCCL_DEBUG_INFO_TEMP_FILE
+TORCH_NCCL_DEBUG_INFO_PIPE_FILE TORCH_NCCL_DUMP_ON_TIMEOUT OFI_NCCL_TOPO_FILE_TEMPLATE
+FI_PROVIDER_PATH FI_LOG_LEVEL FI_UCX_CONFIG NEURON_RT_INSPECT_OUTPUT_DIR NEURON_RT_INSPECT_ENABLE
+NEURON_RT_DBG_CORE_DUMP NEURON_RT_LOG_LOCATION NEURON_RT_ROOT_COMM_ID XLA_SAVE_TENSORS_FILE
+XLA_METRICS_FILE XLA_PERSISTENT_CACHE_PATH XLA_REGISTER_INSTALLED_PLUGINS
+GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE
+"""
+ALLOWED = {
+    **dict.fromkeys(("NCCL_P2P_DIRECT_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_HOST_ENABLE"), "1"),
+    **dict.fromkeys(("NCCL_IB_GID_INDEX", "TORCH_NCCL_NAN_CHECK", "OMP_NUM_THREADS"), "3"),
+    **dict.fromkeys(("NEURON_RT_IO_RING_CACHE_SIZE", "NEURON_RT_EXEC_TIMEOUT"), "600"),
+    "NCCL_DEBUG": "INFO",
+    "NCCL_SOCKET_IFNAME": "^docker,lo",
+    "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1",
+    "NCCL_ALGO": "allreduce:tree;allgather:^ring",
+    "NCCL_NET": "AWS Libfabric",
+    "FI_PROVIDER": "efa",
+    "FI_EFA_USE_DEVICE_RDMA": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[256:1,>:2]",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_autotune_level=0",
+    "NEURON_CC_FLAGS": "--model-type transformer --distribution-strategy=llm-training -O1",
+    "SLURMLLM_LOG": "debug",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED.split())
+def test_what_does_not_tune_is_not_set_by_a_recipe_file(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        resolve(recipe_with(tmp_path, f"{name}: /tmp/x"), "local")
+        resolve(recipe_with(tmp_path, f"{name}: '1'"), "local")
     (fault,) = error.value.faults
     assert fault.startswith(f"env.{name} (mine.yaml:")
-    assert f"--set env.{name}=" in fault
+    assert "sets only variables that tune" in fault
+    assert f"--set env.{name}=…, or the cluster profile's env" in fault
     assert resolve("tiny_neox", "local", [f"env.{name}=/x"]).recipe.env == {name: "/x"}
     assert resolve("tiny_neox", "local", [f"cluster.env.{name}=/x"]).cluster.env == {name: "/x"}
+    # The recipe's value is not used if the command line replaces it.
+    config = resolve(recipe_with(tmp_path, f"{name}: '1'"), "local", [f"env.{name}=/x"])
+    assert config.recipe.env == {name: "/x"}
+
+
+def test_what_tunes_is(tmp_path: Path) -> None:
+    lines = [f"{name}: '{value}'" for name, value in ALLOWED.items()]
+    assert resolve(recipe_with(tmp_path, *lines), "local").recipe.env == ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_DEBUG", "/home/bob/x"),
+        ("NCCL_NET", "../x"),
+        ("FI_PROVIDER", "$HOME"),
+        ("OMP_NUM_THREADS", "bob@host"),
+        ("XLA_FLAGS", "flags"),  # a file with flags
+        ("XLA_FLAGS", "--xla_dump_to=x"),
+        ("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir=x"),
+        ("XLA_FLAGS", "--xla_gpu_load_autotune_results_from=x"),
+        ("XLA_FLAGS", "--xla_gpu_kernel_cache_file=x"),
+        ("NEURON_CC_FLAGS", "--cache_dir=x"),
+        ("NEURON_CC_FLAGS", "--dump=x"),
+        ("NEURON_CC_FLAGS", "--model-type transformer --logfile x"),
+        ("NEURON_CC_FLAGS", "-o x"),
+        ("NEURON_CC_FLAGS", "--workdir x"),
+    ],
+)
+def test_values_that_name_files(name: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sets only variables that tune"):
+        resolve(recipe_with(tmp_path, f"{name}: {value!r}"), "local")
+
+
+def test_a_recipe_names_no_profile_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("extends: local\nsetup: [touch /tmp/pwned]\n")
+    path = Path(recipe_with(tmp_path, "NCCL_DEBUG: INFO"))
+    text = path.read_text().replace(
+        "default_cluster: local", f"default_cluster: {tmp_path}/site.yaml"
+    )
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"mine\.yaml:\d+\).* --cluster .*site\.yaml"):
+        resolve(str(path))
 
 
 @pytest.mark.parametrize(
     ("file", "text"),
     [
         ("mine.yaml", "env: {<<: {LD_PRELOAD: /x}}"),
-        ("mine.yaml", "env:\n  <<: [{A: b}, {LD_PRELOAD: /x}]"),
+        ("mine.yaml", "env:\n  <<: [{NCCL_DEBUG: b}, {LD_PRELOAD: /x}]"),
         ("mine.yaml", "<<: {<<: {env: {LD_PRELOAD: /x}}}"),
         ("--set x.yaml", "env: {LD_PRELOAD: /x}"),
     ],
@@ -105,16 +161,9 @@ def test_what_loads_code_is_not_set_by_a_recipe_file(name: str, tmp_path: Path) 
 def test_no_way_of_writing_brings_it_in(file: str, text: str, tmp_path: Path) -> None:
     recipe = (recipes_dir() / "tiny_neox.yaml").read_text()
     (tmp_path / file).write_text(f"{recipe}\n{text}\n")
-    with pytest.raises(ConfigError, match="may not set what makes programs load code") as error:
+    with pytest.raises(ConfigError, match="sets only variables that tune") as error:
         resolve(str(tmp_path / file), "local")
     assert error.value.faults[0].startswith(f"env.LD_PRELOAD ({file}:")
-
-
-@pytest.mark.parametrize(
-    "name", ["NCCL_P2P_DIRECT_DISABLE", "FI_PROVIDER", "PYTORCH_CUDA_ALLOC_CONF"]
-)
-def test_other_variables_load_no_code(name: str) -> None:
-    assert not loads_code(name)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,17 @@ from collections.abc import Sequence
 import pytest
 
 from slurmllm.config.cluster import HealthChecks
-from slurmllm.diagnose.probe import NodeReport, ProbeLine, collect, compare_nodes
+from slurmllm.diagnose.probe import (
+    LaunchError,
+    NodeReport,
+    ProbeLine,
+    collect,
+    compare_nodes,
+    unstarted,
+)
 from slurmllm.run.records import Finding, NodeHealth
 
+WAIT = "import sys, time; sys.stdout.flush(); time.sleep(60)"
 LATE = (
     "import time\n"
     "from slurmllm.diagnose.finding import ok\n"
@@ -50,9 +58,37 @@ def test_a_node_that_does_not_respond_in_time_fails_with_its_last_check(
 
 def test_a_step_that_did_not_start_fails_by_the_node_that_srun_names() -> None:
     expected = "Task launch for StepId=5.0 failed on node n2: Communication connection failure"
-    found = compare_nodes(collected(f"print('srun: error: {expected}')", 30), HealthChecks())
+    with pytest.raises(LaunchError, match=expected) as raised:
+        collected(f"print('srun: error: {expected}'); exit(1)", 30)
+    found = unstarted(("n1", "n2", "n3"), raised.value.failure)
     assert [name for name, health in found.items() if health.of("fail")] == ["n2"]
     assert [name for name, health in found.items() if health.of("warn")] == ["n1", "n3"]
+
+
+@pytest.mark.parametrize(
+    ("script", "raised", "message"),
+    [
+        # Refused at once, and step creation that is retried until the time is over.
+        ("print('srun: fatal: --a and --b are mutually exclusive'); exit(1)", "exit code 1", ""),
+        ("print('srun: Job 5 step creation temporarily disabled'); {wait}", "disabled", ""),
+        ("exit(1)", "without a report", ""),
+        ("{wait}", "", "no response within 3 s"),
+        ("print('{n1}'); exit(1)", "", ": exit code 1 after "),
+    ],
+)
+def test_a_time_is_claimed_only_if_it_has_passed(script: str, raised: str, message: str) -> None:
+    n1 = ProbeLine(node="n1", time=1.0, took_s=0.1)
+    text = f"slurmllm-health {n1.model_dump_json(exclude_none=True)}"
+    script = script.replace("{n1}", text).replace("{wait}", WAIT)
+    if raised:
+        with pytest.raises(LaunchError, match=raised) as refused:
+            collected(script, 3.0)
+        assert refused.value.failure.nodes == ()
+        assert "no response" not in str(refused.value)
+        return
+    found = compare_nodes(collected(script, 3.0), HealthChecks(timeout_s=3.0))
+    assert message in found["n2"].of("fail")[0].message
+    assert ("within" in message) == ("within" in found["n2"].of("fail")[0].message)
 
 
 def test_a_stop_breaks_off() -> None:

@@ -72,4 +72,4 @@ def test_a_node_that_fails_its_preflight_is_excluded(
     ]
     log = (bench.runs / "r" / "logs" / "train.log").read_text()
     assert f"excludes {SICK} from now on" in log
-    assert f"{SICK} is drained: preflight: {SICK}: 0.0 GB free" in log
+    assert "is drained" not in log  # slurm.drain is for broken hardware only

@@ -8,9 +8,9 @@ from fake_slurm import FakeSlurm
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.finding import exit_code
-from slurmllm.diagnose.login_node import count_gpus, slurm_findings
+from slurmllm.diagnose.login_node import slurm_findings
 from slurmllm.run.records import Finding
-from slurmllm.slurm.client import COMMANDS, SlurmClient
+from slurmllm.slurm.client import COMMANDS, SlurmClient, count_gpus
 
 
 def profile(name: str = "local", *overrides: str) -> Cluster:

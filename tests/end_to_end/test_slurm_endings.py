@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
 import pytest
 from end_to_end.bench import REHEARSED, SLOWLY, Bench
 from end_to_end.slurm_runs import Cluster, accounted, outside_pid, submit, wait
+
+from slurmllm.slurm.client import SlurmClient
 
 pytestmark = pytest.mark.slurm
 
@@ -49,3 +52,35 @@ def test_a_code_error_stops_and_is_not_requeued(
     assert bench.endings("crashed") == [("code_error", "stop")]
     assert f"on {node} crashed with SIGSEGV" in bench.attempt("crashed", 0)["evidence"][0]
     bench.until(lambda: accounted(job) == ["FAILED"], "sacct: not FAILED")
+
+
+@pytest.mark.parametrize("checked", [True, False])  # the preflight's srun, or the launchers'
+def test_an_impossible_request_accuses_no_node(
+    slurm: Cluster, bench: Bench, inputs: tuple[str, ...], checked: bool
+) -> None:
+    name = f"impossible-{checked}".lower()
+    submit(
+        bench,
+        inputs,
+        name,
+        *REHEARSED,
+        "--set=slurm.directives.srun.gres=gpu:9",
+        "--set=slurm.drain=true",
+        f"--set=cluster.health.enabled={checked}".lower(),
+    )
+    wait(bench, name, "stopped")
+    record = bench.runs / name / "graphs" / "attempts" / "000" / "attempt.json"
+    attempt = json.loads(record.read_text())
+    assert (attempt["class"], attempt["action"]) == ("bad_configuration", "stop")
+    failure = attempt["launch_failure"]
+    assert failure["message"] == "srun: error: Invalid generic resource (gres) specification"
+    assert (failure["fault"], failure["options"]) == ("request", ["--gres=gpu:9"])
+    assert "--gres=gpu:9" in failure["command"]
+    assert failure["exit_code"] == 1
+    assert failure["seconds"] < 60
+    assert attempt["evidence"][0].startswith(failure["message"])
+    assert "--gres=gpu:9" in attempt["evidence"][1]
+    assert attempt["blamed_nodes"] == []
+    assert not (bench.runs / name / "excluded.json").exists()
+    assert not any("drain" in state for state in SlurmClient().node_states().values())
+    assert failure["message"] in bench.status(name)["reason"]

@@ -231,8 +231,8 @@ def test_nothing_is_written_into_ones_own_folder_through_a_run_of_another_user(
     give_away(run)
     give_away(theirs)
     (mine / "report.md").write_text("precious")
-    for target in (mine, theirs):
-        link = run / f"reports_{target.name}"
+    for target in (mine, theirs, mine / "new", theirs / "new"):
+        link = run / f"reports_{'_'.join(target.relative_to(tmp_path).parts)}"
         link.symlink_to(target)
         os.lchown(link, NOBODY.pw_uid, -1)
     # As another user: of root's, / is the first folder, and below it no link is followed.
@@ -241,6 +241,11 @@ def test_nothing_is_written_into_ones_own_folder_through_a_run_of_another_user(
     write_whole(run / "reports_theirs" / "report.md", b"new")
     with pytest.raises(PermissionError, match=r"a link of nobody .* to a folder of"):
         write_whole(run / "reports_mine" / "report.md", b"new")
+    for dangling in ("reports_mine_new", "reports_theirs_new"):
+        with pytest.raises(PermissionError, match=r"a link of nobody .* to a folder of"):
+            write_whole(run / dangling / "report.md", b"new")
+    assert not (mine / "new").exists(), "nothing is made before it is refused"
+    assert not (theirs / "new").exists()
     assert (mine / "report.md").read_text() == "precious"
 
 

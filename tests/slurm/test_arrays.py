@@ -89,6 +89,7 @@ def test_an_array_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     assert parameters["slurm_python"].endswith(" -P")
     words = f"apptainer exec --bind={tmp_path} /a.sif /my/python -P"
     assert with_profile["slurm_python"] == words
-    assert setups[0] == ""
+    assert "ulimit -S -c 0" in setups[0]
+    assert "cluster.setup:" not in setups[0]
     assert "'module load cuda'" in setups[1]
     assert setups[1].endswith("|| exit 2")

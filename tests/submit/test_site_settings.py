@@ -37,6 +37,7 @@ def test_options_after_a_double_dash_are_of_both_jobs(
         "--",
         "--comment=a b",
     )
+    fake.gres = "gpu:8"
     submitted(fake, inputs, "--name", "r", *options)
     call("cancel", "r")
     for job in fake.jobs.values():

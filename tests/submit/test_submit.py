@@ -344,6 +344,7 @@ def test_resume_past_incomplete_graphs(fake: FakeSlurm, inputs: tuple[str, ...])
 
 def test_a_micro_batch_to_be_measured(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     auto = ("--set", "train.micro_batch=auto")
+    fake.states = dict.fromkeys((f"n{number}" for number in range(1, 9)), "idle")
     sent = submitted(fake, inputs, "--name", "r", *auto)
     mesh = sent["mesh"]
     assert isinstance(mesh, dict)
@@ -396,6 +397,31 @@ def test_a_taken_name(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     assert "is a run of recipe 'tiny_neox' (not this one)" in message
     for name in ("../up", "a b", "-x", ""):
         assert "choose another --name" in fails(2, "submit", "tiny_neox", f"--name={name}")
+
+
+@pytest.mark.parametrize("killed_at", ["directory", "scripts", "unrecorded job", "precompile job"])
+def test_a_name_after_a_submit_that_was_killed(
+    killed_at: str, fake: FakeSlurm, inputs: tuple[str, ...]
+) -> None:
+    run = submitted_run(fake, inputs, "--name", "r")
+    sent = JobsRecord.load(run.jobs).submissions[0]
+    run.jobs.unlink()
+    if killed_at == "directory":
+        shutil.rmtree(run.path)
+        run.path.mkdir()
+    if killed_at == "precompile job":
+        half = sent.model_copy(update={"train_job": None})
+        JobsRecord(submissions=(half,)).save(run.jobs)
+    submitted(fake, inputs, "--name", "r")
+    last = JobsRecord.load(run.jobs).submissions
+    active = {job for job, of in fake.jobs.items() if of.state == "PENDING"}
+    assert len(last) == 1
+    assert active == {last[0].precompile_job, last[0].train_job}
+    assert active.isdisjoint({sent.precompile_job, sent.train_job})
+    # What is no submit's stays as it is.
+    (run.path / "notes.txt").write_text("mine")
+    run.jobs.unlink()
+    assert "is a run of recipe 'tiny_neox'" in fails(2, "submit", "tiny_neox", "--name", "r")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from supervise.starts import attempt_record, start_of
 
 from slurmllm.config.resolve import resolve
 from slurmllm.run.artifact_records import CheckpointFile, CheckpointManifest
-from slurmllm.run.records import AttemptRecord, FailureRecord, JobsRecord, NodeRecord, Submission
+from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.worker_files import EventLog
 from slurmllm.slurm.client import AccountingRow, to_unix
@@ -30,7 +30,6 @@ from slurmllm.supervise.attempts import (
     ending_of_orphaned,
     incarnation,
     load_attempts,
-    lost_nodes,
     open_attempt,
     queue_s,
     still_runs,
@@ -186,37 +185,6 @@ def test_usable_nodes() -> None:
     assert not any(map(usable, unusable))
 
 
-@pytest.mark.parametrize(
-    ("message", "reports", "lost"),
-    [
-        ("nrt_execute status=1201 message=x", True, ["local0"]),  # its device broke
-        ("ended by SIGKILL", True, []),
-        ("ended by SIGKILL", False, ["local0"]),
-    ],
-)
-def test_lost_nodes(run: RunDir, message: str, reports: bool, lost: list[str]) -> None:
-    record = attempt(run, Ending("node_failure", (message,), ("local0",)))
-    folder = run.attempt("train", record.attempt)
-    if reports:
-        path = folder.node("local0")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        NodeRecord(node="local0", pids={0: 5}, exit_codes={0: 70}).save(path)
-    path = folder.failure(0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FailureRecord(
-        rank=0,
-        node="local0",
-        error="RuntimeError",
-        message=message,
-        blame="code",
-        exit_code=70,
-        step=1,
-        time=1.0,
-        traceback="",
-    ).save(path)
-    assert lost_nodes(run, record) == lost
-
-
 @pytest.fixture
 def job() -> tuple[FakeSlurm, str]:
     """A job that runs on n1 and n2 of four nodes."""
@@ -226,15 +194,21 @@ def job() -> tuple[FakeSlurm, str]:
     return cluster, job_id
 
 
+TWO = "#SBATCH --nodes=2\n"
+
+
 def test_lost_nodes_are_avoided_where_others_can_take_their_place(
     job: tuple[FakeSlurm, str],
 ) -> None:
     cluster, job_id = job
-    assert nodes_to_avoid(cluster, 2, [], ["n4"]) == ["n4"]
-    assert nodes_to_avoid(cluster, 4, [], ["n4"]) == []
-    assert nodes_to_avoid(cluster, 2, ["n2"], [], partition="main,other") == ["n2"]
-    assert nodes_to_avoid(cluster, 2, ["n2"], ["n4"]) == ["n2", "n4"]
-    assert nodes_to_avoid(cluster, 2, ["n2"], ["n3", "n4"]) == ["n2"]
+    assert nodes_to_avoid(cluster, TWO, [], ["n4"]) == ["n4"]
+    assert nodes_to_avoid(cluster, "#SBATCH --nodes=4\n", [], ["n4"]) == []
+    assert nodes_to_avoid(cluster, TWO, ["n2"], ["n4"]) == ["n2", "n4"]
+    # As many as possible: n4 is used again, which was excluded before n3.
+    assert nodes_to_avoid(cluster, TWO, ["n2"], ["n3", "n4"], exclude="n9") == ["n2", "n3"]
+    cluster.features = dict.fromkeys(("n1", "n2"), "a100")
+    a100 = f"{TWO}#SBATCH --constraint=a100\n"
+    assert nodes_to_avoid(cluster, a100, ["n2"], [], job_id=job_id) == []  # of four idle nodes
     requeue(cluster, job_id, ["n2", "n4"], excluded="n9")
     assert cluster.jobs[job_id].excluded == ("n9", "n2", "n4")
     cluster.start(job_id)
@@ -244,7 +218,7 @@ def test_lost_nodes_are_avoided_where_others_can_take_their_place(
 def test_without_a_spare_node_slurm_is_waited_for(job: tuple[FakeSlurm, str]) -> None:
     cluster, _ = job
     cluster.states.update(n2="down*", n3="drained", n4="down")
-    assert nodes_to_avoid(cluster, 2, ["n2"], []) == []
+    assert nodes_to_avoid(cluster, TWO, ["n2"], []) == []
 
 
 def test_a_node_that_answers_is_not_waited_for(
@@ -253,7 +227,7 @@ def test_a_node_that_answers_is_not_waited_for(
     cluster, job_id = job
     cluster.states.update(n3="drained", n4="down")
     monkeypatch.setattr("slurmllm.supervise.exclusion.POLL_S", -1.0)  # time.sleep refuses it
-    assert nodes_to_avoid(cluster, 2, ["n2"], [], job_id=job_id) == []
+    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id) == []
 
 
 def test_a_log_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:

@@ -7,7 +7,14 @@ import signal
 import pytest
 
 from slurmllm.run.error_patterns import matches
-from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, NodeRecord
+from slurmllm.run.records import (
+    EndingClass,
+    FailureRecord,
+    Fault,
+    HangRecord,
+    LaunchFailure,
+    NodeRecord,
+)
 from slurmllm.supervise.classify import Evidence, classify
 from slurmllm.supervise.policy import ACTIONS
 
@@ -288,6 +295,58 @@ def test_unresponsive_nodes_are_blamed_unless_they_are_most() -> None:
         nodes = {name: node(name, {rank: 70}) for rank, name in enumerate(names[silent:])}
         ending = classify(Evidence(names, nodes, (LOST,)))
         assert (ending.ending, ending.blamed_nodes) == ("node_failure", names[:blamed])
+
+
+def launched(
+    fault: Fault, *names: str, message: str = "srun: error: x", **more: object
+) -> dict[str, object]:
+    fields = {"exit_code": 1, "seconds": 0.2, "message": message, "fault": fault, "nodes": names}
+    return {"launch": LaunchFailure.model_validate({"command": "srun", **fields, **more})}
+
+
+STARTED = {"n1": NodeRecord(node="n1", pids={0: 7})}
+
+
+@pytest.mark.parametrize(
+    ("records", "more", "ending", "blamed", "evidence"),
+    [
+        ({}, launched("request", options=("--mem=9G",)), "bad_configuration", (), "--mem=9G"),
+        # An administrator drains a node of the job: the request is wrong all the same.
+        ({}, launched("request") | {"down_nodes": ["n2"]}, "bad_configuration", (), "srun"),
+        ({}, launched("user"), "bad_configuration", (), "srun: error: x (srun: exit code 1 after"),
+        ({}, launched("memory"), "out_of_memory", (), "srun"),
+        ({}, launched("storage"), "storage_failure", (), "srun"),
+        ({}, launched("limit"), "advance_signal", (), "srun"),
+        ({}, launched("node", "n2"), "node_failure", ("n2",), "srun"),
+        ({}, launched("node"), "node_failure", (), "srun"),
+        ({}, launched("network", "n1", "n2"), "node_failure", (), "srun"),
+        *(({}, launched(f), "node_failure", (), "srun") for f in ("controller", "site", "job")),
+        ({}, launched("unknown"), "node_failure", (), "srun"),
+        ({}, launched("result", "n1"), "node_failure", (), "srun"),
+        ({}, launched("unknown", message=""), "node_failure", (), "ended without a report"),
+        ({}, launched("unknown") | {"down_nodes": ["n2"]}, "node_failure", ("n2",), "n2 down"),
+        ({}, launched("result", "n1") | {"unwritable": "full"}, "storage_failure", (), "full"),
+        ({}, launched("request") | {"stop_signal": "SIGTERM"}, "advance_signal", (), "SIGTERM"),
+        # Later: n2 is silent, or could not start with n1, or its launcher was killed.
+        (both(75, 0) | STARTED, launched("request"), "node_failure", ("n1",), "n1 stopped"),
+        ({"n1": node("n1", {0: 75})}, launched("node", "n2"), "node_failure", ("n2",), "srun"),
+        ({"n1": node("n1", {0: 75})}, launched("unknown"), "node_failure", ("n2",), "n2 stopped"),
+        ({"n1": node("n1", {0: 75})}, launched("result", "n2"), "node_failure", (), "srun"),
+    ],
+)
+def test_a_launch_that_fails_by_itself(
+    records: dict[str, NodeRecord],
+    more: dict[str, object],
+    ending: EndingClass,
+    blamed: tuple[str, ...],
+    evidence: str,
+) -> None:
+    verdict = classify(seen(records, **more))
+    assert (verdict.ending, verdict.blamed_nodes) == (ending, blamed)
+    assert evidence in " ".join(verdict.evidence)
+    # Recorded as a launch that failed only if no workers had begun.
+    explained = not records and "stop_signal" not in more and "unwritable" not in more
+    assert (verdict.launch is not None) == explained
 
 
 def test_a_taken_port_is_no_node_s_fault() -> None:

@@ -12,7 +12,7 @@ from supervise.starts import attempt_record
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import resolve
 from slurmllm.run.records import AttemptRecord, EndingClass
-from slurmllm.supervise.policy import decide, failing_nodes, is_transient
+from slurmllm.supervise.policy import decide, exclusion_hours, failing_nodes, is_transient
 
 HOUR_S = 3600.0
 FULL = "cannot save /r: No space left on device; 0.0 MB are free there"
@@ -133,13 +133,37 @@ def test_what_is_never_requeued(ending: EndingClass) -> None:
     assert decide(attempt(0, ending, 10), [], RECIPE).action == "stop"
 
 
-def test_lost_nodes() -> None:
-    blamed = attempt(1, "node_failure", blamed_nodes=("n1",), evidence=("n1 said x", "so"))
-    before = attempt(0, "hang", blamed_nodes=("n1",))
-    assert failing_nodes(blamed, [], ["n1"], 24.0) == {"n1": "n1 said x"}
-    assert failing_nodes(blamed, [], [], 24.0) == {}
-    assert "train 0, train 1" in failing_nodes(blamed, [before], [], 24.0)["n1"]
-    assert failing_nodes(blamed, [before], [], 0.5) == {}  # too long ago
+def blamed(number: int, *names: str, nodes: tuple[str, ...] = ("n1", "n2")) -> AttemptRecord:
+    closed = attempt(number, "node_failure", blamed_nodes=names, evidence=("n10: y", "n1 said x"))
+    return closed.model_copy(update={"nodes": nodes})
+
+
+@pytest.mark.parametrize(
+    ("earlier", "excluded"),
+    [
+        ([], False),
+        ([blamed(0, "n1")], True),
+        ([blamed(0, "n1"), blamed(1)], False),  # not in a row
+        ([blamed(0, "n1"), blamed(1, nodes=("n2", "n3"))], True),  # n1 had no part in the last one
+        ([blamed(0, "n1", "n2")], False),  # all nodes were blamed: none is special
+        ([blamed(0, "n1", nodes=("n1",))], True),
+    ],
+)
+def test_without_evidence_the_second_failure_in_a_row_counts(
+    earlier: list[AttemptRecord], excluded: bool
+) -> None:
+    failing = failing_nodes(blamed(7, "n1"), earlier, {})
+    assert [fault.evidence for fault in failing.values()] == ["repeated"] * excluded
+    alone = [a.model_copy(update={"nodes": ("n1",)}) for a in (*earlier, blamed(7, "n1"))]
+    assert failing_nodes(alone[-1], alone[:-1], {}) == {}  # nothing worked elsewhere
+    assert failing_nodes(blamed(7, "n1"), earlier, {"n1": "check"}) == {
+        "n1": ("check", "n1 said x")
+    }
+
+
+def test_each_exclusion_takes_four_times_as_long() -> None:
+    assert [exclusion_hours(count, 24.0) for count in (1, 2, 3, 4, 999)] == [1, 4, 16, 24, 24]
+    assert exclusion_hours(1, 0.5) == 0.5
 
 
 @pytest.mark.parametrize("ending", ["node_failure", "hang"])

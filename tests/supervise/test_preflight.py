@@ -7,15 +7,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_slurm import FakeSlurm
+from supervise.starts import start_of
 
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.finding import fail, ok, warn
+from slurmllm.errors import UserError
 from slurmllm.run.records import (
     AttemptRecord,
     ExcludedNode,
@@ -30,7 +31,14 @@ from slurmllm.submit.prepare import render_run, write_run
 from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import close_attempt, open_attempt
 from slurmllm.supervise.classify import Ending
-from slurmllm.supervise.exclusion import exclude_failed, excluded, to_avoid
+from slurmllm.supervise.exclusion import (
+    drain,
+    exclude_failed,
+    excluded,
+    failing,
+    include,
+    to_avoid,
+)
 from slurmllm.supervise.preflight import preflight_ending, preflight_warnings
 from slurmllm.supervise.supervisor import Supervisor
 
@@ -157,9 +165,9 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     assert NodeHealth.load(run.attempt("train", 0).health("n1")).of("fail") == ()
     assert NodeHealth.load(run.attempt("train", 0).health("n2")).of("fail")
     (node,) = excluded(run)
-    assert (node.node, round((node.until - node.since) / 3600)) == ("n2", 24)
+    assert (node.node, node.evidence, node.until - node.since) == ("n2", "check", 3600.0)
     assert slurm.jobs[asked.job_id].excluded == ("n2",)
-    assert "n2 is not drained (slurm.drain): scontrol failed" in caplog.text
+    assert "drained" not in caplog.text  # a full disk is no broken hardware
 
 
 def test_a_precompile_job_is_requeued_too_and_the_train_job_keeps_off(
@@ -181,55 +189,92 @@ def test_a_precompile_job_is_requeued_too_and_the_train_job_keeps_off(
     assert Supervisor(run, "precompile", asked).main() == 75
     assert slurm.jobs[asked.job_id].state == slurm.jobs[train].state == "PENDING"
     assert slurm.jobs[asked.job_id].excluded == slurm.jobs[train].excluded == ("n2",)
-    assert slurm.states["n2"] == "drained"
-    assert slurm.reasons["n2"].startswith("slurmllm: preflight: n2: /nowhere")
 
 
-def closed(run: RunDir, *blamed: str, report: bool = True) -> AttemptRecord:
-    """An attempt of a Slurm job that is put down to nodes, which reported their workers' ends."""
+NODES = ("n1", "n2", "n3")
+KILLED = "rank 3 on n3 was ended by SIGKILL from outside"
+
+
+def exclude(
+    run: RunDir, slurm: FakeSlurm, text: str = KILLED, reports: bool = False
+) -> list[ExcludedNode]:
+    """Close an attempt that is blamed on n3; returns what the supervisor excludes for it."""
+    if not slurm.jobs:
+        slurm.start(slurm.submit("#!/bin/bash\n#SBATCH --nodes=3\n"))
+    of_job = start_of(slurm, "1", NODES)
     record = open_attempt(run, "train", load(run.config), LocalAllocation())
-    record = record.model_copy(update={"job_id": "7", "nodes": ("n1", "n2", "n3")})
-    for name in blamed if report else ():
-        path = run.attempt("train", record.attempt).node(name)
-        NodeRecord(node=name, pids={0: 5}, exit_codes={0: 70}).save(path)
-    reasons = tuple(f"rank 3 on {name} was ended by SIGKILL from outside" for name in blamed)
-    return close_attempt(run, record, Ending("node_failure", reasons, blamed))
+    record = record.model_copy(update={"job_id": "1", "nodes": NODES})
+    if reports:
+        path = run.attempt("train", record.attempt).node("n3")
+        NodeRecord(node="n3", pids={0: 5}, exit_codes={0: 70}).save(path)
+    ending = Ending("node_failure", (text,), ("n3",))
+    faults = failing(run, record, ending, of_job)
+    close_attempt(run, record, ending)
+    assert failing(run, record, ending, LocalAllocation()) == {}
+    return exclude_failed(run, faults)
 
 
-def test_a_node_that_two_attempts_are_put_down_to(run: RunDir) -> None:
-    config = load(run.config)
-    assert exclude_failed(run, closed(run, "n3"), config) == []
-    assert exclude_failed(run, closed(run, "n2"), config) == []
-    (node,) = exclude_failed(run, closed(run, "n3"), config)
-    assert node.node == "n3"
-    assert node.reason == "blamed for 2 attempts: train 0, train 2"
-    assert [n.node for n in excluded(run)] == ["n3"]
+@pytest.mark.parametrize(
+    ("text", "state", "answers", "evidence"),
+    [
+        ("n3 stopped responding", "idle", "n1 n2 n3", None),  # srun was refused: a launch failure
+        ("n3 stopped responding", "idle", "n1 n2", "no_answer"),
+        ("n3 stopped responding", "idle", "", None),  # srun itself does not work
+        ("n3 stopped responding", "allocated*", "n1 n2 n3", "slurm"),
+        ("n3 stopped responding", "draining", "n1 n2 n3", None),  # an administrator's
+        ("rank 3 on n3: nrt_execute status=1201 message=x", "idle", "n1 n2 n3", "hardware"),
+        ("rank 3 on n30: nrt_execute status=1201 message=x", "idle", "n1 n2 n3", None),
+    ],
+)
+def test_only_evidence_about_the_node_excludes_it(
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    state: str,
+    answers: str,
+    evidence: str | None,
+) -> None:
+    slurm = FakeSlurm(NODES)
+    slurm.may_drain = True
+    slurm.start(slurm.submit("#!/bin/bash\n#SBATCH --nodes=3\n"))
+    slurm.states["n3"] = state
+    monkeypatch.setattr(slurm, "responds", lambda _, node: node in answers.split())
+    new = exclude(run, slurm, text)
+    assert [(n.node, n.evidence, n.until - n.since) for n in new] == (
+        [("n3", evidence, 3600.0)] if evidence else []
+    )
+    drain(slurm, new)
+    assert (slurm.states["n3"] == "drained") is (evidence == "hardware")
 
 
-def test_a_lost_node_at_once_and_for_its_time(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    exclude_failed(run, closed(run, "n3", report=False), load(run.config))
-    (node,) = excluded(run)
-    assert node.reason == "rank 3 on n3 was ended by SIGKILL from outside"
+def test_again_and_for_longer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = FakeSlurm(NODES)
+    assert exclude(run, slurm, reports=True) == []
+    (node,) = exclude(run, slurm, reports=True)
+    assert node.reason == "blamed for 2 attempts in a row: train 0, train 1"
     now = time.time()
-    with monkeypatch.context() as later:
-        later.setattr(time, "time", lambda: now + 25 * 3600)
-        assert excluded(run) == []
-    local = closed(run, "local0", report=False).model_copy(update={"job_id": None})
-    assert exclude_failed(run, local, load(run.config)) == []
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 3600)
+    assert excluded(run) == []
+    (node,) = exclude(run, slurm, reports=True)
+    assert (node.exclusions, node.until - node.since) == (2, 4 * 3600)
 
 
-def test_a_new_job_of_the_run_keeps_off_where_others_can_take_the_place(run: RunDir) -> None:
-    config, slurm = load(run.config), FakeSlurm(("n1", "n2", "n3"))
-    assert to_avoid(slurm, run, config, 2) == []
-    node = ExcludedNode(node="n3", reason="x", since=time.time(), until=time.time() + 60)
-    ExcludedNodes(nodes=(node,)).save(run.excluded)
-    assert to_avoid(slurm, run, config, 2) == ["n3"]
-    assert to_avoid(slurm, run, config, 3) == []
-    again = config.recipe.slurm.model_copy(update={"exclude": "n9"})
-    given = config.recipe.model_copy(update={"slurm": again})
-    scripts = render_run(replace(config, recipe=given), 2, run, ["n3"]).scripts
-    assert all("#SBATCH --exclude=n9,n3\n" in text for text in scripts.values())
-    assert render_run(config, 2, run, ["n3"]).config.recipe.slurm.exclude is None
+def test_included_nodes_are_taken_off_pending_jobs(run: RunDir) -> None:
+    slurm, script = FakeSlurm(NODES), "#!/bin/bash\n#SBATCH --nodes=2\n"
+    assert to_avoid(slurm, run, script, None) == []
+    times = {"since": time.time(), "until": time.time() + 60}
+    nodes = [ExcludedNode(node=name, reason="x", **times) for name in ("n2", "n3")]
+    ExcludedNodes(nodes=tuple(nodes)).save(run.excluded)
+    assert to_avoid(slurm, run, script, None) == ["n3"]  # the job needs two of three
+    assert to_avoid(slurm, run, script, "n1") == []
+    job = slurm.submit(script, exclude="n2,n3")
+    sent = Submission(submitted_at=0, nodes=2, local=False, first_attempt=0, train_job=job)
+    JobsRecord(submissions=(sent,)).save(run.jobs)
+    with pytest.raises(UserError, match="does not exclude n1; excluded nodes: n2, n3"):
+        include(run, slurm, ["n1"])
+    assert include(run, slurm, ["n2"]) == [job]
+    assert [node.node for node in excluded(run)] == ["n3"]
+    assert slurm.jobs[job].excluded == ("n3",)
 
 
 def test_an_expired_list_is_taken_off_the_job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

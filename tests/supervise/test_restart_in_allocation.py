@@ -45,6 +45,10 @@ def close(
     own: Supervisor, number: int, *blamed: str, text: str = "{} failed its checks"
 ) -> AttemptRecord:
     """An attempt that ended because of some nodes, whose launchers never reported."""
+    cluster = getattr(own.allocation, "client", None)
+    assert isinstance(cluster, FakeSlurm)
+    if "SIGKILL" not in text:
+        cluster.states.update(dict.fromkeys(blamed, "down*"))
     evidence = tuple(text.format(node) for node in blamed) or ("rank 1 was ended by SIGKILL",)
     ending = Ending("node_failure", evidence, blamed)
     closed = own._close(record(own, number), ending, {}, Observations())

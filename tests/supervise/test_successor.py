@@ -14,7 +14,7 @@ from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
 from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
-from slurmllm.slurm.client import PREDECESSOR
+from slurmllm.slurm.environment import PREDECESSOR
 from slurmllm.status.run_state import JobState, derive_state, read_records
 from slurmllm.status.runs import is_active
 from slurmllm.supervise import allocation as allocations

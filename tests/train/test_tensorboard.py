@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from training_rows import make_row
 
 from slurmllm.metrics.curves import TAGS
 from slurmllm.plan.mesh import make_mesh
+from slurmllm.run import worker_files
 from slurmllm.run.records import MetricsRow
 from slurmllm.run.rundir import RunDir
 from slurmllm.train.hooks import StepEnd
@@ -154,3 +157,43 @@ def test_a_step_costs_microseconds(make_job: MakeJob) -> None:
     each_s = (time.thread_time() - began) / 500
     hook.close()
     assert each_s < 1e-3  # 0.05 ms on an idle machine
+
+
+@pytest.mark.parametrize("fault", ["removed", "a file", "no space", "refused"])
+def test_a_failure_is_one_warning_and_the_curves_go_on(
+    make_job: MakeJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    job = make_job()
+    folder = job.run.tensorboard
+    monkeypatch.setattr(worker_files, "_failed_diagnostics", set())
+    hook = TensorBoardHook(job)
+    hook.after_step(moment(1))
+    stream = hook._stream
+    assert stream is not None
+    if fault in ("removed", "a file"):
+        shutil.rmtree(folder)
+    if fault == "a file":
+        folder.write_text("")
+    if fault == "no space":
+        full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "ab")
+        monkeypatch.setattr(hook, "_stream", full)
+        monkeypatch.setattr(os, "fstat", lambda _: SimpleNamespace(st_nlink=1))
+    if fault == "refused":
+        stream.close()  # the descriptor is no longer valid: as any error of a file system
+    for step in (2, 3, 4):
+        hook.after_step(moment(step))
+    (message,) = caplog.messages
+    assert message.startswith("TensorBoard's curves: ")
+    assert message.endswith("training continues")
+    monkeypatch.undo()
+    if fault == "a file":
+        folder.unlink()
+    hook.after_step(moment(5)._replace(saving=True))  # tries again
+    hook.add_scalars(5, {"mine": 1.0})
+    hook.after_step(moment(6, last=True))
+    hook.close()
+    events = EventAccumulator(str(folder)).Reload()
+    assert [point.step for point in events.Scalars("mine")] == [5]
+    curve = events.Scalars("train/loss")
+    assert curve[-1].step == 6
+    assert {2, 3, 4} <= {point.step for point in curve} or fault != "removed"

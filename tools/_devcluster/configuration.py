@@ -62,8 +62,9 @@ AccountingStorageHost={controller}
 AccountingStoragePort={slurmdbd_port}
 AccountingStoragePass={munge_socket}
 
-NodeName=n[1-{num_nodes}] NodeAddr={subnet}.[1-{num_nodes}] Port=[{first_port}-{last_port}] \
-CPUs={cpus} RealMemory={memory_mb}
+{conf}
+NodeName=DEFAULT RealMemory={memory_mb}
+{node_lines}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime={grace_s}
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
@@ -88,7 +89,7 @@ class Settings:
     """What a cluster is started with; kept in its `cluster.json`."""
 
     num_nodes: int
-    cpus: int
+    cpus: str  # of every node, or one number a node: `4,4,2`
     node_local: str  # the path at which a node sees its own disk
     slurmd_timeout_s: int
     kill_wait_s: int
@@ -99,6 +100,7 @@ class Settings:
     node_disk_mb: int = 0  # of each node's own disk, a file system of its own; 0: a directory
     network: bool = False  # between the nodes; else all share the machine's
     clock: bool = False  # of each node its own
+    conf: str = ""  # further lines of slurm.conf
     slurm: str = ""  # the prefix of another Slurm than that of the PATH
     root: str = ""  # the root that it runs in, if that is another than the machine's
     first_port: int = 0  # slurmctld's; then come slurmdbd's and the nodes'
@@ -107,6 +109,17 @@ class Settings:
     def nodes(self) -> list[str]:
         """The names of the nodes, in order."""
         return [f"n{k}" for k in range(1, self.num_nodes + 1)]
+
+    def lines(self) -> tuple[str, str, dict[str, str]]:
+        """Split `conf`: lines of slurm.conf and gres.conf, and options by node."""
+        slurm, gres, nodes = [], [], {}
+        for line in filter(None, map(str.strip, self.conf.splitlines())):
+            key, _, options = line.partition(" ")
+            if (node := key.removeprefix("NodeName=")) in self.nodes:
+                nodes[node] = options
+            else:
+                (gres if key.startswith("Name=") else slurm).append(line)
+        return "\n".join(slurm), "\n".join(gres), nodes
 
     @property
     def number(self) -> int:
@@ -170,7 +183,17 @@ class StateDirectory:
         for folder in (self.root, self.logs, self.root / "slurmctld"):
             folder.mkdir(parents=True, exist_ok=True)
         self.settings_file.write_text(json.dumps(asdict(settings)) + "\n")
+        conf, gres_conf, of_nodes = settings.lines()
+        counts = settings.cpus.split(",")
+        node_lines = [
+            f"NodeName={node} NodeAddr={settings.subnet}.{k} Port={settings.first_port + 1 + k} "
+            + of_nodes.get(node, f"CPUs={counts[min(k, len(counts)) - 1]}")
+            for k, node in enumerate(settings.nodes, 1)
+        ]
         values = asdict(settings) | {
+            "conf": conf,
+            "memory_mb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
+            "node_lines": "\n".join(node_lines),
             "root": self.root,
             "subnet": settings.subnet,
             "controller": settings.controller,
@@ -178,11 +201,10 @@ class StateDirectory:
             "munge_socket": self.munge_socket,
             "slurmctld_port": settings.first_port,
             "slurmdbd_port": settings.first_port + 1,
-            "first_port": settings.first_port + 2,
-            "last_port": settings.first_port + 1 + settings.num_nodes,
             "message_timeout_s": 5 if settings.num_nodes <= 16 else 30,
-            "memory_mb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
         }
+        if gres_conf:
+            (self.root / "gres.conf").write_text(gres_conf + "\n")
         self.slurm_conf.write_text(SLURM_CONF.format_map(values))
         _write_private(self.slurmdbd_conf, SLURMDBD_CONF.format_map(values).encode())
         _write_private(self.munge_key, secrets.token_bytes(128))

@@ -17,6 +17,7 @@ from slurmllm.control.plane import ControlPlane
 from slurmllm.plan.mesh import Mesh
 from slurmllm.run.records import MetricsRow
 from slurmllm.run.safe_files import open_append
+from slurmllm.run.worker_files import diagnostic
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,6 +106,9 @@ class HookContext:
         """Append a row to `file`; does nothing on other workers than rank 0."""
         if self.rank != 0:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_append(self.file), "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+        line = json.dumps(row) + "\n"
+        with (
+            diagnostic(f"the rows of hook {self.name}"),
+            os.fdopen(open_append(self.file), "a", encoding="utf-8") as stream,
+        ):
+            stream.write(line)

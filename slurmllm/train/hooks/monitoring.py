@@ -10,9 +10,11 @@ from contextlib import suppress
 from datetime import timedelta
 from statistics import mean
 
+from slurmllm.errors import StorageError
 from slurmllm.run.host_memory import Memory
 from slurmllm.run.records import WorkerRecord
 from slurmllm.run.safe_files import open_append
+from slurmllm.run.worker_files import diagnostic
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
 
@@ -41,14 +43,16 @@ class MetricsHook(Hook):
     """The lines of `metrics/attempt_NNN.jsonl`."""
 
     def __init__(self, job: Job) -> None:
-        metrics = open_append(job.run.metrics(job.attempt))
-        self._stream = os.fdopen(metrics, "a", encoding="utf-8")
+        self._path = job.run.metrics(job.attempt)
+        self._stream = os.fdopen(open_append(self._path), "a", encoding="utf-8")
 
     def after_step(self, end: StepEnd) -> None:
         self._stream.write(end.row.model_dump_json(exclude_none=True) + "\n")
         self._stream.flush()
         if end.saving:  # a resume from this checkpoint needs its rows
             os.fsync(self._stream.fileno())
+            if os.fstat(self._stream.fileno()).st_nlink == 0:
+                raise StorageError(f"{self._path} was removed; leave a run's metrics in place")
 
     def close(self) -> None:
         with suppress(OSError):
@@ -107,7 +111,8 @@ class StartUpHook(Hook):
             resumed_from=job.resumed_from,
             skipped_checkpoints=job.skipped,
         )
-        record.save(job.run.attempt(job.stage, job.attempt).worker(job.worker.rank))
+        with diagnostic("the record of the start-up"):
+            record.save(job.run.attempt(job.stage, job.attempt).worker(job.worker.rank))
         log.info("graph cache: %d hits, %d misses; first step %.1f s", hits, misses, first_step_s)
 
 
@@ -152,6 +157,6 @@ class MemoryHook(Hook):
 
     def _read(self) -> Memory | None:
         """Return this worker's peak since the last call; None if the system does not report it."""
-        with suppress(OSError, KeyError):  # a sandbox's /proc may lack some
+        with diagnostic("the memory in use"):  # a sandbox's /proc may lack some
             return self._job.backend.memory()
         return None

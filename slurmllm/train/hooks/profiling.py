@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from slurmllm.errors import StorageError
 from slurmllm.profile.trace import PREFIX, STEP, summarize
+from slurmllm.run.worker_files import diagnostic
 from slurmllm.train.hooks import Hook
 from slurmllm.train.job import Job
 
@@ -45,7 +45,8 @@ class ProfilingHook(Hook):
         if inside and not self._begun:
             self._begun = True
             if self._own:
-                self._start()
+                with diagnostic("the profiler", self._drop):
+                    self._start()
             self._job.control.barrier()
         if self._profiler is None:
             return
@@ -73,6 +74,10 @@ class ProfilingHook(Hook):
         self._profiler.start()
         self._job.backend.part = lambda name: record_function(PREFIX + name)
 
+    def _drop(self) -> None:
+        self._profiler = None
+        vars(self._job.backend).pop("part", None)  # the class's annotates nothing
+
     def _end_step(self, *, last: bool) -> None:
         if self._step is None:
             return
@@ -83,13 +88,13 @@ class ProfilingHook(Hook):
 
     def _finish(self) -> None:
         """Write trace, summary and snapshot; what cannot be written does not end the training."""
-        job, profiler, self._profiler = self._job, self._profiler, None
+        job, profiler = self._job, self._profiler
         assert profiler is not None
-        del job.backend.part  # the class's, which annotates nothing
+        self._drop()
         job.phases.begin("saving", job.step)  # peers wait meanwhile
         began, rank = time.monotonic(), job.worker.rank
         files = job.run.profile(job.attempt, rank)
-        try:
+        with diagnostic(f"the profile of rank {rank}"):
             profiler.stop()
             files.trace.parent.mkdir(parents=True, exist_ok=True)
             if self._cuda and self._memory:
@@ -97,10 +102,4 @@ class ProfilingHook(Hook):
                 torch.cuda.memory._record_memory_history(enabled=None)
             profiler.export_chrome_trace(str(files.trace))
             summarize(files.trace, rank, job.worker.node).save(files.summary)
-        except (OSError, RuntimeError, StorageError) as error:
-            log.error(
-                f"the profile of rank {rank} cannot be written: {error}; training continues "
-                "without it"
-            )
-            return
-        log.info("profile written in %.1f s: %s", time.monotonic() - began, files.trace)
+            log.info("profile written in %.1f s: %s", time.monotonic() - began, files.trace)

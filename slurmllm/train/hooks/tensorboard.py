@@ -1,46 +1,56 @@
 """TensorBoard event files: one curve over all restarts, tags shared by all runs.
 
-Uses TensorBoard's own event writer: torch.utils.tensorboard takes 1.4 s more to import.
+Uses TensorBoard's own records: torch.utils.tensorboard takes 1.4 s more to import, and a thread of
+its writers ends with a traceback if the file system refuses.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from typing import BinaryIO
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
-from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-untyped]
-    EventFileWriter,
-)
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
 from slurmllm.config.yaml_source import flatten
 from slurmllm.errors import StorageError
 from slurmllm.metrics.curves import TAGS
 from slurmllm.metrics.evaluations import evaluation_values
 from slurmllm.run.records import AttemptRecord
+from slurmllm.run.safe_files import open_append
+from slurmllm.run.worker_files import diagnostic
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
 from slurmllm.train.job import Job
 
+_WHAT = "TensorBoard's curves"
+
 
 class TensorBoardHook(Hook):
-    """The metrics of every step, and once per attempt the recipe; on rank 0."""
+    """The metrics of every step, and once per attempt the recipe; on rank 0.
+
+    What cannot be written is left out. A new file is begun at once if the old one was removed, and
+    with the next checkpoint after another failure.
+    """
 
     def __init__(self, job: Job) -> None:
-        self._writer = EventFileWriter(str(job.run.tensorboard))
-        # Steps after the checkpoint are recomputed: at a START, TensorBoard drops the steps from
-        # this one on that an earlier attempt wrote.
-        start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=job.step + 1, session_log=start))
-        for step, value in start_values(job):
-            self._add(time.time(), step, [value])
+        self._job = job
+        self._stream: BinaryIO | None = None
+        self._files = 0
+        self._open()
 
     def after_step(self, end: StepEnd) -> None:
         row = end.row
+        if self._stream is None and end.saving:
+            self._open()
         measured = row.model_dump(include=set(TAGS), exclude_none=True)
         values = [
             Summary.Value(tag=TAGS[name], simple_value=value) for name, value in measured.items()
@@ -48,8 +58,6 @@ class TensorBoardHook(Hook):
         self._add(row.time, row.step, values)
         if end.last:
             self._add(row.time, row.step, [session_end(row.time)])
-        if end.saving:
-            self._writer.flush()
 
     def after_evaluation(self, evaluation: Evaluation) -> None:
         values = evaluation_values(evaluation.losses)
@@ -62,11 +70,43 @@ class TensorBoardHook(Hook):
         self._add(time.time(), step, added)
 
     def close(self) -> None:
-        with suppress(Exception):  # the writer's thread may have failed in any way
-            self._writer.close()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with suppress(OSError):
+                if not self._path.stat().st_size:  # of a full disk
+                    self._path.unlink()
+            with suppress(OSError):
+                stream.close()
+
+    def _open(self) -> None:
+        job = self._job
+        self.close()
+        self._files += 1
+        name = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{self._files}"
+        with diagnostic(_WHAT, self.close):
+            self._path = job.run.tensorboard / f"events.out.tfevents.{name}"
+            self._stream = os.fdopen(open_append(self._path), "ab")
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            # Steps after the checkpoint are recomputed: at a START, TensorBoard drops the steps
+            # from this one on that an earlier attempt wrote.
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=job.step + 1, session_log=start))
+            for step, value in start_values(job):
+                summary = Summary(value=[value])
+                self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
     def _add(self, wall_time: float, step: int, values: list[Summary.Value]) -> None:
-        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+        event = Event(wall_time=wall_time, step=step, summary=Summary(value=values))
+        with diagnostic(_WHAT, self._open):
+            if self._stream is not None and os.fstat(self._stream.fileno()).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "the files were removed; new ones begin")
+        with diagnostic(_WHAT, self.close):
+            self._write(event)
+
+    def _write(self, event: Event) -> None:
+        if self._stream is not None:
+            RecordWriter(self._stream).write(event.SerializeToString())
+            self._stream.flush()
 
 
 # The same for every run, whatever its recipe: columns of TensorBoard's table of runs.

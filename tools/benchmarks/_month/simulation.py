@@ -19,7 +19,7 @@ from _month.scenario import Scenario, draw
 from slurmllm.plan.lost_time import FAILURES, HOUR_S, best_interval_s, mtbf_s
 from slurmllm.run.records import AttemptRecord, EndingClass
 from slurmllm.status.history import Floats, Incarnation, Ints, RunHistory, Steps
-from slurmllm.supervise.policy import decide, failing_nodes
+from slurmllm.supervise.policy import decide, exclusion_hours, failing_nodes
 
 _JOB = "1"
 # Text that the policy classifies as a transient fault.
@@ -100,6 +100,7 @@ class _Simulation:
         self.outages: list[tuple[float, float]] = []
         self.checkpoint = self.position = 0  # steps: of the newest checkpoint, and made
         self.attempts: list[AttemptRecord] = []
+        self.exclusions: dict[str, int] = {}  # node → how often it was excluded
         self.counted_from = 0  # the attempt that the last submission began with
         self.steps: dict[int, Steps] = {}
         self.waited_s: dict[int, float] = {}
@@ -138,8 +139,7 @@ class _Simulation:
         assert closed.ended_at is not None
         earlier = self.attempts[self.counted_from :]
         broken = [failure.node] if failure and failure.node and failure.kind in BREAKS_NODE else []
-        hours = scenario.recipe.slurm.exclude_hours
-        failing = failing_nodes(closed, self.attempts, broken, hours)
+        failing = failing_nodes(closed, self.attempts, dict.fromkeys(broken, "slurm"))
         healthy = tuple(name for name in self.held if name not in failing)
         # The supervisor is on the first node.
         in_allocation = (
@@ -149,7 +149,10 @@ class _Simulation:
             and closed.ended_at < self.signal_at
         )
         decided = decide(closed, earlier, scenario.recipe, in_allocation=in_allocation)
-        self.nodes.exclude(failing, closed.ended_at + hours * HOUR_S)
+        for name in failing:
+            self.exclusions[name] = count = self.exclusions.get(name, 0) + 1
+            hours = exclusion_hours(count, scenario.recipe.slurm.exclude_hours)
+            self.nodes.exclude([name], closed.ended_at + hours * HOUR_S)
         for name in broken:
             self.nodes.break_down(name, closed.ended_at + scenario.repair_s)
         self.attempts.append(decided)

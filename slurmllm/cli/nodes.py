@@ -1,0 +1,93 @@
+"""`slurmllm nodes`: the nodes that runs exclude, and the end of their exclusion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slurmllm.cli import options
+from slurmllm.errors import SlurmError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slurmllm.run.rundir import RunDir
+    from slurmllm.slurm.client import SlurmClient
+
+include_option = click.option(
+    "--include",
+    "included",
+    multiple=True,
+    metavar="NODE",
+    help="Use an excluded node again, in pending jobs too; repeatable.",
+)
+
+
+@click.command()
+@click.argument("run", required=False, shell_complete=options.complete_run)
+@include_option
+@options.runs_dir
+@options.as_json
+def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: bool) -> None:
+    """List the nodes that RUN, or each run, excludes: why, on which evidence, until when.
+
+    A node of a pending job's list is shown too, if its time is over: Slurm keeps the list.
+    """
+    from slurmllm.display.tables import print_table
+    from slurmllm.format import format_time
+    from slurmllm.run.records import JobsRecord
+    from slurmllm.run.rundir import find_run
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import list_runs
+    from slurmllm.supervise.exclusion import excluded, excluded_by_jobs
+
+    if included and run is None:
+        raise UserError("--include needs the run: `slurmllm nodes RUN --include NODE`")
+    client = SlurmClient()
+    runs: list[RunDir] = list_runs(runs_dir) if run is None else [find_run(run, runs_dir)]
+    if included:
+        include_nodes(runs[0], client, included)
+    jobs_of = {run.name: last.own_jobs for run in runs if (last := JobsRecord.of(run).last)}
+    lists: dict[str, list[str]] = {}
+    try:  # one query for the jobs of all runs
+        lists = excluded_by_jobs(client, [job for jobs in jobs_of.values() for job in jobs])
+    except SlurmError as error:
+        click.echo(f"warning: the lists of pending jobs are unknown: {error}", err=True)
+    rows: list[dict[str, Any]] = []
+    for run_dir in runs:
+        recorded = {node.node: node.model_dump() for node in excluded(run_dir)}
+        jobs = {job: lists[job] for job in jobs_of.get(run_dir.name, ()) if job in lists}
+        for name in sorted({*recorded}.union(*jobs.values())):
+            unknown = dict.fromkeys(("reason", "evidence", "exclusions", "since", "until"))
+            listed = [job for job, names in jobs.items() if name in names]
+            row = {"run": run_dir.name, "node": name, **unknown, **recorded.get(name, {})}
+            rows.append({**row, "jobs": listed})
+    if as_json:
+        options.echo_json({"excluded": rows})
+        return
+    if not rows:
+        click.echo("no node is excluded")
+        return
+
+    cells = []
+    for row in rows:
+        times = [format_time(row[key]) if row[key] else "" for key in ("since", "until")]
+        reason = row["reason"] or "slurm.exclude, or its time is over"
+        job_ids = " ".join(row["jobs"])
+        cells.append((row["run"], row["node"], row["evidence"] or "", *times, job_ids, reason))
+    headings = ("run", "node", "evidence", "since", "until", "pending jobs", "reason")
+    print_table(headings, cells, fold="reason")
+    click.echo("`slurmllm nodes RUN --include NODE` uses a node again", err=True)
+
+
+def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> None:
+    """End the exclusion of nodes and print what changed; UserError if one is not excluded."""
+    from slurmllm.supervise.exclusion import include
+    from slurmllm.supervise.run_lock import locked
+
+    with locked(run, "nodes"):
+        jobs = include(run, client, names)
+    text = f"; job {', '.join(jobs)} may start there" if jobs else ""
+    click.echo(f"{run.name} uses {' '.join(names)} again{text}", err=True)

@@ -1,0 +1,29 @@
+"""Why a job is pending: Slurm's reason, its meaning, and the command to type.
+
+waiting_reasons.yaml is the table.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@cache
+def table() -> list[dict[str, Any]]:
+    """Return the rows of waiting_reasons.yaml, in their order."""
+    text = Path(__file__).with_name("waiting_reasons.yaml").read_text("utf-8")
+    return list(yaml.safe_load(text))
+
+
+def explain(reason: str, job_id: str, run: str, stage: str = "train") -> tuple[str, str]:
+    """Return the meaning of a reason, empty if it is unknown, and what to do about it."""
+    text = reason.replace("_", " ")  # as scontrol writes blanks
+    unknown = {"meaning": "", "remedy": "`scontrol show job {job}` shows more"}
+    row = next((r for r in table() if re.match(r["reason"], text, re.IGNORECASE)), unknown)
+    time = "--time TIME" if stage == "train" else "--set slurm.precompile_time=TIME"
+    return row["meaning"], row.get("remedy", "").format(job=job_id, run=run, time=time)

@@ -1,0 +1,375 @@
+"""Play the conditions of conditions.yaml on a real Slurm.
+
+python tests/end_to_end/conditions.py [NAME…]     # plays them and prints a Markdown table
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tools")]
+
+from _devcluster.cluster import Cluster  # noqa: E402 (its folder is in the path only now)
+from end_to_end import condition_faults  # noqa: E402
+from end_to_end.bench import SLURMLLM, Bench  # noqa: E402
+
+DEVCLUSTER = Path(__file__).parents[2] / "tools" / "devcluster"
+OPTIONS = (
+    *("submit", "tiny_neox", "--set=backend=rehearsal", "--set=train.steps=12"),
+    *("--set=optim.warmup_steps=2", "--set=checkpoint.every_steps=4", "--set=slurm.backoff_s=1"),
+)
+FAULT_STEP = 5
+PENDING_S, LIMIT_S = 40.0, 150.0
+# A site with GPUs (files), unequal nodes, features, limits, and cloud nodes that never boot.
+CONF = """\
+GresTypes=gpu
+Name=gpu File={folder}/gpu[0-3]
+Licenses=matlab:1
+PrivateData=cloud
+AccountingStorageEnforce=limits,qos
+AccountingStorageTRES=gres/gpu
+SelectTypeParameters=CR_Core_Memory
+ResumeProgram={folder}/resume
+SuspendProgram=/bin/true
+ResumeTimeout=20
+SuspendTime=3600
+SuspendExcNodes=n[1-10]
+NodeName=n1 CPUs=4 RealMemory=20000 Gres=gpu:4
+NodeName=n2 CPUs=4 RealMemory=20000 Gres=gpu:4
+NodeName=n8 CPUs=2 RealMemory=20000
+NodeName=n9 CPUs=4 RealMemory=20000 Feature=a100
+NodeName=n10 CPUs=4 RealMemory=20000 Feature=a100
+NodeName=cloud1 CPUs=4 RealMemory=20000 State=CLOUD
+PartitionName=short Nodes=n[1-7] MaxTime=10
+PartitionName=few Nodes=n[1-7] MaxNodes=1
+PartitionName=mixed Nodes=n[5-8]
+PartitionName=cloud Nodes=cloud1
+"""
+RESUME = """\
+#!/bin/sh
+export SLURM_CONF={conf}
+scontrol update NodeName=$1 State=POWER_DOWN_FORCE Reason="insufficient capacity"
+"""
+COMMANDS = """\
+sacctmgr -i add account capped GrpTRES=node=1
+sacctmgr -i add user root account=capped
+sacctmgr -i add qos narrow MaxTRESPerUser=node=1
+sacctmgr -i modify user root set qos+=narrow
+scontrol create ReservationName=later StartTime=now+5hours Duration=60 Nodes=n3 Users=root
+scontrol update NodeName=n7 State=DRAIN Reason='bad DIMM'
+sbatch -o/dev/null -Lmatlab:1 -wn8 -c1 --wrap='sleep 600'
+"""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What is done, and what must follow (regular expressions)."""
+
+    name: str
+    kind: int | str
+    options: Sequence[str] = ()
+    nodes: int = 1
+    shell: dict[str, Any] = field(default_factory=dict)  # variables of the submitting shell
+    within: Sequence[str] = ()  # a command that runs the submission
+    step_s: float = 0.02
+    fault: str = ""
+    state: str = ""  # of the run at the end; `refused`: by submit
+    endings: str = "done"  # classes and actions of the attempts
+    text: str = ""  # in evidence, reason, warnings or in what submit printed
+    blamed: bool = False  # the node of the fault, which is excluded too; else nobody
+    excluded: bool = True  # whether a blamed node is
+    site: str = "requests"
+    ci: bool = True
+
+
+@dataclass
+class Observation:
+    """What became of a condition."""
+
+    condition: Condition
+    state: str = ""
+    endings: str = ""
+    text: str = ""
+    blamed: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)  # nodes with the fault
+    leaks: list[str] = field(default_factory=list)  # what job or step has, and the script has not
+
+    @property
+    def failures(self) -> list[str]:
+        """What differs from what must follow."""
+        expected, failures = self.condition, list(self.leaks)
+        accused = self.broken if expected.blamed else []
+        if not re.fullmatch(expected.state, self.state):
+            failures.append(f"state {self.state}, not {expected.state}")
+        if self.state not in ("refused", "queued", "waiting") and not re.fullmatch(
+            expected.endings, self.endings
+        ):
+            failures.append(f"endings {self.endings!r}, not {expected.endings}")
+        if not re.search(expected.text, self.text, re.IGNORECASE):
+            failures.append(f"no {expected.text!r} in {self.text!r}")
+        if set(self.blamed) != set(accused):
+            failures.append(f"blamed {self.blamed}, not {accused}")
+        if expected.excluded and not set(accused) <= set(self.excluded):
+            failures.append(f"{accused} not excluded")
+        return failures + [f"{node} excluded" for node in self.excluded if node not in accused]
+
+    @property
+    def row(self) -> str:
+        """A row of the table."""
+        names = (" ".join(nodes) for nodes in (self.blamed, self.excluded))
+        cells = (
+            self.condition.kind,
+            self.condition.name,
+            self.endings or self.state,
+            self.text[:170],
+        )
+        verdict = "; ".join(self.failures)[:160] or "as expected"
+        shown = (
+            str(cell).replace("|", "/").replace("\n", " ") for cell in (*cells, *names, verdict)
+        )
+        return f"| {' | '.join(shown)} |"
+
+
+HEADING = (
+    "| kind | condition | class → action | evidence | blamed | excluded | |\n" + "|---" * 7 + "|"
+)
+
+
+def load() -> list[Condition]:
+    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    waiting = {"state": "queued|waiting|refused"}
+    rows = [
+        {**({"text": row["name"]} | waiting if row["kind"] == 6 else {}), **row} for row in rows
+    ]
+    return [Condition(**{"state": "done", **row}) for row in rows]
+
+
+class Site:
+    """A development cluster on which conditions are played.
+
+    Args:
+        root: Its state directory.
+        faults: Whether its nodes may break; else it has what `CONF` says.
+    """
+
+    def __init__(self, root: Path, faults: bool) -> None:
+        self.root, self.faults = root, faults
+        self.folder = root.with_name(root.name + "-site")
+        self.shared = root.with_name(root.name + "-shared")
+        self.cluster = Cluster(root)
+
+    def __enter__(self) -> Site:
+        self.folder.mkdir(parents=True)
+        for number in range(4):
+            (self.folder / f"gpu{number}").touch()
+        resume, conf = self.folder / "resume", self.folder / "conf"
+        resume.write_text(RESUME.format(conf=self.root / "slurm.conf"))
+        resume.chmod(0o755)
+        conf.write_text(CONF.format(folder=self.folder))
+        breakable = ("--nodes=5", "--network", "--clock", "--node-disk-mb=2048", "--kill-wait=30")
+        breakable += (f"--shared={self.shared}", "--shared-mb=256")
+        self.call("up", *(breakable if self.faults else ("--nodes=10", f"--conf={conf}")))
+        os.environ["SLURM_CONF"] = str(self.root / "slurm.conf")
+        self.bench = Bench((self.shared if self.faults else self.folder) / "runs")
+        # The runs after it find its graphs, and need no precompile stage.
+        warm = Scene(self, Condition("warm", 0, nodes=2, state="done")).play()
+        assert not warm.failures, warm.failures
+        for line in () if self.faults else COMMANDS.splitlines():
+            call(*shlex.split(line))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bench.__exit__()
+        self.call("down")
+        for folder in (self.folder, self.shared):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def call(self, *arguments: str) -> None:
+        call(sys.executable, str(DEVCLUSTER), *arguments, f"--dir={self.root}")
+
+
+class Scene:
+    """A condition on its site: one run."""
+
+    def __init__(self, site: Site, condition: Condition) -> None:
+        self.site, self.bench, self.condition = site, site.bench, condition
+        self.name = re.sub(r"\W+", "-", condition.name)
+        self.run = site.bench.runs / self.name
+        self.folder = site.folder / "folders" / self.name  # of the submitting shell
+        self.seen = Observation(condition)
+        self.notes: list[str] = []  # what was shown while the fault lasted
+
+    def play(self) -> Observation:
+        """Submit the run, make the fault, wait for the end, look."""
+        try:
+            if not self._submit():
+                self.seen.state = "refused"
+                # A refused job is FAILED and never had a node.
+                rows = call("squeue", "-ho%i %T %N", "--states=all", f"-n{self.name}-train")
+                left = re.findall(r"^(\d+) (?:(?!CANCELLED)\w+ \w.*|PENDING)", rows, re.MULTILINE)
+                self.seen.leaks = [f"job {job} is left" for job in left]
+                return self.seen
+            if self.condition.fault:
+                self.bench.wait_for_step(self.name, FAULT_STEP, timeout_s=LIMIT_S)
+                getattr(condition_faults, self.condition.fault)(self)
+            self.wait()
+            self._look()
+        except Exception as error:  # a row of the table, not its end
+            self.notes.append(f"{type(error).__name__}: {error}")
+            self.seen.state = "?"
+        finally:
+            self.seen.text = " / ".join(filter(None, [*self.notes, self.seen.text]))
+            self.call("cancel")
+        return self.seen
+
+    def _submit(self) -> bool:
+        """Return whether submit accepted; its warnings and refusals are notes."""
+        condition, options = self.condition, list(self.condition.options)
+        own = [f"--nodes={condition.nodes}", f"--name={self.name}", f"--runs-dir={self.bench.runs}"]
+        own += [f"--set=env.SLURMLLM_REHEARSAL_STEP_S={condition.step_s}"]
+        at = options.index("--") if "--" in options else len(options)
+        command = [*condition.within, *SLURMLLM, *OPTIONS, *options[:at], *own, *options[at:]]
+        environment = {**os.environ, **{k: str(v) for k, v in condition.shell.items()}}
+        self.folder.mkdir(parents=True)
+        done = subprocess.run(
+            command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=300
+        )
+        lines = (done.stdout + done.stderr).splitlines()
+        starts = ("warning", "error") if done.returncode == 0 else ("",)
+        self.notes += [line.strip() for line in lines if line.lower().strip().startswith(starts)]
+        return done.returncode == 0
+
+    def wait(self) -> None:
+        """Wait for the end of the run, or until status says why it waits."""
+        text, waits = (
+            re.compile(self.condition.text, re.IGNORECASE),
+            "queued" in self.condition.state,
+        )
+        deadline = time.monotonic() + (PENDING_S if waits else LIMIT_S)
+        while time.monotonic() < deadline:
+            if text.search(self.status()["reason"]) if waits else self.bench.ended(self.name):
+                return
+            time.sleep(2 if waits else 0.3)
+
+    def _look(self) -> None:
+        shown, seen = self.status(), self.seen
+        closed = [attempt for attempt in shown["attempts"] if attempt["class"]]
+        failed = [attempt for attempt in closed if attempt["class"] != "done"]
+        seen.state = shown["state"]
+        pairs = ((a["class"], a["action"]) for a in closed)
+        seen.endings = ", ".join(c if a == "finish" else f"{c} → {a}" for c, a in pairs)
+        evidence = [line for attempt in failed for line in attempt["evidence"]]
+        seen.text = " / ".join(filter(None, [*evidence, shown["reason"], *shown["warnings"]]))
+        seen.blamed = sorted({node for a in closed for node in a["blamed_nodes"]})
+        drained = re.findall(r"^(\S+) slurmllm", call("sinfo", "-hNo%N %E"), re.MULTILINE)
+        run_nodes = {node for attempt in closed for node in attempt["nodes"]}
+        seen.excluded = sorted({n["node"] for n in shown["excluded"]} | (run_nodes & {*drained}))
+        if self.condition.kind == 1 and (job := shown["jobs"].get("train")):
+            seen.leaks = leaks(self.run, job["job_id"])
+
+    # -- for faults
+
+    @cached_property
+    def broken(self) -> str:
+        """The node that the fault breaks: the last of the run, without the supervisor."""
+        self.seen.broken = [self.bench.attempt(self.name, 0)["nodes"][-1]]
+        return self.seen.broken[0]
+
+    @cached_property
+    def job(self) -> str:
+        return str(self.bench.attempt(self.name, 0)["job_id"])
+
+    def status(self, *within: str) -> dict[str, Any]:
+        command = [*within, *SLURMLLM, "status", self.name, "--json"]
+        return dict(json.loads(call(*command, f"--runs-dir={self.bench.runs}")))
+
+    def note(self, *within: str) -> None:
+        """Note what status shows meanwhile."""
+        shown = self.status(*within)
+        text = " ".join([shown["state"], shown["reason"], *shown["warnings"]])
+        self.notes.append(f"meanwhile: {text}")
+
+    def call(self, verb: str, *within: str) -> None:
+        """Call a verb for the run; a fault's are noted with exit code and output."""
+        command = [*within, *SLURMLLM, verb, self.name, f"--runs-dir={self.bench.runs}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        self.notes.append(f"{verb}: exit {done.returncode} {done.stdout}{done.stderr}".strip())
+
+    def slurm(self, *command: str) -> None:
+        call(*command)
+
+    def cluster(self, *arguments: str) -> None:
+        self.site.call(*arguments)
+
+    def on_node(self, namespace: str, *command: str) -> None:
+        call("nsenter", f"--target={self.site.cluster.init(self.broken)}", namespace, *command)
+
+    def wait_restart(self) -> None:
+        following = self.run / "attempts" / "001" / "attempt.json"
+        self.bench.until(following.is_file, "never started again", LIMIT_S)
+
+
+def call(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def leaks(run: Path, job: str) -> list[str]:
+    """Return what differs between the train script, its job and the steps of the job."""
+    script = (run / "scripts" / "train.sbatch").read_text()
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE))
+    shown = dict(re.findall(r"(\w+)=(\S+)", call("scontrol", "show", "job", job)))
+    expected = {"TimeLimit": options["time"].rjust(8, "0"), "StdOut": options["output"]}
+    expected |= {"Requeue": "1", "NumNodes": options["nodes"], "OverSubscribe": "NO"}
+    pairs = ((key, shown.get(key, ""), value) for key, value in expected.items())
+    differ = [f"job: {k} {s}, script {e}" for k, s, e in pairs if s.removesuffix(f"-{e}") != e]
+    differ += ["job: an array"] if "ArrayTaskId" in shown else []
+    rows = call("sacct", "-nPj", job, "--format=JobID,JobName,AllocTRES").splitlines()
+    (_, _, whole), *steps = (line.split("|") for line in rows)
+    # An exclusive job has all GPUs of its nodes, a step those that the script requests.
+    others = ("billing", "energy", *(() if "gres" in options else ("gres",)))
+    tres = {item for item in whole.split(",") if not item.startswith(others)}
+    for identity, name, of_step in steps:
+        if name not in ("batch", "extern", "true") and (missing := tres - {*of_step.split(",")}):
+            differ.append(f"step {identity}: {of_step} without {' '.join(sorted(missing))}")
+    return differ
+
+
+def play(conditions: Sequence[Condition], root: Path) -> list[Observation]:
+    """Play conditions together; those that may break nodes alone, on a cluster of their own."""
+    seen: list[Observation] = []
+    for faults in (False, True):
+        chosen = [condition for condition in conditions if (condition.site == "faults") == faults]
+        if chosen:
+            with Site(root / ("faults" if faults else "requests"), faults) as site:
+                scenes = [Scene(site, condition) for condition in chosen]
+                with ThreadPoolExecutor(1 if faults else 8) as pool:
+                    seen += pool.map(Scene.play, scenes)
+    return seen
+
+
+if __name__ == "__main__":
+    names = sys.argv[1:]
+    chosen = [condition for condition in load() if not names or condition.name in names]
+    with tempfile.TemporaryDirectory(prefix="conditions-") as folder:
+        observations = play(chosen, Path(folder))
+    print(HEADING, *(seen.row for seen in observations), sep="\n")
+    sys.exit(any(seen.failures for seen in observations))
