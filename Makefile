@@ -62,9 +62,10 @@ check: dev
 	$(BIN)/shellcheck --shell=bash sbatch/*.sbatch .ci/run configs/parallelcluster/*.sh
 	$(MAKE) --no-print-directory docs
 
-# --strict: a link, an anchor or a page that leads nowhere fails.
+# --strict: a link, an anchor or a page that leads nowhere fails. zensical reads mkdocs.yml.
 docs: dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tools/docs_fields.py
+	$(BIN)/zensical build --strict
 
 # Exit code 2 of tools/audit.py: not everything could be looked up.
 audit: dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ DEVCLUSTER = ROOT / "tools" / "devcluster"
 LEFT_OUT = "long: `make test-all` runs it"
 # More threads than that wait for each other on a busy machine; workers and jobs inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each of the suite's processes would look through all installed packages for plugins of pydantic.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 _COMMANDS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "sbatch")
 
 
@@ -81,6 +84,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     left_out = sum(LEFT_OUT in str(report.longrepr) for report in skipped)
     if left_out:
         terminalreporter.write_line(f"{left_out} long tests left to `make test-all`")
+
+
+@pytest.fixture(scope="session")
+def stdlib(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The corpus of the standard library's texts and its tokenizer, made once for all processes."""
+    from slurmllm.corpus.builtin import ensure_stdlib
+
+    caches = os.environ.get("SLURMLLM_TEST_CACHES")
+    folder = Path(caches) / "stdlib" if caches else tmp_path_factory.mktemp("stdlib")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return ensure_stdlib(folder)
+
+
+@pytest.fixture(scope="session")
+def inputs(stdlib: tuple[Path, Path]) -> tuple[str, ...]:
+    """Corpus and tokenizer as --set options."""
+    return (f"--set=data.corpus={stdlib[0]}", f"--set=data.tokenizer={stdlib[1]}")
 
 
 class DevCluster:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import pytest
+from made_records import save_attempt
 from pydantic import Field
 from train.gang import small_config
 
@@ -26,7 +27,7 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.errors import ConfigError, NodeError, PluginError
 from slurmllm.plugins import PluginRef
-from slurmllm.run.records import AttemptRecord, NodeRecord
+from slurmllm.run.records import NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.plugins import warn_if_changed
 from slurmllm.train.exits import failure_record, format_failure
@@ -285,17 +286,7 @@ def test_a_resume_warns_of_another_version(
     config = small_config("hooks.one={}")
     attempt = run.attempt("train", 0)
     warn_if_changed(config, run)
-    record = AttemptRecord(
-        stage="train",
-        attempt=0,
-        job_id=None,
-        nodes=("n1",),
-        world_size=1,
-        master_addr="n1",
-        master_port=1,
-        started_at=1.0,
-    )
-    record.save(attempt.record)
+    save_attempt(run)
     for version in ("1.5", "1.4"):
         NodeRecord(node="n1", versions={"plug_old": version}).save(attempt.node("n1"))
         warn_if_changed(config, run)

@@ -2,9 +2,10 @@
 
     python tools/run_tests.py [--record] [PYTEST_OPTION …]
 
-Two processes share the files that need the CPUs, and two those that mostly wait for Slurm, each
-with a cluster of its own. Files are dealt by their seconds in tests/seconds.txt, the longest first;
-`--record` writes that list anew. A process's output is printed when it ends.
+Two processes share the folders that need the CPUs, and three the files that mostly wait for Slurm,
+each with a cluster of its own. They are dealt by their seconds in tests/seconds.txt, the longest
+first: CPU seconds of the process and its children, and for Slurm's, seconds of the clock.
+`--record` writes the list anew, by the clock. A process's output is printed when it ends.
 """
 
 from __future__ import annotations
@@ -22,23 +23,32 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = ROOT / "tests" / "seconds.txt"
-SHORT_S = 3.0  # of a file that is not in the list
+SHORT_S = 1.0  # of a file that is not in the list
 LISTED_S = 10.0  # files that take less are not listed
-PROCESSES = {"cpu": 2, "slurm": 2}
+PROCESSES = {"cpu": 2, "slurm": 3}
 NO_TESTS = 5  # exit code of pytest if its options select none
 
 
-def deal(paths: Iterable[str], count: int, seconds: Mapping[str, float]) -> list[list[str]]:
+def deal(
+    paths: Iterable[str], count: int, seconds: Mapping[str, float], *, by_folder: bool = False
+) -> list[list[str]]:
     """Share files among processes: the longest that is left to the one with the least to do.
 
-    Those of a folder are next to each other, as they may share fixtures.
+    Args:
+        by_folder: Keep the files of a folder together, as they share fixtures that are expensive.
     """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        groups[str(Path(path).parent) if by_folder else path].append(path)
+    taken_s = {
+        name: sum(seconds.get(path, SHORT_S) for path in group) for name, group in groups.items()
+    }
     shares: list[list[str]] = [[] for _ in range(count)]
     totals = [0.0] * count
-    for path in sorted(paths, key=lambda path: (-seconds.get(path, SHORT_S), path)):
+    for name in sorted(groups, key=lambda name: (-taken_s[name], name)):
         index = totals.index(min(totals))
-        shares[index].append(path)
-        totals[index] += seconds.get(path, SHORT_S)
+        shares[index] += groups[name]
+        totals[index] += taken_s[name]
     return [sorted(share) for share in shares]
 
 
@@ -70,7 +80,11 @@ def main() -> int:
     for path in (ROOT / "tests").rglob("test_*.py"):
         paths[kind_of(path)].append(str(path.relative_to(ROOT)))
     seconds = read_seconds()
-    shares = [s for kind, count in PROCESSES.items() for s in deal(paths[kind], count, seconds)]
+    shares = [
+        share
+        for kind, count in PROCESSES.items()
+        for share in deal(paths[kind], count, seconds, by_folder=kind == "cpu")
+    ]
     with tempfile.TemporaryDirectory(prefix="slurmllm-tests-") as temporary:
         folder, started = Path(temporary), time.monotonic()
         # One for all: a graph that two of them need is compiled once.

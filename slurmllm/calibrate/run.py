@@ -110,8 +110,8 @@ def require_measurable(config: RunConfig) -> None:
             f"cluster profile {cluster.name} cannot be calibrated",
             [
                 "cluster.device: neuron is not measured by `calibrate`; the figures of the shipped "
-                "profiles trn1 and trn1n come from published runs, and `slurmllm plan --against "
-                "RUN` compares them with a run"
+                "profiles trn1 and trn1n come from published runs, and `slurmllm report RUN "
+                "--prediction` compares them with a run"
             ],
         )
 

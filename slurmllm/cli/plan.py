@@ -43,7 +43,6 @@ class _Request:
     rank: Rank
     explain: bool
     plot: str | None
-    against: str | None
     csv: str | None
     markdown: str | None
     runs_dir: Path
@@ -110,9 +109,6 @@ class _Request:
 )
 @click.option("--explain", is_flag=True, help="Explain why the best layout is faster than others.")
 @options.plot(": throughput, cost and memory.")
-@click.option(
-    "--against", metavar="RUN", help="Compare the prediction with the measurements of RUN."
-)
 @click.option("--csv", metavar="FILE", help="Write the table as CSV; - for standard output.")
 @click.option(
     "--markdown", metavar="FILE", help="Write the table in Markdown; - for standard output."
@@ -129,11 +125,10 @@ def plan(**values: Any) -> None:
     slurmllm plan neox_20b --nodes 4,8,16 --price 3y         scaling and cost
     slurmllm plan gpt3_125m gpt3_1.3b --nodes 1,4 --tokens 20B
     slurmllm plan llama2_7b --tokens 20B --budget 5000 --deadline 7d --cluster p4d --cluster p5
-    slurmllm plan --against RUN                              compare with a run
 
     The search varies tensor and pipeline degree, micro batch, sequence parallelism, activation
     checkpointing and ZeRO. A value given with --set is fixed. `slurmllm calibrate` measures the
-    hardware figures of a profile.
+    hardware figures of a profile, `slurmllm report RUN --prediction` compares with a run.
 
     Exit codes: 0 success; 2 nothing fits or is within the limits, or invalid options; 4 a file
     cannot be written.
@@ -147,38 +142,8 @@ def plan(**values: Any) -> None:
     for option, path in (("--plot", request.plot), *request.tables.items()):
         options.check_folder(option, path)
     counts = node_counts(request.nodes) if request.nodes else []
-    if request.against is not None:
-        from slurmllm.cli.plan_against import compare_with_run
-
-        _refuse_with_against(request)
-        cluster = request.clusters[0] if request.clusters else None
-        compare_with_run(
-            request.against, cluster, request.runs_dir, request.as_json, request.tables
-        )
-        return
     _check_combination(request, counts)
     _plan(request, counts)
-
-
-def _refuse_with_against(request: _Request) -> None:
-    """Raise UserError if options are given that --against does not take."""
-    from slurmllm.errors import UserError
-
-    context = click.get_current_context()
-    takes = {"against", "clusters", "csv", "markdown", "runs_dir", "as_json"}
-    refused = [
-        parameter.opts[0] if isinstance(parameter, click.Option) else "RECIPE"
-        for parameter in context.command.params
-        if parameter.name not in takes
-        and context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-    ]
-    refused += ["several --cluster"] * request.many_profiles
-    if refused:
-        text = ", ".join(refused)
-        raise UserError(
-            f"--against {request.against} with {text}: recipe, nodes and settings are the run's; "
-            f"leave out {text}"
-        )
 
 
 def _check_combination(request: _Request, counts: Sequence[int]) -> None:

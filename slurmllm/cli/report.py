@@ -34,6 +34,15 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
 @click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
 @options.tags
 @options.plot(": a stacked bar of node hours per run.")
+@click.option(
+    "--prediction", is_flag=True, help="Only compare a run with what `plan` predicts for it."
+)
+@click.option(
+    "--cluster",
+    metavar="PROFILE",
+    shell_complete=options.complete_recipe,
+    help="With --prediction: the profile of the hardware figures.  [default: the run's]",
+)
 @options.runs_dir
 @options.as_json
 def report(
@@ -45,6 +54,8 @@ def report(
     no_files: bool,
     tags: tuple[str, ...],
     plot: str | None,
+    prediction: bool,
+    cluster: str | None,
     runs_dir: Path,
     as_json: bool,
 ) -> None:
@@ -63,6 +74,16 @@ def report(
     from slurmllm.report.write import default_path, to_json, write_report
     from slurmllm.slurm.client import SlurmClient
 
+    if prediction or cluster is not None:
+        from slurmllm.cli.prediction import print_prediction
+
+        others = (price, out, plot, *tags, no_html or None)
+        if not prediction or len(sources) > 1 or any(other is not None for other in others):
+            raise UserError(
+                "--prediction is of one run, alone or with --cluster PROFILE, and writes no files"
+            )
+        print_prediction(sources[0], cluster, runs_dir, as_json)
+        return
     choice = None if price is None else parse_price(price)
     _check_paths(out, plot, no_files)
     mapping, client = parse_tags(tags), SlurmClient()

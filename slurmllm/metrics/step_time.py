@@ -1,4 +1,4 @@
-"""Step time of a run: the one definition that `status`, `report` and `plan --against` share.
+"""Step time of a run: the one definition that `status`, `report` and `report --prediction` share.
 
 A step takes its row's `step_time_s`; of several steps the median counts, so that single slow ones
 (a save, a hiccup of the file system) change nothing. The steps after a start compile, fill caches

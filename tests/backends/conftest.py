@@ -20,7 +20,7 @@ Reference = Callable[..., list[Outcome]]
 
 
 # Training steps on each mesh.
-STEPS = amount(6, of=12)
+STEPS = amount(4, of=12)
 # Of a global batch of the small recipe.
 LABELS = 8 * 32
 

@@ -1,6 +1,6 @@
 """The same training on every mesh: tensor, sequence, pipeline and data parallel, any mix.
 
-Losses and norms of 6 steps of AdamW (12 in `make test-all`) at a usual learning rate, on random
+Losses and norms of 4 steps of AdamW (12 in `make test-all`) at a usual learning rate, on random
 tokens, agree with one process up to the order of fp32 sums.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from amounts import amount, sample
 from mesh_pool import FAMILIES, Case, CaseFailed, MeshPool, counted, deviation, micro_batches
 from mesh_pool import small_run as small
 from rounding import assert_rounded, gradient_terms, training_rounding
@@ -44,17 +45,18 @@ DOCUMENTS = "data.mask=document"
 MESHES: list[Any] = [
     ("neox", 4, 1, 1, FEW, SEQUENCE),
     ("neox", 1, 2, 1, "train.micro_batch=8"),  # fewer micro batches than stages
-    ("neox", 2, 1, 2, DOCUMENTS, FEW, SEQUENCE, "parallel.zero=3"),
     ("llama", 2, 2, 1, FEW, INTERLEAVED, SELECTIVE),
     ("llama", 1, 2, 2, FULL, "parallel.zero=3"),
-    ("llama3", 2, 2, 1, FEW, SEQUENCE),
+    ("llama3", 2, 1, 2, DOCUMENTS, FEW, SEQUENCE, "parallel.zero=3"),
     ("qwen3", 2, 1, 2, FEW, SEQUENCE, FULL, "parallel.zero=0"),
     ("gpt3", 1, 2, 2, INTERLEAVED, "parallel.zero=2"),
     ("gpt3", 2, 2, 1, FEW, SEQUENCE, PARTS),
-    ("gpt3", 1, 4, 1, DOCUMENTS),
 ]
 
 LONG = [
+    ("neox", 2, 1, 2, DOCUMENTS, FEW, SEQUENCE, "parallel.zero=3"),
+    ("llama3", 2, 2, 1, FEW, SEQUENCE),
+    ("gpt3", 1, 4, 1, DOCUMENTS),
     ("neox", 1, 2, 1),
     ("neox", 1, 4, 1),
     ("neox", 1, 1, 4, "parallel.zero=0", PARTS),
@@ -101,14 +103,9 @@ def test_same_training(
     assert groups == expected[0].after
 
 
-# The z-loss's run below is compiled with documents too.
-@pytest.mark.parametrize(
-    "documents",
-    [
-        pytest.param((), id="plain"),
-        pytest.param((DOCUMENTS,), id="documents", marks=pytest.mark.long),
-    ],
-)
+# One with a z-loss is in test_evaluation.py.
+@pytest.mark.long
+@pytest.mark.parametrize("documents", [(), (DOCUMENTS,)], ids=["plain", "documents"])
 def test_compiled(pool: MeshPool, reference: Reference, documents: tuple[str, ...]) -> None:
     config = small("neox", 2, 1, 1, FEW, SEQUENCE, "train.compile=true", *documents)
     case = Case(config, last=STEPS)
@@ -125,19 +122,22 @@ def gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_gradient(pool: MeshPool, family: str) -> None:
+SHARDED, STAGED = (2, 1, 2, FEW, SEQUENCE), (2, 2, 1, FEW, INTERLEAVED)
+GRADIENTS = [*zip(FAMILIES, [SHARDED, STAGED] * 3, strict=False)]
+GRADIENTS += [(family, STAGED if mesh == SHARDED else SHARDED) for family, mesh in GRADIENTS]
+
+
+@pytest.mark.parametrize(("family", "mesh"), sample(5, GRADIENTS, arguments=2))
+def test_every_gradient(pool: MeshPool, family: str, mesh: tuple[int, int, int]) -> None:
     (reference,) = pool.run(Case(small(family), last=0, after=gradients))
     terms = gradient_terms(small(family).recipe.model, LABELS)
     assert reference.after.keys() == parameter_shapes(small(family).recipe.model).keys()
-    meshes = [small(family, 2, 1, 2, FEW, SEQUENCE), small(family, 2, 2, 1, FEW, INTERLEAVED)]
-    for config in meshes:
-        outcomes = pool.run(Case(config, last=0, after=gradients))
-        for name, expected in reference.after.items():
-            holders = [outcome.after[name] for outcome in outcomes if name in outcome.after]
-            assert holders, name
-            for result in holders:
-                assert_rounded(result, expected, terms, name=name)
+    outcomes = pool.run(Case(small(family, *mesh), last=0, after=gradients))
+    for name, expected in reference.after.items():
+        holders = [outcome.after[name] for outcome in outcomes if name in outcome.after]
+        assert holders, name
+        for result in holders:
+            assert_rounded(result, expected, terms, name=name)
 
 
 def plain_gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
@@ -168,7 +168,8 @@ def test_z_loss_gradients_are_autograds(pool: MeshPool) -> None:
         np.abs(plain.after[head] - exact.after[head]).max() > 0.01 * np.abs(exact.after[head]).max()
     )
     terms = gradient_terms(small("llama").recipe.model, LABELS)
-    for mesh in ((1, 1, 1), (2, 1, 2, SEQUENCE), (4, 1, 1, FEW), (2, 2, 1, FEW, INTERLEAVED)):
+    meshes = ((1, 1, 1), (2, 1, 2, SEQUENCE), (4, 1, 1, FEW), (2, 2, 1, FEW, INTERLEAVED))
+    for mesh in meshes[: amount(2, of=4)]:
         outcomes = pool.run(Case(small("llama", *mesh, *overrides), last=0, after=gradients))
         for name, expected in exact.after.items():
             holders = [outcome.after[name] for outcome in outcomes if name in outcome.after]
@@ -177,15 +178,11 @@ def test_z_loss_gradients_are_autograds(pool: MeshPool) -> None:
                 assert_rounded(result, expected, terms, name=f"{name} on {mesh}")
 
 
-def test_z_loss_is_not_in_the_loss(pool: MeshPool, reference: Reference) -> None:
-    """The first step's loss is the plain one's, and a compiled mesh trains as one process."""
+def test_z_loss_is_not_in_the_loss(reference: Reference) -> None:
+    """The first step's loss is the plain one's."""
     plain, added = reference("neox", DOCUMENTS), reference("neox", DOCUMENTS, "train.z_loss=0.01")
     assert added[0].rows[0][0] == plain[0].rows[0][0]
     assert abs(added[0].rows[0][1] / plain[0].rows[0][1] - 1) > 1e-3
-    config = small(
-        "neox", 2, 1, 1, FEW, SEQUENCE, DOCUMENTS, "train.compile=true", "train.z_loss=0.01"
-    )
-    assert max(deviation(pool.run(Case(config, last=STEPS)), added)) < tolerance(config)
 
 
 def shares(backend: NativeBackend) -> dict[str, float]:
@@ -199,7 +196,7 @@ def shares(backend: NativeBackend) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "mesh",
-    [("neox", 2, 2, 1), ("llama", 2, 1, 2), ("gpt3", 1, 2, 2), ("gpt3", 4, 1, 1)],
+    sample(2, [("llama", 2, 1, 2), ("gpt3", 1, 2, 2), ("neox", 2, 2, 1), ("gpt3", 4, 1, 1)]),
     ids=str,
 )
 def test_shares_add_up(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:

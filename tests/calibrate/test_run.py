@@ -33,6 +33,7 @@ class Saying(LocalAllocation):
         return super().ask([sys.executable, "-c", self.script])
 
 
+@pytest.mark.long  # test_matrix.py measures a part of it
 def test_this_machine() -> None:
     messages: list[str] = []
     overrides = ["train.compile=false", "cluster.devices_per_node=2", "cluster.cpus_per_node=2"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import sample
 from safetensors.torch import load_file
 from torch import Tensor
 from train.gang import make_data, make_run
@@ -82,7 +83,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("family", MESHES)
+@pytest.mark.parametrize("family", sample(2, ["gpt3", "llama", "neox", "qwen3"]))
 def test_there_and_back(family: str, tmp_path: Path) -> None:
     whole = random_whole(family)
     before, after = MESHES[family]
@@ -104,13 +105,17 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "mesh", "precision"),
-    [
-        ("neox", NxdMesh(2, 2, 3), "bf16_mixed"),
-        ("llama", NxdMesh(8, 1, 5), FP32),
-        ("llama", NxdMesh(4, 2, 1, zero=False), "bf16_sr"),
-        ("gpt3", NxdMesh(1, 2, 2), "bf16_mixed"),
-        ("gpt3", NxdMesh(4, 1, 3), "bf16"),
-    ],
+    sample(
+        3,
+        [
+            ("llama", NxdMesh(4, 2, 1, zero=False), "bf16_sr"),
+            ("gpt3", NxdMesh(1, 2, 2), "bf16_mixed"),
+            ("llama", NxdMesh(8, 1, 5), FP32),
+            ("neox", NxdMesh(2, 2, 3), "bf16_mixed"),
+            ("gpt3", NxdMesh(4, 1, 3), "bf16"),
+        ],
+        arguments=3,
+    ),
 )
 def test_nxd_s_files(family: str, mesh: NxdMesh, precision: str, tmp_path: Path) -> None:
     """Every file holds what the format's rules, written out in the tests, say."""
@@ -345,7 +350,7 @@ def test_precisions(tmp_path: Path) -> None:
     assert_holds(open_training(rounded, half.model), half)
 
 
-@pytest.mark.parametrize("family", MESHES)
+@pytest.mark.parametrize("family", sample(2, ["gpt3", "qwen3", "neox", "llama"]))
 def test_exports_are_equal(family: str, tmp_path: Path) -> None:
     whole = random_whole(family)
     first = nxd_checkpoint(tmp_path / "first", whole, MESHES[family][0])

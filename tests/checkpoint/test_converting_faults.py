@@ -105,6 +105,7 @@ print(before, peak())
 """
 
 
+@pytest.mark.long
 def test_memory(tmp_path: Path) -> None:
     """Of 42M parameters, 0.5 GB with the moments: a worker's share or a few pieces at a time."""
     sizes = {

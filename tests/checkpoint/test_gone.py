@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from made_records import save_attempt
 
 from checkpoint.pretend import CONFIG, PretendGang, save, state
 from checkpoint.test_resume import find
 from slurmllm.checkpoint.catalogue import require_recorded
 from slurmllm.cli.main import cli
 from slurmllm.errors import CheckpointError
-from slurmllm.run.records import AttemptRecord, Event, JobsRecord, SkippedBatches, SkipsRecord
+from slurmllm.run.records import Event, JobsRecord, SkippedBatches, SkipsRecord
 from slurmllm.run.records import Submission as Sent
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.policy import is_transient
@@ -25,21 +26,16 @@ SAVED_AT = 1_800_000_000.0
 
 def record(run: RunDir, attempt: int, *steps: int, first_step: int | None = None) -> None:
     """An attempt's records and its checkpoints."""
-    AttemptRecord(
-        attempt=attempt,
-        stage="train",
-        job_id=None,
-        nodes=("n",),
-        world_size=1,
-        master_addr="n",
-        master_port=1,
+    save_attempt(
+        run,
+        attempt,
         started_at=SAVED_AT,
         ended_at=SAVED_AT,
         ending="node_failure",
         first_step=first_step,
         steps_gained=max(steps, default=0),
         checkpoint_after=max(steps, default=None),
-    ).save(run.attempt("train", attempt).record)
+    )
     run.events(attempt).parent.mkdir(exist_ok=True)
     with run.events(attempt).open("w") as stream:
         for step in steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,11 +39,6 @@ def test_a_laptop_without_slurm_can_train(tmp_path: Path) -> None:
     assert states["nodes"]["state"] == "skipped"
     assert states["torch"]["state"] in ("ok", "warn")
     assert states["file system"]["state"] == "ok"
-    text = run(path=str(tmp_path / "bin"), cwd=tmp_path)
-    assert text.returncode == 0
-    assert "warn: slurm commands: --local trains on this machine" in text.stdout
-    for name in states:
-        assert name in text.stdout
 
 
 def test_slurm_that_does_not_answer_is_3(tmp_path: Path) -> None:
@@ -57,9 +53,10 @@ def test_slurm_that_does_not_answer_is_3(tmp_path: Path) -> None:
 
 
 def test_an_environment_without_the_neuron_wheels_is_2(tmp_path: Path) -> None:
-    done = run("--cluster", "trn1", "--json", path=str(tmp_path), cwd=tmp_path)
+    done = run("--cluster", "trn1", path=str(tmp_path), cwd=tmp_path)
     assert done.returncode == 2
-    assert checks(done.stdout)["neuronx-distributed"]["state"] == "fail"
+    assert re.search(r"^fail +neuronx-distributed |^fail: neuronx-distributed: ", done.stdout, re.M)
+    assert "warn: slurm commands: --local trains on this machine" in done.stdout
 
 
 def test_an_unknown_profile_is_2_and_no_traceback(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import subprocess
@@ -13,11 +12,11 @@ import pytest
 import yaml
 from cli.planning import answer, call
 from click.testing import CliRunner
+from made_records import save_attempt
 
 from slurmllm.cli.main import cli
 from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.plan.mesh import make_mesh, save_mesh
-from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 
 
@@ -245,11 +244,6 @@ def test_where_nothing_fits_the_fewest_nodes_that_would_are_named() -> None:
         ("neox_20b --cluster local --budget 5 --nodes 1", "no price of local: plans cannot be"),
         ("neox_20b --nodes 4 --top 0", "--top"),
         ("neox_20b --nodes 4 --cluster nowhere", "unknown cluster profile 'nowhere'"),
-        ("neox_20b --nodes 4 --against run", "are the run's"),
-        ("--against run", "no run 'run'"),
-        ("--against run --explain", "--against run with --explain: recipe, nodes and settings"),
-        ("--against run --price 3y --nodes 4", "leave out --nodes, --price"),
-        ("--against r --plot x.png", "leave out --plot"),
         ("neox_20b --nodes 4 --set cluster.hardware.matrix_efficiency=1.3", "matrix_efficiency"),
         ("neox_20b --nodes 4 --set cluster.hardware.reserved_gib=16", "reserved_gib"),
     ],
@@ -363,32 +357,28 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     }
     rows = ({"step": step, "time": 1e9 + step / 2, **same} for step in range(1, 30))
     run.metrics(0).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    AttemptRecord(
-        attempt=0,
-        stage="train",
-        job_id=None,
-        nodes=("n0",),
-        world_size=8,
-        master_addr="n0",
-        master_port=1024,
-        started_at=1e9,
-        ended_at=1e9 + 15,
-        ending="done",
-    ).save(run.attempt("train", 0).record)
-    where = ("--against", "measured", "--runs-dir", str(tmp_path))
-    result = {row["name"]: row for row in answer(*where)["rows"]}
+    save_attempt(run, world_size=8, started_at=1e9, ended_at=1e9 + 15, ending="done")
+    command = ["report", "measured", "--prediction", "--runs-dir", str(tmp_path)]
+
+    def report(*options: str) -> str:
+        result = CliRunner().invoke(cli, [*command, *options])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    result = {row["name"]: row for row in json.loads(report("--json"))["rows"]}
     candidates = answer("pythia_160m", "--nodes", "1")["candidates"]
     (recipe_layout,) = (item for item in candidates if item["recipe_layout"])
     assert result["step"]["predicted"] == pytest.approx(recipe_layout["step_s"])
     assert result["step"]["measured"] == 0.5
-    table = call(*where).stdout
+    table = report()
     assert table.startswith("measured: ")
     assert f"{0.5 / recipe_layout['step_s']:.3f}" in table
-    rows_of_file = csv.DictReader(call(*where, "--csv", "-").stdout.splitlines())
-    assert [row["name"] for row in rows_of_file] == list(result)
-    assert call(*where, "--markdown", "-").stdout.startswith("|  | predicted | measured |")
     # A time limit that the assumed start-ups would not keep: the run had shorter ones.
     short = resolve("pythia_160m", None, ["slurm.time=7"])
     run.config.write_text(short.to_yaml(), encoding="utf-8")
-    result = {row["name"]: row for row in answer(*where)["rows"]}
+    result = {row["name"]: row for row in json.loads(report("--json"))["rows"]}
     assert result["effective utilization"]["predicted"] is None
+    for options in (["--price", "3y"], ["--plot", "x.png"], ["another"], ["--no-html"]):
+        refused = CliRunner().invoke(cli, [*command, *options])
+        assert refused.exit_code == 2
+        assert "--prediction is of one run" in refused.stderr

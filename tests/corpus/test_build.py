@@ -17,6 +17,7 @@ import pyarrow.ipc
 import pytest
 import xxhash
 import zstandard
+from amounts import amount
 from click.testing import CliRunner
 from data.conftest import names_in
 from hypothesis import given, settings
@@ -95,7 +96,7 @@ def test_corpus_and_manifest(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.jsonl", "b.txt", "c.txt", "out.arrow", "out.arrow.json"]
 
 
-@settings(max_examples=30)
+@settings(max_examples=amount(7, of=30))
 @given(
     st.lists(st.lists(st.text("aä\u0308 \n", max_size=4), max_size=8), min_size=1, max_size=4),
     st.booleans(),

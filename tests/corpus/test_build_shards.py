@@ -38,16 +38,31 @@ main()
 """
 
 
-@pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of files with some equal documents; a shard is a file."""
+@pytest.fixture(autouse=True)
+def _a_shard_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurmllm.corpus.shard._LEAST_BYTES", 1)
-    folder = tmp_path / "in"
+
+
+def write_inputs(folder: Path, more: str = "") -> Path:
+    """Write a folder of files with some equal documents."""
     folder.mkdir()
     for index in range(FILES):
         rows = [{"text": f"{number % 70} of {index % 4}"} for number in range(100)]
-        (folder / f"{index}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{index}.jsonl").write_text(lines + more)
     return folder
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    return write_inputs(tmp_path / "in")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many documents as a build can be killed in the middle of."""
+    folder = tmp_path_factory.mktemp("many") / "in"
+    return write_inputs(folder, '{"text": "some more of it"}\n' * 150_000)
 
 
 def build(inputs: Path, out: str = "out.arrow", **options: Any) -> BuildResult:
@@ -173,12 +188,8 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 60) -> None:
         time.sleep(0.02)
 
 
-def start(inputs: Path, *options: str) -> subprocess.Popen[bytes]:
-    """A build that takes long enough to be killed in the middle."""
-    for index in range(FILES):
-        with (inputs / f"{index}.jsonl").open("ab") as file:
-            file.write(b'{"text": "some more of it"}\n' * 400_000)
-    arguments = ["data", "build", str(inputs), "--out", str(inputs.parent / "out.arrow")]
+def start(inputs: Path, out: str, *options: str) -> subprocess.Popen[bytes]:
+    arguments = ["data", "build", str(inputs), "--out", str(inputs.parent / out)]
     return subprocess.Popen(
         [sys.executable, "-c", MAIN, *arguments, "--dedup", "--workers", "2", *options],
         start_new_session=True,
@@ -187,15 +198,16 @@ def start(inputs: Path, *options: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("how", ["group", "parent", "interrupt", "worker"])
-def test_a_killed_build_continues(inputs: Path, how: str) -> None:
-    process = start(inputs)
+def test_a_killed_build_continues(many: Path, how: str) -> None:
+    out = f"{how}.arrow"
+    process = start(many, out)
     assert process.stderr is not None
-    work = WorkFolder.of(inputs.parent / "out.arrow")
+    work = WorkFolder.of(many.parent / out)
     wait_for(lambda: work.path.exists() and work.shard_names())
     workers = children(process.pid)
     assert len(workers) == 2
     with pytest.raises(DataError, match="another `data build`"):
-        build(inputs)
+        build(many, out)
     if how == "group":
         os.killpg(process.pid, signal.SIGKILL)
     elif how == "parent":
@@ -210,10 +222,11 @@ def test_a_killed_build_continues(inputs: Path, how: str) -> None:
     wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), 10)
     assert code == {"interrupt": 130, "worker": NodeError.exit_code}.get(how, -9), stderr
     assert ("was killed by SIGKILL" in stderr) == (how == "worker")
-    assert not (inputs.parent / "out.arrow").exists()
-    assert build(inputs).continued > 0
-    build(inputs, "whole.arrow")
-    assert content(inputs) == content(inputs, "whole.arrow")
+    assert not (many.parent / out).exists()
+    assert build(many, out).continued > 0
+    if not (many.parent / "whole.arrow").exists():
+        build(many, "whole.arrow")
+    assert content(many, out) == content(many, "whole.arrow")
 
 
 # Kills itself when it writes the corpus, or when it renames it after the manifest.
@@ -347,11 +360,11 @@ def test_shards_on_slurm(inputs: Path, slurm: Any) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("how", ["scancel", "interrupt"])
-def test_jobs_that_end_early(inputs: Path, slurm: Any, how: str) -> None:
-    process = start(inputs, "--slurm")
+def test_jobs_that_end_early(many: Path, slurm: Any, how: str) -> None:
+    process = start(many, f"slurm-{how}.arrow", "--slurm")
     assert process.stderr is not None
     array = process.stderr.readline().decode().split()[2].strip(":")
-    work = WorkFolder.of(inputs.parent / "out.arrow")
+    work = WorkFolder.of(many.parent / f"slurm-{how}.arrow")
     wait_for(work.running)
     if how == "scancel":
         subprocess.run(["scancel", array], check=True)
@@ -368,4 +381,4 @@ def test_jobs_that_end_early(inputs: Path, slurm: Any, how: str) -> None:
         assert list(logs.glob("*.err"))
     queue = ["squeue", "--noheader", "--states=PENDING,RUNNING", "--jobs", array]
     wait_for(lambda: not subprocess.run(queue, capture_output=True, check=False).stdout)
-    assert not (inputs.parent / "out.arrow").exists()
+    assert not (many.parent / f"slurm-{how}.arrow").exists()

@@ -24,6 +24,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from amounts import amount
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -263,7 +264,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=100)
+@settings(max_examples=amount(25, of=100))
 @given(st.lists(st.sampled_from(PIECES), max_size=40), st.booleans(), st.integers(1, 9))
 @example(["a", "\n", "\n", " "], False, 2)
 def test_text_means_the_same_in_blocks_of_any_size(
@@ -325,7 +326,7 @@ LINES = st.one_of(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=amount(20, of=80))
 @given(st.lists(LINES, max_size=6), st.booleans(), st.integers(3, 100))
 def test_json_lines_mean_the_same_in_blocks_of_any_size(
     lines: list[str], mark: bool, block: int

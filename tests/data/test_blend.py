@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from amounts import amount, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ WEIGHTS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=amount(15, of=60))
 @given(weights=WEIGHTS, global_batch=st.integers(1, 40), seed=st.integers(0, 2**32))
 def test_shares_are_exact_at_every_moment(
     weights: list[float], global_batch: int, seed: int
@@ -41,7 +42,7 @@ def test_shares_are_exact_at_every_moment(
         assert abs(count - weight * 3 * global_batch / sum(exact)) < 1
 
 
-@settings(max_examples=30)
+@settings(max_examples=amount(7, of=30))
 @given(weights=WEIGHTS, steps=st.integers(0, 20))
 def test_counts_are_all_there_is_to_remember(weights: list[float], steps: int) -> None:
     blend = Blend(weights, 6, 3, [0] * len(weights))
@@ -77,7 +78,9 @@ def blended(two: tuple[Path, Path], tokenizer: Path, *weights: float) -> StreamS
     return StreamSpec(list(zip(two, weights, strict=True)), tokenizer, 16, 8, 5)
 
 
-@pytest.mark.parametrize(("dp_size", "workers"), [(1, 0), (2, 0), (4, 1), (1, 3)])
+@pytest.mark.parametrize(
+    ("dp_size", "workers"), sample(2, [(2, 0), (1, 3), (1, 0), (4, 1)], arguments=2)
+)
 def test_a_blend_is_the_same_everywhere_and_resumes(
     two: tuple[Path, Path], tokenizer: Path, dp_size: int, workers: int
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import amount
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -164,7 +165,7 @@ def test_other_tokenizers(tmp_path: Path, request: pytest.FixtureRequest, kind: 
     tokenizer.save(str(path))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     encoder = TokenEncoder(path)
-    for row in conversations(100, system=True):
+    for row in conversations(amount(20, of=100), system=True):
         expected = theirs.apply_chat_template(
             row, return_dict=True, return_assistant_tokens_mask=True
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,14 +10,14 @@ from slurmllm.data.order import DocumentOrder, Permutation
 SEEDS = st.integers(0, 2**63)
 
 
-@settings(max_examples=150)
+@settings(max_examples=amount(37, of=150))
 @given(size=st.integers(1, 700), seed=SEEDS, epoch=st.integers(0, 10**6))
 def test_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
     permuted = Permutation(size, seed, epoch).take(np.arange(size))
     assert sorted(permuted.tolist()) == list(range(size))
 
 
-@settings(max_examples=50)
+@settings(max_examples=amount(12, of=50))
 @given(size=st.integers(32, 300), seed=SEEDS, epoch=st.integers(0, 10**6))
 def test_epochs_and_seeds_differ(size: int, seed: int, epoch: int) -> None:
     def order(seed: int, epoch: int) -> list[int]:
@@ -28,7 +29,7 @@ def test_epochs_and_seeds_differ(size: int, seed: int, epoch: int) -> None:
     assert here != list(range(size))
 
 
-@settings(max_examples=30)
+@settings(max_examples=amount(7, of=30))
 @given(documents=st.integers(1, 60), seed=SEEDS, epochs=st.integers(1, 4))
 def test_every_epoch_holds_every_document_once(documents: int, seed: int, epochs: int) -> None:
     order = DocumentOrder(documents, seed)
@@ -37,7 +38,7 @@ def test_every_epoch_holds_every_document_once(documents: int, seed: int, epochs
         assert sorted(order.take(positions).tolist()) == list(range(documents))
 
 
-@settings(max_examples=30)
+@settings(max_examples=amount(7, of=30))
 @given(documents=st.integers(1, 60), stride=st.integers(1, 9), begin=st.integers(0, 200))
 def test_positions_may_be_asked_for_apart(documents: int, stride: int, begin: int) -> None:
     expected = DocumentOrder(documents, 3).take(np.arange(300))

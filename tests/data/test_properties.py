@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ def all_held_out(texts: Sequence[str], validation: float) -> bool:
     return not Split("train", validation).document_mask(hashes).any()
 
 
-@settings(max_examples=60)
+@settings(max_examples=amount(15, of=60))
 @given(
     texts=TEXTS,
     seed=SEEDS,
@@ -95,7 +96,7 @@ def test_any_stream_is_one_order_and_resumes_exactly(
         assert np.array_equal(take(resumed, 6), expected[stop:])
 
 
-@settings(max_examples=40)
+@settings(max_examples=amount(10, of=40))
 @given(texts=TEXTS, seed=SEEDS, seq_len=st.integers(1, 40), epochs=st.integers(1, 3))
 def test_no_token_is_lost_or_repeated_in_an_epoch(
     tmp_path_factory: pytest.TempPathFactory,
@@ -123,7 +124,7 @@ def test_no_token_is_lost_or_repeated_in_an_epoch(
         assert Counter(here) == Counter(tuple(encoder.encode(t).tolist()) for t in texts)
 
 
-@settings(max_examples=6)
+@settings(max_examples=amount(2, of=6))
 @given(
     texts=TEXTS,
     seed=SEEDS,
@@ -152,7 +153,7 @@ def test_workers_change_nothing(
         close([*ranks, *resumed])
 
 
-@settings(max_examples=40)
+@settings(max_examples=amount(10, of=40))
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
     seed=SEEDS,
@@ -185,7 +186,7 @@ def test_documents_and_positions_of_a_masked_batch(
             assert position == place
 
 
-@settings(max_examples=20)
+@settings(max_examples=amount(5, of=20))
 @given(seed=SEEDS, validation=st.floats(0.1, 0.5), ids=st.booleans())
 def test_the_split_parts_the_documents(
     tmp_path_factory: pytest.TempPathFactory,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -37,7 +38,7 @@ def test_pieces_of_real_text_give_the_tokens_of_the_whole(
     assert whole(source, 0) == [*expected, 50256]
 
 
-@settings(max_examples=40)
+@settings(max_examples=amount(10, of=40))
 @given(content=st.text(alphabet="ab é東🙂\n", max_size=300), piece_bytes=st.integers(8, 60))
 def test_pieces_of_any_text_hold_all_of_it(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, content: str, piece_bytes: int

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from end_to_end.bench import SMALL, Bench
+from end_to_end.slurm_runs import wait
 
 from diagnose.conftest import health
-from slurmllm.corpus.builtin import ensure_stdlib
 
 pytestmark = pytest.mark.slurm
 SICK = "n2"
@@ -32,7 +32,9 @@ def _a_full_disk(slurm: object) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_a_full_disk")
-def test_a_node_that_fails_its_preflight_is_excluded(tmp_path: Path) -> None:
+def test_a_node_that_fails_its_preflight_is_excluded(
+    tmp_path: Path, inputs: tuple[str, ...]
+) -> None:
     bench = Bench(tmp_path / "runs")
     fit = json.loads(health(tmp_path, "--nodelist=n[3-4]", "--json", "--bandwidth"))
     assert (sorted(fit["nodes"]), fit["exit_code"]) == (["n3", "n4"], 0)
@@ -42,7 +44,6 @@ def test_a_node_that_fails_its_preflight_is_excluded(tmp_path: Path) -> None:
     assert f"fail: {SICK}: 0.0 GB free in /var/tmp; profile local requires 1" in text
     assert "1 ok, 0 warn, 1 fail" in text
 
-    corpus, tokenizer = ensure_stdlib(tmp_path / "stdlib")
     bench.call(
         "submit",
         "tiny_neox",
@@ -50,14 +51,12 @@ def test_a_node_that_fails_its_preflight_is_excluded(tmp_path: Path) -> None:
         "--name=r",
         "--exclude=n[4-5]",
         *SMALL,
-        f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}",
-        "--set=train.compile=false",
+        *inputs,
+        "--set=backend=rehearsal",
         "--set=train.steps=15",
         "--set=slurm.drain=true",
     )
-    done = lambda: bench.status("r")["state"] in ("done", "stopped", "cancelled")  # noqa: E731
-    bench.until(done, "never done", 120, every_s=1.5)
+    wait(bench, "r", "done", "stopped", "cancelled")
     shown = bench.status("r")
     assert shown["state"] == "done"
     assert bench.endings("r") == [("node_failure", "requeue"), ("done", "finish")]

@@ -23,6 +23,8 @@ from slurmllm.config.yaml_source import flatten
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "trn1.md"
 COMMAND = re.compile(r"^slurmllm (submit \S+ --nodes \d+ --dry-run)$", re.MULTILINE)
 ROW = re.compile(r"^\| `([^`]+)` \| (.+?) \| (.+?) \| (.*?) ?\|$")
+LIST = re.compile(r"^(?:Same in both|Only ours \(l\)): ")
+ITEM = re.compile(r"`(--[^`]+|[^`=]+)(?:=([^`]*))?`")  # a compiler's flag is name and value
 NOT_OURS = "–"
 COMPLETE = ("model.", "optim.", "parallel.")  # sections of which every value must be in the table
 
@@ -39,9 +41,13 @@ def tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
     for part in re.split(r"^### ", section, flags=re.M)[1:]:
         heading, *lines = part.splitlines()
         rows = [match.groups() for line in lines if (match := ROW.match(line))]
+        assert len(rows) == sum(line.startswith("| `") for line in lines), f"{heading}: odd row"
+        for line in filter(LIST.match, lines):
+            theirs, why = ("–", "(l)") if "(l)" in line else (None, "")
+            items = [(name, value or name) for name, value in ITEM.findall(line)]
+            rows += [(name, value, theirs or value, why) for name, value in items]
         names = [name for name, *_ in rows]
         assert len(set(names)) == len(names), f"{heading}: a row stands twice"
-        assert len(rows) == sum(line.startswith("| `") for line in lines), f"{heading}: odd row"
         found[heading] = {name: (ours, theirs, why) for name, ours, theirs, why in rows}
     return found
 
@@ -81,10 +87,13 @@ def with_ours(section: str, found: dict[str, dict[str, str]]) -> str:
     heading, lines = "", []
     for line in section.splitlines():
         heading = line.removeprefix("### ") if line.startswith("### ") else heading
-        match = ROW.match(line)
-        if match and match[2] != NOT_OURS and match[1] in found.get(heading, {}):
-            cells = (f"`{match[1]}`", f"`{found[heading][match[1]]}`", match[3], match[4])
+        match, values = ROW.match(line), found.get(heading, {})
+        if match and match[2] != NOT_OURS and match[1] in values:
+            cells = (f"`{match[1]}`", f"`{values[match[1]]}`", match[3], match[4])
             line = f"| {' | '.join(cells)} |".replace("|  |", "| |")
+        elif LIST.match(line) and heading != "Compiler flags":
+            for name, value in ITEM.findall(line):
+                line = line.replace(f"`{name}={value}`", f"`{name}={values.get(name, value)}`")
         lines.append(line)
     return "\n".join(lines) + "\n"
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from made_records import save_attempt
 
 from slurmllm.drill import injector
 from slurmllm.drill.injector import FaultKind, FaultSpec, Injection, inject
@@ -28,16 +29,7 @@ Spawn = Callable[..., "subprocess.Popen[bytes]"]
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "r")
     run.checkpoints.mkdir(parents=True)
-    AttemptRecord(
-        attempt=0,
-        stage="train",
-        job_id=None,
-        nodes=("local0", "local1"),
-        world_size=2,
-        master_addr="",
-        master_port=1,
-        started_at=0.0,
-    ).save(run.attempt("train", 0).record)
+    save_attempt(run, nodes=("local0", "local1"))
     return run
 
 

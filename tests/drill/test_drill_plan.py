@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_records import save_attempt
 
 from slurmllm.config.resolve import change, resolve
 from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds, why_no_reference
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
-from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.run.records import JobsRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.train.schedules import learning_rate
 
@@ -51,7 +53,7 @@ def test_invalid_kinds(text: str) -> None:
         parse_kinds(text, 1)
 
 
-@settings(max_examples=30, derandomize=True)
+@settings(max_examples=amount(7, of=30), derandomize=True)
 @given(steps=st.integers(3, 120), seed=st.integers(), nodes=st.sampled_from([2, 4]))
 def test_faults_come_between_checkpoints(
     tmp_path_factory: pytest.TempPathFactory, steps: int, seed: int, nodes: int
@@ -132,19 +134,7 @@ def test_an_unbroken_run_is_its_own_reference(
     sent = Submission(submitted_at=0.0, nodes=2, local=True, first_attempt=0)
     JobsRecord(submissions=(sent,)).save(run.jobs)
     assert "did not complete steps 1 to 60" in str(why_no_reference(plan, ()))
-    record = AttemptRecord(
-        attempt=0,
-        stage="train",
-        job_id=None,
-        nodes=("local0", "local1"),
-        world_size=2,
-        master_addr="",
-        master_port=1,
-        started_at=0.0,
-        first_step=1,
-        last_step=60,
-    )
-    record.save(run.attempt("train", 0).record)
+    save_attempt(run, nodes=("local0", "local1"), first_step=1, last_step=60)
     assert "metrics file is missing" in str(why_no_reference(plan, ()))
     run.metrics(0).parent.mkdir()
     run.metrics(0).write_text("")

@@ -26,8 +26,18 @@ SMALL = (
 )
 
 # Everything but the arithmetic, in steps that wait instead of computing: for tests of what happens
-# around the training.
-REHEARSED = ("--set=backend=rehearsal", "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.25")
+# around the training. Without a process that reads ahead, which takes as long to start as a worker.
+REHEARSED = (
+    "--set=backend=rehearsal",
+    "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.25",
+    "--set=data.num_workers=0",
+)
+# Nor a preflight, on this machine.
+LEAN = (
+    *REHEARSED,
+    "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05",
+    "--set=cluster.health.enabled=false",
+)
 # For a fault that a command makes, which takes seconds on a busy machine: before the run ends.
 SLOWLY = (*REHEARSED, "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.5")
 

@@ -25,8 +25,7 @@ def test_the_time_limit_itself(slurm: Cluster, bench: Bench, inputs: tuple[str, 
         "--time=3",
         "--set=slurm.signal_lead_s=60",
         "--set=train.steps=100000",
-        "--set=backend=rehearsal",  # two minutes of CPUs for others
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.2",
+        *REHEARSED,  # two minutes of CPUs for others
     )
     again = bench.runs / "limited" / "attempts" / "001" / "attempt.json"
     bench.until(again.is_file, "not requeued")

@@ -24,6 +24,7 @@ def test_two_at_a_time_and_one_cancelled(
         "--name=grid",
         *SMALL,
         *SLOWLY,
+        "--set=cluster.health.enabled=false",
         *inputs,
         "--exclude=n5",
         "--set=train.steps=20",
@@ -48,6 +49,7 @@ def test_two_at_a_time_and_one_cancelled(
     def ended() -> bool:
         return bench.status("grid")["states"] == {"done": 5, "cancelled": 1}
 
+    bench.until(lambda: all(bench.ended(f"grid/{run}") for run in jobs), "runs never ended")
     bench.until(ended, "the sweep never ended", every_s=2.0)
     rows = SlurmClient().accounting(*jobs.values(), graphs["precompile_job"])
     trained = [row for row in rows if row.job_id in jobs.values()]

@@ -118,7 +118,11 @@ def test_a_task_that_fails_does_not_end_the_others(
     assert warnings == []
 
 
-def test_a_job_that_is_killed_is_reported(learnt: Learnt, tmp_path: Path) -> None:
+def test_a_job_that_is_killed_is_reported_and_imports_nothing_of_the_working_directory(
+    learnt: Learnt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers.py").write_text(f"open({str(tmp_path / 'code ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     choice = (suites_dir() / "smoke" / "smoke_choice.yaml").read_text()
@@ -142,6 +146,7 @@ def test_a_job_that_is_killed_is_reported(learnt: Learnt, tmp_path: Path) -> Non
     assert "killed by signal 9" in failed["error"]
     assert Path(failed["error"].rpartition(" ")[2]).is_file()
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
+    assert not (tmp_path / "code ran").exists()
 
 
 def test_nothing_that_others_put_next_to_a_job_s_log_is_read(
@@ -160,18 +165,6 @@ def test_nothing_that_others_put_next_to_a_job_s_log_is_read(
     for suffix in (".request", ".outcome"):
         process.log.with_suffix(suffix).write_bytes(pickle.dumps(Planted()))
     assert "ended with exit code 0" in str(process.outcome().error)
-    assert not (tmp_path / "code ran").exists()
-
-
-def test_a_job_does_not_import_from_the_working_directory(
-    learnt: Learnt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "transformers.py").write_text(f"open({str(tmp_path / 'code ran')!r}, 'w')")
-    monkeypatch.chdir(tmp_path)
-    done = in_processes(
-        learnt.run, "--suite", "smoke", "--task", "smoke_sums", "--limit", 1, "--force", "--no-plot"
-    )
-    assert done.exit_code == 0, done.output
     assert not (tmp_path / "code ran").exists()
 
 

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from amounts import amount
 from hypothesis import HealthCheck, given, settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def test_some_new_files(target: str, tmp_path: Path) -> None:
     """A few files of the kind that `make fuzz` tries for an hour, the same ones each time."""
 
     @settings(
-        max_examples=30,
+        max_examples=amount(7, of=30),
         derandomize=True,
         database=None,
         deadline=None,

@@ -21,7 +21,6 @@ from slurmllm.backends.environment import (
     remove_leftovers,
 )
 from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.corpus.builtin import ensure_stdlib
 from slurmllm.errors import NodeError, RunError, StorageError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge, reuse
@@ -58,9 +57,8 @@ def config_on(disk: Path, *more: str) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
-    return (f"data.corpus={corpus}", f"data.tokenizer={tokenizer}")
+def data(inputs: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(option.removeprefix("--set=") for option in inputs)
 
 
 def prepare_new(root: Path, *overrides: str) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from made_records import save_attempt
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.backends.native.processor import cpu_capability, cpu_fields, output, processor
@@ -20,7 +21,6 @@ from slurmllm.errors import EXIT_OK
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs import merge, reuse
 from slurmllm.run.artifact_records import GraphManifest
-from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.worker_files import INSTALLED_FILE, REUSED, wait_for_graphs
 from slurmllm.submit.prepare import render_run, write_run
@@ -139,18 +139,7 @@ class MixedPartition:
         self.run = RunDir(folder / "runs" / "r")
         self.run.path.mkdir(parents=True)
         write_run(render_run(config, 2, self.run))
-        record = AttemptRecord(
-            attempt=0,
-            stage="train",
-            job_id="7",
-            nodes=("new", "old"),
-            world_size=2,
-            master_addr="127.0.0.1",
-            master_port=1,
-            control_port=2,
-            started_at=0.0,
-        )
-        record.save(self.run.attempt("train", 0).record)
+        save_attempt(self.run, nodes=("new", "old"), job_id="7", master_addr="127.0.0.1")
         self.installed: dict[str, bool] = {}  # node → whether its workers use the archive's graphs
 
     def launch(self, node: str, *graphs: str) -> Launcher:
@@ -257,6 +246,7 @@ print(int(close), *compiling.cache_counts())
 
 
 @x86
+@pytest.mark.long
 def test_a_shared_cache_of_inductor_keeps_capabilities_apart(tmp_path: Path) -> None:
     """Without the tag the second process finds the first one's graph, and its result is wrong."""
 

@@ -424,7 +424,4 @@ def test_lines_that_are_no_json(tmp_path: Path) -> None:
 
 def test_the_documentation_lists_every_format() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    for name, log_format in log_formats().items():
-        losses = ", ".join(f"`{tag}`" for tag in log_format.tags.get("loss", ())[:3])
-        unit = "" if log_format.counts == "steps" else f", {log_format.counts}"
-        assert f"| {name} | {log_format.steps_from}{unit} | {losses}" in docs
+    assert f"Known are {', '.join(log_formats())}." in docs

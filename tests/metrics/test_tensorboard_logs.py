@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -61,7 +62,7 @@ def assert_equal_to_tensorboard(path: Path) -> None:
         np.testing.assert_array_equal(series.times, [value.wall_time for value in theirs])
 
 
-@settings(max_examples=60)
+@settings(max_examples=amount(15, of=60))
 @given(
     events=st.lists(
         st.tuples(

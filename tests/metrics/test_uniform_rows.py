@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_rows import make_row, make_rows, write_rows
@@ -67,7 +68,7 @@ def assert_same(fast: Curve | str, exact: Curve | str) -> None:
         np.testing.assert_array_equal(flags, exact.absent[key])
 
 
-@settings(max_examples=60)
+@settings(max_examples=amount(15, of=60))
 @given(
     rows=st.lists(st.tuples(st.integers(0, 40), values, values), min_size=1, max_size=30),
     odd=st.lists(st.tuples(st.integers(0, 30), odd_lines), max_size=2),

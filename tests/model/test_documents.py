@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import assert_rounded, forward_terms
@@ -33,7 +34,7 @@ def model_config(family: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=20, derandomize=True)
+@settings(max_examples=amount(5, of=20), derandomize=True)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9))
 def test_packed_documents_equal_single_ones(family: str, lengths: list[int]) -> None:
     config = model_config(family)

@@ -12,7 +12,6 @@ from end_to_end.bench import SMALL, Bench
 
 from nxd.conftest import nxd_environment
 from slurmllm.checkpoint.formats.nxd_files import LAYOUT
-from slurmllm.corpus.builtin import ensure_stdlib
 
 pytestmark = pytest.mark.nxd
 
@@ -24,12 +23,6 @@ COMMON = (
     "--set=checkpoint.every_steps=10",
     "--set=checkpoint.asynchronous=true",
 )
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
-    return (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import pytest
 from end_to_end.bench import SMALL, Bench
 
 from nxd.conftest import nxd_environment
-from slurmllm.corpus.builtin import ensure_stdlib
 
 pytestmark = [pytest.mark.nxd, pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -32,15 +31,15 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: object) -> Ite
         yield bench
 
 
-def test_a_failed_graph_then_a_whole_run(bench: Bench, tmp_path: Path) -> None:
+def test_a_failed_graph_then_a_whole_run(
+    bench: Bench, inputs: tuple[str, ...], tmp_path: Path
+) -> None:
     control = tmp_path / "control.json"
     control.write_text(json.dumps({"fail": ["optimizer_step"], "exit_code": 0}))
-    corpus, tokenizer = ensure_stdlib(tmp_path / "stdlib")
     run = (
         "--nodes=4",
         *SMALL,
-        f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}",
+        *inputs,
         "--set=backend=nxd",
         "--set=train.micro_batch=1",
         "--set=checkpoint.asynchronous=true",

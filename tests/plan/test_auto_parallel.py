@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ def refused(recipe: str, nodes: int, *overrides: str) -> ConfigError:
     return caught.value
 
 
-@settings(max_examples=60)
+@settings(max_examples=amount(15, of=60))
 @given(
     recipe=st.sampled_from(["neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_1.3b"]),
     cluster=st.sampled_from(["trn1", "trn1n", "p4d"]),

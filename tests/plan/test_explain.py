@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import hypothesis
 import pytest
+from amounts import amount
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def plan(recipe: str, nodes: int, cluster: str, *overrides: str) -> SearchResult
     return search(config, nodes, load_environment(config.backend).unsupported)
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=amount(15, of=60), deadline=None, derandomize=True)
 @given(st.data())
 def test_any_order_is_explained_by_its_own_figures(data: st.DataObject) -> None:
     result = plan(*data.draw(st.sampled_from(PLANS)))

@@ -12,6 +12,7 @@ import pytest
 from _month.failures import RandomFailures
 from _month.scenario import DAY_S, Scenario
 from _month.simulation import simulate
+from amounts import amount, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,11 @@ def test_the_simulation_comes_to_the_same(
 
 @pytest.mark.parametrize(
     ("mtbf_hours", "spares", "limit_h", "least"),
-    [(10, 0, 48, 0.1), (10, 2, 48, 0.5), (20, 8, 24, 0.75), (4, 4, 12, 0.7), (20, 2, 336, 0.5)],
+    sample(
+        2,
+        [(10, 2, 48, 0.5), (4, 4, 12, 0.7), (10, 0, 48, 0.1), (20, 8, 24, 0.75), (20, 2, 336, 0.5)],
+        arguments=4,
+    ),
 )
 def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least: float) -> None:
     """With Llama 3's mix: the share of restarts, and what they save and cost, as simulated."""
@@ -148,7 +153,7 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
     assert losses(share).shares["start_up"] >= losses(0.0).shares["start_up"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=amount(50, of=200))
 @given(
     st.integers(1, 4096),
     st.floats(0.01, 300),

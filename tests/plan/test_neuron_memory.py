@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from amounts import amount
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -203,7 +204,7 @@ def test_masks() -> None:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=amount(15, of=60))
 @given(
     name=st.sampled_from(["tiny_neox", "tiny_llama", "tiny_gpt3"]),
     tensor=st.sampled_from([1, 2, 4]),
@@ -234,7 +235,7 @@ def test_weights_and_moments_are_the_sum_of_the_shards(
     assert sum(parts["optimizer"] for parts in result) == moments
 
 
-@settings(max_examples=100)
+@settings(max_examples=amount(25, of=100))
 @given(
     name=st.sampled_from(sorted(_SIZES)),
     tensor=st.sampled_from([1, 8, 32]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import pytest
+from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +140,7 @@ def test_faults() -> None:
         plan(bare, 1)
 
 
-@settings(max_examples=100)
+@settings(max_examples=amount(25, of=100))
 @given(
     recipe=st.sampled_from(["neox_20b", "llama2_7b", "llama2_70b", "gpt3_6.7b", "tiny_neox"]),
     nodes=st.sampled_from([1, 2, 3, 5, 8, 12, 20]),

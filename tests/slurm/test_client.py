@@ -6,8 +6,11 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm
@@ -265,3 +268,19 @@ def test_slurm_reads_what_is_quoted_and_names_what_it_does_not_take(tmp_path: Pa
     with pytest.raises(SlurmError, match=f"can never be met: job {job} has ended as CANCELLED"):
         check_dependency(f"afterok:{job}", real)
     assert check_dependency(f"afternotok:{job}", real) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "met"),
+    [
+        *(("afterok", "COMPLETED", True), ("afterok", "FAILED", False)),
+        *(("afternotok", "FAILED", True), ("afternotok", "COMPLETED", False)),
+        ("afterany", "FAILED", True),
+    ],
+)
+def test_a_dependency_that_can_never_be_met(kind: str, state: str, met: bool) -> None:
+    row = SimpleNamespace(job_id="7", state=state)
+    client: Any = SimpleNamespace(queue=lambda jobs: {}, accounting=lambda *jobs: [row])
+    refused = pytest.raises(SlurmError, match=f"never be met: job 7 has ended as {state}")
+    with nullcontext() if met else refused:
+        assert check_dependency(f"{kind}:7", client) == []

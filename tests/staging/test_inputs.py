@@ -10,7 +10,6 @@ import pytest
 from data.corpora import write_megatron
 
 from slurmllm.config.resolve import resolve
-from slurmllm.corpus.builtin import ensure_stdlib
 from slurmllm.data.sources import open_source
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.run.staged_files import STAGED_INPUTS, local_copy, once_a_node
@@ -37,9 +36,9 @@ def stage(
 
 
 def test_a_small_text_corpus_and_its_tokenizer_are_read_from_their_copies(
-    private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    private: Path, stdlib: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus, tokenizer = ensure_stdlib(tmp_path / "data")
+    corpus, tokenizer = stdlib
     shared = open_source(corpus, TokenEncoder(tokenizer), None)
     folder = stage(private, monkeypatch, corpus, tokenizer)
     assert local_copy(corpus).parent == local_copy(tokenizer).parent == folder

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from end_to_end.bench import PATIENCE_S, SMALL
 
-from slurmllm.corpus.builtin import ensure_stdlib
 from staging.environment import make_environment
 
 RUN = (
@@ -34,13 +33,12 @@ SPEEDS = ("seq_per_s", "tokens_per_s")
 
 
 class Bench:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, inputs: tuple[str, ...]) -> None:
         self.runs, self.node = folder / "runs", folder / "node"
         for path in (self.runs, self.node):
             path.mkdir()
         self.python = make_environment(folder / "venv")
-        corpus, tokenizer = ensure_stdlib(folder / "data")
-        self.inputs = (f"--set=data.corpus={corpus}", f"--set=data.tokenizer={tokenizer}")
+        self.inputs = inputs
 
     def call(self, *arguments: str) -> str:
         done = subprocess.run(
@@ -72,9 +70,9 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, inputs: tuple[str, ...]) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("staged")
-    yield Bench(folder)
+    yield Bench(folder, inputs)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -87,11 +85,16 @@ def shared(bench: Bench) -> list[dict[str, Any]]:
     return bench.rows("shared")
 
 
+@pytest.fixture(scope="module")
+def staged(bench: Bench) -> str:
+    """What the first run from a staged environment prints."""
+    return bench.run("staged", STAGED)
+
+
 def test_a_staged_run_has_the_same_rows_and_the_next_one_uses_its_environment(
-    bench: Bench, shared: list[dict[str, Any]]
+    bench: Bench, shared: list[dict[str, Any]], staged: str
 ) -> None:
-    output = bench.run("staged", STAGED)
-    assert output.count("files packed") == 1
+    assert staged.count("files packed") == 1
     nodes = bench.nodes("staged")
     assert [node["environment_source"] for node in nodes] == ["staged", "staged"]
     # Both nodes are this machine: one of them unpacks.
@@ -107,9 +110,8 @@ def test_a_staged_run_has_the_same_rows_and_the_next_one_uses_its_environment(
 
 
 def test_workers_fall_back_if_the_archive_is_damaged(
-    bench: Bench, shared: list[dict[str, Any]]
+    bench: Bench, shared: list[dict[str, Any]], staged: str
 ) -> None:
-    bench.run("filled", STAGED)
     for root in bench.environments:
         shutil.rmtree(root)
     (archive,) = (bench.runs / ".environments").glob("*.tar*")

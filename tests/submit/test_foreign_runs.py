@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from made_records import save_attempt
 
 from slurmllm.cli.main import cli
 from slurmllm.config.load import load, save
 from slurmllm.config.resolve import RunConfig, resolve
-from slurmllm.corpus.builtin import ensure_stdlib
 from slurmllm.errors import ConfigError, RunError
-from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import RunRequest, prepare
 from slurmllm.supervise.allocation import LocalAllocation
@@ -39,8 +38,8 @@ def _umask() -> Iterator[None]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    corpus, tokenizer = ensure_stdlib(tmp_path / ".data")
+def config(stdlib: tuple[Path, Path]) -> RunConfig:
+    corpus, tokenizer = stdlib
     return resolve("tiny_neox", overrides=[f"data.corpus={corpus}", f"data.tokenizer={tokenizer}"])
 
 
@@ -64,16 +63,7 @@ def planted(path: Path) -> None:
 def test_a_configuration_that_others_may_have_written_does_not_run(
     run: RunDir, harm: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    AttemptRecord(
-        attempt=0,
-        stage="train",
-        job_id=None,
-        nodes=("local0",),
-        world_size=1,
-        master_addr="127.0.0.1",
-        master_port=1024,
-        started_at=0.0,
-    ).save(run.attempt("train", 0).record)
+    save_attempt(run, nodes=("local0",))
     monkeypatch.setenv("SLURMLLM_NODE_NAME", "local0")
     harm(run.config)
     for start in (

@@ -12,27 +12,21 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import SMALL, Bench
-from train.gang import make_data
+from end_to_end.bench import LEAN, SMALL, Bench
 
 # How long after an attempt's end its record may follow, on a busy machine
 RECORDED_WITHIN_S = 5.0
 
 
-def start(bench: Bench, folder: Path, *more: str) -> subprocess.Popen[str]:
-    corpus, tokenizer = make_data(folder)
+def start(bench: Bench, inputs: tuple[str, ...], *more: str) -> subprocess.Popen[str]:
     return bench.start(
         "submit",
         "tiny_neox",
         "--nodes=2",
         "--local",
-        "--set=backend=rehearsal",
         *SMALL,
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05",
-        "--set=train.compile=false",
-        "--set=model.vocab_size=512",
-        f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}",
+        *LEAN,
+        *inputs,
         "--name=r",
         *more,
     )
@@ -44,9 +38,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         yield bench
 
 
-def test_a_run_is_followed_through_a_failure_to_its_end(bench: Bench, tmp_path: Path) -> None:
+def test_a_run_is_followed_through_a_failure_to_its_end(
+    bench: Bench, inputs: tuple[str, ...]
+) -> None:
     price = "--set=cluster.price={on_demand: 3600.0, date: '2026-01-01'}"
-    process = start(bench, tmp_path, price)
+    process = start(bench, inputs, price)
     bench.wait_for_step("r", 12)
     watching = bench.start("status", "--watch", "0.5", "r", "--json")
     following = bench.start("logs", "r", "-f", "--all-ranks", "--stage=train")
@@ -76,9 +72,9 @@ def test_a_run_is_followed_through_a_failure_to_its_end(bench: Bench, tmp_path: 
     assert "first failing worker: rank 1 on local1\n  ended by SIGKILL\n" in output
 
 
-def test_a_local_run_is_cancelled_and_resumed(bench: Bench, tmp_path: Path) -> None:
+def test_a_local_run_is_cancelled_and_resumed(bench: Bench, inputs: tuple[str, ...]) -> None:
     # Slow steps: the run must not end before `cancel` has started on a busy machine.
-    process = start(bench, tmp_path, "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.6")
+    process = start(bench, inputs, "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.6")
     bench.wait_for_step("r", 3)
     assert "to save and exit" in bench.call("cancel", "r")
     assert re.search("to save and exit before|nothing to cancel", bench.call("cancel", "r"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import SMALL, Bench, processes_with
+from end_to_end.bench import LEAN, SMALL, Bench, processes_with
 from supervise.starts import attempt_record
 from train.gang import Gang, make_data, make_run
 
@@ -185,24 +185,20 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
-    bench: Bench, tmp_path: Path
+    bench: Bench, inputs: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "disk").mkdir()
-    corpus, tokenizer = make_data(tmp_path)
     process = bench.start(
         "submit",
         "tiny_neox",
         "--nodes=2",
         "--local",
-        "--set=backend=rehearsal",
         *SMALL,
+        *LEAN,
         "--set=cluster.devices_per_node=2",
         f"--set=cluster.node_local={tmp_path / 'disk'}",
         "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.4",
-        "--set=train.compile=false",
-        "--set=model.vocab_size=512",
-        f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}",
+        *inputs,
         "--set=slurm.backoff_s=0",
         "--name=r",
         "--set=checkpoint.every_steps=5",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import SMALL, Bench, processes_with
+from end_to_end.bench import LEAN, SMALL, Bench, processes_with
 
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import StorageError
@@ -34,22 +34,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 @pytest.fixture(scope="module")
-def submit(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    from slurmllm.corpus.builtin import ensure_stdlib
-
-    corpus, tokenizer = ensure_stdlib(tmp_path_factory.mktemp("stdlib"))
+def submit(inputs: tuple[str, ...]) -> tuple[str, ...]:
     return (
         "submit",
         "tiny_neox",
         "--nodes=2",
         "--local",
-        "--set=backend=rehearsal",
         *SMALL,
-        "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05",
+        *LEAN,
         "--set=watchdog.min_step_s=5",
         "--set=watchdog.save_s=30",
-        f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}",
+        *inputs,
     )
 
 
@@ -96,12 +91,12 @@ def launcher(bench: Bench, name: str, node: str) -> int:
     return int(status.partition("PPid:")[2].split()[0])
 
 
-@pytest.mark.parametrize("node", ["local0", "local2"])
+@pytest.mark.parametrize("node", ["local0", "local1"])
 def test_a_launcher_that_is_killed_is_blamed_and_nothing_is_lost(
     bench: Bench, submit: tuple[str, ...], unbroken: str, node: str
 ) -> None:
     name = f"killed-{node}"
-    process = bench.start(*submit, SLOW_STEPS, "--nodes=4", f"--name={name}")
+    process = bench.start(*submit, SLOW_STEPS, f"--name={name}")
     bench.wait_for_step(name, 23)
     os.kill(launcher(bench, name, node), signal.SIGKILL)
     output, _ = process.communicate(timeout=400)

@@ -1,4 +1,7 @@
-"""A secret of a run reaches its workers and nothing else."""
+"""A secret of a run reaches its workers and nothing else, and a run imports nothing of its folder.
+
+One run shows both: it is submitted, resumed and drilled from a folder of another user.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from end_to_end.bench import SMALL, Bench
-from train.gang import make_data
+from end_to_end.bench import LEAN, SMALL, Bench
 
 RECORDING = Path(__file__).with_name("recording")
 CANARY = "hf_cAnArY-7d1f"
@@ -26,18 +28,28 @@ def files_with(text: str, folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in files if text.encode() in path.read_bytes()}
 
 
-def test_only_workers_have_it_and_only_one_file(bench: Bench, tmp_path: Path) -> None:
-    corpus, tokenizer = make_data(tmp_path)
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that modules planted in the working folder write to."""
+    folder, imported = tmp_path / "folder", tmp_path / "imported"
+    folder.mkdir()
+    for name in ("click", "numpy", "pydantic", "yaml", "logging"):
+        planted = f"import os\nwith open({str(imported)!r}, 'a') as f: f.write('{name}')\n"
+        (folder / f"{name}.py").write_text(planted)
+    monkeypatch.chdir(folder)
+    return imported
+
+
+def test_only_workers_have_it_and_only_one_file(
+    bench: Bench, inputs: tuple[str, ...], imported: Path, tmp_path: Path
+) -> None:
     records = tmp_path / "records"
     records.mkdir()
     options = (
         "--local",
-        "--set=backend=rehearsal",
         *SMALL,
-        "--set=train.compile=false",
-        "--set=model.vocab_size=512",
-        f"--set=data.corpus={corpus}",
-        f"--set=data.tokenizer={tokenizer}",
+        *LEAN,
+        *inputs,
         f"--set=env.HF_TOKEN={CANARY}",
         f"--set=env.PYTHONPATH={RECORDING}",
         f"--set=env.RECORDS={records}",
@@ -71,3 +83,4 @@ def test_only_workers_have_it_and_only_one_file(bench: Bench, tmp_path: Path) ->
     assert kept
     expected = {"r/secrets.json", *(f"{name}/secrets.json" for name in kept)}
     assert files_with(CANARY, run.parent) == expected
+    assert not imported.exists()

@@ -23,6 +23,7 @@ def benchmark(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_tiny_models(tmp_path: Path) -> None:
     out = tmp_path / "build" / "gpu.md"
     done = benchmark("--device", "cpu", "--tiny", "--out", str(out), "--minutes", "30")

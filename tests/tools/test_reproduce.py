@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import pytest
+from amounts import sample
 from training_rows import MakeRun, make_row
 
 from slurmllm.config.resolve import resolve
@@ -60,7 +61,7 @@ def drawn_figures() -> list[str]:
     return [name for name, figure in figures if figure.runs and name not in EVALUATED]
 
 
-@pytest.mark.parametrize("name", drawn_figures())
+@pytest.mark.parametrize("name", sample(3, drawn_figures()))
 def test_a_figure_of_made_up_runs(name: str, made_up: Path, tmp_path: Path) -> None:
     from reproduce.figures import draw_figure, read_catalogue
 
@@ -205,6 +206,7 @@ def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
     assert "optim.lrr: unknown field" in done.stderr
 
 
+@pytest.mark.long  # tests/supervise/test_recovery.py has one
 def test_a_frozen_worker_is_missed(tmp_path: Path) -> None:
     done = reproduce("watchdog", "--runs-dir", str(tmp_path), "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

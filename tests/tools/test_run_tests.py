@@ -26,6 +26,11 @@ def test_files_are_dealt_by_their_seconds(count: int) -> None:
         assert shares[1] == ["b/middle", "c/middle"]
 
 
+def test_a_folder_stays_together() -> None:
+    seconds = {"a/one": 30.0, "b/one": 20.0, "b/two": 20.0}
+    assert run_tests.deal(seconds, 2, seconds, by_folder=True) == [["b/one", "b/two"], ["a/one"]]
+
+
 def test_the_list_is_of_files_that_exist() -> None:
     assert [path for path in run_tests.read_seconds() if not (ROOT / path).is_file()] == []
 

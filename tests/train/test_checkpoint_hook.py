@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from checkpoint.pretend import PretendBackend, PretendGang, state
+from made_records import save_attempt
 
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
-from slurmllm.run.records import AttemptRecord, EndingClass, MetricsRow
+from slurmllm.run.records import EndingClass, MetricsRow
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.worker_files import EventLog, PhaseWriter
 from slurmllm.supervise import attempt_monitor
@@ -146,19 +147,7 @@ def test_auto_remembers_earlier_attempts(steps: Callable[..., Steps]) -> None:
 
 
 def record(run: RunDir, number: int, ending: EndingClass) -> None:
-    attempt = AttemptRecord(
-        attempt=number,
-        stage="train",
-        job_id=None,
-        nodes=("n0",),
-        world_size=1,
-        master_addr="n0",
-        master_port=1,
-        started_at=0.0,
-        ended_at=7200.0,
-        ending=ending,
-    )
-    attempt.save(run.attempt("train", number).record)
+    save_attempt(run, number, ended_at=7200.0, ending=ending)
 
 
 def test_an_interval_is_never_shorter_than_a_save(steps: Callable[..., Steps]) -> None:

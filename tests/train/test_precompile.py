@@ -14,7 +14,8 @@ from slurmllm.run.records import WorkerRecord
 from slurmllm.run.rundir import RunDir
 from train.gang import Gang, curve, make_run, rows
 
-pytestmark = pytest.mark.numerics
+# tests/end_to_end/test_slurm.py has a run whose nodes start warm.
+pytestmark = [pytest.mark.numerics, pytest.mark.long]
 
 COMPILED = ("train.compile=true", "train.steps=8", "optim.decay_steps=60")
 

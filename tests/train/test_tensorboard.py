@@ -13,17 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_records import save_attempt
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from training_rows import make_row
 
 from slurmllm.metrics.curves import TAGS
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.run import worker_files
-from slurmllm.run.records import AttemptRecord, MetricsRow
+from slurmllm.run.records import MetricsRow
 from slurmllm.run.rundir import RunDir
 from slurmllm.train.hooks import StepEnd
 from slurmllm.train.hooks.tensorboard import TensorBoardHook
@@ -38,22 +40,7 @@ MakeJob = Callable[..., Any]
 
 
 def moment(step: int, attempt: int = 0, *, loss: float = 5.0, last: bool = False) -> StepEnd:
-    row = MetricsRow(
-        step=step,
-        attempt=attempt,
-        loss=loss,
-        grad_norm=1.5,
-        param_norm=9.0,
-        lr=1e-3,
-        tokens=step * 256,
-        seq_per_s=16.0,
-        tokens_per_s=512.0,
-        step_time_s=0.5,
-        data_wait_s=0.0,
-        forward_backward_s=0.4,
-        optimizer_s=0.1,
-        time=1e9 + step,
-    )
+    row = MetricsRow(**make_row(step, attempt, loss=loss, data_wait_s=0.0, time=1e9 + step))
     return StepEnd(row, last=last, saving=last, leaving=last)
 
 
@@ -138,21 +125,8 @@ def test_runs_stand_side_by_side_in_the_table_of_hyperparameters(
 def test_recipe_and_restarts_as_text(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(0)
     write(job, 1, 7)
-    record = AttemptRecord(
-        attempt=0,
-        stage="train",
-        job_id="7",
-        nodes=("n1", "n2"),
-        world_size=2,
-        master_addr="n1",
-        master_port=1,
-        started_at=0.0,
-        ending="node_failure",
-        evidence=("n2 is | down",),
-        first_step=1,
-        last_step=7,
-    )
-    record.save(job.run.attempt("train", 0).record)
+    end = {"ending": "node_failure", "evidence": ("n2 is | down",), "first_step": 1, "last_step": 7}
+    save_attempt(job.run, nodes=("n1", "n2"), **end)
     write(make_job(4, 1), 5, 6)
     write(make_job(4, 2), 5, 8)  # nothing of attempt 1 was saved
     text = TextPlugin(open_logdir(tmp_path / "runs"))

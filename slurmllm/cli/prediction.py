@@ -1,24 +1,18 @@
-"""`slurmllm plan --against RUN`: predicted and measured figures of a run."""
+"""`slurmllm report RUN --prediction`: predicted and measured figures of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from slurmllm.cli import options
-
 if TYPE_CHECKING:
     from slurmllm.plan.estimate import LayoutEstimate
-    from slurmllm.plan.output import PlanTable
     from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
 
 
-def compare_with_run(
-    name: str, cluster: str | None, runs_dir: Path, as_json: bool, outputs: Mapping[str, str | None]
-) -> None:
+def print_prediction(name: str, cluster: str | None, runs_dir: Path, as_json: bool) -> None:
     """Print predicted and measured figures of a run."""
     from slurmllm.report.prediction import check_run_prediction
     from slurmllm.run.rundir import find_run
@@ -26,16 +20,13 @@ def compare_with_run(
     check = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
     if as_json:
         click.echo(check.model_dump_json(indent=2))
-    table = _check_table(check)
-    options.write_tables(outputs, [row.model_dump(mode="json") for row in check.rows], [table])
-    if as_json or "-" in outputs.values():
         return
-    _print_check(check, table)
+    _print_check(check)
     for warning in check.warnings:
         click.echo(f"warning: {warning}")
 
 
-def _print_check(check: PredictionCheck, table: PlanTable) -> None:
+def _print_check(check: PredictionCheck) -> None:
     from slurmllm.display.tables import print_table
     from slurmllm.format import format_plural
 
@@ -44,18 +35,13 @@ def _print_check(check: PredictionCheck, table: PlanTable) -> None:
     attempts = ", ".join(str(attempt) for attempt in check.attempts)
     nodes = format_plural(check.nodes, "node")
     click.echo(f"{check.run}: {steps}{attempts} on {nodes}; profile {check.cluster}")
-    print_table(*table, fold="what it is")
-
-
-def _check_table(check: PredictionCheck) -> PlanTable:
-    from slurmllm.plan.output import PlanTable
-
     rows = []
     for row in check.rows:
         figures = [_measure(row.unit, value) for value in (row.predicted, row.measured)]
         ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
         rows.append((row.name, *figures, ratio, row.note))
-    return PlanTable(("", "predicted", "measured", "measured / predicted", "what it is"), rows)
+    headings = ("", "predicted", "measured", "measured / predicted", "what it is")
+    print_table(headings, rows, fold="what it is")
 
 
 def _measure(unit: str, value: float | None) -> str:

@@ -1,0 +1,51 @@
+"""Write the tables of all fields, which docs/recipes.md includes, into build/fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmllm.config.schema import cluster_schema, recipe_schema
+
+FOLDER = Path(__file__).resolve().parent.parent / "build" / "fields"
+SCHEMAS = {"recipe": recipe_schema, "cluster": cluster_schema}
+
+
+def main() -> None:
+    """Write a file for each schema."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, schema in SCHEMAS.items():
+        (FOLDER / f"{name}.md").write_text(f"{table(schema())}\n", encoding="utf-8")
+
+
+def table(schema: Mapping[str, Any]) -> str:
+    """Return a row for each field: path, default, docstring."""
+    rows = (
+        f"| `{path}` | {default} | {' '.join(field.get('description', '').split())} |"
+        for path, field, default in fields(schema, schema["$defs"])
+    )
+    return "\n".join(("| field | default | meaning |", "|---|---|---|", *rows))
+
+
+def fields(
+    section: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Yield path, schema and default (a dash: it must be set) of all fields of a section."""
+    for name, field in section["properties"].items():
+        kinds = (field, *field.get("anyOf", ()), *field.get("allOf", ()))
+        names = [kind["$ref"].rpartition("/")[2] for kind in kinds if "$ref" in kind]
+        inner = next((definitions[n] for n in names if "properties" in definitions[n]), None)
+        if inner is None:
+            required = name in section.get("required", ())
+            default = (
+                "–" if required else json.dumps(field["default"]) if "default" in field else ""
+            )
+            yield prefix + name, field, default.replace("null", "none")
+        else:
+            yield from fields(inner, definitions, f"{prefix}{name}.")
+
+
+if __name__ == "__main__":
+    main()
