@@ -288,7 +288,7 @@ def _check_limits(
     faults, limits = list[str](), LimitCheck()
     if request.slurm is None:
         return (), []
-    scripts = render_run(request.config, request.nodes, run, request.exclude).scripts
+    scripts = render_run(request.config, request.nodes, run).scripts
     for stage in stages:
         limits = check_limits(read_options(scripts[stage]), request.slurm)
         texts = (f"{stage} job: {text}" for text in limits.faults)
