@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,19 @@ if TYPE_CHECKING:
     from slurmllm.report.prediction import ExpectedOverheads, PredictionCheck
 
 
-def print_prediction(name: str, cluster: str | None, runs_dir: Path, as_json: bool) -> None:
-    """Print predicted and measured figures of a run."""
+def print_prediction(
+    sources: Sequence[str], cluster: str | None, runs_dir: Path, as_json: bool
+) -> None:
+    """Print predicted and measured figures of the run that `sources` names."""
+    from slurmllm.errors import UserError
     from slurmllm.report.prediction import check_run_prediction
     from slurmllm.run.rundir import find_run
 
-    check = check_run_prediction(find_run(name, runs_dir), cluster, _expected_overheads)
+    if len(sources) != 1:
+        raise UserError(
+            "--prediction is of one run, alone or with --cluster PROFILE, and writes no files"
+        )
+    check = check_run_prediction(find_run(sources[0], runs_dir), cluster, _expected_overheads)
     if as_json:
         click.echo(check.model_dump_json(indent=2))
         return

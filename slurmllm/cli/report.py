@@ -77,12 +77,8 @@ def report(
     if prediction or cluster is not None:
         from slurmllm.cli.prediction import print_prediction
 
-        others = (price, out, plot, *tags, no_html or None)
-        if not prediction or len(sources) > 1 or any(other is not None for other in others):
-            raise UserError(
-                "--prediction is of one run, alone or with --cluster PROFILE, and writes no files"
-            )
-        print_prediction(sources[0], cluster, runs_dir, as_json)
+        alone = prediction and not any((price, out, plot, tags, no_html))
+        print_prediction(sources if alone else (), cluster, runs_dir, as_json)
         return
     choice = None if price is None else parse_price(price)
     _check_paths(out, plot, no_files)
@@ -100,9 +96,10 @@ def report(
         if plot is not None:
             click.echo(f"picture: {plot}")
         sys.stdout.flush()
-    page = default_path(runs) if out is None else Path(out)
-    if out is None and only_sweeps and len(rankings) == 1:
+    page = default_path(runs)
+    if only_sweeps and len(rankings) == 1:
         page = rankings[0][0].sweep.reports / "report.html"
+    page = page if out is None else Path(out)
     written: dict[str, str | None] = {"html": None, "markdown": None}
     failure = None
     try:

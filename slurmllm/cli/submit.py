@@ -75,7 +75,6 @@ def submit(
     if shared.local and nodes[0] is not None:
         raise click.UsageError("--nodes M-N: a range is for Slurm's jobs; give one number")
     settings = {**shared.settings, "slurm.min_nodes": ("--nodes M-N", nodes[0])}
-    data_settings = _data_settings(data, fetch)
     if sweep.max_running is not None and settings["slurm.dependency"][1] is not None:
         raise click.UsageError("--dependency and --max-running exclude each other; give one")
     cases = sweeps.read_cases(sweep, shared.local)
@@ -86,7 +85,7 @@ def submit(
         refused = {"--local": shared.local, "--sweep": cases, **dict(settings.values())}
         is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT
         allocation, count = _held_nodes(None if is_default else count, refused)
-    sources = (recipe, cluster, overrides, {**settings, **data_settings})
+    sources = (recipe, cluster, overrides, {**settings, **_data_settings(data, fetch)})
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if not dry_run:
         options.ignore_output_errors()
@@ -171,6 +170,9 @@ def print_warnings(prepared: PreparedRun) -> None:
         click.echo(f"warning: {warning}", err=True)
     for reason in prepared.rederived:
         click.echo(f"warning: {reason}; written again from config.yaml", err=True)
+    if prepared.excluded:
+        names = " ".join(prepared.excluded)
+        click.echo(f"excluded: {names}, which failed the run; see status", err=True)
 
 
 def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
@@ -358,15 +360,13 @@ def resume(
     if included:
         include_nodes(run_dir, client, included)
         if is_active(run_dir, client):  # its pending job needs no other one
+            fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
             if shared.as_json:
-                fields = {"run": run_dir.name, "run_dir": str(run_dir.path)}
-                options.echo_json({**fields, "included": included}, indent=None)
+                options.echo_json(fields, indent=None)
             return
     with locked(run_dir, "resume"):
-        last, config = (
-            require_ended(run_dir, client, shared.force),
-            load(run_dir.config, trusted=True),
-        )
+        last = require_ended(run_dir, client, shared.force)
+        config = load(run_dir.config, trusted=True)
         most, allocation = None if nodes is None else nodes[1], None
         count, local = options.nodes_and_mode(last, most, shared.local)
         if shared.in_allocation:
@@ -386,9 +386,6 @@ def resume(
         changes = Changes(cluster, overrides, settings, from_scratch)
         prepared = prepare_resume(request, changes, last, None if at_once else client)
         print_warnings(prepared)
-        if prepared.excluded:
-            names = " ".join(prepared.excluded)
-            click.echo(f"excluded: {names}, which failed the run; see status", err=True)
         options.ignore_output_errors()
         sent = _start(prepared, at_once, allocation)
     _finish(ctx, prepared, sent, shared.as_json)

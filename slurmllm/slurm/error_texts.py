@@ -28,7 +28,7 @@ _NUMBERED = re.compile(r"task (\d{1,6}) launch failed|(?:to|on|with) node (\d{1,
 _LINE_CHARS, _ARGUMENT_CHARS = 400, 200
 
 
-class Row(NamedTuple):
+class ErrorText(NamedTuple):
     """One row of the table; the pattern matches each of the `examples`."""
 
     pattern: re.Pattern[str]
@@ -39,14 +39,14 @@ class Row(NamedTuple):
 
 
 @cache
-def table() -> tuple[Row, ...]:
+def table() -> tuple[ErrorText, ...]:
     """Return the rows of error_texts.yaml."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     rows = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (both are safe)
-    return tuple(Row(**{**row, "pattern": re.compile(row["pattern"])}) for row in rows)
+    return tuple(ErrorText(**{**row, "pattern": re.compile(row["pattern"])}) for row in rows)
 
 
-def row_of(message: str) -> Row | None:
+def row_of(message: str) -> ErrorText | None:
     """Return the first row that matches a message; None if none does."""
     return next((row for row in table() if row.pattern.search(message)), None)
 

@@ -351,11 +351,10 @@ def read_job_states(
         if queue.error:
             jobs[stage] = JobState(job, "UNKNOWN", queue.error)
         elif job in queue.jobs:
-            state, reason = queue.jobs[job].state, queue.jobs[job].reason
-            ending = UnrecordedEnding.of_comment(queue.jobs[job].comment)
-            jobs[stage] = JobState(
-                job, state, "" if reason == "None" else reason, unrecorded=ending
-            )
+            queued = queue.jobs[job]
+            ending = UnrecordedEnding.of_comment(queued.comment)
+            reason = "" if queued.reason == "None" else queued.reason
+            jobs[stage] = JobState(job, queued.state, reason, unrecorded=ending)
         elif not enough:
             rows = [row for row in client.accounting(job) if row.job_id == job]
             jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")

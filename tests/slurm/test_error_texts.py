@@ -10,20 +10,20 @@ from collections.abc import Sequence
 import pytest
 
 from slurmllm.run.records import Fault, LaunchFailure
-from slurmllm.slurm.error_texts import Row, fault_of, launch_failure, table
+from slurmllm.slurm.error_texts import ErrorText, fault_of, launch_failure, table
 
 CASES = [(row, example) for row in table() for example in row.examples]
 
 
 @pytest.mark.parametrize(("row", "example"), CASES, ids=[example[:70] for _, example in CASES])
-def test_a_row_explains_its_examples(row: Row, example: str) -> None:
+def test_a_row_explains_its_examples(row: ErrorText, example: str) -> None:
     assert row.pattern.search(example)
     assert fault_of(example) == row.fault
     assert row.source
 
 
 @pytest.mark.parametrize("row", table(), ids=lambda row: row.pattern.pattern[:40])
-def test_a_pattern_takes_linear_time(row: Row) -> None:
+def test_a_pattern_takes_linear_time(row: ErrorText) -> None:
     words = [*row.examples, "a", "(", "'", "option '", "mkdir(", "cannot create ", "task 1", ": "]
     for word in words:
         times = []

@@ -112,7 +112,8 @@ class Settings:
 
     def lines(self) -> tuple[str, str, dict[str, str]]:
         """Split `conf`: lines of slurm.conf and gres.conf, and options by node."""
-        slurm, gres, nodes = list[str](), list[str](), dict[str, str]()
+        slurm, gres = list[str](), list[str]()
+        nodes = dict[str, str]()
         for line in filter(None, map(str.strip, self.conf.splitlines())):
             key, _, options = line.partition(" ")
             if (node := key.removeprefix("NodeName=")) in self.nodes:
