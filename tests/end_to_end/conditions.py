@@ -50,22 +50,23 @@ ResumeProgram={folder}/resume
 SuspendProgram=/bin/true
 ResumeTimeout=20
 SuspendTime=3600
-SuspendExcNodes=n[1-10]
+SuspendExcNodes=n[1-9]
 NodeName=n1 CPUs=4 RealMemory=20000 Gres=gpu:4
 NodeName=n2 CPUs=4 RealMemory=20000 Gres=gpu:4
-NodeName=n8 CPUs=2 RealMemory=20000
-NodeName=n9 CPUs=4 RealMemory=20000 Feature=a100
-NodeName=n10 CPUs=4 RealMemory=20000 Feature=a100
+NodeName=n8 CPUs=4 RealMemory=20000 Feature=a100
+NodeName=n9 CPUs=2 RealMemory=20000
 NodeName=cloud1 CPUs=4 RealMemory=20000 State=CLOUD
 PartitionName=short Nodes=n[1-7] MaxTime=10
 PartitionName=few Nodes=n[1-7] MaxNodes=1
-PartitionName=mixed Nodes=n[5-8]
+PartitionName=mixed Nodes=n[4-6],n9
 PartitionName=cloud Nodes=cloud1
 """
+FAULTS_CONF = "NodeName=n4 CPUs=4 Feature=a100\nNodeName=n5 CPUs=4 Feature=a100\n"
 RESUME = """\
 #!/bin/sh
 export SLURM_CONF={conf}
-scontrol update NodeName=$1 State=POWER_DOWN_FORCE Reason="insufficient capacity"
+scontrol update NodeName=$1 State=DOWN \
+  Reason="(Code:InsufficientInstanceCapacity)Failure when resuming nodes"
 """
 COMMANDS = """\
 sacctmgr -i add account capped GrpTRES=node=1
@@ -183,10 +184,10 @@ class Site:
         resume, conf = self.folder / "resume", self.folder / "conf"
         resume.write_text(RESUME.format(conf=self.root / "slurm.conf"))
         resume.chmod(0o755)
-        conf.write_text(CONF.format(folder=self.folder))
+        conf.write_text(FAULTS_CONF if self.faults else CONF.format(folder=self.folder))
         breakable = ("--nodes=5", "--network", "--clock", "--node-disk-mb=2048", "--kill-wait=30")
         breakable += (f"--shared={self.shared}", "--shared-mb=256")
-        self.call("up", *(breakable if self.faults else ("--nodes=10", f"--conf={conf}")))
+        self.call("up", f"--conf={conf}", *(breakable if self.faults else ("--nodes=9",)))
         os.environ["SLURM_CONF"] = str(self.root / "slurm.conf")
         self.bench = Bench((self.shared if self.faults else self.folder) / "runs")
         try:
