@@ -157,7 +157,11 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
     ExcludedNodes(nodes=others).save(run.excluded)
     changed = {job: nodes for job, nodes in lists.items() if not {*names}.isdisjoint(nodes)}
     for job, nodes in changed.items():
-        client.exclude(job, [name for name in nodes if name not in names])
+        try:
+            client.exclude(job, [name for name in nodes if name not in names])
+        except SlurmError as error:
+            if "no longer pending" not in str(error):  # it has started meanwhile
+                raise
     return list(changed)
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,8 +26,9 @@ import yaml
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tools")]
 
 from _devcluster.cluster import Cluster  # noqa: E402 (its folder is in the path only now)
-from end_to_end import condition_faults  # noqa: E402
-from end_to_end.bench import SLURMLLM, Bench  # noqa: E402
+from _devcluster.processes import program, same_namespace  # noqa: E402
+from end_to_end.bench import SLURMLLM, Bench, processes_with  # noqa: E402
+from end_to_end.slurm_runs import outside_pid  # noqa: E402
 
 DEVCLUSTER = Path(__file__).parents[2] / "tools" / "devcluster"
 OPTIONS = (
@@ -49,22 +50,23 @@ ResumeProgram={folder}/resume
 SuspendProgram=/bin/true
 ResumeTimeout=20
 SuspendTime=3600
-SuspendExcNodes=n[1-10]
+SuspendExcNodes=n[1-9]
 NodeName=n1 CPUs=4 RealMemory=20000 Gres=gpu:4
 NodeName=n2 CPUs=4 RealMemory=20000 Gres=gpu:4
-NodeName=n8 CPUs=2 RealMemory=20000
-NodeName=n9 CPUs=4 RealMemory=20000 Feature=a100
-NodeName=n10 CPUs=4 RealMemory=20000 Feature=a100
+NodeName=n8 CPUs=4 RealMemory=20000 Feature=a100
+NodeName=n9 CPUs=2 RealMemory=20000
 NodeName=cloud1 CPUs=4 RealMemory=20000 State=CLOUD
 PartitionName=short Nodes=n[1-7] MaxTime=10
 PartitionName=few Nodes=n[1-7] MaxNodes=1
-PartitionName=mixed Nodes=n[5-8]
+PartitionName=mixed Nodes=n[4-6],n9
 PartitionName=cloud Nodes=cloud1
 """
+FAULTS_CONF = "NodeName=n4 CPUs=4 Feature=a100\nNodeName=n5 CPUs=4 Feature=a100\n"
 RESUME = """\
 #!/bin/sh
 export SLURM_CONF={conf}
-scontrol update NodeName=$1 State=POWER_DOWN_FORCE Reason="insufficient capacity"
+scontrol update NodeName=$1 State=DOWN \
+  Reason="(Code:InsufficientInstanceCapacity)Failure when resuming nodes"
 """
 COMMANDS = """\
 sacctmgr -i add account capped GrpTRES=node=1
@@ -88,7 +90,7 @@ class Condition:
     shell: dict[str, Any] = field(default_factory=dict)  # variables of the submitting shell
     within: Sequence[str] = ()  # a command that runs the submission
     step_s: float = 0.02
-    fault: str = ""
+    fault: Sequence[str] = ()
     state: str = ""  # of the run at the end; `refused`: by submit
     endings: str = "done"  # classes and actions of the attempts
     text: str = ""  # in evidence, reason, warnings or in what submit printed
@@ -182,18 +184,25 @@ class Site:
         resume, conf = self.folder / "resume", self.folder / "conf"
         resume.write_text(RESUME.format(conf=self.root / "slurm.conf"))
         resume.chmod(0o755)
-        conf.write_text(CONF.format(folder=self.folder))
+        conf.write_text(FAULTS_CONF if self.faults else CONF.format(folder=self.folder))
         breakable = ("--nodes=5", "--network", "--clock", "--node-disk-mb=2048", "--kill-wait=30")
         breakable += (f"--shared={self.shared}", "--shared-mb=256")
-        self.call("up", *(breakable if self.faults else ("--nodes=10", f"--conf={conf}")))
+        self.call("up", f"--conf={conf}", *(breakable if self.faults else ("--nodes=9",)))
         os.environ["SLURM_CONF"] = str(self.root / "slurm.conf")
         self.bench = Bench((self.shared if self.faults else self.folder) / "runs")
+        try:
+            self._prepare()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _prepare(self) -> None:
         # The runs after it find its graphs, and need no precompile stage.
         warm = Scene(self, Condition("warm", 0, nodes=2, state="done")).play()
         assert not warm.failures, warm.failures
         for line in () if self.faults else COMMANDS.splitlines():
             call(*shlex.split(line))
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.bench.__exit__()
@@ -228,7 +237,8 @@ class Scene:
                 return self.seen
             if self.condition.fault:
                 self.bench.wait_for_step(self.name, FAULT_STEP, timeout_s=LIMIT_S)
-                getattr(condition_faults, self.condition.fault)(self)
+            for step in self.condition.fault:
+                self._carry_out(step)
             self.wait()
             self._look()
         except Exception as error:  # a row of the table, not its end
@@ -236,7 +246,8 @@ class Scene:
             self.seen.state = "?"
         finally:
             self.seen.text = " / ".join(filter(None, [*self.notes, self.seen.text]))
-            self.call("cancel")
+            cancel = [*SLURMLLM, "cancel", self.name, f"--runs-dir={self.bench.runs}"]
+            subprocess.run(cancel, capture_output=True, timeout=120)
         return self.seen
 
     def _submit(self) -> bool:
@@ -276,7 +287,11 @@ class Scene:
         pairs = ((a["class"], a["action"]) for a in closed)
         seen.endings = ", ".join(c if a == "finish" else f"{c} → {a}" for c, a in pairs)
         evidence = [line for attempt in failed for line in attempt["evidence"]]
-        seen.text = " / ".join(filter(None, [*evidence, shown["reason"], *shown["warnings"]]))
+        seen.text = " / ".join(
+            filter(
+                None, [*evidence, shown["reason"], *shown["warnings"], *shown.get("core_files", ())]
+            )
+        )
         seen.blamed = sorted({node for a in closed for node in a["blamed_nodes"]})
         drained = re.findall(r"^(\S+) slurmllm", call("sinfo", "-hNo%N %E"), re.MULTILINE)
         run_nodes = {node for attempt in closed for node in attempt["nodes"]}
@@ -284,46 +299,63 @@ class Scene:
         if self.condition.kind == 1 and (job := shown["jobs"].get("train")):
             seen.leaks = leaks(self.run, job["job_id"])
 
-    # -- for faults
-
     @cached_property
     def broken(self) -> str:
         """The node that the fault breaks: the last of the run, without the supervisor."""
         self.seen.broken = [self.bench.attempt(self.name, 0)["nodes"][-1]]
         return self.seen.broken[0]
 
-    @cached_property
-    def job(self) -> str:
-        return str(self.bench.attempt(self.name, 0)["job_id"])
+    def _carry_out(self, step: str) -> None:
+        """Wait, or run a shell command in the folder of the submitting shell."""
+        if step == "ended":
+            return self.wait()
+        if step == "restart":
+            following = self.run / "attempts" / "001" / "attempt.json"
+            return self.bench.until(following.is_file, "never started again", LIMIT_S)
+        init = lambda: self.site.cluster.init(self.broken) or 0  # noqa: E731
+        slurmd = lambda: [pid for pid in same_namespace(init()) if program(pid) == "slurmd"]  # noqa: E731
+        slurmllm, at = shlex.join(SLURMLLM), f"{self.name} --runs-dir={self.bench.runs}"
+        values: dict[str, Callable[[], object]] = {
+            "RUN": lambda: self.run,
+            "JOB": lambda: self.bench.attempt(self.name, 0)["job_id"],
+            "NODE": lambda: self.broken,
+            "INIT": init,
+            "DISK": lambda: self.site.cluster.node_disk(self.broken).path,
+            "SLURMD": lambda: " ".join(map(str, slurmd())),
+            "SUPERVISOR": lambda: processes_with(f"supervise\0{self.run}\0")[0],
+            "RANK0": lambda: outside_pid(self.run, 0),
+            "RANK1": lambda: outside_pid(self.run, 1),
+            "STATE": lambda: self.condition.name,
+            "FOLDER": lambda: self.folder,
+            "STATUS": lambda: f"{slurmllm} status {at}",
+            "CANCEL": lambda: f"{slurmllm} cancel {at}",
+            "RESUME": lambda: f"{slurmllm} resume {at}",
+            # Neither host name nor processes are those of the run.
+            "ELSEWHERE": lambda: (
+                "unshare --uts --pid --fork --mount-proc sh -c "
+                """'hostname elsewhere; exec "$@"' sh"""
+            ),
+            "DEVCLUSTER": lambda: (
+                f"env SLURMLLM_DEVCLUSTER={self.site.root} {sys.executable} {DEVCLUSTER}"
+            ),
+        }
+        # Only what the step names: a process may be gone, and NODE names the node to blame.
+        for name in set(re.findall(r"\$([A-Z]+[01]?)\b", step)) & values.keys():
+            step = re.sub(rf"\${name}\b", str(values[name]()), step)
+        shown = step.removeprefix("note ")
+        folder = self.folder if self.folder.is_dir() else "/"
+        command = ["bash", "-euc", shown]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        if shown != step:
+            lines = re.findall(r"^(?:state|warning|error|queue).*", done.stdout + done.stderr, re.M)
+            self.notes.append(f"exit {done.returncode} {' '.join(lines)}")
+        elif done.returncode:
+            raise AssertionError(f"{step}: {done.stdout}{done.stderr}")
+        return None
 
-    def status(self, *within: str) -> dict[str, Any]:
-        command = [*within, *SLURMLLM, "status", self.name, "--json"]
-        return dict(json.loads(call(*command, f"--runs-dir={self.bench.runs}")))
-
-    def note(self, *within: str) -> None:
-        """Note what status shows meanwhile."""
-        shown = self.status(*within)
-        text = " ".join([shown["state"], shown["reason"], *shown["warnings"]])
-        self.notes.append(f"meanwhile: {text}")
-
-    def call(self, verb: str, *within: str) -> None:
-        """Call a verb for the run; a fault's are noted with exit code and output."""
-        command = [*within, *SLURMLLM, verb, self.name, f"--runs-dir={self.bench.runs}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        self.notes.append(f"{verb}: exit {done.returncode} {done.stdout}{done.stderr}".strip())
-
-    def slurm(self, *command: str) -> None:
-        call(*command)
-
-    def cluster(self, *arguments: str) -> None:
-        self.site.call(*arguments)
-
-    def on_node(self, namespace: str, *command: str) -> None:
-        call("nsenter", f"--target={self.site.cluster.init(self.broken)}", namespace, *command)
-
-    def wait_restart(self) -> None:
-        following = self.run / "attempts" / "001" / "attempt.json"
-        self.bench.until(following.is_file, "never started again", LIMIT_S)
+    def status(self) -> dict[str, Any]:
+        command = (*SLURMLLM, "status", self.name, "--json", f"--runs-dir={self.bench.runs}")
+        return dict(json.loads(call(*command)))
 
 
 def call(*command: str) -> str:

@@ -25,7 +25,8 @@ def test_broken_copies_go_on_exactly(bench: Bench, rehearsed: str) -> None:
     }
     assert by_kind["time_limit"]["steps_lost"] == 0
     assert by_kind["save"]["at_step"] == 2 * found["every_steps"]
-    assert by_kind["save"]["steps_recomputed"] > 0
+    # None if the kill comes after the rename, which ends a save.
+    assert by_kind["save"]["steps_recomputed"] in (0, found["every_steps"])
     for one in found["drills"]:
         took = dict(one["recovery"])
         assert took.pop("total_s") == pytest.approx(sum(took.values()), abs=0.1)

@@ -52,8 +52,10 @@ def test_a_node_without_a_substitute_is_not_excluded(
 def test_a_pending_run_starts_on_an_included_node(
     bench: Bench, inputs: tuple[str, ...], a100: None
 ) -> None:
-    job = submit(bench, inputs, "short", A100, *REHEARSED)["train"]
+    held = "--set=slurm.directives.train.hold=true"  # or it starts before its list has changed
+    job = submit(bench, inputs, "short", A100, *REHEARSED, held)["train"]
     SlurmClient().exclude(job, ["n2"])
+    subprocess.check_call(["scontrol", "release", job])
     node = ExcludedNode(node="n2", reason="x", since=time.time(), until=time.time() + 3600)
     ExcludedNodes(nodes=(node,)).save(bench.runs / "short" / "excluded.json")
     bench.until(lambda: "BadConstraints" in bench.status("short")["reason"], "never BadConstraints")

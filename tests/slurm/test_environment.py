@@ -198,24 +198,21 @@ _OPTIONS = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def bare() -> dict[tuple[str, ...], dict[str, Any]]:
-    """Dry runs without any variable, by their options."""
-    return {}
+# Dry runs without any variable, by their options. No fixture: hypothesis would print it.
+_BARE: dict[tuple[str, ...], dict[str, Any]] = {}
 
 
+@pytest.mark.timeout(7200)
 @settings(max_examples=EXAMPLES)
 @given(st.dictionaries(_NAMES, _VALUES, max_size=6), _OPTIONS)
-def test_no_variable_changes_a_script(
-    bare: dict[tuple[str, ...], dict[str, Any]], variables: dict[str, str], options: list[str]
-) -> None:
+def test_no_variable_changes_a_script(variables: dict[str, str], options: list[str]) -> None:
     more, arguments = tuple(sorted(options)), ["--name=r1", "--runs-dir=/nonexistent"]
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if re.match(OF_SLURM, name)]:
             patch.delenv(name)
-        if more not in bare:
-            bare[more] = dry_run(*arguments, *more)
-            assert "scripts" in bare[more], bare[more]
+        if more not in _BARE:
+            _BARE[more] = dry_run(*arguments, *more)
+            assert "scripts" in _BARE[more], _BARE[more]
         for name, value in variables.items():
             patch.setenv(name, value)
         shown, environment = dry_run(*arguments, *more), slurm_environment()
@@ -230,6 +227,6 @@ def test_no_variable_changes_a_script(
         assert "SBATCH_" in shown["error"], shown
         return
     for stage, text in shown["scripts"].items():
-        lines, before = text.splitlines(), bare[more]["scripts"][stage].splitlines()
+        lines, before = text.splitlines(), _BARE[more]["scripts"][stage].splitlines()
         assert set(lines) - set(before) == expected
         assert [line for line in lines if line not in expected] == before
