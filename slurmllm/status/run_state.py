@@ -272,11 +272,11 @@ def host_elsewhere(sent: Submission, jobs: _Jobs) -> str | None:
     """
     allocation = jobs.get("allocation")
     # UNKNOWN has a reason if the query failed, none if Slurm has forgotten the job.
-    unanswered = allocation is not None and allocation.state == "UNKNOWN" and allocation.reason
-    gone = allocation is not None and not allocation.has_nodes and not unanswered
-    if not sent.local or sent.ended_at is not None or gone:
+    unclear = allocation is None or (allocation.state == "UNKNOWN" and allocation.reason)
+    gone = allocation is not None and not (allocation.has_nodes or unclear)
+    if not sent.local or sent.ended_at is not None or gone or sent.host == socket.gethostname():
         return None
-    return None if sent.host == socket.gethostname() else sent.host
+    return sent.host
 
 
 def last_written(run: RunDir) -> float:
