@@ -41,6 +41,8 @@ ADOPTION_S = 30.0  # for a job to appear whose sbatch gave no answer
 RESPONSE_S = 10.0  # for a process to start and end on a node
 PATIENCE_S = 300.0  # for slurmctld to be restarted, or its backup to take over
 _RETRY_S = 2.0
+# slurmctld got the request, and may have carried it out (slurm_errno.c).
+_NO_REPLY = re.compile(r"Socket timed out on send/recv|Zero Bytes were transmitted")
 # Refusals of a job for the nodes that it may use (slurm_errno.c).
 _NO_NODES = re.compile(r"(?i)node|partition|reservation|configuration|processors")
 # Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
@@ -462,7 +464,8 @@ def _run(
         ) from error
     if done.returncode != 0:
         output = re.sub(r"\s+", " ", (done.stderr.strip() or done.stdout.strip()))
-        raise SlurmError(
+        error_class = UnansweredError if _NO_REPLY.search(output) else SlurmError
+        raise error_class(
             f"{command[0]} failed with exit code {done.returncode}: {output or 'no message'}"
         )
     return str(done.stdout)
