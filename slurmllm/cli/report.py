@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,16 +66,15 @@ def report(
 
     Exit codes: 0 success; 2 run not found or invalid options; 4 a file cannot be written.
     """
+    from slurmllm.cli.prediction import print_prediction
     from slurmllm.cli.sweep import ranking_json
     from slurmllm.metrics.source import parse_tags
     from slurmllm.plan.prices import parse_price
     from slurmllm.report.sources import compare_with_first, make_names_unique, read_run_facts
-    from slurmllm.report.write import default_path, to_json, write_report
+    from slurmllm.report.write import default_path, to_json
     from slurmllm.slurm.client import SlurmClient
 
     if prediction or cluster is not None:
-        from slurmllm.cli.prediction import print_prediction
-
         alone = prediction and not any((price, out, plot, tags, no_html))
         print_prediction(sources if alone else (), cluster, runs_dir, as_json)
         return
@@ -95,25 +93,31 @@ def report(
             _print(runs)
         if plot is not None:
             click.echo(f"picture: {plot}")
-        sys.stdout.flush()
-    page = default_path(runs)
-    if only_sweeps and len(rankings) == 1:
+    page = default_path(runs) if out is None else Path(out)
+    if out is None and only_sweeps and len(rankings) == 1:
         page = rankings[0][0].sweep.reports / "report.html"
-    page = page if out is None else Path(out)
-    written: dict[str, str | None] = {"html": None, "markdown": None}
-    failure = None
-    try:
-        written = written if no_files else write_report(runs, page, not no_html)
-    except StorageError as error:  # the JSON is printed anyway
-        failure = StorageError(f"{error}; name another place with --out FILE.html, or --no-files")
+    written, failure = _write(runs, None if no_files else page, not no_html)
     if as_json:
-        tables = [ranking_json(*ranking) for ranking in rankings]
-        click.echo(to_json(runs, written, **({"sweeps": tables} if tables else {})))
-    else:
-        for path in filter(None, written.values()):
-            click.echo(f"report: {path}")
+        tables = {"sweeps": [ranking_json(*ranking) for ranking in rankings]} if rankings else {}
+        click.echo(to_json(runs, written, **tables))
+    for path in filter(None, () if as_json else written.values()):
+        click.echo(f"report: {path}")
     if failure is not None:
         raise failure
+
+
+def _write(
+    runs: Sequence[RunFacts], page: Path | None, html: bool
+) -> tuple[dict[str, str | None], StorageError | None]:
+    """Write the page; returns the files, and the failure, before which the JSON is printed."""
+    from slurmllm.report.write import write_report
+
+    nothing: dict[str, str | None] = {"html": None, "markdown": None}
+    try:
+        return nothing if page is None else write_report(runs, page, html), None
+    except StorageError as error:
+        text = f"{error}; name another place with --out FILE.html, or --no-files"
+        return nothing, StorageError(text)
 
 
 def _check_paths(out: str | None, plot: str | None, no_files: bool) -> None:

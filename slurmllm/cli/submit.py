@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
     from slurmllm.run.records import Submission
-    from slurmllm.run.rundir import RunDir
     from slurmllm.submit.prepare import PreparedRun, RunRequest
-
-_REASON_S = 2.0  # for Slurm's scheduler to look at a new job
 
 
 @click.command()
@@ -78,8 +75,9 @@ def submit(
     if sweep.max_running is not None and settings["slurm.dependency"][1] is not None:
         raise click.UsageError("--dependency and --max-running exclude each other; give one")
     cases = sweeps.read_cases(sweep, shared.local)
-    if cases and not dry_run:
+    if not dry_run:
         sweeps.confirm(len(cases), sweep.yes)
+        options.ignore_output_errors()
     allocation, count = None, nodes[1]
     if shared.in_allocation:
         refused = {"--local": shared.local, "--sweep": cases, **dict(settings.values())}
@@ -87,8 +85,6 @@ def submit(
         allocation, count = _held_nodes(None if is_default else count, refused)
     sources = (recipe, cluster, overrides, {**settings, **_data_settings(data, fetch)})
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
-    if not dry_run:
-        options.ignore_output_errors()
     request = RunRequest(
         config=configs[0],
         nodes=count,
@@ -129,6 +125,7 @@ def _start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> Subm
     """Submit the jobs of a run, or record that this process runs its stages."""
     from slurmllm.submit.launch import record_local, submit_jobs
 
+    options.ignore_output_errors()
     if at_once:
         return record_local(prepared, allocation=allocation)
     return submit_jobs(prepared)
@@ -198,7 +195,7 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
             "environment": environment,
             "backend_arguments": arguments,
             "planner": _planner_json(prepared),
-            "refusals": [*prepared.refusals, *prepared.limit_faults, *prepared.missing_data],
+            "refusals": prepared.all_refusals,
         }
         options.echo_json(summary, indent=None)
         return
@@ -245,24 +242,6 @@ def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> 
     click.echo("next       " + f"slurmllm status {run.name}")
     for verb in ("logs -f", "cancel"):
         click.echo(f"           slurmllm {verb} {run.name}")
-    if reason := _reason_of_wait(run):
-        click.echo(f"waits      {reason}")
-
-
-def _reason_of_wait(run: RunDir) -> str:
-    """Return why the first job of a new submission is pending, soon after sbatch; else nothing."""
-    import time
-
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import run_states
-
-    deadline = time.monotonic() + _REASON_S
-    while True:
-        state = run_states([run], SlurmClient())[0]
-        jobs = [job for job in state.jobs.values() if job.reason not in ("", "Dependency")]
-        if state.state not in ("queued", "requeued") or jobs or time.monotonic() > deadline:
-            return state.reason if jobs and state.active else ""
-        time.sleep(0.2)
 
 
 def _planner_json(prepared: PreparedRun) -> dict[str, Any] | None:
@@ -366,7 +345,6 @@ def resume(
             return
     with locked(run_dir, "resume"):
         last = require_ended(run_dir, client, shared.force)
-        config = load(run_dir.config, trusted=True)
         most, allocation = None if nodes is None else nodes[1], None
         count, local = options.nodes_and_mode(last, most, shared.local)
         if shared.in_allocation:
@@ -374,7 +352,7 @@ def resume(
             local, (allocation, count) = False, _held_nodes(before, {"--local": shared.local})
         at_once = local or shared.in_allocation
         request = RunRequest(
-            config=config,
+            config=load(run_dir.config, trusted=True),
             nodes=count,
             root=shared.runs_dir,
             run=run_dir,
@@ -384,8 +362,7 @@ def resume(
             slurm=None if at_once else client,
         )
         changes = Changes(cluster, overrides, settings, from_scratch)
-        prepared = prepare_resume(request, changes, last, None if at_once else client)
+        prepared = prepare_resume(request, changes, last)
         print_warnings(prepared)
-        options.ignore_output_errors()
         sent = _start(prepared, at_once, allocation)
     _finish(ctx, prepared, sent, shared.as_json)

@@ -189,7 +189,7 @@ def _sweep_json(
                 "graphs": run.graphs_from,
                 "lane": prepared.lane(place),
                 "train_job": job,
-                "refusals": [*run.refusals, *run.missing_data],
+                "refusals": run.all_refusals,
             }
             for place, (run, case, job) in enumerate(cases)
         ],

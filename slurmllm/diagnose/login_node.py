@@ -13,23 +13,13 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.directives import parse_options
 from slurmllm.config.operation import SlurmConfig
 from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import SlurmError
 from slurmllm.run.records import Finding
-from slurmllm.slurm.client import (
-    COMMANDS,
-    PartitionNode,
-    SlurmClient,
-    count_gpus,
-    explain_drain,
-)
-from slurmllm.slurm.limits import (
-    EQUAL_NODES,
-    check_limits,
-    describe_difference,
-    read_options,
-)
+from slurmllm.slurm.client import COMMANDS, PartitionNode, SlurmClient, count_gpus, explain_drain
+from slurmllm.slurm.limits import EQUAL_NODES, check_limits, describe_difference
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -302,7 +292,7 @@ def _partition_findings(
         yield ok("nodes", state)
     # As of a run of one node with the profile's options and the default time limit.
     options = {"partition": name, "time": SlurmConfig().time}
-    options |= read_options("\n".join(f"#SBATCH {text}" for text in cluster.directives))
+    options |= {n: str(value) for n, value in parse_options(cluster.directives).items()}
     if faults := check_limits(options, client).faults:
         status = warn if all(text.startswith("--time") for text in faults) else fail
         yield status("limits", "; ".join(faults), fix=f"`scontrol show partition {name}`")

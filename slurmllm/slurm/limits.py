@@ -6,7 +6,6 @@ is pending for ever. Limits of accounts and QOS are not compared: waiting_reason
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,15 +44,15 @@ def check_limits(options: Options, client: SlurmClient) -> LimitCheck:
     """Compare a job with the partitions that it is submitted to, of which one is enough."""
     try:
         partitions, nodes = client.partitions(), client.partition_nodes()
-        names = options.get("partition") or os.environ.get("SBATCH_PARTITION")
-        names = names or ",".join(n for n, row in partitions.items() if row["Default"] == "YES")
+        default = ",".join(n for n, row in partitions.items() if row["Default"] == "YES")
+        names = options.get("partition") or default
         # A hidden partition is not listed, but may be used; another cluster's are not known here.
         if "clusters" in options or not all(name in partitions for name in names.split(",")):
             return LimitCheck()
         checks = [_check(options, partitions[n], nodes, client) for n in names.split(",")]
-    except SlurmError:
+    except (SlurmError, ValueError):  # or a value that only Slurm can read
         return LimitCheck()
-    return min(checks, key=lambda check: len(check.faults))
+    return min(checks, key=lambda check: (len(check.faults), len(check.warnings)))
 
 
 def _check(
@@ -68,11 +67,14 @@ def _check(
     for flag, text in _limit_faults(options, partition, where):
         # A QOS may permit it. The job's own is known only if it is requested.
         flags = {name: row.split(",") for name, row in client.qos_flags().items() if flag}
-        allowing = [n for n in flags if flag in flags[n] and options.get("qos") in (None, n)]
+        qos = options.get("qos", "").lower()
+        allowing = [n for n in flags if flag in flags[n] and qos in ("", n.lower())]
         unless = f", unless the job's QOS is {' or '.join(allowing)}" * bool(allowing)
         (warnings if allowing else faults).append(f"{text}, or another --partition{unless}")
-    fewest = _node_range(options)[0]
-    for option, remedy, suited in _requirements(options, members, client):
+    fewest, most = _node_range(options)
+    # Without PrivateData=cloud, sinfo does not show a cloud's nodes that are powered down.
+    hidden = len(members) < int(partition.get("TotalNodes", 0))
+    for option, remedy, suited in () if hidden else _requirements(options, members, client):
         fitting = [node for node in fitting if node in suited]
         if len(fitting) < fewest:
             which = f"{where} has {format_plural(len(suited), 'such node')}"
@@ -88,7 +90,7 @@ def _check(
             f"{where}: {len(fitting) - len(away)} of {fewest} nodes are in service "
             f"({format_names(away)}); the job waits for them: `sinfo --list-reasons`"
         )
-    if fewest > 1 and (difference := describe_difference(fitting)):
+    if most > 1 and (difference := describe_difference(fitting)):
         warnings.append(f"{difference}; {EQUAL_NODES}")
     return LimitCheck(faults, warnings)
 
@@ -141,7 +143,7 @@ def _limit_faults(
     if partition.get("ReqResv") == "YES" and "reservation" not in options:
         yield "", f"{where}: takes only jobs with a --reservation (ReqResv); name one"
     qos, allowed = options.get("qos"), partition.get("AllowQos", "ALL")
-    if qos and allowed != "ALL" and qos not in allowed.split(","):
+    if qos and allowed != "ALL" and qos.lower() not in allowed.lower().split(","):
         yield "", f"--qos {qos}: {where} permits {allowed} (AllowQos); choose one of them"
 
 
@@ -160,7 +162,8 @@ def _requirements(
     text = options.get("constraint", "")
     if re.fullmatch(r"[\w.&-]+", text):  # of `|`, counts and brackets Slurm decides
         features = {node.name: {*node.features.split(",")} for node in nodes}
-        remedy = f"choose of {', '.join(sorted(set().union(*features.values()) - {''}))}"
+        names = sorted(set().union(*features.values()) - {""})
+        remedy = f"choose of {', '.join(names) or 'no features'}"
         suited = [node for node in nodes if features[node.name] >= {*text.split("&")}]
         yield f"--constraint {text}", remedy, suited
     for option, amount_of in _AMOUNTS.items():

@@ -172,7 +172,7 @@ def _by_records(records: RunRecords, jobs: _Jobs) -> State | None:
 
 
 def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
-    name, train, precompile = records.run.name, _train_job(jobs), jobs.get("precompile")
+    train, precompile = _train_job(jobs), jobs.get("precompile")
     # The precompile job of a sweep continues for the other runs.
     shared = records.sent is not None and records.sent.graphs_of is not None
     first = jobs.get("train")  # whatever its successor does
@@ -183,13 +183,6 @@ def _by_active_jobs(records: RunRecords, jobs: _Jobs) -> State | None:
         return "training", train.state_meaning
     if precompile is not None and precompile.has_nodes:
         return "precompiling", precompile.state_meaning
-    for stage, job in jobs.items():
-        if job.waits and job.reason == "DependencyNeverSatisfied":
-            return "queued", (
-                f"{stage} job {job.job_id} never starts (DependencyNeverSatisfied): the job before "
-                f"it did not end as required; `slurmllm cancel {name}`, then `slurmllm resume "
-                f"{name}`"
-            )
     if train is not None and train.waits:
         if precompile is not None and precompile.waits and precompile.reason:
             return "queued", f"precompile job {precompile.waiting}"
@@ -278,10 +271,12 @@ def host_elsewhere(sent: Submission, jobs: _Jobs) -> str | None:
     None if the submission has ended, or Slurm shows that the allocation that it used has.
     """
     allocation = jobs.get("allocation")
-    gone = allocation is not None and not allocation.has_nodes and not allocation.reason
-    if not sent.local or sent.ended_at is not None or gone:
+    # UNKNOWN has a reason if the query failed, none if Slurm has forgotten the job.
+    unclear = allocation is None or (allocation.state == "UNKNOWN" and allocation.reason)
+    gone = allocation is not None and not (allocation.has_nodes or unclear)
+    if not sent.local or sent.ended_at is not None or gone or sent.host == socket.gethostname():
         return None
-    return None if sent.host == socket.gethostname() else sent.host
+    return sent.host
 
 
 def last_written(run: RunDir) -> float:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -21,7 +21,7 @@ from slurmllm.metrics.row_reader import last_row, last_row_of
 from slurmllm.metrics.step_time import finite_number, read_pace
 from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.error_patterns import matches
-from slurmllm.run.records import AttemptRecord, JobsRecord, Submission
+from slurmllm.run.records import AttemptRecord, JobsRecord
 from slurmllm.run.rundir import RunDir, run_folders
 from slurmllm.run.safe_files import os_error_text, write_error
 from slurmllm.slurm.client import PartitionNode, QueuedJob, SlurmClient, explain_drain
@@ -139,8 +139,7 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         state = _build_state(records, read_job_states(records.sent, queue, client))
         if state.state in ("queued", "requeued"):
             partition = config.recipe.slurm.partition or config.cluster.partition
-            jobs = records.sent.own_jobs if records.sent is not None else ()
-            lists = _excluding(run, [queue.jobs[job] for job in jobs if job in queue.jobs], client)
+            lists = _excluding(run, queue.jobs.values(), config.recipe.slurm.exclude, client)
             texts = [state.reason, *_node_texts(client, partition, state), *lists]
             state = replace(state, reason="; ".join(filter(None, texts)))
         training = state.state == "training"
@@ -193,12 +192,16 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
     return any(job.active for job in client.queue(sent.own_jobs).values())
 
 
-def _excluding(run: RunDir, jobs: Sequence[QueuedJob], client: SlurmClient) -> list[str]:
-    """Return how to end the exclusions for which pending jobs may find no nodes."""
+def _excluding(
+    run: RunDir, jobs: Iterable[QueuedJob], exclude: str | None, client: SlurmClient
+) -> list[str]:
+    """Return how to end the exclusions, beyond the recipe's, for which jobs may find no nodes."""
     waits = ("BadConstraints", "ReqNodeNotAvail", "Resources")
     lists = {job.excluded for job in jobs if job.excluded and job.reason.startswith(waits)}
-    names = {name for nodes in lists for name in client.hostnames(nodes)}
-    names -= {*client.hostnames(load(run.config).recipe.slurm.exclude or "")} if names else set()
+    names: set[str] = set()
+    with suppress(SlurmError):
+        names = {name for nodes in lists for name in client.hostnames(nodes)}
+        names -= {*client.hostnames(exclude)} if names and exclude else set()
     options = "".join(f" --include {name}" for name in sorted(names))
     text = f"excluded: {' '.join(sorted(names))}; `slurmllm resume {run.name}{options}` uses them"
     return [text] if names else []
@@ -207,17 +210,10 @@ def _excluding(run: RunDir, jobs: Sequence[QueuedJob], client: SlurmClient) -> l
 def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
     """Return `process 7 on h1` if it may run a run, and cannot be seen from this machine."""
     sent = JobsRecord.of(run).last
-    if sent is None or is_process_alive(sent):
+    if sent is None or not sent.local or is_process_alive(sent):
         return None
-    host = host_elsewhere(sent, _allocation(sent, client))
+    host = host_elsewhere(sent, read_job_states(sent, query_queue([sent], client), client))
     return None if host is None else f"process {sent.pid} on {host}"
-
-
-def _allocation(sent: Submission, client: SlurmClient) -> dict[str, JobState]:
-    """Return the state of the allocation that a local submission uses, if it uses one."""
-    if not sent.local or sent.allocation is None:
-        return {}
-    return read_job_states(sent, query_queue([sent], client), client)
 
 
 def _node_texts(client: SlurmClient, partition: str | None, state: RunState) -> list[str]:
@@ -227,10 +223,11 @@ def _node_texts(client: SlurmClient, partition: str | None, state: RunState) -> 
         nodes = client.partition_nodes()
     texts = sorted({text for node in nodes if (text := explain_drain(node))})
     names = partition.split(",") if partition else None
-    members = [n for n in nodes if (n.partition in names if names else n.default)]
+    # By name: a node may be in two of them.
+    members = {n.name: n for n in nodes if (n.partition in names if names else n.default)}
     reasons = " ".join(job.reason for job in state.jobs.values())
     listed = re.search(r"UnavailableNodes:(\S+)", reasons)
-    away = [node for node in members if not node.in_service and not explain_drain(node)]
+    away = [node for node in members.values() if not (node.in_service or explain_drain(node))]
     if listed is not None:
         with suppress(SlurmError):
             unavailable = client.hostnames(listed[1])

@@ -125,7 +125,7 @@ def submit_jobs(
     sent = _submission(prepared, local=False, restart=restart, **fields)
     try:
         _check_options(prepared, client)
-        if prepared.is_new and sent.graphs_of is None:
+        if not earlier.submissions and sent.graphs_of is None:
             _cancel_unrecorded(run, client)
         for stage in stages or prepared.stages:
             job = _sbatch(prepared, stage, sent, client)
@@ -221,7 +221,9 @@ def run_locally(
         return _run_stages(prepared, quiet, stages, allocation, once)
     finally:
         with contextlib.suppress(SlurmllmError):  # a full disk
-            _update_last(run, ended_at=time.time())
+            last = JobsRecord.of(run).last
+            if last is not None and last.pid == os.getpid():  # not resumed elsewhere, by --force
+                _update_last(run, ended_at=time.time())
 
 
 def _run_stages(

@@ -106,6 +106,10 @@ class PreparedRun:
     def stages(self) -> tuple[Stage, ...]:
         return ("train",) if self.graphs_from is not None else STAGES
 
+    @property
+    def all_refusals(self) -> list[str]:
+        return [*self.refusals, *self.limit_faults, *self.missing_data]
+
     def require_startable(self) -> None:
         """Raise after a dry run what a submission would raise without data, or beyond limits."""
         name = self.config.recipe.name

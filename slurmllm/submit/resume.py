@@ -53,19 +53,17 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
     return last
 
 
-def prepare_resume(
-    request: RunRequest, changes: Changes, last: Submission | None, client: SlurmClient | None
-) -> PreparedRun:
+def prepare_resume(request: RunRequest, changes: Changes, last: Submission | None) -> PreparedRun:
     """Prepare a run to be continued.
 
     Args:
-        request: The run, with its present configuration.
+        request: The run, with its present configuration; if jobs are submitted, those do without
+            nodes that failed the run.
         changes: What is changed of it.
         last: The run's last submission.
-        client: Slurm, if jobs are submitted: nodes that failed the run are then excluded.
     """
     assert request.run is not None
-    run, before = request.run, request.config
+    run, before, client = request.run, request.config, request.slurm
     config = changed_config(before, changes)
     earlier, recipe = before.recipe, config.recipe
     _check_recipe(run, earlier, recipe, changes.from_scratch)

@@ -223,7 +223,13 @@ def prepare_sweep(
             record.save(sweep.record)
         names = [case.run for case in record.cases]
         request = replace(request, folder=sweep.path, find_graphs=False)
-        runs = [_prepare_case(request, *case) for case in zip(names, configs, strict=True)]
+        jobs = [(config.recipe.slurm, config.cluster) for config in configs]
+        # The limits of equal jobs are compared once: it takes commands of Slurm.
+        clients = [None if jobs[n] in jobs[n - 1 : n] else request.slurm for n in range(len(jobs))]
+        runs = [
+            _prepare_case(replace(request, slurm=client), name, config)
+            for client, name, config in zip(clients, names, configs, strict=True)
+        ]
         keys = [_graphs_key(run, request.local) for run in runs]
         order = list(dict.fromkeys(keys))
         shared = [runs[keys.index(key)].config for key in order]

@@ -223,7 +223,8 @@ def close_when_writable(
             attempt=record.attempt,
             ended_at=time.time(),
             ending=ending.ending,
-            evidence=tuple(line[:400] for line in ending.evidence[:2]),
+            # Slurm takes comments of at most 1,024 characters.
+            evidence=tuple(line[:300] for line in ending.evidence[:2]),
             blamed_nodes=ending.blamed_nodes,
         )
         _set_comment(allocation, unrecorded)

@@ -94,10 +94,11 @@ def test_missing_logs_are_errors(run: RunDir, arguments: tuple[str, ...], expect
     assert (result.exit_code, expected in result.output) == (2, True), result.output
 
 
-def test_a_run_without_any_log_is_pending(run: RunDir) -> None:
+def test_a_run_without_any_log_has_the_reason(run: RunDir) -> None:
     shutil.rmtree(run.logs)
     result = call("--stage", "precompile")
-    assert (result.exit_code, "its jobs are pending" in result.output) == (2, True), result.output
+    assert result.exit_code == 2
+    assert "r has no logs yet: interrupted, never submitted" in result.output
 
 
 def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(run: RunDir) -> None:

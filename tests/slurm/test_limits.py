@@ -78,6 +78,8 @@ def check(slurm: FakeSlurm, **options: str) -> Any:
         ({"ReqResv": "YES"}, {}, "takes only jobs with a --reservation"),
         ({"ReqResv": "YES"}, {"reservation": "r"}, None),
         ({"AllowQos": "a,b"}, {"qos": "c"}, "--qos c: partition main permits a,b (AllowQos)"),
+        ({"AllowQos": "Long,b"}, {"qos": "LONG"}, None),
+        ({"MaxTime": "1"}, {"time": "9", "time_min": "UNLIMITED"}, None),  # Slurm reads it
         ({"State": "DRAIN"}, {}, "partition main is DRAIN"),
         ({}, {"nodes": "5"}, "--nodes 5: partition main has 4 such nodes; 5 needed"),
         ({}, {"nodes": "4", "mem": "8000"}, None),
@@ -179,8 +181,17 @@ def test_unequal_nodes_are_one_line(unequal: dict[str, Any], text: str) -> None:
     warnings = check(slurm, nodes="4").warnings
     assert [line.partition(";")[0] for line in warnings] == ([text] if text else [])
     assert check(slurm, nodes="1").warnings == []
+    assert check(slurm, nodes="1-4").warnings == warnings
 
 
 def test_options_are_read_from_a_script() -> None:
     script = '#!/bin/bash\n#SBATCH --nodes=2-4\n#SBATCH --comment="a \\"b\\""\n#SBATCH --hold\n'
     assert read_options(f"{script}\necho\n") == {"nodes": "2-4", "comment": 'a "b"', "hold": ""}
+
+
+def test_a_partition_whose_nodes_are_hidden_is_not_judged_by_them() -> None:
+    slurm = FakeSlurm()
+    slurm.limits = {"TotalNodes": "64"}  # without PrivateData=cloud, sinfo shows those that are up
+    assert check(slurm, nodes="9", mem="1T") == ([], [])
+    slurm.limits = {"TotalNodes": "4"}
+    assert check(slurm, nodes="9").faults

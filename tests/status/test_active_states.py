@@ -49,7 +49,8 @@ class OneState(FakeSlurm):
 
     def __init__(self, state: str, comment: str = "") -> None:
         super().__init__()
-        self.row = (state, "None", "n1", comment)
+        state, _, reason = state.partition(":")
+        self.row = (state, reason or "None", "n1", "", comment)
 
     def queue(self, job_ids: object) -> dict[str, QueuedJob]:
         return {job: QueuedJob(job, *self.row) for job in job_ids}  # type: ignore[attr-defined]
@@ -104,6 +105,7 @@ def test_a_local_run_of_another_machine(silent: bool, tmp_path: Path) -> None:
     [
         ("RUNNING", None, "precompiling"),
         ("COMPLETED", None, "interrupted"),
+        ("TIMEOUT:TimeLimit", None, "interrupted"),
         ("", 5.0, "interrupted"),
     ],
 )

@@ -17,7 +17,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     cluster = FakeSlurm()
     monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
     monkeypatch.setattr(launch, "SlurmClient", lambda: cluster)
-    monkeypatch.setattr("slurmllm.cli.submit._REASON_S", 0.0)
     monkeypatch.chdir(tmp_path)
     return cluster
 

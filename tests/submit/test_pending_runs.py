@@ -13,10 +13,10 @@ def test_a_run_that_waits_says_why_and_what_to_do(fake: FakeSlurm, inputs: tuple
     fake.waits = {"1": "PartitionTimeLimit", "2": "Dependency"}
     shown = call("submit", "tiny_neox", "--nodes", "4", "--name", "r", *inputs)
     assert shown.exit_code == 0, shown.output
-    last = shown.stdout.splitlines()[-1]
-    assert last.startswith("waits      precompile job waiting for PartitionTimeLimit: its time")
-    assert "`scontrol update JobId=1 TimeLimit=MAXTIME`" in last
-    job = call_json("status", "r")["jobs"]["precompile"]
+    status = call_json("status", "r")
+    assert "precompile job waiting for PartitionTimeLimit: its time" in status["reason"]
+    assert "`scontrol update JobId=1 TimeLimit=MAXTIME`" in status["reason"]
+    job = status["jobs"]["precompile"]
     assert job["meaning"] == "its time limit exceeds the MaxTime of the partition"
     assert "--set slurm.precompile_time=TIME" in job["remedy"]
     assert "waiting for PartitionTimeLimit: its time limit exceeds" in fails(2, "logs", "r")

@@ -112,7 +112,7 @@ def test_status_names_a_dependency_that_is_never_met(
 
     monkeypatch.setattr(fake, "queue", never)
     shown = " ".join(call("status", "r").stdout.split())
-    assert "precompile job 1 never starts (DependencyNeverSatisfied)" in shown
+    assert "precompile job waiting for DependencyNeverSatisfied: the job that it depends" in shown
     assert "`slurmllm cancel r`, then `slurmllm resume r`" in shown
 
 

@@ -422,6 +422,8 @@ def test_a_name_after_a_submit_that_was_killed(
     (run.path / "notes.txt").write_text("mine")
     run.jobs.unlink()
     assert "is a run of recipe 'tiny_neox'" in fails(2, "submit", "tiny_neox", "--name", "r")
+    assert call("resume", "r").exit_code == 0  # its jobs, without a record, do not run beside
+    assert active.isdisjoint({job for job, of in fake.jobs.items() if of.state == "PENDING"})
 
 
 @pytest.mark.parametrize(
