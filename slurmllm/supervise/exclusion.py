@@ -8,6 +8,7 @@ a row there. The first exclusion takes an hour, each further one four times as l
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,8 @@ from slurmllm.supervise.policy import (
 POLL_S = 2.0
 SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
-_FAILED = ("down", "fail", "*")  # a drained or rebooted node has not failed
+# A node that is drained, rebooted or powered down (`powering_down`) has not failed.
+_FAILED = re.compile(r"down|fail|error|unknown|.*\*$")
 _PROBES = 16  # nodes that are asked at the same time
 
 log = logging.getLogger(__name__)
@@ -86,7 +88,7 @@ def _proven(
         lines = lines_about(closed.evidence, name)
         if name in broken or any(matches(line, "device") for line in lines):
             proven[name] = "hardware"
-        elif any(state in states.get(name, "") for state in _FAILED):
+        elif name in states and has_failed(states[name]):
             proven[name] = "slurm"
         elif any(finding.check != "answer" for finding in health.of("fail")):
             proven[name] = "check"
@@ -195,6 +197,11 @@ def most_avoidable(
 def usable(state: str) -> bool:
     """Whether Slurm would start a job on a node in this state (sinfo's long form)."""
     return not any(fault in state for fault in _UNUSABLE)
+
+
+def has_failed(state: str) -> bool:
+    """Whether a node's state, in sinfo's long form, is evidence against it."""
+    return _FAILED.match(state) is not None
 
 
 def nodes_to_avoid(
