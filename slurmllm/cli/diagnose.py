@@ -114,7 +114,7 @@ def _check(
     try:
         checked = check_nodes(allocation, config, folder, command)
     except LaunchError as error:
-        if not error.failure.nodes:
+        if not error.failure.accused:
             raise
         return unstarted(allocation.nodes, error.failure)
     assert checked is not None  # without a `stop`

@@ -204,7 +204,7 @@ def collect(
 
 def unstarted(names: Sequence[str], failure: LaunchFailure) -> dict[str, NodeHealth]:
     """Return the findings if the checks did not start because of some nodes: others may be fit."""
-    statuses = {name: fail if name in failure.nodes else warn for name in names}
+    statuses = {name: fail if name in failure.accused else warn for name in names}
     message = f"no response: {failure.text}"
     return {
         name: NodeHealth(node=name, findings=(status("answer", "none", "", message),))

@@ -253,6 +253,11 @@ class LaunchFailure(Record):
     nodes: tuple[NodeName, ...] = ()  # that messages of this fault name
 
     @property
+    def accused(self) -> tuple[str, ...]:
+        """The nodes of which the messages tell a fault: a request that names one accuses none."""
+        return self.nodes if self.fault in ("node", "network") else ()
+
+    @property
     def text(self) -> str:
         message = self.message or "the launchers ended without a report"
         how = f"{Path(self.command.partition(' ')[0]).name}: exit code {self.exit_code}"

@@ -154,6 +154,11 @@ def explain_drain(node: PartitionNode) -> str | None:
     )
 
 
+def _is_unreachable(error: SlurmError) -> bool:
+    # `network`: of a client command, a lower layer's line about the way to slurmctld comes first.
+    return fault_of(str(error)) in ("controller", "network")
+
+
 def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
     """Retry a call while slurmctld is unreachable.
 
@@ -165,7 +170,7 @@ def retry_unreachable(call: Callable[[], T], patience_s: float = PATIENCE_S) -> 
         try:
             return call()
         except SlurmError as error:
-            if fault_of(str(error)) != "controller" or time.monotonic() > deadline:
+            if not _is_unreachable(error) or time.monotonic() > deadline:
                 raise
             log.warning("slurmctld is unreachable; retrying: %s", error)
             time.sleep(_RETRY_S)
@@ -250,7 +255,7 @@ class SlurmClient:
         try:
             _run(["sbatch", "--test-only", *options], input=script, env=slurm_environment())
         except SlurmError as error:
-            if fault_of(str(error)) == "controller":
+            if _is_unreachable(error):
                 raise
             return not _NO_NODES.search(str(error))
         return True

@@ -162,8 +162,7 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
         "cluster.directives of the profile, then `slurmllm resume`"
     )
     lines = (failure.text, *([fix] if failure.fault == "request" and failure.options else []))
-    named = failure.nodes if failure.fault in ("node", "network") else ()
-    blamed = named if len(named) <= max(len(nodes) // 2, 1) else ()
+    blamed = failure.accused if len(failure.accused) <= max(len(nodes) // 2, 1) else ()
     ending = LAUNCH_ENDINGS.get(failure.fault, "node_failure")
     return Ending(ending, lines, blamed, started, None if started else failure)
 

@@ -23,7 +23,7 @@ from slurmllm.supervise.classify import (
     reported_all,
     workers_without_failure_record,
 )
-from slurmllm.supervise.exclusion import usable
+from slurmllm.supervise.exclusion import has_failed
 
 ACCOUNTING_LAG_S = 3.0
 POLL_S = 0.2
@@ -58,7 +58,7 @@ def gather_evidence(
         out_of_memory = any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
         with suppress(SlurmError):
             states = allocation.client.node_states()
-            down_nodes = [n for n in record.nodes if not usable(states.get(n, "unknown"))]
+            down_nodes = [n for n in record.nodes if has_failed(states.get(n, "unknown"))]
     hang, lines = observed.hang, tuple[str, ...]()
     if hang is not None:
         hang, lines = _with_stacks(run, record, hang, nodes)

@@ -8,6 +8,7 @@ a row there. The first exclusion takes an hour, each further one four times as l
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,8 @@ from slurmllm.supervise.policy import (
 POLL_S = 2.0
 SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
-_FAILED = ("down", "fail", "*")  # a drained or rebooted node has not failed
+# A node that is drained, rebooted or powered down (`powering_down`) has not failed.
+_FAILED = re.compile(r"down|fail|error|unknown|.*\*$")
 _PROBES = 16  # nodes that are asked at the same time
 
 log = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ def _proven(
     reported = node_records(run, closed, closed.blamed_nodes)
     states: Mapping[str, str] = {}
     try:
-        states = retry_unreachable(client.node_states)
+        states = retry_unreachable(client.node_states, POLL_S)  # the ending is not recorded yet
     except SlurmError as error:
         log.warning("the states of the nodes are unknown: %s", error)
     proven: dict[str, NodeEvidence] = {}
@@ -86,7 +88,7 @@ def _proven(
         lines = lines_about(closed.evidence, name)
         if name in broken or any(matches(line, "device") for line in lines):
             proven[name] = "hardware"
-        elif any(state in states.get(name, "") for state in _FAILED):
+        elif name in states and has_failed(states[name]):
             proven[name] = "slurm"
         elif any(finding.check != "answer" for finding in health.of("fail")):
             proven[name] = "check"
@@ -178,23 +180,17 @@ def to_avoid(client: SlurmClient, run: RunDir, script: str, exclude: str | None)
     `exclude` is the recipe's exclusion, which Slurm applies too.
     """
     names = [node.node for node in reversed(excluded(run))]
-    return most_avoidable(client, script, exclude, names, 1)
-
-
-def most_avoidable(
-    client: SlurmClient, script: str, exclude: str | None, names: Sequence[str], least: int
-) -> list[str]:
-    """Return as many of the first nodes as a job can start without; empty if below `least`."""
-    for count in range(len(names), max(least, 1) - 1, -1):
-        avoid = [*([exclude] if exclude else []), *names[:count]]
-        if retry_unreachable(partial(client.can_start, script, avoid)):
-            return sorted(names[:count])
-    return []
+    return nodes_to_avoid(client, script, (), names, exclude)
 
 
 def usable(state: str) -> bool:
     """Whether Slurm would start a job on a node in this state (sinfo's long form)."""
     return not any(fault in state for fault in _UNUSABLE)
+
+
+def has_failed(state: str) -> bool:
+    """Whether a node's state, in sinfo's long form, is evidence against it."""
+    return _FAILED.match(state) is not None
 
 
 def nodes_to_avoid(
@@ -205,16 +201,19 @@ def nodes_to_avoid(
     exclude: str | None = None,
     job_id: str | None = None,
 ) -> list[str]:
-    """Return the nodes to exclude from a requeued job: those lost, if it can start without them.
+    """Return the nodes to exclude from a job: as many of those lost and before as it can spare.
 
-    Otherwise none is excluded; the function then waits until Slurm itself has noticed the loss, or
-    the nodes respond. Nodes in `excluded_before` are used again if there are no others. `job_id` is
-    this process's job, which holds the nodes; without it they are not asked.
+    If it cannot spare those lost, none is excluded, after a wait until Slurm itself has noticed the
+    loss, or they respond. `job_id` is this process's job, which holds the nodes; without it they
+    are not asked.
     """
-    others = [name for name in excluded_before if name not in lost]
-    avoid = most_avoidable(client, script, exclude, [*lost, *others], len(lost))
-    if avoid or not lost:
-        return avoid
+    candidates = list(dict.fromkeys([*lost, *excluded_before]))
+    for count in range(len(candidates), max(len(lost), 1) - 1, -1):
+        avoid = [*([exclude] if exclude else []), *candidates[:count]]
+        if retry_unreachable(partial(client.can_start, script, avoid)):
+            return sorted(candidates[:count])
+    if not lost:
+        return []
     names = " ".join(lost)
     log.info("no spare node for %s: waiting until Slurm notices the loss", names)
     deadline = time.monotonic() + SLURM_NOTICE_S

@@ -63,6 +63,8 @@ def test_a_step_that_did_not_start_fails_by_the_node_that_srun_names() -> None:
     found = unstarted(("n1", "n2", "n3"), raised.value.failure)
     assert [name for name, health in found.items() if health.of("fail")] == ["n2"]
     assert [name for name, health in found.items() if health.of("warn")] == ["n1", "n3"]
+    request = raised.value.failure.model_copy(update={"fault": "request"})
+    assert not any(health.of("fail") for health in unstarted(("n1", "n2"), request).values())
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,7 @@ def test_a_requeued_job_can_be_made_to_wait(bench: Bench) -> None:
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
         "scontrol: error: slurm_receive_msg: Socket timed out on send/recv operation",
         "Zero Bytes were transmitted or received",
+        "scontrol: error: slurm_msg_sendto: address:port=10.0.0.1:6817: Connection refused",
         "scontrol gave no answer for 60 s; is slurmctld up?",
     ],
 )

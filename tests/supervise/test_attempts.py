@@ -37,7 +37,7 @@ from slurmllm.supervise.attempts import (
     unequal_versions,
 )
 from slurmllm.supervise.classify import Ending
-from slurmllm.supervise.exclusion import nodes_to_avoid, requeue, usable
+from slurmllm.supervise.exclusion import has_failed, nodes_to_avoid, requeue, usable
 from slurmllm.supervise.next_job import wait_writable
 
 LOST = Ending("node_failure", ("local0 stopped responding",), ("local0",))
@@ -183,6 +183,8 @@ def test_usable_nodes() -> None:
     unusable = ["down", "drained", "draining", "fail", "failing", "maint", "unknown", "idle*"]
     unusable += ["powering_up", "power_saving", "reboot_requested"]
     assert not any(map(usable, unusable))
+    assert all(map(has_failed, ("down", "down*", "idle*", "failing", "unknown")))
+    assert not any(map(has_failed, ("draining", "powering_down", "powered_down", "maint", "idle")))
 
 
 @pytest.fixture

@@ -222,6 +222,7 @@ def exclude(
         ("n3 stopped responding", "idle", "", None),  # srun itself does not work
         ("n3 stopped responding", "allocated*", "n1 n2 n3", "slurm"),
         ("n3 stopped responding", "draining", "n1 n2 n3", None),  # an administrator's
+        ("n3 stopped responding", "powering_down", "n1 n2 n3", None),  # Slurm's power saving
         ("rank 3 on n3: nrt_execute status=1201 message=x", "idle", "n1 n2 n3", "hardware"),
         ("rank 3 on n30: nrt_execute status=1201 message=x", "idle", "n1 n2 n3", None),
     ],
