@@ -225,7 +225,7 @@ def close_when_writable(
             ending=ending.ending,
             # Slurm takes comments of at most 1,024 characters.
             evidence=tuple(line[:300] for line in ending.evidence[:2]),
-            blamed_nodes=ending.blamed_nodes,
+            blamed_nodes=ending.blamed_nodes[:8],
         )
         _set_comment(allocation, unrecorded)
         if not is_transient([str(error)]) or not wait_writable(run, CLOSE_S):
