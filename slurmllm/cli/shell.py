@@ -30,14 +30,13 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     job.
     """
     import os
-    import shlex
     import sys
 
     from slurmllm.backends.environment import node_local_cache, worker_environment
     from slurmllm.config.load import load
     from slurmllm.errors import SlurmError, UserError
     from slurmllm.run.rundir import find_run
-    from slurmllm.slurm.client import SRUN_OPTIONS, SlurmClient
+    from slurmllm.slurm.client import SlurmClient, step_options
     from slurmllm.slurm.environment import slurm_environment
     from slurmllm.submit.render import shared_folders
     from slurmllm.supervise.allocation import export_site, task_command
@@ -54,7 +53,7 @@ def shell(run: str, command: tuple[str, ...], rank: int, runs_dir: Path) -> None
     names = {"SLURMLLM_RUN": str(run_dir.path), "SLURMLLM_CACHE": cache}
     srun = ["srun", f"--jobid={job}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--overlap"]
     srun += ["--cpu-bind=none", f"--chdir={run_dir.path}", *(["--pty"] if on_terminal else [])]
-    srun += [*shlex.split(os.environ.get(SRUN_OPTIONS, "")), *task_command(command or ("bash",))]
+    srun += [*step_options(), *task_command(command or ("bash",))]
     try:
         # Secrets too: the environment, unlike the command line, is this user's only.
         environment = {**slurm_environment(), **workers, **names, **config.worker_secrets()}

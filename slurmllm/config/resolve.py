@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.data_sources import with_user_configuration
-from slurmllm.config.directives import may_be_in_file, user_defaults
+from slurmllm.config.directives import may_be_in_file, parse_options, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
 from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
@@ -191,10 +192,11 @@ def resolve(
     untrusted = (untrusted_fault(path, leaves.get(path), origins[path]) for path in unchanged)
     faults += filter(None, untrusted)
     _assign_options(tree, options or {}, origins, faults)
+    of_profile = {"partition"} if cluster_values.get("partition") else set[str]()
+    with suppress(TypeError, ValueError):  # a fault that the validation reports
+        of_profile |= parse_options(cluster_values.get("directives") or ()).keys()
     for name, value in user_defaults().items():
-        if f"slurm.{name}" not in origins and not (
-            name == "partition" and cluster_values.get(name)
-        ):
+        if f"slurm.{name}" not in origins and name not in of_profile:
             _assign(tree, f"slurm.{name}", value, f"SBATCH_{name.upper()}", origins, faults)
     return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
 

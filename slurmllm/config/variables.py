@@ -17,22 +17,26 @@ _RESERVED = re.compile(
     r"(SLURMLLM|SLURM|SLURMD|SBATCH|SALLOC|TORCHELASTIC)_.*"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
 )
-# What a recipe's file may set: variables that tune. Sources: NCCL's, libfabric's and the Neuron
-# runtime's documentation of variables, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
+# What a recipe's file may set: variables that tune.
 TUNING = (
     *("NCCL_*", "TORCH_NCCL_*", "OFI_NCCL_*", "FI_*", "EFA_*", "NEURON_RT_*", "NEURON_CC_FLAGS"),
-    *("NEURON_FUSE_SOFTMAX", "NEURON_EXPERIMENTAL_COMPRESS_RG", "XLA_*", "PYTORCH_ALLOC_CONF"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
-    *("CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "OMP_PROC_BIND"),
-    *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX", "TOKENIZERS_PARALLELISM"),
+    *("NEURON_FUSE_SOFTMAX", "NEURON_EXPERIMENTAL_COMPRESS_RG", "NEURON_LOGICAL_NC_CONFIG"),
+    *("XLA_*", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS"),
+    *("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "KMP_BLOCKTIME", "MKL_NUM_THREADS"),
+    *("GLOO_SOCKET_IFNAME", "UCX_TLS", "UCX_NET_DEVICES", "RDMAV_FORK_SAFE", "MALLOC_ARENA_MAX"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL"),
+    *("TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
 )
 _TUNES = re.compile("|".join(TUNING).replace("*", r"\w+"))
 # Of the families and of their flags, those that name a file, folder, library, address or plugin,
 # or write what they do not name: NCCL_TOPO_FILE, NCCL_COMM_ID, FI_PROVIDER_PATH, NEURON_RT_INSPECT_
-# OUTPUT_DIR, NCCL_PROXY_PROFILE, --xla_dump_to, --cache_dir.
+# OUTPUT_DIR, NCCL_PROXY_PROFILE, --xla_dump_to, --cache_dir. Read for it: torch 2.13's
+# ProcessGroupNCCL.hpp, libfabric's fabric(7) and fi_ucx(7), the Neuron runtime's configuration
+# guide; not all providers of libfabric, nor undocumented variables.
 _NAMES_FILE = re.compile(
     r"FILE|PATH|PLUGIN|DUMP|LIBRAR|PROFIL|INSPECT|HOSTID|TEMPLATE|OUTPUT|LOCATION|URL|SAVE|TRACK"
-    r"|DIR(?![A-Z])|(?<![A-Z])(ID|LIB|LOG|DBG|OOB|ADDR|CONF|CONFIG|PIPE|FROM|EXTRA|O)(?![A-Z0-9])",
+    r"|DIR(?![A-Z])|_CONF(IG)?(?![A-Z])|(?<![A-Z])(ID|LIB|ADDR|PIPE|FROM|EXTRA|O)(?![A-Z0-9])",
     re.IGNORECASE,
 )
 _PLAIN = re.compile(r"[\w.,:;=^+\[\]> -]*")  # no slash, at sign, quote or variable

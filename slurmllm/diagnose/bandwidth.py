@@ -13,6 +13,7 @@ from slurmllm.diagnose.node import FOLDERS, find
 from slurmllm.diagnose.probe import Nodes, ProbeLine, read_lines
 from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.run.records import Finding, NodeHealth
+from slurmllm.slurm.environment import slurm_environment
 
 CHECK = "all-reduce"
 LIMIT_S = 300.0  # most of it: PyTorch's import on cold nodes, or nccom-test's compilation
@@ -110,7 +111,8 @@ def measure_with_nccom(
     elif path is None:
         raise NodeError(f"{name} is neither on $PATH nor in {FOLDERS[0]}")
     else:
-        processes = [subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)]
+        pipe, environment = subprocess.PIPE, slurm_environment(in_job=True)  # it calls srun
+        processes = [subprocess.Popen(call, stdout=pipe, stderr=subprocess.STDOUT, env=environment)]
     return Bandwidth(bus_bandwidth("".join(t for _, t in read_lines(processes, LIMIT_S, stop))))
 
 

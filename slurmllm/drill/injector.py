@@ -23,6 +23,7 @@ from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.run.records import AttemptRecord, EndingClass, NodeRecord, Record
 from slurmllm.run.rundir import RunDir
+from slurmllm.slurm.environment import slurm_environment
 
 FaultKind = Literal["worker", "node", "first_node", "time_limit", "save", "hang"]
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
@@ -259,9 +260,11 @@ def _inject_now(run: RunDir, spec: FaultSpec, injection: Injection) -> list[int]
     if spec.kind == "time_limit":
         pids = supervisor_pids(run)
         # As Slurm does it (--signal=B:USR1@…): to the batch script, which is the supervisor.
-        job = os.environ.get("SLURM_JOB_ID")
+        # Not a local run's: there, it is the job of the shell.
+        job = None if spec.local else os.environ.get("SLURM_JOB_ID")
         command = ["scancel", "--signal=USR1", "--batch", job or ""]
-        if job is None or subprocess.run(command, check=False).returncode != 0:
+        environment = slurm_environment()
+        if job is None or subprocess.run(command, env=environment, check=False).returncode != 0:
             kill(pids, signal.SIGUSR1)
         return pids
     pids = node_pids(run, spec.node if spec.local else None)

@@ -72,8 +72,8 @@ class SlurmRunner:
         self, run: RunDir, node: str, command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
         srun = ["srun", f"--jobid={self._job(run)}", f"--nodelist={node}", "--nodes=1"]
-        # --overlap: the step shares the CPUs of the run's steps.
-        srun += ["--ntasks=1", "--overlap", "--cpu-bind=none", "--input=none", "--quiet"]
+        # --overlap, --mem=0: the step shares CPUs and memory of the run's steps.
+        srun += ["--ntasks=1", "--overlap", "--mem=0", "--cpu-bind=none", "--input=none", "--quiet"]
         try:
             return subprocess.Popen([*srun, *command], env=slurm_environment(), **_NO_FILES)
         except OSError as error:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -361,9 +363,10 @@ class SlurmClient:
 
     def responds(self, job_id: str, node: str) -> bool:
         """Return whether a process can be started on a node of a job within `RESPONSE_S`."""
-        step = ["--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--quiet", "true"]
+        command = ["srun", f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
+        command += ["--overlap", "--mem=0", "--input=none", "--quiet", "true"]
         try:
-            _run(["srun", f"--jobid={job_id}", f"--nodelist={node}", *step], timeout_s=RESPONSE_S)
+            _run(command, timeout_s=RESPONSE_S)
         except SlurmError:
             return False
         return True
@@ -431,6 +434,14 @@ class SlurmClient:
         except SlurmError:
             return {}
         return dict(line.split("|", 1) for line in output.splitlines() if "|" in line)
+
+
+def step_options() -> list[str]:
+    """Return the options of each srun in this job, with all its memory unless they say how much."""
+    options = shlex.split(os.environ.get(SRUN_OPTIONS, ""))
+    # A job's --mem-per-cpu would leave no memory to a second step.
+    sized = any(re.match("--mem(-per-|=|$)", option) for option in options)
+    return options if sized else ["--mem=0", *options]
 
 
 def _ignore_sigterm() -> None:

@@ -13,16 +13,19 @@ import re
 from slurmllm.config.directives import USER_DEFAULTS
 
 # What Slurm's commands read or set. PMI_*: srun reads three of them.
+PREDECESSOR = "SLURMLLM_PREDECESSOR"  # in a successor job: the job whose end it waited for
 _SLURM = re.compile(
     r"(SLURM(D|STEPD|CTLD|DBD)?|SRUN|SBATCH|SALLOC|SBCAST|SCANCEL|SCONTROL|SQUEUE|SINFO|SACCT|PMI)_"
+    rf"|{PREDECESSOR}"
 )
 # Which cluster, and who asks: auth/jwt, auth/slurm. Not SLURM_CLUSTERS: jobs of another cluster
 # than that of SLURM_CONF could be neither shown nor cancelled.
-_SITE = frozenset({"SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET"})
+_SITE = r"SLURM_(CONF|JWT|SACK_SOCKET)"
 # Inside a job. Memory, GPUs and the like come from slurmctld, which copies what the job has to a
-# step that asks for none (step_mgr.c, _copy_job_tres_to_step). All but the id are information.
-_OF_THE_JOB = _SITE | {"SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_RESTART_COUNT"}
-PREDECESSOR = "SLURMLLM_PREDECESSOR"  # in a successor job: the job whose end it waited for
+# step that asks for none (step_mgr.c, _copy_job_tres_to_step). SLURM_SPANK_*: the job's options of
+# SPANK plugins, which its steps inherit by them only (spank.c, spank_process_env_options).
+_OF_THE_JOB = rf"{_SITE}|SLURM_(JOB_ID|JOB_PARTITION|RESTART_COUNT|SPANK_\w+)"
+_SALLOC = rf"{_SITE}|SALLOC_({'|'.join(USER_DEFAULTS).upper()})"
 
 
 def slurm_environment(*, in_job: bool = False, salloc: bool = False) -> dict[str, str]:
@@ -32,11 +35,12 @@ def slurm_environment(*, in_job: bool = False, salloc: bool = False) -> dict[str
         in_job: Whether the command is part of the job that this process runs in: srun, sbcast.
         salloc: Whether it is salloc, which reads the user's account, partition, qos, reservation.
     """
-    allowed = _OF_THE_JOB if in_job else _SITE
-    if salloc:
-        allowed |= {f"SALLOC_{name.upper()}" for name in USER_DEFAULTS}
-    refused = {n for n in os.environ if _SLURM.match(n) or n == PREDECESSOR} - allowed
-    return {n: value for n, value in os.environ.items() if n not in refused} | python_path()
+    allowed = re.compile(_OF_THE_JOB if in_job else _SALLOC if salloc else _SITE)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not _SLURM.match(name) or allowed.fullmatch(name)
+    } | python_path()
 
 
 def python_path() -> dict[str, str]:

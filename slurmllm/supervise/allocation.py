@@ -39,6 +39,7 @@ from slurmllm.slurm.client import (
     SRUN_OPTIONS,
     SlurmClient,
     retry_unreachable,
+    step_options,
 )
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON, in_container
 from slurmllm.slurm.environment import slurm_environment
@@ -174,12 +175,9 @@ class SlurmAllocation(Allocation):
         # The only task of a node uses all of it; Slurm would bind it to one CPU. Without
         # --cpus-per-task, which is one number for all nodes, a step has all CPUs of each.
         srun += ["--ntasks-per-node=1", "--cpu-bind=none", "--input=none"]
-        more = shlex.split(os.environ.get(SRUN_OPTIONS, ""))
-        # A job's --mem-per-cpu would leave no memory to a second step.
-        srun += [] if any(option.startswith("--mem") for option in more) else ["--mem=0"]
         if self.all_nodes and self.nodes != self.all_nodes:
             srun.append(f"--nodelist={','.join(self.nodes)}")
-        srun += [*options, *more, *task_command(command)]
+        srun += [*options, *step_options(), *task_command(command)]
         errors = None if output is None else subprocess.STDOUT
         try:
             # srun hands its environment to the nodes.

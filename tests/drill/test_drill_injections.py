@@ -164,7 +164,12 @@ def test_the_first_node_goes_with_its_supervisor(run: RunDir, spawn: Spawn) -> N
     assert stays.poll() is None
 
 
-def test_a_signal_ahead_reaches_the_supervisor_alone(run: RunDir, spawn: Spawn) -> None:
+def test_a_signal_ahead_reaches_the_supervisor_alone(
+    run: RunDir, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nor the job of the shell that a local run was started from.
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr(injector.subprocess, "run", None)
     supervisor, launcher = spawn("supervise"), spawn("launch", "local0")
     metrics(run, 3)
     assert inject(run, spec("time_limit", node="local0")).pids == (supervisor.pid,)

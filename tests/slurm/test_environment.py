@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from submit.commands import call
 
+from slurmllm.config.resolve import clusters_dir
 from slurmllm.errors import SlurmError
 from slurmllm.slurm import client
-from slurmllm.slurm.client import SlurmClient, UnansweredError
+from slurmllm.slurm.client import SRUN_OPTIONS, SlurmClient, UnansweredError, step_options
 from slurmllm.slurm.environment import PREDECESSOR, slurm_environment
 
 SITE = {"SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET"}
@@ -62,14 +63,23 @@ def test_every_input_variable_of_the_manual_pages(
 def test_jobs_get_the_rest_of_the_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     variables = {"SLURM_CONF": "/c", "PYTHONPATH": "a::/b", "SLURMLLM_LOG": "debug", "X": "1"}
-    for name, value in {**variables, PREDECESSOR: "7", "SLURM_RESTART_COUNT": "3"}.items():
+    plugin = "SLURM_SPANK__SLURM_SPANK_OPTION_auks_auks"  # steps inherit a plugin's option by it
+    of_job = {"SLURM_RESTART_COUNT": "3", plugin: "yes"}
+    for name, value in {**variables, **of_job, PREDECESSOR: "7"}.items():
         monkeypatch.setenv(name, value)
     environment = slurm_environment()
     # A job starts in its run's directory, so a relative folder would be another one.
     variables["PYTHONPATH"] = f"{tmp_path}/a:/b"
     assert variables.items() <= environment.items()
-    assert not {PREDECESSOR, "SLURM_RESTART_COUNT"} & environment.keys()
-    assert slurm_environment(in_job=True)["SLURM_RESTART_COUNT"] == "3"
+    assert not {PREDECESSOR, *of_job} & environment.keys()
+    assert of_job.items() <= slurm_environment(in_job=True).items()
+    for options, step in {
+        "": ["--mem=0"],
+        "--mem-bind=local": ["--mem=0", "--mem-bind=local"],
+        "--mem-per-cpu=1G": ["--mem-per-cpu=1G"],
+    }.items():
+        monkeypatch.setenv(SRUN_OPTIONS, options)
+        assert step_options() == step
 
 
 def program(folder: Path, name: str, body: str) -> None:
@@ -171,6 +181,10 @@ def test_defaults_of_the_user_are_shown(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "#SBATCH --partition=p5\n" in shown["scripts"]["train"]
     text = call("submit", "tiny_neox", "--dry-run").output
     assert "default of this shell, which nothing else sets: SBATCH_QOS is --qos" in text
+    profile = tmp_path / "site.yaml"
+    text = (clusters_dir() / "local.yaml").read_text()
+    profile.write_text(f"{text}\ndirectives: [--account=ml]\n")
+    assert "SBATCH_ACCOUNT" not in dry_run("--cluster", str(profile))["defaults"]
 
 
 _NAMES = st.sampled_from(
