@@ -35,10 +35,11 @@ def test_broken_copies_go_on_exactly(bench: Bench, rehearsed: str) -> None:
 
 
 def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, rehearsed: str) -> None:
-    arguments = ("--kinds=worker", "--steps=9", "--set=slurm.failure_budget=0")
+    slow = "--set=env.SLURMLLM_REHEARSAL_STEP_S=1"  # the fault must come before the end
+    arguments = ("--kinds=worker", "--steps=9", "--set=slurm.failure_budget=0", slow)
     text = bench.call("drill", rehearsed, *arguments, code=1)
     assert "because --set changes values" in text
-    assert "worker: did not finish: stopped" in text
+    assert "worker: did not finish: stopped" in text, text
     assert "kept: rehearsed-drill-1-reference, rehearsed-drill-1-worker" in text
     assert copies(bench, rehearsed) == ["rehearsed-drill-1-reference", "rehearsed-drill-1-worker"]
 
