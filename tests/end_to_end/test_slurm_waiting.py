@@ -93,8 +93,6 @@ def test_a_wait_is_explained_and_its_command_ends_it(
     shown = bench.call(*arguments)
     job = re.search(r"precompile job (\d+)", shown)
     assert job is not None
-    first = reason if not hold else "JobHeldUser"
-    assert f"precompile job waiting for {first}: " in " ".join(shown.split())
     if hold:
         if callable(change):
             change()

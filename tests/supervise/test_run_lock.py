@@ -25,11 +25,11 @@ from slurmllm.supervise.run_lock import locked
 SLURMLLM = (sys.executable, "-m", "slurmllm")
 # A Slurm that only counts: a job is pending until `ended` has its number.
 COMMANDS = {
-    "sbatch": "exec 9>>$SLURM_BOX/jobs; flock 9; echo job >&9; sleep 0.2; wc -l <$SLURM_BOX/jobs",
-    "squeue": "seq $(wc -l <$SLURM_BOX/jobs) | grep -vxf $SLURM_BOX/ended "
-    "| sed 's/$/|PENDING|Priority|/'",
+    "sbatch": "exec 9>>$JOB_BOX/jobs; flock 9; echo job >&9; sleep 0.2; wc -l <$JOB_BOX/jobs",
+    "squeue": "seq $(wc -l <$JOB_BOX/jobs) | grep -vxf $JOB_BOX/ended "
+    "| sed 's/$/|PENDING|Priority|||/'",
     "sacct": "exit 1",
-    "sinfo": "echo 'main*|up|n1|idle|4|(null)|none'",
+    "sinfo": "echo 'main*|up|n1|idle|4|1000|(null)|(null)|none'",
 }
 HOLD = """
 import sys, time
@@ -53,7 +53,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, script in COMMANDS.items():
         (box / name).write_text(f"#!/bin/bash\n{script}\n")
         (box / name).chmod(0o755)
-    monkeypatch.setenv("SLURM_BOX", str(box))
+    monkeypatch.setenv("JOB_BOX", str(box))
     monkeypatch.setenv("PATH", f"{box}:{os.environ['PATH']}")
     return box
 
