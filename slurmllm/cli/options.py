@@ -247,12 +247,10 @@ def slurm_options(
     Raises:
         ConfigError: the profile, or a line of its cluster.setup, is faulty.
     """
-    from slurmllm.config.directives import parse_options, user_defaults
+    from slurmllm.config.directives import USER_DEFAULTS, parse_options, user_defaults
     from slurmllm.slurm.arrays import SlurmOptions
 
-    shell = user_defaults()
-    if "reservation" in shell:
-        directives = {"reservation": shell.pop("reservation"), **(directives or {})}
+    places = dict[str, Any](user_defaults())
     values = {name: value for name, value in fields.items() if value is not None}
     if cluster or os.environ.get("SLURMLLM_CLUSTER"):
         from slurmllm.config.container import container_arguments
@@ -260,14 +258,13 @@ def slurm_options(
         from slurmllm.errors import ConfigError
         from slurmllm.slurm.setup import setup_faults
 
-        profile = resolve("tiny_neox", cluster).cluster  # the recipe is not used
+        config = resolve("tiny_neox", cluster)  # of the recipe, only what is the shell's is used
+        profile, slurm = config.cluster, config.recipe.slurm
+        places = slurm.model_dump(include=set(USER_DEFAULTS), exclude_none=True)
+        places = {"partition": profile.partition, **places}
         if faults := setup_faults(profile.setup):
             raise ConfigError(f"cluster profile {profile.name}", faults)
-        defaults = {
-            "partition": profile.partition or shell.get("partition"),
-            "setup": profile.setup,
-        }
-        values = {**defaults, "python": profile.python, **values}
+        values = {"setup": profile.setup, "python": profile.python, **values}
         if (container := profile.container) is not None:
             shown = (Path.cwd(), profile.node_local)
             values |= {"python": container.python, "by_srun": container.srun_runs_it}
@@ -275,7 +272,9 @@ def slurm_options(
                 container, profile.device, [*folders, *shown]
             )
         directives = {**parse_options(profile.directives), **(directives or {})}
-    return SlurmOptions(**{**shell, **values}, directives=directives or {})
+    if "reservation" in places:
+        directives = {"reservation": places.pop("reservation"), **(directives or {})}
+    return SlurmOptions(**{**places, **values}, directives=directives or {})
 
 
 # Of submit and resume: fields of the recipe's section slurm, and options of both jobs.

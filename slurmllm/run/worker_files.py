@@ -16,7 +16,7 @@ from typing import Any, Self, get_args
 
 from slurmllm.run.records import Event, Phase, WorkerPhase
 from slurmllm.run.rundir import RunDir
-from slurmllm.run.safe_files import open_append, read_limited
+from slurmllm.run.safe_files import open_append, os_error_text, read_limited
 
 PHASE_FILE = "SLURMLLM_PHASE_FILE"
 STACKS_FILE = "SLURMLLM_STACKS_FILE"  # a worker dumps its Python stacks into this file …
@@ -90,13 +90,8 @@ def diagnostic(what: str, cleanup: Callable[[], object] = bool) -> Iterator[None
     except Exception as error:
         if what not in _failed_diagnostics:
             _failed_diagnostics.add(what)
-            text = error.strerror if isinstance(error, OSError) else str(error)
-            log.warning(
-                "%s: %s (%s); this may be incomplete, and training continues",
-                what,
-                text or error,
-                type(error).__name__,
-            )
+            text = os_error_text(error) if isinstance(error, OSError) else repr(error)
+            log.warning("%s: %s; this may be incomplete, and training continues", what, text)
         cleanup()
 
 

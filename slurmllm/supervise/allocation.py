@@ -433,7 +433,8 @@ def allocate_nodes(
         return LocalAllocation()
     export_site(config, folders)
     salloc_options = dict(options or {})
-    if "SLURM_JOB_ID" in os.environ and nodes is None and not salloc_options.get("nodelist"):
+    inside = {"SLURM_JOB_ID", "SLURM_JOB_NODELIST"} <= os.environ.keys()
+    if inside and nodes is None and not salloc_options.get("nodelist"):
         return SlurmAllocation()
     if shutil.which("salloc") is None:
         raise SlurmError(

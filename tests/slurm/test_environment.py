@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from submit.commands import call
 
-from slurmllm.config.resolve import clusters_dir
+from slurmllm.cli.options import slurm_options
+from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.errors import SlurmError
 from slurmllm.slurm import client
 from slurmllm.slurm.client import SRUN_OPTIONS, SlurmClient, UnansweredError, step_options
 from slurmllm.slurm.environment import PREDECESSOR, slurm_environment
+from slurmllm.supervise import allocation
 
 SITE = {"SLURM_CONF", "SLURM_JWT", "SLURM_SACK_SOCKET"}
 OF_SLURM = "^(SLURMD?|SRUN|SBATCH|SALLOC|SQUEUE|SCONTROL|SCANCEL|SINFO|SACCT|PMI)_"
@@ -80,6 +82,15 @@ def test_jobs_get_the_rest_of_the_shell(monkeypatch: pytest.MonkeyPatch, tmp_pat
     }.items():
         monkeypatch.setenv(SRUN_OPTIONS, options)
         assert step_options() == step
+
+
+def test_a_job_id_alone_is_no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "export_site", lambda *_: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(SlurmError, match="salloc is not on the PATH"):
+        allocation.allocate_nodes(resolve("tiny_neox", "local"), [], "health")
 
 
 def program(folder: Path, name: str, body: str) -> None:
@@ -185,6 +196,12 @@ def test_defaults_of_the_user_are_shown(monkeypatch: pytest.MonkeyPatch, tmp_pat
     text = (clusters_dir() / "local.yaml").read_text()
     profile.write_text(f"{text}\ndirectives: [--account=ml]\n")
     assert "SBATCH_ACCOUNT" not in dry_run("--cluster", str(profile))["defaults"]
+    arrays = slurm_options(None, {"partition": "p5"})
+    assert (arrays.account, arrays.partition, arrays.qos) == ("myaccount", "p5", "myqos")
+    assert arrays.directives == {"reservation": "myreservation"}
+    arrays = slurm_options(str(profile), {"partition": None})
+    assert (arrays.account, arrays.partition, arrays.qos) == (None, "mypartition", "myqos")
+    assert arrays.directives == {"account": "ml", "reservation": "myreservation"}
 
 
 _NAMES = st.sampled_from(

@@ -29,9 +29,9 @@ def test_a_pattern_takes_linear_time(row: ErrorText) -> None:
         times = []
         for chars in (20_000, 80_000):
             text = (word[:-1] * (chars // max(len(word) - 1, 1)))[:chars]
-            started = time.perf_counter()
+            started = time.thread_time()
             row.pattern.search(text)
-            times.append(time.perf_counter() - started)
+            times.append(time.thread_time() - started)
         assert times[1] < 0.05 + 16 * times[0], word
 
 

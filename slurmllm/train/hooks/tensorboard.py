@@ -71,11 +71,8 @@ class TensorBoardHook(Hook):
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
-        if stream is not None:
-            with suppress(OSError):
-                if not self._path.stat().st_size:  # of a full disk
-                    self._path.unlink()
-            with suppress(OSError):
+        with suppress(OSError):
+            if stream is not None:
                 stream.close()
 
     def _open(self) -> None:
@@ -84,27 +81,25 @@ class TensorBoardHook(Hook):
         self._files += 1
         name = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{self._files}"
         with diagnostic(_WHAT, self.close):
-            self._path = job.run.tensorboard / f"events.out.tfevents.{name}"
-            self._stream = os.fdopen(open_append(self._path), "ab")
-            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            path = job.run.tensorboard / f"events.out.tfevents.{name}"
+            self._stream, now = os.fdopen(open_append(path), "ab"), time.time()
+            self._write(now, 0, file_version="brain.Event:2")
             # Steps after the checkpoint are recomputed: at a START, TensorBoard drops the steps
             # from this one on that an earlier attempt wrote.
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=job.step + 1, session_log=start))
+            self._write(now, job.step + 1, session_log=SessionLog(status=SessionLog.START))
             for step, value in start_values(job):
-                summary = Summary(value=[value])
-                self._write(Event(wall_time=time.time(), step=step, summary=summary))
+                self._write(now, step, summary=Summary(value=[value]))
 
     def _add(self, wall_time: float, step: int, values: list[Summary.Value]) -> None:
-        event = Event(wall_time=wall_time, step=step, summary=Summary(value=values))
         with diagnostic(_WHAT, self._open):
             if self._stream is not None and os.fstat(self._stream.fileno()).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "the files were removed; new ones begin")
         with diagnostic(_WHAT, self.close):
-            self._write(event)
+            self._write(wall_time, step, summary=Summary(value=values))
 
-    def _write(self, event: Event) -> None:
+    def _write(self, wall_time: float, step: int, **content: object) -> None:
         if self._stream is not None:
+            event = Event(wall_time=wall_time, step=step, **content)
             RecordWriter(self._stream).write(event.SerializeToString())
             self._stream.flush()
 
