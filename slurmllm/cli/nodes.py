@@ -79,7 +79,9 @@ def nodes(run: str | None, included: tuple[str, ...], runs_dir: Path, as_json: b
         cells.append((row["run"], row["node"], row["evidence"] or "", *times, job_ids, reason))
     headings = ("run", "node", "evidence", "since", "until", "pending jobs", "reason")
     print_table(headings, cells, fold="reason")
-    click.echo("`slurmllm nodes RUN --include NODE` uses a node again", err=True)
+    click.echo(
+        "excluded from the jobs of the run; `slurmllm nodes RUN --include NODE` ends it", err=True
+    )
 
 
 def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> None:

@@ -207,7 +207,7 @@ def untrusted_fault(path: str, value: Any, source: str) -> str | None:
     also = ""
     if path.startswith("env.") and not may_set_variable(path[4:], value):
         shown = MASK if is_secret(path[4:], value) else repr(value)
-        what = f"{shown}: a recipe's file sets only variables that tune ({', '.join(TUNING[:7])}, "
+        what = f"{shown}: a recipe's file sets only variables for tuning ({', '.join(TUNING[:7])}, "
         what += "…: docs/recipes.md), and none that names a file, a library, a plugin or an address"
         also = ", or the cluster profile's env"
     elif path.startswith("slurm.notify.command") and value:

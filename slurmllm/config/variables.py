@@ -17,7 +17,7 @@ _RESERVED = re.compile(
     r"(SLURMLLM|SLURM|SLURMD|SBATCH|SALLOC|TORCHELASTIC)_.*"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
 )
-# What a recipe's file may set: variables that tune.
+# What a recipe's file may set: variables that tune speed, memory and communication.
 TUNING = (
     *("NCCL_*", "TORCH_NCCL_*", "OFI_NCCL_*", "FI_*", "EFA_*", "NEURON_RT_*", "NEURON_CC_FLAGS"),
     *("NEURON_FUSE_SOFTMAX", "NEURON_EXPERIMENTAL_COMPRESS_RG", "NEURON_LOGICAL_NC_CONFIG"),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
@@ -56,11 +56,17 @@ class Row(NamedTuple):
     example: str
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table that is part of the package, by libyaml if it is there."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = path.read_text(encoding="utf-8")
+    return list(yaml.load(text, Loader=loader))  # noqa: S506 - both are safe
+
+
 @cache
 def table() -> tuple[Row, ...]:
     """Return the rows of error_patterns.yaml."""
-    text = Path(__file__).with_suffix(".yaml").read_text()
-    rows = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (both are safe)
+    rows = read_rows(Path(__file__).with_suffix(".yaml"))
     return tuple(
         Row(row.get("pattern") or _STATUS % row["status"], *(row[name] for name in Row._fields[1:]))
         for row in rows

@@ -80,10 +80,11 @@ _failed_diagnostics: set[str] = set()
 
 
 @contextmanager
-def diagnostic(what: str, cleanup: Callable[[], object] = bool) -> Iterator[None]:
-    """Log what fails in the body, once for each `what`; the run continues.
+def diagnostic(what: str, cleanup: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Log and suppress errors of the body; only the first of each `what` is logged.
 
-    For what only describes the training: never for its state, nor for a call that others wait for.
+    For curves, events and reports: never for checkpoints or metrics, nor around a call that other
+    workers wait for.
     """
     try:
         yield
@@ -91,7 +92,9 @@ def diagnostic(what: str, cleanup: Callable[[], object] = bool) -> Iterator[None
         if what not in _failed_diagnostics:
             _failed_diagnostics.add(what)
             text = os_error_text(error) if isinstance(error, OSError) else repr(error)
-            log.warning("%s: %s; this may be incomplete, and training continues", what, text)
+            log.warning(
+                "%s failed: %s; its records may be incomplete, and training continues", what, text
+            )
         cleanup()
 
 

@@ -236,7 +236,11 @@ class SlurmClient:
             while time.monotonic() < deadline:
                 for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
                     if token in _run(["scontrol", "write", "batch_script", job_id, "-"]):
-                        log.warning("%s; job %s was submitted nevertheless", unanswered, job_id)
+                        log.warning(
+                            "%s; the queue has job %s of this submission, which is used",
+                            unanswered,
+                            job_id,
+                        )
                         return job_id
                 time.sleep(_RETRY_S)
         except SlurmError as error:
@@ -247,7 +251,7 @@ class SlurmClient:
         raise SlurmError(f"{unanswered}; no job of the submission appeared in {ADOPTION_S:g} s")
 
     def can_start(self, script: str, exclude: Sequence[str]) -> bool:
-        """Whether a job could start, now or later, without some nodes (sbatch --test-only).
+        """Return whether a job could start, now or later, without `exclude` (sbatch --test-only).
 
         Slurm itself counts the nodes that the job may use: partitions, features, reservation,
         GRES, states. True too if it refuses the test for another reason than its nodes, such as a
@@ -437,7 +441,7 @@ class SlurmClient:
 
 
 def step_options() -> list[str]:
-    """Return the options of each srun in this job, with all its memory unless they say how much."""
+    """Return the options of each srun in this job; --mem=0, all memory, if none says how much."""
     options = shlex.split(os.environ.get(SRUN_OPTIONS, ""))
     # A job's --mem-per-cpu would leave no memory to a second step.
     sized = any(re.match("--mem(-per-|=|$)", option) for option in options)

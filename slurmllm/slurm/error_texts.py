@@ -15,8 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
+from slurmllm.run.error_patterns import read_rows
 from slurmllm.run.records import Fault, LaunchFailure
 
 _FROM_SLURM = re.compile(r"(?:srun|sbcast|slurmstepd|slurmd)(?:-[\w.-]{1,255})?: ")
@@ -41,8 +40,7 @@ class ErrorText(NamedTuple):
 @cache
 def table() -> tuple[ErrorText, ...]:
     """Return the rows of error_texts.yaml."""
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    rows = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (both are safe)
+    rows = read_rows(Path(__file__).with_suffix(".yaml"))
     return tuple(ErrorText(**{**row, "pattern": re.compile(row["pattern"])}) for row in rows)
 
 

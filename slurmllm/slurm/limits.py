@@ -17,7 +17,7 @@ from slurmllm.format import format_names, format_plural
 from slurmllm.slurm.client import PartitionNode, SlurmClient, count_gpus
 
 Options = Mapping[str, str]  # sbatch's, by long name
-EQUAL_NODES = "all workers wait for the smallest; --constraint or --exclude chooses equal ones"
+EQUAL_NODES = "each step may take as long as on the slowest; --constraint or --exclude: equal ones"
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 _SAME_MEMORY = 0.95  # nodes of one kind differ in what their firmware takes
 _AMOUNTS: dict[str, Callable[[PartitionNode], int]] = {  # which an option requires of each node
@@ -77,9 +77,9 @@ def _check(
     for option, remedy, suited in () if hidden else _requirements(options, members, client):
         fitting = [node for node in fitting if node in suited]
         if len(fitting) < fewest:
-            which = f"{where} has {format_plural(len(suited), 'such node')}"
-            which += f", {len(fitting)} by all options together" * (len(fitting) < len(suited))
-            faults.append(f"{option}: {which}; {fewest} needed: {remedy}, or another --partition")
+            which = f"needs {format_plural(fewest, 'node')}; {where} has {len(suited)} suitable"
+            which += f", {len(fitting)} with all options together" * (len(fitting) < len(suited))
+            faults.append(f"{option}: {which}; {remedy}, or another --partition")
             break
     if state != "UP":
         text = f"{where} is {state} until an administrator sets it to UP; another --partition"
@@ -170,7 +170,7 @@ def _requirements(
         amounts = sorted(map(amount_of, nodes), reverse=True)[:fewest]
         if option in options and amounts:
             least, unit = _amount(option, options[option]), " MB" * (option == "mem")
-            remedy = f"{fewest} of its nodes have {amounts[-1]}{unit}; choose no more"
+            remedy = f"choose at most {amounts[-1]}{unit}, which {fewest} of its nodes have"
             suited = [node for node in nodes if amount_of(node) >= least]
             yield f"--{option} {options[option]}", remedy, suited
 

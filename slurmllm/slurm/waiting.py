@@ -10,14 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from slurmllm.run.error_patterns import read_rows
 
 
 @cache
 def table() -> list[dict[str, Any]]:
     """Return the rows of waiting_reasons.yaml, in their order."""
-    text = Path(__file__).with_name("waiting_reasons.yaml").read_text("utf-8")
-    return list(yaml.safe_load(text))
+    return read_rows(Path(__file__).with_name("waiting_reasons.yaml"))
 
 
 def explain(reason: str, job_id: str, run: str, stage: str = "train") -> tuple[str, str]:

@@ -42,8 +42,8 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
     process = sweep_process(run) if last is None else process_elsewhere(run, client)
     if process is not None and not force:
         raise RunError(
-            f"{run.name} is not known to have ended: {process} runs it or its sweep; `slurmllm "
-            f"cancel` there, or `slurmllm resume {run.name} --force` if that process is gone"
+            f"{run.name} may still be running: {process} runs it or its sweep; `slurmllm cancel` "
+            f"there, or `slurmllm resume {run.name} --force` if that process is gone"
         )
     if last is not None and process is None and is_active(run, client):
         raise RunError(

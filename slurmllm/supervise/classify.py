@@ -158,7 +158,7 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
     Only a node that a message about nodes names is blamed, unless it names most of them.
     """
     fix = (
-        f"it concerns {', '.join(failure.options)}; correct slurm.directives of the recipe or "
+        f"refused: {', '.join(failure.options)}; correct slurm.directives of the recipe or "
         "cluster.directives of the profile, then `slurmllm resume`"
     )
     lines = (failure.text, *([fix] if failure.fault == "request" and failure.options else []))

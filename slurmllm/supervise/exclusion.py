@@ -201,11 +201,11 @@ def nodes_to_avoid(
     exclude: str | None = None,
     job_id: str | None = None,
 ) -> list[str]:
-    """Return the nodes to exclude from a job: as many of those lost and before as it can spare.
+    """Return the nodes to exclude: as many of those lost, and excluded before, as possible.
 
-    If it cannot spare those lost, none is excluded, after a wait until Slurm itself has noticed the
-    loss, or they respond. `job_id` is this process's job, which holds the nodes; without it they
-    are not asked.
+    If the job could not start without those lost, none is excluded, after a wait until Slurm has
+    noticed the loss or they respond. `job_id` is this process's job, which holds the nodes; without
+    it they are not asked.
     """
     candidates = list(dict.fromkeys([*lost, *excluded_before]))
     for count in range(len(candidates), max(len(lost), 1) - 1, -1):

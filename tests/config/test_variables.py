@@ -103,7 +103,7 @@ def test_what_does_not_tune_is_not_set_by_a_recipe_file(name: str, tmp_path: Pat
         resolve(recipe_with(tmp_path, f"{name}: '1'"), "local")
     (fault,) = error.value.faults
     assert fault.startswith(f"env.{name} (mine.yaml:")
-    assert "sets only variables that tune" in fault
+    assert "sets only variables for tuning" in fault
     assert f"--set env.{name}=…, or the cluster profile's env" in fault
     assert resolve("tiny_neox", "local", [f"env.{name}=/x"]).recipe.env == {name: "/x"}
     assert resolve("tiny_neox", "local", [f"cluster.env.{name}=/x"]).cluster.env == {name: "/x"}
@@ -137,7 +137,7 @@ def test_what_tunes_is(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_name_files(name: str, value: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sets only variables that tune"):
+    with pytest.raises(ConfigError, match="sets only variables for tuning"):
         resolve(recipe_with(tmp_path, f"{name}: {value!r}"), "local")
 
 
@@ -164,7 +164,7 @@ def test_a_recipe_names_no_profile_of_its_own(tmp_path: Path) -> None:
 def test_no_way_of_writing_brings_it_in(file: str, text: str, tmp_path: Path) -> None:
     recipe = (recipes_dir() / "tiny_neox.yaml").read_text()
     (tmp_path / file).write_text(f"{recipe}\n{text}\n")
-    with pytest.raises(ConfigError, match="sets only variables that tune") as error:
+    with pytest.raises(ConfigError, match="sets only variables for tuning") as error:
         resolve(str(tmp_path / file), "local")
     assert error.value.faults[0].startswith(f"env.LD_PRELOAD ({file}:")
 

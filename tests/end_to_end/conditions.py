@@ -312,8 +312,13 @@ class Scene:
         if step == "restart":
             following = self.run / "attempts" / "001" / "attempt.json"
             return self.bench.until(following.is_file, "never started again", LIMIT_S)
-        init = lambda: self.site.cluster.init(self.broken) or 0  # noqa: E731
-        slurmd = lambda: [pid for pid in same_namespace(init()) if program(pid) == "slurmd"]  # noqa: E731
+
+        def init() -> int:
+            return self.site.cluster.init(self.broken) or 0
+
+        def slurmd() -> list[int]:
+            return [pid for pid in same_namespace(init()) if program(pid) == "slurmd"]
+
         slurmllm, at = shlex.join(SLURMLLM), f"{self.name} --runs-dir={self.bench.runs}"
         values: dict[str, Callable[[], object]] = {
             "RUN": lambda: self.run,

@@ -68,7 +68,10 @@ def test_a_full_disk_ends_an_attempt_and_blames_no_node(
             job = submit(bench, inputs, "full", *SLOW)["train"]
             bench.wait_for_step("full", 5)
             cluster.call("shared", "full")
-            comment = lambda: SlurmClient().queue([job])[job].comment  # noqa: E731
+
+            def comment() -> str:
+                return SlurmClient().queue([job])[job].comment
+
             bench.until(lambda: UnrecordedEnding.of_comment(comment()), "no ending", every_s=1.0)
             reason = bench.status("full")["reason"]
             assert reason.startswith("storage full, nothing is written: ")

@@ -133,6 +133,6 @@ def test_a_request_that_slurm_never_starts_is_refused(
     assert "--time 0:30:00: partition late permits 00:10:00 (MaxTime)" in message
     assert bench.call(*call, "--dry-run", code=2).count("late permits 00:10:00") > 1
     assert not (bench.runs / "never").exists()
-    assert "partition late has 5 such nodes; 8 needed" in bench.call(
+    assert "needs 8 nodes; partition late has 5 suitable" in bench.call(
         *call[:2], "--nodes=8", *call[3:-1], "--set=train.micro_batch=1", "--time=9", code=2
     )

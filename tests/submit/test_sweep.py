@@ -215,8 +215,8 @@ def test_a_file_names_its_cases(tmp_path: Path) -> None:
     for content, text in (
         ("a: {x.y: 1}\na: {x.y: 2}\n", "written twice"),
         ("a: 1\n", "a case is a name"),
-        ("a: {env.LD_PRELOAD: x.so}\n", r"env\.LD_PRELOAD \(cases.yaml\).* that tune"),
-        ("a: {env: '{LD_PRELOAD: x.so}'}\n", "variables that tune"),
+        ("a: {env.LD_PRELOAD: x.so}\n", r"env\.LD_PRELOAD \(cases.yaml\).* for tuning"),
+        ("a: {env: '{LD_PRELOAD: x.so}'}\n", "variables for tuning"),
         ("a: {cluster: {setup: [/x]}}\n", "belongs in a profile"),
         ("a: {slurm.directives.srun.task-prolog: /x}\n", "options for resources only"),
         ("a: {slurm: '{notify: {command: [/x]}}'}\n", "a program to run"),

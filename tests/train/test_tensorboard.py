@@ -183,7 +183,7 @@ def test_a_failure_is_one_warning_and_the_curves_go_on(
     for step in (2, 3, 4):
         hook.after_step(moment(step))
     (message,) = caplog.messages
-    assert message.startswith("TensorBoard's curves: ")
+    assert message.startswith("TensorBoard failed: ")
     assert message.endswith("training continues")
     monkeypatch.undo()
     if fault == "a file":

@@ -31,7 +31,7 @@ from slurmllm.run.worker_files import diagnostic
 from slurmllm.train.hooks import Evaluation, Hook, StepEnd
 from slurmllm.train.job import Job
 
-_WHAT = "TensorBoard's curves"
+_WHAT = "TensorBoard"
 
 
 class TensorBoardHook(Hook):
