@@ -54,9 +54,7 @@ TimePart = Literal[
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
 # Whose fault a launch that failed is, by Slurm's message: slurm/error_texts.yaml explains them.
-# Whose fault a message of Slurm reports: options that cannot be satisfied; the user's program or
-# files; memory; a disk; a node; its network; slurmctld; the site's configuration; a job that has
-# ended; a limit of time. `result`: only how tasks ended.
+# Whose fault a message of Slurm reports (docs/supervise.md); `result`: only how tasks ended.
 Fault = (
     Literal["request", "user", "memory", "storage", "node", "network"]
     | Literal["controller", "site", "job", "limit", "result", "unknown"]

@@ -81,10 +81,9 @@ _failed_diagnostics: set[str] = set()
 
 @contextmanager
 def diagnostic(what: str, cleanup: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Log and suppress errors of the body; only the first of each `what` is logged.
+    """Log and suppress errors of the body, the first of each `what`.
 
-    For curves, events and reports: never for checkpoints or metrics, nor around a call that other
-    workers wait for.
+    For curves, events and reports; never for checkpoints, metrics, or a call that others wait for.
     """
     try:
         yield

@@ -1,7 +1,4 @@
-"""Why a job is pending: Slurm's reason, its meaning, and the command to type.
-
-waiting_reasons.yaml is the table.
-"""
+"""Why a job is pending: Slurm's reason, its meaning, the command to type (waiting_reasons.yaml)."""
 
 from __future__ import annotations
 
