@@ -278,6 +278,14 @@ class Scene:
             if text.search(self.status()["reason"]) if waits else self.bench.ended(self.name):
                 return
             time.sleep(2 if waits else 0.3)
+            if not waits:
+                self._release()
+
+    def _release(self) -> None:
+        """Release the job, as its status recommends, if a busy machine started it too slowly."""
+        if "launch failed requeued held" in call("squeue", "-ho%r", f"-n{self.name}-train"):
+            self.notes.append("released")
+            call("scontrol", "release", f"jobname={self.name}-train")
 
     def _look(self) -> None:
         shown, seen = self.status(), self.seen

@@ -106,4 +106,4 @@ def test_files_that_cannot_be_written(
 ) -> None:
     job.run.profiles.write_text("a file in the folder's place")
     train(10, 13).close()
-    assert "the profile of rank 1: " in caplog.text
+    assert "the profile of rank 1 failed: " in caplog.text
