@@ -30,6 +30,8 @@ from slurmllm.run.host_memory import Memory
 if TYPE_CHECKING:
     from torch import nn
 
+    from slurmllm.backends.native.device import Device
+
 ModelFactory = Callable[[], "nn.Module"]
 
 
@@ -70,6 +72,9 @@ class Backend(ABC):
     # Whether the metrics of a step are read while the next step runs: reading them earlier would
     # make the host wait for the device.
     deferred_metrics: bool = False
+
+    # The worker's device, for the profiler; None: the CPUs are what it sees.
+    kind: Device | None = None
 
     # A context that annotates a part of a step, such as `forward`; the profiler's own while a step
     # is profiled, else one that does nothing.

@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from slurmllm.backends.native.device import KINDS
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.diagnose.probe import report
 
@@ -29,20 +30,18 @@ LIMIT = timedelta(seconds=120)
 
 def main(device: str, floor_gb_s: float) -> None:
     """Measure; rank 0 reports the bandwidth of all nodes and that of each node's faster pair."""
-    on_gpu = device == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    kind = KINDS[device](int(os.environ["LOCAL_RANK"]))
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    init_process_group("nccl" if on_gpu else "gloo", rank, workers, LIMIT)
+    init_process_group(kind.process_group, rank, workers, LIMIT)
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = workers // per_node
-    tensor = torch.ones(MESSAGE_BYTES[device] // 4, device=device)
+    tensor = torch.ones(MESSAGE_BYTES[device] // 4, device=kind.torch)
     overall = _bus_gb_s(tensor, None)
     if rank == 0:
         report("", gb_s=overall)
     # The result is the slowest worker's, the same on all: every worker takes the same branch.
     if overall < floor_gb_s and nodes > 2:
-        best = torch.zeros(nodes, device=device)
+        best = torch.zeros(nodes, device=kind.torch)
         for pairs in pair_rounds(nodes):
             best = torch.maximum(best, _measure_pairs(tensor, pairs, per_node, nodes))
         if rank == 0:
@@ -96,8 +95,8 @@ def _bus_gb_s(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:  # collectives on GPUs return before they are done
-        torch.cuda.synchronize()
+    if not tensor.is_cpu:  # collectives of devices return before they are done
+        torch.get_device_module(tensor.device).synchronize()
 
 
 if __name__ == "__main__":

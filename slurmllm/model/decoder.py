@@ -79,7 +79,7 @@ class CausalCore(nn.Module):
             rotary = rotary[..., : q.shape[1], :]
             q, k = rotate(q, rotary), rotate(k, rotary)
         grouped = self.grouped
-        if grouped and mask is not None and q.is_cuda:
+        if grouped and mask is not None and not q.is_cpu:
             # CUDA's flash kernel takes no mask, its memory-efficient one no groups: with both,
             # torch may compute all scores as a tensor (2.9 to 2.13, sdp_utils.cpp).
             copies, grouped = q.shape[2] // k.shape[2], False

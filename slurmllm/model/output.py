@@ -43,9 +43,11 @@ class VocabularyShare(NamedTuple):
 class Output(nn.Module):
     """Hidden states and head to logits or loss; it has no parameters.
 
-    `statistics` and `softmax_` are the functions of these names or compiled versions. The gradient
-    of the z-loss (PaLM, arXiv 2204.02311, section 5) is added, its value is not. `wide`: bf16
-    products are computed in fp32, from the same values, where that is faster.
+    `statistics`, `softmax_` and `softmax_gradient_` are the functions of these names or compiled
+    versions. The gradient of the z-loss (PaLM, arXiv 2204.02311, section 5) is added, its value is
+    not. `wide`: bf16 products are computed in fp32, from the same values, where that is faster.
+    `row_multiple`: products have such a multiple of the vocabulary's entries and of tokens, so that
+    rows are aligned for the fastest kernels of a GPU; entries added for it have the logit -inf.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -53,8 +55,10 @@ class Output(nn.Module):
         self.vocab_size = vocab_size
         self.statistics: Statistics = statistics
         self.softmax_: SoftmaxInPlace = softmax_
+        self.softmax_gradient_ = softmax_gradient_
         self.z_loss = 0.0
         self.wide = False
+        self.row_multiple = 1
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """x [batch, seq, hidden] → logits [batch, seq, padded vocabulary]; with labels the loss,
@@ -70,13 +74,27 @@ class Output(nn.Module):
         """Return the mean cross entropy over all labels, IGNORED ones as 0, nats, equal on all
         workers.
         """
-        functions = self.statistics, self.softmax_
         if not torch.is_grad_enabled():
             weight = weight.detach()  # else the function computes its gradient all the same
         total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            x.flatten(0, 1), weight, labels.flatten(), share, functions, self.wide, self.z_loss
+            x.flatten(0, 1), weight, labels.flatten(), share, self
         )
         return total
+
+    def rows(self, weight: Tensor, count: int) -> Tensor:
+        """Return the first `count` rows of the weight, and more up to the multiple."""
+        padded = math.ceil(count / self.row_multiple) * self.row_multiple
+        if padded > len(weight):
+            weight = F.pad(weight, (0, 0, 0, padded - len(weight)))
+        return weight[:padded]
+
+    def chunk(self, count: int, limit: float) -> int:
+        """Return how many of `count` tokens are computed at a time, about `limit` at most."""
+        parts = max(1, math.ceil(count / limit))
+        if self.row_multiple > 1:  # chunks of one size, where possible, are one compiled graph
+            even = (n for n in range(parts, 2 * parts) if count % (n * self.row_multiple) == 0)
+            parts = next(even, parts)
+        return math.ceil(math.ceil(count / parts) / self.row_multiple) * self.row_multiple
 
 
 def statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,29 +120,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         share: VocabularyShare,
-        functions: tuple[Statistics, SoftmaxInPlace],
-        wide: bool,
-        z_loss: float,
+        output: Output,
     ) -> Tensor:
         need_x, need_weight = ctx.needs_input_grad[:2]
-        rows = weight[: share.rows]
-        if wide and x.is_cpu:
+        rows = output.rows(weight, share.rows)
+        if output.wide and x.is_cpu:
             x, rows = x.float(), rows.float()
         count = len(labels)
-        limit = _LOGITS_AT_A_TIME * 2 / rows.element_size()
-        parts = max(1, math.ceil(count * len(rows) / limit))
-        size = math.ceil(count / parts)
+        size = output.chunk(count, _LOGITS_AT_A_TIME * 2 / rows.element_size() / len(rows))
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         logits = x.new_empty(size, len(rows))
         grad_x = torch.empty_like(x) if need_x else None
         # Gradients of several chunks are summed in fp32.
-        kind = torch.float32 if parts > 1 else rows.dtype
+        kind = torch.float32 if count > size else rows.dtype
         grad_rows = rows.new_empty(rows.shape, dtype=kind) if need_weight else None
         for start in range(0, count, size):
             part = x[start : start + size]
             gradient = torch.mm(part, rows.T, out=logits[: len(part)])
             part_labels = labels[start : start + size]
-            loss += _softmax_gradient_(gradient, part_labels, share, functions, z_loss)
+            functions = output.statistics, output.softmax_
+            loss += output.softmax_gradient_(gradient, part_labels, share, functions, output.z_loss)
             if grad_x is not None:
                 torch.mm(gradient, rows, out=grad_x[start : start + size])
             if grad_rows is None:
@@ -152,13 +167,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = None
         if grad_rows is not None:
             grad_weight = _scaled(grad_rows, factor, ctx.shape, ctx.kind)
-        return grad_x, grad_weight, None, None, None, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 def _scaled(values: Tensor, factor: Tensor, shape: torch.Size, kind: torch.dtype) -> Tensor:
     """Return values times factor, with the given type and shape; padding rows are 0."""
-    out = values.new_empty(shape, dtype=kind)
-    if values.is_cuda:
+    out, values = values.new_empty(shape, dtype=kind), values[: shape[0]]
+    if not values.is_cpu:
         # CUDA rounds a factor without dimensions to the type of bf16 values, an error of up to
         # 0.4 %; CPUs do not.
         factor = factor.unsqueeze(0)
@@ -167,7 +182,7 @@ def _scaled(values: Tensor, factor: Tensor, shape: torch.Size, kind: torch.dtype
     return out
 
 
-def _softmax_gradient_(
+def softmax_gradient_(
     logits: Tensor,
     labels: Tensor,
     share: VocabularyShare,
@@ -177,13 +192,16 @@ def _softmax_gradient_(
     """Overwrite logits [rows, entries] by the gradient of the summed loss; return that sum.
 
     The gradient is softmax - one_hot, plus the z-loss's 2 · z_loss · log_sum · softmax; the sum is
-    without the z-loss. Labels [rows] are entries of the whole vocabulary, or IGNORED.
+    without the z-loss. Labels [rows] are entries of the whole vocabulary, or IGNORED; entries
+    beyond the share's have the gradient 0.
     """
     compute_statistics, softmax_in_place = functions
+    if share.rows < logits.shape[1]:
+        logits[:, share.rows :] = -math.inf
     largest, total = compute_statistics(logits)
     ignored = labels == IGNORED
     place = labels - share.first
-    is_local = (place >= 0) & (place < logits.shape[1])
+    is_local = (place >= 0) & (place < share.rows)
     index = torch.where(is_local, place, 0).unsqueeze(-1)
     hit = torch.where(is_local, logits.gather(1, index).squeeze(-1).float(), 0.0)
     if share.group is not None:

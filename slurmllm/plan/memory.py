@@ -90,7 +90,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     if fsdp_disabled(config, mesh):
         converted = width.computed != width.stored
         gathered, transient, rest = (whole, share.largest, 0) if converted else (0, 0, 0)
-        carried = stored * width.stored if accumulates else 0
+        carried = stored * width.reduced if accumulates else 0
     return WorkerMemory(
         weights=stored * width.stored,
         optimizer=2 * share.total * width.stored,

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from slurmllm.config.recipe import ADAMW
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
 from slurmllm.errors import ConfigError, StorageError
@@ -128,10 +129,11 @@ def possible_nodes(config: RunConfig, least: int, most: int) -> list[int]:
 def fsdp_disabled(config: RunConfig, mesh: Mesh) -> bool:
     """Whether the native backend trains without FSDP (its `unsharded.py`).
 
-    Tensor-parallel weights are DTensors already, and pure bf16 modes sum gradients in fp32.
+    Tensor-parallel weights are DTensors already, and parts of other packages get DTensors.
     """
+    recipe = config.recipe
     single = config.backend != "nxd" and mesh.data * mesh.tensor == 1
-    return single and config.recipe.train.precision in ("fp32", "bf16_mixed")
+    return single and recipe.optim.name == ADAMW and not recipe.hooks
 
 
 def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from amounts import amount
 from mesh_pool import Case, MeshPool, Outcome, small_run
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from train.gang import small_config
 
 from slurmllm.backends.base import Backend, MicroBatch, Worker, load_backend
+from slurmllm.backends.native.device import Accelerator, Device
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
@@ -35,6 +38,19 @@ def micro_batches(tokens: np.ndarray, size: int) -> list[MicroBatch]:
         MicroBatch(tokens[i : i + size, :-1].copy(), tokens[i : i + size, 1:].copy())
         for i in range(0, len(tokens), size)
     ]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a parameter or gradient, which is a DTensor unless one worker has all of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class AcceleratorOfCpus(Device):
+    """The properties of an accelerator, with the CPUs' tensors."""
+
+    asynchronous = foreach = True
+    row_multiple = Accelerator.row_multiple
+    waiting_gradients = Accelerator.waiting_gradients
 
 
 @pytest.fixture

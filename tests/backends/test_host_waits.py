@@ -43,7 +43,7 @@ def eight() -> MeshPool:
 def use_numbers_of_the_host() -> None:
     """Compute norms and clip as before they stayed on the device: with a branch on the host."""
 
-    def total_norm(tensors: Sequence[Tensor], copies: Sequence[int]) -> float:
+    def total_norm(tensors: Sequence[Tensor], copies: Sequence[int], **_: object) -> float:
         squares = [parallel._sum_of_squares(local_part(t).detach()) for t in tensors]
         total = (torch.stack(squares) / torch.tensor(copies, dtype=torch.float64)).sum()
         dist.all_reduce(total)

@@ -18,10 +18,9 @@ from amounts import amount, sample
 from mesh_pool import FAMILIES, Case, CaseFailed, MeshPool, counted, deviation, micro_batches
 from mesh_pool import small_run as small
 from rounding import assert_rounded, gradient_terms, training_rounding
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from backends.conftest import LABELS, STEPS, Reference, decayed
+from backends.conftest import LABELS, STEPS, Reference, decayed, whole
 from slurmllm.backends.native.parallel import Pipeline, num_copies
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.config.resolve import RunConfig
@@ -116,9 +115,9 @@ def gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
     """The gradients of one step, whole."""
     backend.forward_backward(micro_batches(backend, 1), counted(backend.config, 1))
     return {
-        name: p.grad.full_tensor().numpy()
+        name: whole(p.grad).numpy()
         for name, p in backend.model.named_parameters()
-        if isinstance(p.grad, DTensor)
+        if p.grad is not None
     }
 
 
@@ -156,7 +155,7 @@ def plain_gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
             losses.append(F.cross_entropy(logits[targets], labels[targets], reduction="sum"))
             losses.append(config.recipe.train.z_loss * log_z[targets].square().sum())
         (sum(losses) / counted(config, 1)).backward()
-    return {n: p.grad.full_tensor().numpy() for n, p in backend.model.named_parameters()}
+    return {n: whole(p.grad).numpy() for n, p in backend.model.named_parameters()}
 
 
 def test_z_loss_gradients_are_autograds(pool: MeshPool) -> None:

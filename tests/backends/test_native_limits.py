@@ -20,6 +20,7 @@ TOO_MUCH = (
     "model.vocab_pad_multiple=8",
     "parallel.tensor=4",
     "cluster.device=neuron",
+    "cluster.instance_type=trn1.32xlarge",
     "cluster.devices_per_node=4",
     "backend=native",
 )

@@ -15,10 +15,9 @@ from mesh_pool import counted, global_batch
 from mesh_pool import micro_batches as documents
 from rounding import training_rounding
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from backends.conftest import LABELS, NewBackend, batch, micro_batches
+from backends.conftest import LABELS, NewBackend, batch, micro_batches, whole
 from slurmllm.backends.base import IGNORED, Backend
 from slurmllm.backends.native import runtime
 from slurmllm.backends.native.runtime import NativeBackend
@@ -74,11 +73,10 @@ def test_one_step_is_a_plain_training_step(new_backend: NewBackend) -> None:
     for (name, ours), (_, theirs) in zip(
         backend.model.named_parameters(), model.named_parameters(), strict=True
     ):
-        assert isinstance(ours, DTensor)
-        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16_sr"])
 @pytest.mark.parametrize("micro_batch", [2, 8])
 def test_one_worker_without_fsdp_has_the_same_bits(
     new_backend: NewBackend, monkeypatch: pytest.MonkeyPatch, precision: str, micro_batch: int
@@ -92,7 +90,7 @@ def test_one_worker_without_fsdp_has_the_same_bits(
         curve = train(backend, 3, micro_batch=micro_batch)
         evaluated = backend.evaluate(micro_batches(batch(seed=9), micro_batch), LABELS)
         curves.append([*curve, float(evaluated)])
-        weights.append({n: p.full_tensor() for n, p in backend.model.named_parameters()})
+        weights.append({n: whole(p) for n, p in backend.model.named_parameters()})
         assert isinstance(backend.chunks[0], FSDPModule) == with_fsdp
     assert curves[0] == curves[1]
     for name, weight in weights[0].items():

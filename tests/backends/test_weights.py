@@ -8,8 +8,8 @@ import pytest
 from mesh_pool import Case, MeshPool
 from mesh_pool import small_run as small
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from backends.conftest import whole
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize
@@ -23,11 +23,7 @@ def digest(tensor: Tensor) -> str:
 
 def digests(backend: NativeBackend) -> dict[str, str]:
     """Of the whole parameters that this worker has a share of."""
-    return {
-        name: digest(p.full_tensor())
-        for name, p in backend.model.named_parameters()
-        if isinstance(p, DTensor)
-    }
+    return {name: digest(whole(p)) for name, p in backend.model.named_parameters()}
 
 
 @pytest.mark.parametrize(

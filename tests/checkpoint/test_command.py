@@ -56,6 +56,7 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
 
     from slurmllm.backends.native import dcp
     from slurmllm.backends.native.dcp import DcpSaver
+    from slurmllm.backends.native.device import Device
 
     model = build_model(recipe.model)
     initialize(model, recipe.model, seed=step)
@@ -67,7 +68,7 @@ def write_checkpoint(run: RunDir, recipe: Recipe, step: int) -> nn.Module:
             def save_shards(self, directory: Path) -> ShardWrite:
                 optimizer = AdamW(model.parameters())
                 held = dcp.state_of(model, optimizer, 0)
-                shards = DcpSaver(self.control, torch.device("cpu"))
+                shards = DcpSaver(self.control, Device())
                 return shards.begin(held, directory, asynchronous=False)
 
         held = TrainState(

@@ -449,7 +449,10 @@ def test_a_name_after_a_submit_that_was_killed(
             "trn1.32xlarge has 32 NeuronCores; set 32",
         ),
         (("submit", "tiny_neox", "--set", "env.9LIVES=1"), "env.9LIVES"),
-        (("submit", "neox_20b", "--nodes", "1", "--set", "backend=native"), "not on neuron"),
+        (
+            ("submit", "neox_20b", "--nodes", "1", "--set", "backend=native"),
+            "TorchNeuron, which is for trn2",
+        ),
         (
             ("submit", "llama2_70b", "--nodes", "32", "--cluster", "p4d"),
             "parallel.tensor: 32 does not divide 8 key and value heads",

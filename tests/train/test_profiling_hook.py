@@ -20,6 +20,7 @@ from .gang import small_config
 
 class Parts:
     part = Backend.__dict__["part"]
+    kind = None
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from slurmllm.backends.native.device import Device
 from slurmllm.backends.native.processor import CPUINFO, cpu_fields, processor
 from slurmllm.model.decoder import Block
 from slurmllm.model.output import Output
@@ -67,7 +68,9 @@ def tag_cache_keys() -> None:
     config.cache_key_tag = f"{os.environ.get('TORCH_COMPILE_CACHE_KEY_TAG', '')} {made_for}"
 
 
-def wrap_blocks(blocks: Sequence[Block], *, compiled: bool, recompute: Collection[str]) -> None:
+def wrap_blocks(
+    blocks: Sequence[Block], device: Device, *, compiled: bool, recompute: Collection[str]
+) -> None:
     """Compile the forward function of equal blocks, this worker's decoder layers.
 
     Backward recomputes what `TrainConfig.recomputed` names. Only `forward` is replaced: modules
@@ -85,7 +88,7 @@ def wrap_blocks(blocks: Sequence[Block], *, compiled: bool, recompute: Collectio
         options: dict[str, Any] = {"post_grad_custom_post_pass": changes}
         if isinstance(next(blocks[0].parameters()), DTensor) and "core" in recompute:
             options["custom_partitioner_fn"] = Partitioner()
-        forward = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
+        forward = device.compile(forward, **options)
     for block in blocks:
         bound: Forward = functools.partial(forward, block)
         block.forward = (  # type: ignore[method-assign]
@@ -102,11 +105,17 @@ def _parts(block: Block, recompute: Collection[str]) -> Iterator[nn.Module]:
         yield from (m for m in block.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm))
 
 
-def wrap_output(output: Output) -> None:
-    """Compile the passes over the logits, and choose how the head's products are computed."""
+def wrap_output(output: Output, device: Device, *, shared: bool) -> None:
+    """Compile the passes over the logits, and choose how the head's products are computed.
+
+    `shared`: the vocabulary is sharded, and workers exchange sums between the passes.
+    """
     output.wide = slow_bf16()
-    output.statistics = torch.compile(output.statistics, fullgraph=True, dynamic=False)
-    output.softmax_ = torch.compile(output.softmax_, fullgraph=True, dynamic=False)
+    if device.foreach and not shared:
+        output.softmax_gradient_ = device.compile(output.softmax_gradient_)
+    else:
+        output.statistics = device.compile(output.statistics)
+        output.softmax_ = device.compile(output.softmax_)
 
 
 def _checkpointed(forward: Forward, *inputs: Tensor | None) -> Tensor:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from slurmllm.backends.native.device import Device
 from slurmllm.backends.native.save_plan import RANDOM, MeshPlace, own_tensors, share_out
 from slurmllm.checkpoint.formats.dcp_index import Chunk, Place, SaveIndex
 from slurmllm.checkpoint.formats.dcp_read import DcpFiles
@@ -60,7 +61,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> d
         "model": model_state,
         # Without param_groups: learning rate and the like come from the recipe.
         "optimizer": optimizer_state["state"],
-        RANDOM: {_random_key(rank): _random_state()},
+        RANDOM: {_random_key(rank): _random_state(model)},
     }
 
 
@@ -77,7 +78,7 @@ class DcpSaver:
     """Writer of a worker's part of every checkpoint, with one plan and host memory for all."""
 
     def __init__(
-        self, control: ControlPlane, device: torch.device, mesh_place: MeshPlace | None = None
+        self, control: ControlPlane, device: Device, mesh_place: MeshPlace | None = None
     ) -> None:
         assert mesh_place is not None or control.world_size == 1
         self._control, self._device, self._mesh_place = control, device, mesh_place
@@ -147,12 +148,9 @@ class DcpSaver:
             else:  # `frombuffer` refuses a count of 0
                 self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
             offset += sizes[key]
-        if self._device.type == "cuda":
-            # Pinned, so that copies run during computation; it stays registered until the end.
-            start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if error := int(runtime.cudaHostRegister(start, len(memory), 0)):
-                log.warning("slow copies at saves: cudaHostRegister returned %d", error)
+        # Pinned, so that copies run during computation; it stays registered until the end.
+        if fault := self._device.pin(torch.frombuffer(memory, dtype=torch.uint8)):
+            log.warning("slow copies at saves: %s", fault)
 
 
 class DcpSave(ShardWrite):
@@ -179,12 +177,9 @@ class DcpSave(ShardWrite):
         self._write()
         self._names = [*sorted(self._written.written), *self._write_metadata()]
 
-    def start(self, copies: Mapping[str, Tensor], device: torch.device) -> None:
+    def start(self, copies: Mapping[str, Tensor], device: Device) -> None:
         """Begin to copy and write in a thread."""
-        ready = None
-        if device.type == "cuda":
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
+        ready = device.event()
         executor = ThreadPoolExecutor(1, thread_name_prefix="shards")
         executor.submit(self._copy_and_write, copies, device, ready)
         executor.shutdown(wait=False)
@@ -195,9 +190,7 @@ class DcpSave(ShardWrite):
             self._copied.wait()
             self.waited_s += time.monotonic() - began
 
-    def _copy_and_write(
-        self, copies: Mapping[str, Tensor], device: torch.device, ready: torch.cuda.Event | None
-    ) -> None:
+    def _copy_and_write(self, copies: Mapping[str, Tensor], device: Device, ready: Any) -> None:
         try:
             self._copy(copies, device, ready)
         except BaseException as error:
@@ -209,20 +202,13 @@ class DcpSave(ShardWrite):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
         self._write()
 
-    def _copy(
-        self, copies: Mapping[str, Tensor], device: torch.device, ready: torch.cuda.Event | None
-    ) -> None:
-        """Copy all tensors; on CUDA after the work that was enqueued before `ready`."""
-        stream = torch.cuda.Stream(device) if ready else None  # type: ignore[no-untyped-call]
-        if stream is not None and ready is not None:
-            stream.wait_event(ready)
-        with torch.no_grad(), torch.cuda.stream(stream):
+    def _copy(self, copies: Mapping[str, Tensor], device: Device, ready: Any) -> None:
+        """Copy all tensors after the work that was enqueued before `ready`."""
+        with torch.no_grad(), device.copies(ready):
             copied = [
                 {key: copies[key].copy_(t, non_blocking=True) for key, t in part.items()}
                 for part in self._parts
             ]
-        if stream is not None:
-            stream.synchronize()
         self._parts = copied  # only now: other streams use the memory of tensors that are released
 
     def _write(self) -> None:
@@ -300,7 +286,7 @@ def load(
         if table is not None:
             if _num_workers(table) == control.world_size:
                 prefix = f"{RANDOM}.{_random_key(control.rank)}"
-                now = _random_state().items()
+                now = _random_state(model).items()
                 stored = {kind: v for kind, v in now if f"{prefix}.{kind}" in table.stored}
                 state[RANDOM] = {_random_key(control.rank): stored}
             _read_shards(state, DcpFiles(directory, table))
@@ -316,10 +302,9 @@ def load(
         raise first
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     random_state = state.get(RANDOM, {}).get(_random_key(control.rank), {})
-    if "cpu" in random_state:
-        torch.set_rng_state(random_state["cpu"])
-    if "cuda" in random_state:
-        torch.cuda.set_rng_state(random_state["cuda"])
+    for kind, module in _random_modules(model).items():
+        if kind in random_state:
+            module.set_rng_state(random_state[kind])
 
 
 def _read_table(directory: Path, control: ControlPlane) -> ChunkTable | None:
@@ -366,8 +351,11 @@ def _random_key(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def _random_modules(model: nn.Module) -> dict[str, Any]:
+    """Return kind of device → torch's module with its random state."""
+    kind = next(model.parameters()).device.type
+    return {kind: torch.get_device_module(kind), "cpu": torch.random}
+
+
+def _random_state(model: nn.Module) -> dict[str, Tensor]:
+    return {kind: module.get_rng_state() for kind, module in _random_modules(model).items()}

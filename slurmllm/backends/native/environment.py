@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,9 +150,25 @@ def unsupported(config: RunConfig) -> list[str]:
             f"train.precision: bf16_sr rounds stochastically inside AdamW, and optim.name is "
             f"{recipe.optim.name}; --set train.precision=bf16_mixed, fp32 or bf16"
         )
-    if config.cluster.device == "neuron":
+    instance = config.cluster.instance_type or ""
+    if config.cluster.device == "neuron" and instance.startswith("trn1"):
         faults.append(
-            "backend: native: the native backend computes on cpu and cuda devices, not on neuron; "
-            "--set backend=nxd, or choose another --cluster"
+            f"backend: native: on neuron devices it needs TorchNeuron, which is for trn2 and trn3, "
+            f"not for {instance}; --set backend=nxd, or choose another --cluster"
         )
+    elif config.cluster.device == "neuron" and config.cluster.container is None:
+        faults += filter(None, [missing_torch_neuron()])
     return faults
+
+
+def missing_torch_neuron() -> str | None:
+    """Return a fault if TorchNeuron, through which torch computes on trn2 and trn3, is missing."""
+    if importlib.util.find_spec("torch_neuronx") is not None:
+        return None
+    version = ".".join(importlib.metadata.version("torch").split(".")[:2])
+    return (
+        "backend: native: on neuron devices it needs TorchNeuron, which is not installed on "
+        f"{platform.node()}; `pip install 'torch-neuronx=={version}.*'` as AWS's Neuron SDK 2.33 "
+        "describes (trn2, trn3; torch 2.13 or 2.14), or --set backend=nxd, or choose another "
+        "--cluster"
+    )

@@ -254,7 +254,8 @@ class Pipeline:
 
 def num_copies(tensor: Tensor, workers: int) -> int:
     """Return on how many of the `workers` of one pipeline stage each element is."""
-    assert isinstance(tensor, DTensor)
+    if not isinstance(tensor, DTensor):
+        return workers
     assert not any(placement.is_partial() for placement in tensor.placements)
     shards = math.prod(
         tensor.device_mesh.size(axis)
@@ -264,13 +265,20 @@ def num_copies(tensor: Tensor, workers: int) -> int:
     return workers // shards
 
 
-def total_norm(tensors: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
+def total_norm(
+    tensors: Sequence[Tensor], copies: Sequence[int], *, foreach: bool = False
+) -> Tensor:
     """Return the 2-norm over all elements of all tensors, fp64 (collective over all workers).
 
     One message for all, pipeline stages included, and the host waits for nothing. `copies` has
-    `num_copies` of each tensor.
+    `num_copies` of each tensor; `foreach`: one call sums all tensors' squares, in fp64.
     """
-    squares = torch.stack([_sum_of_squares(local_part(tensor).detach()) for tensor in tensors])
+    with torch.no_grad():
+        parts = [local_part(tensor) for tensor in tensors]
+        if foreach:
+            squares = torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).square()
+        else:
+            squares = torch.stack([_sum_of_squares(part) for part in parts])
     total = (squares / _on_device(tuple(copies), squares.device)).sum()
     dist.all_reduce(total)
     if not total.is_cpu:
@@ -303,7 +311,8 @@ def clip_(tensors: Sequence[Tensor], norm: Tensor, limit: float) -> None:
 
     Without a branch, for which the host would wait for the norm: a factor of 1 changes no bit.
     """
-    parts = [local_part(tensor) for tensor in tensors]
+    with torch.no_grad():
+        parts = [local_part(tensor) for tensor in tensors]
     factor = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
     # In the tensors' format: CUDA has one kernel for all of them then.
     torch._foreach_mul_(parts, factor.to(parts[0].dtype))

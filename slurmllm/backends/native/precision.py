@@ -32,16 +32,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from slurmllm.backends.native.device import send
+from slurmllm.backends.native.device import KINDS, send
 from slurmllm.config.recipe import ADAMW, OptimConfig, Recipe, TrainConfig
 from slurmllm.errors import ConfigError
 from slurmllm.model.init import local_part, local_region
 from slurmllm.plugins import build
 
 _PURE = ("bf16_sr", "bf16")
-# Elements updated at a time without compilation: temporaries (about 30 bytes an element) stay in a
-# CPU's cache, and below a gigabyte on a GPU.
-_SLICE = {"cpu": 2**16, "cuda": 2**25}
 
 
 def store_weights(model: nn.Module, precision: str) -> None:
@@ -142,30 +139,32 @@ class StochasticAdamW(torch.optim.Optimizer):
         )
         self._update: Callable[..., None] = _update_in_slices
         if compiled:
-            self._update = torch.compile(update_, fullgraph=True, dynamic=True)
+            kind = next(iter(names)).device.type
+            self._update = KINDS[kind].compile(update_, dynamic=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None, "the loss is computed before"
         for group in self.param_groups:
-            coefficients: dict[int, Tensor] = {}  # by step, usually one for all parameters
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            states = [self.state[parameter] for parameter in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
                 if not state:
                     state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU: read below
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] += 1
+            torch._foreach_add_([state["step"] for state in states], 1)
+            coefficients: dict[int, Tensor] = {}  # by step, usually one for all parameters
+            for parameter, state in zip(parameters, states, strict=True):
                 step = int(state["step"].item())
                 keys, columns = self._keys.get(parameter, step)
                 if step not in coefficients:
                     coefficients[step] = _coefficients(group, step, keys.device)
-                shards = [
-                    local_part(tensor).view(len(keys), len(columns))
-                    for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                ]
+                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                # Detached: for torch.compile a parameter has no dynamic shape.
+                shards = [local_part(tensor).detach() for tensor in tensors]
                 if shards[0].numel():
                     self._update(*shards, keys, columns, coefficients[step])
 
@@ -190,9 +189,12 @@ def update_(
 ) -> None:
     """Make a step of AdamW in place (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
 
-    Tensors are bf16 [rows, columns]; `keys`, int32 [rows, 1], and `columns`, int32 [columns], are
-    the numbers in the whole parameter that the random bits are hashed from.
+    Tensors are bf16 [rows, columns], or [columns] of one row; `keys`, int32 [rows, 1], and
+    `columns`, int32 [columns], are the numbers in the whole parameter that the random bits are
+    hashed from.
     """
+    if weight.ndim == 1:
+        weight, exp_avg, exp_avg_sq = (x.unsqueeze(0) for x in (weight, exp_avg, exp_avg_sq))
     keep, one_minus_beta1, beta2, one_minus_beta2, size, root, eps = coefficients.unbind()
     bits = scramble(keys ^ columns)
     first, second = bits & 0xFFFF, (bits >> 16) & 0xFFFF
@@ -210,7 +212,10 @@ def update_(
 def _update_in_slices(*tensors: Tensor) -> None:
     by_row, others = tensors[:5], tensors[5:]  # weight to keys; columns and coefficients
     weight = by_row[0]
-    each = max(1, _SLICE[weight.device.type] // weight.shape[1])
+    if weight.ndim == 1:
+        update_(*tensors)
+        return
+    each = max(1, KINDS[weight.device.type].update_elements // weight.shape[1])
     for start in range(0, weight.shape[0], each):
         update_(*(tensor[start : start + each] for tensor in by_row), *others)
 

@@ -8,8 +8,8 @@ ZeRO level requires. Within a step, zero 0 and 1 keep whole gradients until the 
 batch and reduce them once; 2 and 3 reduce them after each. Zero 3 also frees whole parameters
 between forward and backward; the others gather them once per step.
 
-On CUDA the host enqueues a step and waits for none of it. Losses and norms are `DeviceNumber`s,
-which the training loop reads when it has enqueued the next step.
+On an accelerator the host enqueues a step and waits for none of it. Losses and norms are
+`DeviceNumber`s, which the training loop reads when it has enqueued the next step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
 from slurmllm.backends.native import compiling, dcp, precision
 from slurmllm.backends.native.dcp import DcpSaver
-from slurmllm.backends.native.device import DeviceNumber, send
+from slurmllm.backends.native.device import KINDS, Device, DeviceNumber, send
 from slurmllm.backends.native.environment import unsupported
 from slurmllm.backends.native.parallel import (
     Pipeline,
@@ -49,7 +49,7 @@ from slurmllm.errors import ConfigError
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize, local_part
 from slurmllm.plan.mesh import Mesh, fsdp_disabled, pipelines
-from slurmllm.run.host_memory import Memory, host_memory
+from slurmllm.run.host_memory import Memory
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or
 # write a checkpoint meanwhile.
@@ -57,13 +57,15 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 class NativeBackend(Backend):
-    """Training on CPUs or CUDA devices.
+    """Training on CPUs or accelerators, one a worker.
 
     Attributes:
+        kind: Its device; `device` is torch's.
         chunks: This worker's parts of the model: one, or several with interleaved pipeline
             stages. Parameters have their names in the whole model.
     """
 
+    kind: Device
     device: torch.device
     device_mesh: DeviceMesh
     chunks: list[Decoder]
@@ -74,26 +76,29 @@ class NativeBackend(Backend):
     evaluation_pipeline: Pipeline | None = None
     tied_group: dist.ProcessGroup | None = None
     optimizer: torch.optim.Optimizer
+    parameters: dict[nn.Parameter, int]  # → how many workers have each of its elements
     shards: DcpSaver
 
     def start(self) -> None:
         faults = unsupported(self.config)
-        worker, mesh, kind = self.worker, self.mesh, self.config.cluster.device
-        if self.config.recipe.train.compile and kind == "cpu":
+        worker, mesh = self.worker, self.mesh
+        kind = KINDS[self.config.cluster.device]
+        if self.config.recipe.train.compile and not kind.asynchronous:
             if fault := compiling.missing_compiler():
                 faults.append(fault)
             compiling.tag_cache_keys()
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
-        self.device = torch.device(kind)
-        if kind == "cuda":
-            self.device = torch.device(kind, worker.local_rank)
-            torch.cuda.set_device(self.device)
+        self.kind = kind(worker.local_rank)
+        self.device = self.kind.torch
+        if kind.asynchronous:
             self.deferred_metrics = True
-        name, bound_to = ("nccl", self.device) if kind == "cuda" else ("gloo", None)
-        init_process_group(name, worker.rank, worker.world_size, COLLECTIVE_TIMEOUT, bound_to)
+        bound_to = None if self.device.type == "cpu" else self.device
+        init_process_group(
+            kind.process_group, worker.rank, worker.world_size, COLLECTIVE_TIMEOUT, bound_to
+        )
         degrees, names = (mesh.pipeline, mesh.data, mesh.tensor), ("pipeline", "data", "tensor")
-        self.device_mesh = init_device_mesh(kind, degrees, mesh_dim_names=names)
+        self.device_mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=names)
         if self.config.recipe.model.tied_embeddings and mesh.pipeline > 1:
             pairs = [[ranks[0], ranks[-1]] for ranks in pipelines(mesh)]
             self.tied_group, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]
@@ -114,12 +119,14 @@ class NativeBackend(Backend):
         # Before FSDP, whose hooks then run outside the compiled functions.
         compiling.wrap_blocks(
             [block for chunk in self.chunks for block in chunk.blocks()],
+            self.kind,
             compiled=recipe.train.compile,
             recompute=recipe.train.recomputed,
         )
         self.chunks[-1].output.z_loss = recipe.train.z_loss
+        self.chunks[-1].output.row_multiple = self.kind.row_multiple
         if recipe.train.compile:
-            compiling.wrap_output(self.chunks[-1].output)
+            compiling.wrap_output(self.chunks[-1].output, self.kind, shared=mesh.tensor > 1)
         fsdp: dict[str, Any] = {
             "mesh": self.device_mesh["data"],
             "mp_policy": precision.sharding_policy(recipe.train.precision),
@@ -135,7 +142,7 @@ class NativeBackend(Backend):
         self.model = combine_chunks(self.chunks)
         if unsharded:
             dtype = precision.compute_dtype(recipe.train.precision)
-            self.weights = UnshardedWeights(self.model, self.device_mesh["data"], dtype)
+            self.weights = UnshardedWeights(self.model, dtype, self.kind.waiting_gradients)
         for chunk in self.chunks:
             initialize(chunk, recipe.model, recipe.train.seed)
         self.pipeline = self._make_pipeline() if mesh.pipeline > 1 else None
@@ -154,8 +161,13 @@ class NativeBackend(Backend):
     def build_optimizer(self) -> None:
         recipe = self.config.recipe
         self.optimizer = precision.make_optimizer(self.model.named_parameters(), recipe)
+        workers, tied = self.mesh.data * self.mesh.tensor, self._tied_embedding()
+        self.parameters = {
+            parameter: num_copies(parameter, workers) * (2 if parameter is tied else 1)
+            for parameter in self.model.parameters()
+        }
         place = MeshPlace(self.mesh, self.worker.rank, tied=recipe.model.tied_embeddings)
-        self.shards = DcpSaver(self.control, self.device, place)
+        self.shards = DcpSaver(self.control, self.kind, place)
 
     def fill_weights(self, read: WeightReader) -> None:
         for chunk in self.chunks:
@@ -165,7 +177,7 @@ class NativeBackend(Backend):
         self, micro_batches: Sequence[MicroBatch], num_targets: int
     ) -> DeviceNumber:
         weight = loss_weight(micro_batches, num_targets, self.mesh.data)
-        with self.whole_weights():
+        with self.whole_weights(len(micro_batches)):
             if self.pipeline is not None:
                 mean = self.pipeline.forward_backward(*self._to_device(micro_batches), weight)
             else:
@@ -176,9 +188,9 @@ class NativeBackend(Backend):
             dist.all_reduce(local_part(tied.grad), group=self.tied_group)
         return self._global_mean(mean)
 
-    def whole_weights(self) -> AbstractContextManager[None]:
+    def whole_weights(self, micro_batches: int = 1) -> AbstractContextManager[None]:
         """Return a context with whole weights, where FSDP does not gather them itself."""
-        return nullcontext() if self.weights is None else self.weights.whole()
+        return nullcontext() if self.weights is None else self.weights.whole(micro_batches)
 
     def _global_mean(self, mean: Tensor | None) -> DeviceNumber:
         """Reduce the workers' mean losses, None except on the last stage, to the global batch's."""
@@ -248,9 +260,11 @@ class NativeBackend(Backend):
         return self.model.get_parameter("embed.weight")
 
     def optimizer_step(self, lr: float) -> DeviceNumber:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        parameters = [p for p in self.parameters if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = total_norm(gradients, self._num_copies(parameters))
+        norm = total_norm(
+            gradients, [self.parameters[p] for p in parameters], foreach=self.kind.foreach
+        )
         if (limit := self.config.recipe.optim.grad_clip) > 0:
             clip_(gradients, norm, limit)
         for group in self.optimizer.param_groups:
@@ -262,13 +276,9 @@ class NativeBackend(Backend):
         return DeviceNumber(norm)  # here, so that who reads it waits for the whole step
 
     def param_norm(self) -> DeviceNumber:
-        parameters = list(self.model.parameters())
-        return DeviceNumber(total_norm(parameters, self._num_copies(parameters)))
-
-    def _num_copies(self, parameters: Sequence[Tensor]) -> list[int]:
-        workers = self.mesh.data * self.mesh.tensor
-        tied = self._tied_embedding()
-        return [num_copies(p, workers) * (2 if p is tied else 1) for p in parameters]
+        return DeviceNumber(
+            total_norm([*self.parameters], [*self.parameters.values()], foreach=self.kind.foreach)
+        )
 
     def save_shards(self, directory: Path) -> ShardWrite:
         return self.shards.begin(
@@ -295,15 +305,7 @@ class NativeBackend(Backend):
             self.pipeline, self.evaluation_pipeline = self._make_pipeline(), None
 
     def memory(self) -> Memory:
-        if self.device.type != "cuda":
-            return host_memory(self.worker.sharing)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        # Memory used by others (NCCL, CUDA context) is excluded from both peak and limit.
-        free, _ = torch.cuda.mem_get_info(self.device)
-        limit = free + torch.cuda.memory_reserved(self.device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return Memory(peak, limit)
+        return self.kind.memory(self.worker.sharing)
 
     def stop(self) -> None:
         if dist.is_initialized():

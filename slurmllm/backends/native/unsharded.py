@@ -1,85 +1,130 @@
-"""FSDP's states of a model, sharded and whole, for one data-parallel worker, without its copies.
+"""FSDP's formats of weights and gradients for one data-parallel worker, without its copies.
 
 FSDP would copy weights and gradients into buffers and back, a twentieth of a small model's step on
-CPUs. Here only mixed precision converts, once a step. All results have the same bits.
+CPUs, and compute with DTensors, whose dispatch costs the host a tenth of a GPU's step. Here the
+parameters are plain tensors, which only mixed precision converts, once a step. All results have the
+same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-
-from slurmllm.model.init import local_part
 
 
 @dataclass(slots=True)
 class _Weight:
     module: nn.Module
     name: str
-    sharded: nn.Parameter  # the optimizer's and the checkpoints'; a DTensor
-    whole: nn.Parameter  # that of forward and backward: the same memory, or a converted copy
-    gradient: Tensor | None = None  # summed over micro batches in the type of `sharded`
-
-    def add_gradient(self, whole: Tensor) -> None:
-        """Add the gradient of `whole`, of one micro batch, in the type of `sharded`."""
-        assert whole.grad is not None
-        if self.gradient is None:
-            self.gradient = whole.grad.to(self.sharded.dtype)
-        else:
-            self.gradient += whole.grad
-        whole.grad = None
+    stored: nn.Parameter  # the optimizer's and the checkpoints'
+    used: nn.Parameter  # that of forward and backward: the same, or a converted copy
+    gradient: Tensor | None = None  # of a micro batch, waiting to be added
+    sum: Tensor | None = None  # over the micro batches, fp32
 
 
 class UnshardedWeights:
-    """A model's parameters as DTensors, as FSDP has them, which are whole tensors in `whole()`.
+    """A model's parameters, which are of the type `dtype` in `whole()`, and their gradients' sums.
 
-    The data-parallel mesh has one worker; forward and backward use `dtype`.
+    Args:
+        waiting_bytes: How many gradients may wait for their addition, which is one call for all;
+            0: each is added at once, while it is in a CPU's cache.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        self._mesh = mesh
+    def __init__(self, model: nn.Module, dtype: torch.dtype, waiting_bytes: int) -> None:
         self._weights: list[_Weight] = []
-        self._converted: list[_Weight] = []
+        self._waiting: list[_Weight] = []
+        self._bytes, self._limit, self._summing = 0, waiting_bytes, False
         for module in model.modules():
-            for name, parameter in [*module.named_parameters(recurse=False)]:
-                values = parameter.detach()
-                weight = _Weight(
-                    module, name, nn.Parameter(self._shard(values)), nn.Parameter(values.to(dtype))
-                )
+            for name, stored in [*module.named_parameters(recurse=False)]:
+                if stored.dtype == dtype == torch.float32:
+                    continue  # autograd sums its gradients
+                used = stored
+                if stored.dtype != dtype:
+                    used = nn.Parameter(stored.detach().to(dtype))
+                    used.untyped_storage().resize_(0)
+                weight = _Weight(module, name, stored, used)
+                used.register_post_accumulate_grad_hook(self._collector(weight))  # type: ignore[no-untyped-call]
                 self._weights.append(weight)
-                if values.dtype != dtype:
-                    weight.whole.register_post_accumulate_grad_hook(weight.add_gradient)  # type: ignore[no-untyped-call]
-                    weight.whole.untyped_storage().resize_(0)
-                    self._converted.append(weight)
-                module.register_parameter(name, weight.sharded)
-
-    def _shard(self, whole: Tensor) -> DTensor:
-        return DTensor.from_local(whole, self._mesh, [Shard(0)], run_check=False)
+        self._converted = [w for w in self._weights if w.used is not w.stored]
+        self._copies = [weight.used.detach() for weight in self._converted]
+        self._originals = [weight.stored.detach() for weight in self._converted]
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Have whole parameters in the model; afterwards the sharded ones get their gradients."""
-        copies = [weight.whole.detach() for weight in self._converted]
-        if copies:
-            for copy in copies:
-                copy.untyped_storage().resize_(copy.nbytes)
-            torch._foreach_copy_(copies, [local_part(w.sharded.detach()) for w in self._converted])
-        for weight in self._weights:
-            weight.module.register_parameter(weight.name, weight.whole)
+    def whole(self, micro_batches: int = 1) -> Iterator[None]:
+        """Have parameters of `dtype` in the model; afterwards the stored ones get their gradients.
+
+        `micro_batches` is the number of gradients of each.
+        """
+        # A single gradient of the parameter's own format is its sum.
+        self._summing = bool(self._converted) or micro_batches > 1
+        for copy in self._copies:
+            copy.untyped_storage().resize_(copy.nbytes)
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._originals)
+        for weight in self._converted:
+            weight.module._parameters[weight.name] = weight.used
         try:
             yield
         finally:
-            for weight in self._weights:
-                weight.module.register_parameter(weight.name, weight.sharded)
-                gradient = weight.whole.grad if weight.gradient is None else weight.gradient
-                if gradient is not None:
-                    weight.sharded.grad = self._shard(gradient)
-                weight.whole.grad = weight.gradient = None
-            for copy in copies:  # no memory between steps
+            for weight in self._converted:
+                weight.module._parameters[weight.name] = weight.stored
+            self._add()
+            self._finish()
+            for copy in self._copies:  # no memory between steps
                 copy.untyped_storage().resize_(0)
+
+    def _collector(self, weight: _Weight) -> Callable[[Tensor], None]:
+        def collect(used: Tensor) -> None:
+            if not self._summing:
+                return
+            if weight.gradient is not None:
+                self._add()
+            weight.gradient, used.grad = used.grad, None
+            self._waiting.append(weight)
+            self._bytes += used.nbytes
+            if self._bytes > self._limit:
+                self._add()
+
+        return collect
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        """Add the waiting gradients to the sums."""
+        first = [weight for weight in self._waiting if weight.sum is None]
+        later = [weight for weight in self._waiting if weight.sum is not None]
+        for weight, total in zip(first, _converted([w.gradient for w in first]), strict=True):
+            weight.sum = total
+        gradients = [weight.gradient for weight in later]
+        if later:
+            # Lists of one format are one launch.
+            torch._foreach_add_(
+                [w.sum for w in later], _converted(gradients) if self._limit else gradients
+            )
+        for weight in self._waiting:
+            weight.gradient = None
+        self._waiting.clear()
+        self._bytes = 0
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Give the sums to the stored parameters, in their format."""
+        summed = [weight for weight in self._weights if weight.sum is not None]
+        sums = [weight.sum for weight in summed]
+        if sums and summed[0].stored.dtype != torch.float32:
+            sums = _converted(sums, summed[0].stored.dtype)
+        for weight, total in zip(summed, sums, strict=True):
+            weight.stored.grad, weight.sum = total, None
+
+
+def _converted(
+    tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32
+) -> list[Tensor | None]:
+    """Return copies of another format, by one call for all tensors."""
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors if tensor is not None]
+    if copies:
+        torch._foreach_copy_(copies, tensors)
+    return [*copies]

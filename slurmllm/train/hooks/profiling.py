@@ -7,9 +7,9 @@ import sys
 import time
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from slurmllm.backends.native.device import Device
 from slurmllm.profile.trace import PREFIX, STEP, summarize
 from slurmllm.run.worker_files import diagnostic
 from slurmllm.train.hooks import Hook
@@ -17,7 +17,7 @@ from slurmllm.train.job import Job
 
 log = logging.getLogger(__name__)
 
-_MEMORY_EVENTS = 200_000  # allocations and frees of a CUDA snapshot, the newest
+_MEMORY_EVENTS = 200_000  # allocations and frees of a snapshot, the newest
 
 
 class ProfilingHook(Hook):
@@ -33,7 +33,7 @@ class ProfilingHook(Hook):
         self._job, self._memory = job, config.memory
         self._first, self._last = config.steps
         self._own = job.worker.rank in config.ranks
-        self._cuda = job.config.cluster.device == "cuda"
+        self._device = job.backend.kind or Device()
         self._begun = False
         self._profiler: profile | None = None
         self._step: Any = None
@@ -63,14 +63,14 @@ class ProfilingHook(Hook):
             self._finish()
 
     def _start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if self._cuda:
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize()  # the device's work of earlier steps is not in the trace
-            if self._memory:
-                torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-        memory = self._memory and not self._cuda
-        self._profiler = profile(activities=activities, profile_memory=memory)
+        device = self._device
+        device.synchronize()  # its work of earlier steps is not in the trace
+        if self._memory and device.memory_history:
+            device.memory_history._record_memory_history(max_entries=_MEMORY_EVENTS)
+        self._profiler = profile(
+            activities={ProfilerActivity.CPU, device.activity},
+            profile_memory=self._memory and not device.memory_history,
+        )
         self._profiler.start()
         self._job.backend.part = lambda name: record_function(PREFIX + name)
 
@@ -81,8 +81,8 @@ class ProfilingHook(Hook):
     def _end_step(self, *, last: bool) -> None:
         if self._step is None:
             return
-        if last and self._cuda:
-            torch.cuda.synchronize()  # ends with the device's work; the host runs ahead of it
+        if last:
+            self._device.synchronize()  # ends with its work; the host runs ahead of it
         self._step.__exit__(None, None, None)
         self._step = None
 
@@ -97,9 +97,9 @@ class ProfilingHook(Hook):
         with diagnostic(f"the profile of rank {rank}"):
             profiler.stop()
             files.trace.parent.mkdir(parents=True, exist_ok=True)
-            if self._cuda and self._memory:
-                torch.cuda.memory._dump_snapshot(str(files.snapshot))  # type: ignore[no-untyped-call]
-                torch.cuda.memory._record_memory_history(enabled=None)
+            if self._memory and (history := self._device.memory_history):
+                history._dump_snapshot(str(files.snapshot))
+                history._record_memory_history(enabled=None)
             profiler.export_chrome_trace(str(files.trace))
             summarize(files.trace, rank, job.worker.node).save(files.summary)
             log.info("profile written in %.1f s: %s", time.monotonic() - began, files.trace)
