@@ -70,3 +70,26 @@ def test_z_loss_gradients_are_autograds(at_a_time: int) -> None:
     for gradient, exact, other in zip(gradients, expected, without, strict=True):
         assert_rounded(gradient, exact, TERMS)
         assert (other - exact).abs().max() > 1e-2 * exact.abs().max()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize(("rows", "at_a_time"), [(53, 2**27), (64, 2**27), (128, 800)])
+def test_rows_of_padding_change_nothing(rows: int, at_a_time: int, z_loss: float) -> None:
+    """The same products, in other blocks: padded by the recipe, by a copy, and in chunks."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 48, 16, generator=generator)
+    weight = torch.randn(rows, 16, generator=generator)
+    labels = torch.randint(0, 50, (2, 48), generator=generator)
+    labels[0, :4] = IGNORED
+    results = []
+    for multiple in (1, 16):
+        module = Output(vocab_size=50)
+        module.row_multiple, module.z_loss = multiple, z_loss
+        inputs = [t.clone().requires_grad_() for t in (x, weight)]
+        with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
+            loss = module(*inputs, labels)
+        loss.backward()
+        results.append([loss, *(t.grad for t in inputs)])
+    for padded, plain in zip(*reversed(results), strict=True):
+        assert_rounded(padded, plain, TERMS)
+    assert not results[1][2][50:].any()
