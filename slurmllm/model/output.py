@@ -26,7 +26,7 @@ from slurmllm.model import IGNORED
 _LOGITS_AT_A_TIME = 2**27
 
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
-SoftmaxInPlace = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+SoftmaxInPlace = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class VocabularyShare(NamedTuple):
@@ -48,6 +48,7 @@ class Output(nn.Module):
     not. `wide`: bf16 products are computed in fp32, from the same values, where that is faster.
     `row_multiple`: products have such a multiple of the vocabulary's entries and of tokens, so that
     rows are aligned for the fastest kernels of a GPU; entries added for it have the logit -inf.
+    `one_pass`: the labels are subtracted in the pass that computes the softmax, as on a GPU.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -59,6 +60,7 @@ class Output(nn.Module):
         self.z_loss = 0.0
         self.wide = False
         self.row_multiple = 1
+        self.one_pass = False
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """x [batch, seq, hidden] → logits [batch, seq, padded vocabulary]; with labels the loss,
@@ -104,10 +106,20 @@ def statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
     return largest, (values - largest.unsqueeze(-1)).exp().sum(-1)
 
 
-def softmax_(logits: Tensor, log_sum: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Overwrite logits [rows, entries] by exp(logit - log_sum [rows]), times scale [rows]."""
-    exp = (logits.float() - log_sum.unsqueeze(-1)).exp()
-    return logits.copy_(exp if scale is None else exp * scale.unsqueeze(-1))
+def softmax_(
+    logits: Tensor, log_sum: Tensor, scale: Tensor | None = None, target: Tensor | None = None
+) -> Tensor:
+    """Overwrite logits [rows, entries] by exp(logit - log_sum [rows]), times scale [rows].
+
+    Less 1 at each row's target [rows], if that is not negative.
+    """
+    values = (logits.float() - log_sum.unsqueeze(-1)).exp()
+    if scale is not None:
+        values = values * scale.unsqueeze(-1)
+    if target is not None:
+        entries = torch.arange(logits.shape[1], device=logits.device)
+        values = values - (entries == target.unsqueeze(-1)).float()
+    return logits.copy_(values)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -127,6 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if output.wide and x.is_cpu:
             x, rows = x.float(), rows.float()
         count = len(labels)
+        one_pass = output.one_pass or not x.is_cpu
         size = output.chunk(count, _LOGITS_AT_A_TIME * 2 / rows.element_size() / len(rows))
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         logits = x.new_empty(size, len(rows))
@@ -139,7 +152,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient = torch.mm(part, rows.T, out=logits[: len(part)])
             part_labels = labels[start : start + size]
             functions = output.statistics, output.softmax_
-            loss += output.softmax_gradient_(gradient, part_labels, share, functions, output.z_loss)
+            loss += output.softmax_gradient_(
+                gradient, part_labels, share, functions, output.z_loss, one_pass
+            )
             if grad_x is not None:
                 torch.mm(gradient, rows, out=grad_x[start : start + size])
             if grad_rows is None:
@@ -188,11 +203,13 @@ def softmax_gradient_(
     share: VocabularyShare,
     functions: tuple[Statistics, SoftmaxInPlace],
     z_loss: float,
+    one_pass: bool,
 ) -> Tensor:
     """Overwrite logits [rows, entries] by the gradient of the summed loss; return that sum.
 
     The gradient is softmax - one_hot, plus the z-loss's 2 · z_loss · log_sum · softmax; the sum is
-    without the z-loss. Labels [rows] are entries of the whole vocabulary, or IGNORED; entries
+    without the z-loss. `one_pass`: the softmax and the one_hot are subtracted in one pass over the
+    logits. Labels [rows] are entries of the whole vocabulary, or IGNORED; entries
     beyond the share's have the gradient 0.
     """
     compute_statistics, softmax_in_place = functions
@@ -214,11 +231,10 @@ def softmax_gradient_(
     log_sum = largest + total.log()
     # exp(logit - inf) is 0: ignored rows need no pass of their own over the logits.
     scale = 1 + 2 * z_loss * log_sum if z_loss else None
-    softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf), scale)
-    if logits.is_cpu:
-        # There scatter_add_ copies all logits twice if they are bf16.
-        rows = torch.arange(len(logits))
+    target = torch.where(is_local, place, -1) if one_pass else None
+    softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf), scale, target)
+    if not one_pass:
+        # On CPUs scatter_add_ copies all logits twice if they are bf16.
+        rows = torch.arange(len(logits), device=logits.device)
         logits.index_put_((rows, index.squeeze(-1)), -is_local.to(logits.dtype), accumulate=True)
-    else:
-        logits.scatter_add_(1, index, -is_local.to(logits.dtype).unsqueeze(-1))
     return (log_sum - hit).masked_fill(ignored, 0).sum()

@@ -84,7 +84,7 @@ def test_rows_of_padding_change_nothing(rows: int, at_a_time: int, z_loss: float
     results = []
     for multiple in (1, 16):
         module = Output(vocab_size=50)
-        module.row_multiple, module.z_loss = multiple, z_loss
+        module.row_multiple, module.z_loss, module.one_pass = multiple, z_loss, multiple > 1
         inputs = [t.clone().requires_grad_() for t in (x, weight)]
         with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
             loss = module(*inputs, labels)

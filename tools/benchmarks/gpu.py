@@ -8,7 +8,8 @@ Parts, each in a process of its own and with a limit of time; one that fails lea
 2. The tests with the marker `gpu`.
 3. Training of gpt3_1.3b and a Llama of 1.1 B at sequence 2,048 in bf16 by the native backend, and
    by a compiled plain loop over transformers' model, if that is installed. Tokens/s, model-FLOPs
-   utilization, memory, and what `slurmllm plan` predicts for this GPU.
+   utilization, memory, and what `slurmllm plan` predicts for this GPU. By the native backend also
+   stochastic rounding, sequences of 8,192 tokens with and without four documents, and saves.
 
 `--device cpu --tiny` runs the same code on tiny models, to check it where no GPU is; its figures
 mean nothing. It needs torch, pytest and the packages that slurmllm imports; no network.
@@ -36,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # an interpreter without
 
 try:
     from _gpu.report import Part, report
-    from _gpu.task import MODELS, TINY, Task, forecast, profile_of
+    from _gpu.task import MODELS, TINY, TINY_VARIANTS, VARIANTS, Task, forecast, profile_of
 
     from slurmllm.backends.native.environment import variables
 except ImportError as error:
@@ -202,14 +203,13 @@ def main() -> int:
         known = "local" if options.device == "cpu" else profile_of(device["name"])
         profile = known or "p5"
         parts.append(run_tests(runner))
-        models = TINY if options.tiny else MODELS
+        models, variants = (TINY, TINY_VARIANTS) if options.tiny else (MODELS, VARIANTS)
         forecasts = {}
         # Ours first: if the time is short, the peers are left out.
-        for trainer in ("ours", "loop"):
-            for model in models:
-                part = run_training(runner, model, trainer, device, profile, options.tiny)
-                parts.append(part)
-        for model in models:
+        trainings = [(name, "ours") for name in (*models, *variants)]
+        for name, trainer in [*trainings, *((name, "loop") for name in models)]:
+            parts.append(run_training(runner, name, trainer, device, profile, options.tiny))
+        for model in (*models, *variants):
             task = Task(model, options.device, profile, device["memory_bytes"], 1, not options.tiny)
             forecasts[model] = {**forecast(task), "known": known is not None}
     commit = subprocess.run(

@@ -110,7 +110,7 @@ def wrap_output(output: Output, device: Device, *, shared: bool) -> None:
 
     `shared`: the vocabulary is sharded, and workers exchange sums between the passes.
     """
-    output.wide = slow_bf16()
+    output.wide, output.one_pass = slow_bf16(), device.foreach
     if device.foreach and not shared:
         output.softmax_gradient_ = device.compile(output.softmax_gradient_)
     else:

@@ -118,7 +118,7 @@ class Accelerator(Device):
 
     @contextlib.contextmanager
     def copies(self, after: Any) -> Iterator[None]:
-        stream = self._module.Stream()
+        stream = self._module.Stream(self.torch)  # the saving thread has no current device
         stream.wait_event(after)
         with self._module.stream(stream):
             yield

@@ -8,7 +8,7 @@ same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -95,15 +95,16 @@ class UnshardedWeights:
     def _add(self) -> None:
         """Add the waiting gradients to the sums."""
         first = [weight for weight in self._waiting if weight.sum is None]
-        later = [weight for weight in self._waiting if weight.sum is not None]
-        for weight, total in zip(first, _converted([w.gradient for w in first]), strict=True):
-            weight.sum = total
-        gradients = [weight.gradient for weight in later]
-        if later:
+        gradients = [weight.gradient for weight in first if weight.gradient is not None]
+        sums = [w.sum for w in self._waiting if w.sum is not None]
+        if sums:
+            later = [
+                w.gradient for w in self._waiting if w.sum is not None and w.gradient is not None
+            ]
             # Lists of one format are one launch.
-            torch._foreach_add_(
-                [w.sum for w in later], _converted(gradients) if self._limit else gradients
-            )
+            torch._foreach_add_(sums, _converted(later) if self._limit else later)
+        for weight, total in zip(first, _converted(gradients), strict=True):
+            weight.sum = total
         for weight in self._waiting:
             weight.gradient = None
         self._waiting.clear()
@@ -113,18 +114,16 @@ class UnshardedWeights:
     def _finish(self) -> None:
         """Give the sums to the stored parameters, in their format."""
         summed = [weight for weight in self._weights if weight.sum is not None]
-        sums = [weight.sum for weight in summed]
+        sums = [weight.sum for weight in summed if weight.sum is not None]
         if sums and summed[0].stored.dtype != torch.float32:
             sums = _converted(sums, summed[0].stored.dtype)
         for weight, total in zip(summed, sums, strict=True):
             weight.stored.grad, weight.sum = total, None
 
 
-def _converted(
-    tensors: Sequence[Tensor | None], dtype: torch.dtype = torch.float32
-) -> list[Tensor | None]:
+def _converted(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return copies of another format, by one call for all tensors."""
-    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors if tensor is not None]
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     if copies:
         torch._foreach_copy_(copies, tensors)
-    return [*copies]
+    return copies

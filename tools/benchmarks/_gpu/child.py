@@ -26,11 +26,12 @@ def train(trainer: str, task: Task) -> Measured:
 
     Returns:
         `first_step_s`, compilation included; `step_s`, the mean of the timed steps; `loss`, of the
-        last step; `peak_bytes` and `reserved_bytes`: the most that tensors needed and torch's
+        last step; `save`, of `Ours.save`, if the trainer has it; `peak_bytes` and
+        `reserved_bytes`: the most that tensors needed and torch's
         allocator held in the timed steps (on a CPU the process's memory). Or `missing`: why this
         trainer cannot run here.
     """
-    from _gpu.trainers import TRAINERS
+    from _gpu.trainers import TRAINERS, Ours
 
     on_gpu = task.device == "cuda"
     torch.manual_seed(0)
@@ -61,18 +62,26 @@ def train(trainer: str, task: Task) -> Measured:
         "loss": value,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else own,
         "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else own,
+        "save": step.save(lambda: step(*next(batches))) if isinstance(step, Ours) else None,
     }
 
 
-def _batches(task: Task) -> Iterator[tuple[Any, Any]]:
-    """Random tokens and labels, [batch, seq] each: speed does not depend on them."""
+def _batches(task: Task) -> Iterator[tuple[Any, ...]]:
+    """Random tokens and labels, [batch, seq] each: speed does not depend on them.
+
+    With a document mask also positions, of four documents of equal length in a sequence.
+    """
     recipe = task.config().recipe
     random = np.random.default_rng(0)
     shape = (recipe.train.global_batch, recipe.model.seq_len + 1)
     rows = [random.integers(0, recipe.model.vocab_size, shape) for _ in range(4)]
+    positions: tuple[Any, ...] = ()
+    if recipe.data.mask == "document":
+        of_sequence = np.arange(recipe.model.seq_len) % (recipe.model.seq_len // 4)
+        positions = (np.tile(of_sequence, (recipe.train.global_batch, 1)),)
     while True:
         for row in rows:
-            yield row[:, :-1].copy(), row[:, 1:].copy()
+            yield row[:, :-1].copy(), row[:, 1:].copy(), *positions
 
 
 def describe(device: str) -> dict[str, Any]:

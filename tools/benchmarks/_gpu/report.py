@@ -54,6 +54,7 @@ def report(facts: Mapping[str, str], parts: Sequence[Part], forecasts: Mapping[s
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     trained = [part for part in parts if part.trainer]
     lines += ["", "## Training in bf16", "", *_training(trained, forecasts)]
+    lines += ["", "## A save during training", "", *_saves(trained)]
     for described in [part.result["attention"] for part in parts if "attention" in part.result]:
         lines += ["", "## Attention kernels that accept a case", ""]
         lines += _table(
@@ -70,6 +71,7 @@ def report(facts: Mapping[str, str], parts: Sequence[Part], forecasts: Mapping[s
 
 def _training(parts: Sequence[Part], forecasts: Mapping[str, Any]) -> list[str]:
     rows = []
+    ours = {part.model: part.result.get("loss") for part in parts if part.trainer == "ours"}
     for part in parts:
         forecast, found = forecasts[part.model], part.result
         row = [part.model, NAMES[part.trainer]]
@@ -77,6 +79,9 @@ def _training(parts: Sequence[Part], forecasts: Mapping[str, Any]) -> list[str]:
             rows.append([*row, part.outcome, *[""] * 8])
             continue
         row += _measured(found, forecast)
+        # Equal weights and batches differ by rounding, far below a hundredth.
+        if (loss := ours.get(part.model)) is None or abs(found["loss"] - loss) > 0.01:
+            row[-1] += ", not comparable: other initial weights"
         planned = [forecast["step_s"], forecast["memory_bytes"]]
         row += (
             [f"{planned[0] * 1e3:.0f}", f"{planned[1] / 1e9:.1f}"]
@@ -114,6 +119,21 @@ def _measured(found: Measured, forecast: Mapping[str, Any]) -> list[str]:
         f"{found['first_step_s']:.1f}",
         f"{found['loss']:.3f}",
     ]
+
+
+def _saves(parts: Sequence[Part]) -> list[str]:
+    saves = {part.model: save for part in parts if (save := part.result.get("save"))}
+    return _table(
+        ["model", "GB", "training stops for, s", "the next step waits, s", "written after, s"],
+        [
+            [
+                model,
+                f"{save['bytes'] / 1e9:.2f}",
+                *(f"{save[name]:.3f}" for name in ("begin_s", "waited_s", "written_s")),
+            ]
+            for model, save in saves.items()
+        ],
+    )
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

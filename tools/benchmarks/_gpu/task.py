@@ -28,9 +28,24 @@ MODELS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "gpt3_1.3b": ("gpt3_1.3b", (), 8),
     "llama_1.1b": ("tiny_llama", _LLAMA, 8),
 }
+_DOCUMENTS = ("data.mask=document",)
+# Of ours alone.
+VARIANTS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "gpt3_1.3b, bf16_sr": ("gpt3_1.3b", ("train.precision=bf16_sr",), 8),
+    "llama_1.1b, 8,192 tokens": ("tiny_llama", (*_LLAMA, "model.seq_len=8192"), 2),
+    "llama_1.1b, 4 documents in 8,192 tokens": (
+        "tiny_llama",
+        (*_LLAMA, "model.seq_len=8192", *_DOCUMENTS),
+        2,
+    ),
+}
 TINY: dict[str, tuple[str, tuple[str, ...], int]] = {
     "tiny_gpt3": ("tiny_gpt3", ("model.num_layers=2", "model.seq_len=64"), 2),
     "tiny_llama": ("tiny_llama", ("model.num_layers=2", "model.seq_len=64"), 2),
+}
+TINY_VARIANTS = {
+    "tiny_gpt3, bf16_sr": ("tiny_gpt3", (*TINY["tiny_gpt3"][1], "train.precision=bf16_sr"), 2),
+    "tiny_llama, documents": ("tiny_llama", (*TINY["tiny_llama"][1], *_DOCUMENTS), 2),
 }
 # Part of a GPU's name → cluster profile with its figures.
 PROFILES = {"H100": "p5", "H200": "p5", "A100": "p4d"}
@@ -65,7 +80,7 @@ class Task:
 
     def config(self) -> RunConfig:
         """The run configuration: one device, bf16 products, fp32 weights and optimizer state."""
-        recipe, overrides, batch = (MODELS | TINY)[self.model]
+        recipe, overrides, batch = (MODELS | VARIANTS | TINY | TINY_VARIANTS)[self.model]
         options = [
             "backend=native",
             f"cluster.device={self.device}",
@@ -75,7 +90,6 @@ class Task:
             "parallel.zero=1",
             f"train.global_batch={batch}",
             f"train.micro_batch={batch}",
-            "train.precision=bf16_mixed",
             "train.activation_checkpointing=none",
             f"train.compile={str(self.compiled).lower()}",
             f"optim.lr={LR}",
@@ -83,7 +97,7 @@ class Task:
         ]
         if self.memory_bytes is not None:
             options.append(f"cluster.hardware.memory_gib={self.memory_bytes / 2**30:.1f}")
-        return resolve(recipe, self.profile, [*overrides, *options])
+        return resolve(recipe, self.profile, ["train.precision=bf16_mixed", *overrides, *options])
 
 
 def forecast(task: Task) -> dict[str, float]:
