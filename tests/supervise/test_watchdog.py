@@ -231,6 +231,19 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
     assert not any(Path(path).exists() for path in found.environment(0).values())
 
 
+def test_a_node_reads_its_phases_a_few_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, reads = RunDir(tmp_path).attempt("train", 0), list[Path]()
+    attempt.path.mkdir(parents=True)
+    heartbeats = Heartbeats(attempt, "n1", CONFIG)
+    monkeypatch.setattr(watchdogs, "read_phase", reads.append)
+    for _ in range(3):
+        heartbeats.update({0: 1})
+    heartbeats.close()
+    assert len(reads) == 1
+
+
 def test_files_of_a_killed_launcher_go_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt("train", 0)
     killed = Heartbeats(attempt, "n1", CONFIG)
