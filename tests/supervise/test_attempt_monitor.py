@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -56,22 +56,16 @@ class Launchers:
     def request_stop(self) -> None:
         self.stop.name, self.stop.at = "SIGUSR1", self.now
 
-    def end(self, code: int = 0) -> Callable[[], None]:
-        return lambda: setattr(self, "code", code)
+    def end(self) -> None:
+        self.code = 0
 
-    def report(self, node: str, code: int) -> Callable[[], None]:
-        """Have one node report that its worker ended."""
-        rank = ("n1", "n2").index(node)
+    def report(self, exit_code: int, message: str) -> None:
+        """Have the second node report that its worker failed."""
         paths = self.run.attempt("train", 0)
-
-        def write() -> None:
-            NodeRecord(node=node, pids={rank: 9}, exit_codes={rank: code}).save(paths.node(node))
-            failure: dict[str, Any] = {"rank": rank, "node": node, "error": "RuntimeError"}
-            failure |= {"message": "Connection closed by peer", "blame": "infrastructure"}
-            failure |= {"exit_code": code, "step": 1, "time": 1.0, "traceback": ""}
-            FailureRecord.model_validate(failure).save(paths.failure(rank))
-
-        return write
+        NodeRecord(node="n2", pids={1: 9}, exit_codes={1: exit_code}).save(paths.node("n2"))
+        fields: dict[str, Any] = {"rank": 1, "node": "n2", "error": "RuntimeError", "time": 1.0}
+        fields |= {"message": message, "blame": "code", "exit_code": exit_code}
+        FailureRecord.model_validate(fields).save(paths.failure(1))
 
     def monitor(self, job_limited: bool = True, hang: HangRecord | None = None) -> Observations:
         record = attempt_record(stage="train")
@@ -97,7 +91,7 @@ def test_a_stop_signal_is_repeated_until_the_time_limit_is_near(
     launchers: Launchers, job_limited: bool
 ) -> None:
     limit_s = leaving_s(resolve("tiny_neox").recipe.slurm.signal_lead_s)
-    launchers.at = {10.0: launchers.request_stop, 10.0 + limit_s + 30.0: launchers.end()}
+    launchers.at = {10.0: launchers.request_stop, 10.0 + limit_s + 30.0: launchers.end}
     observed = launchers.monitor(job_limited)
     requests = [at for at, number in launchers.signals.items() if number == signal.SIGUSR2]
     assert requests[0] == pytest.approx(10.0, abs=0.2)
@@ -125,18 +119,23 @@ def test_a_newer_attempt_ends_this_one(launchers: Launchers) -> None:
     assert launchers.killed_at() == pytest.approx(20.0, abs=attempt_monitor.LOOK_S + 0.2)
 
 
+LOST_PEER = "Connection closed by peer"
+
+
 @pytest.mark.parametrize(
-    ("exit_code", "grace_s"),
+    ("exit_code", "message", "grace_s"),
     [
-        (-9, attempt_monitor.CLEAR_GRACE_S),  # the cause is known
-        (71, attempt_monitor.REPORTED_GRACE_S),  # an echo: n1, which is silent, is dead
-        (StorageError.exit_code, attempt_monitor.LAUNCHER_GRACE_S),
+        (-9, LOST_PEER, attempt_monitor.CLEAR_GRACE_S),
+        (70, "shapes do not match", attempt_monitor.CLEAR_GRACE_S),
+        (70, LOST_PEER, attempt_monitor.REPORTED_GRACE_S),  # of n1, which is silent: it is dead
+        (StorageError.exit_code, LOST_PEER, attempt_monitor.LAUNCHER_GRACE_S),
     ],
 )
 def test_the_others_get_some_seconds_after_the_first_failure(
-    launchers: Launchers, exit_code: int, grace_s: float
+    launchers: Launchers, exit_code: int, message: str, grace_s: float
 ) -> None:
-    launchers.at = {30.0: launchers.report("n2", exit_code)}
+    launchers.at = {30.2: partial(launchers.report, exit_code, message)}
     observed = launchers.monitor()
     assert observed.failed_first
-    assert launchers.killed_at() == pytest.approx(30.0 + grace_s, abs=0.8)
+    # A look is due every half second.
+    assert 0.0 <= (launchers.killed_at() or 0.0) - 30.2 - grace_s < 0.8

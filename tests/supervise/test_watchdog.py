@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from supervise.starts import attempt_record
 
@@ -128,6 +128,7 @@ def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
     assert (hang.phase, hang.behind, hang.suspects) == ("starting", (1,), ("n2",))
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(
