@@ -79,6 +79,26 @@ def test_spare_nodes_replace_lost_ones_until_none_is_left(tmp_path: Path) -> Non
     assert (closed.action, closed.backoff_s) == ("requeue", 60.0)
 
 
+def test_the_next_attempt_of_the_job_has_the_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, attempts_nodes = supervisor(tmp_path), list[tuple[str, ...]]()
+    endings = [
+        Ending("node_failure", ("rank 1 on n2: nrt_execute status=1201",), ("n2",)),
+        Ending("done", ("4 workers finished",)),
+    ]
+
+    def run_attempt() -> tuple[AttemptRecord, None]:
+        number = len(attempts_nodes)
+        attempts_nodes.append(own.allocation.nodes)
+        return own._close(record(own, number), endings[number], {}, Observations()), None
+
+    monkeypatch.setattr(own, "_attempt", run_attempt)
+    monkeypatch.setattr(own.stop, "install", lambda: None)
+    assert own.main() == 0
+    assert attempts_nodes == [NODES[:4], ("n1", "n3", "n4", "n5")]
+
+
 def test_the_first_node_has_the_supervisor(tmp_path: Path) -> None:
     own = supervisor(tmp_path)
     assert close(own, 0, "n1").action == "requeue"
