@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -125,9 +124,6 @@ class DevCluster:
     @property
     def slurm_conf(self) -> str:
         return self.call("env").split("SLURM_CONF=", 1)[1].split()[0].strip("'\"")
-
-    def node_names(self) -> list[str]:
-        return [node["name"] for node in json.loads(self.call("status", "--json"))["nodes"]]
 
 
 @pytest.fixture(scope="session")

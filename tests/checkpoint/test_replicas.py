@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from made_records import save_manifest
 from train.gang import small_config
 
 from checkpoint import pretend
 from checkpoint.pretend import FINGERPRINT, PretendGang, save, state
-from slurmllm.checkpoint.folder import file_faults, read_manifest
+from slurmllm.checkpoint import replicas
+from slurmllm.checkpoint.folder import describe, file_faults, read_manifest
 from slurmllm.checkpoint.replicas import Replica, ReplicaCopier, open_replica
 from slurmllm.checkpoint.resume import Resumable, find_resumable
 from slurmllm.errors import CheckpointError, NodeError, StorageError
@@ -76,6 +78,21 @@ def test_a_lost_folder_comes_back(run: RunDir, replica: Replica) -> None:
     shutil.rmtree(run.checkpoints)
     assert find(run) == Resumable(state(20), ())
     assert_sound(run, 20)
+
+
+def test_folders_of_a_restored_one_are_durable(
+    run: RunDir, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[str] = []
+    monkeypatch.setattr(replicas, "fsync_dir", lambda folder: folders.append(folder.name))
+    (run.checkpoint(30) / "model").mkdir(parents=True)
+    (run.checkpoint(30) / "model" / "shard").write_bytes(b"shard")
+    save_manifest(run, 30, files=(describe(run.checkpoint(30), "model/shard"),))
+    replica.put(run.checkpoint(30))
+    shutil.rmtree(run.checkpoint(30))
+    replica.fetch(30, run)
+    assert_sound(run, 30)
+    assert folders == ["model"]
 
 
 def test_a_damaged_one_is_replaced(run: RunDir, replica: Replica) -> None:

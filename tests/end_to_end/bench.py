@@ -41,9 +41,6 @@ LEAN = (
 # For a fault that a command makes, which takes seconds on a busy machine: before the run ends.
 SLOWLY = (*REHEARSED, "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.5")
 
-# Slower steps for drills: few remain after the fault, which must come before the run ends.
-SLOWER_STEPS = "--set=model.seq_len=512"
-
 # How long a test waits for what must happen at all; how fast it happens is no test's business, for
 # the machine may have other work.
 PATIENCE_S = 400.0

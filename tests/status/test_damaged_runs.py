@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -62,11 +63,16 @@ def _limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@functools.cache
+def configuration() -> str:
+    return resolve("tiny_neox", overrides=["train.steps=100"]).to_yaml()
+
+
 def make(name: str) -> RunDir:
     """A run with one of each file that `status` or `report` reads."""
     run = RunDir(Path("runs").absolute() / name)
     run.path.mkdir(parents=True)
-    run.config.write_text(resolve("tiny_neox", overrides=["train.steps=100"]).to_yaml())
+    run.config.write_text(configuration())
     JobsRecord().save(run.jobs)
     save_attempt(run, started_at=1.7e9, ended_at=1.7e9 + 10, ending="done", action="finish")
     phase = WorkerPhase(phase="stepping", step=1, since=1.7e9)
@@ -125,17 +131,13 @@ def states(*arguments: str) -> dict[str, dict[str, object]]:
     return {run["name"]: run for run in json.loads(done.stdout)["runs"]}
 
 
-def damaged_folder(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_file_of_a_run_may_be_damaged(kind: str) -> None:
     make("good")
     for name, path_of in FILES.items():
         path = path_of(make(f"bad-{name}"))
         path.unlink()
         KINDS[kind](path)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_file_of_a_run_may_be_damaged(kind: str) -> None:
-    damaged_folder(kind)
     began = time.process_time()
     shown = states()
     assert time.process_time() - began < 15
@@ -149,30 +151,21 @@ def test_each_file_of_a_run_may_be_damaged(kind: str) -> None:
     assert str(FILES["config"](RunDir(Path("runs/bad-config")))) in str(
         shown["bad-config"]["reason"]
     )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_run_is_refused_with_the_reason(kind: str) -> None:
-    damaged_folder(kind)
+    # Of one run, the reason.
     for name in FILES:
         for verb in (("status",), ("logs", "--no-follow"), ("checkpoint", "list")):
             done = CliRunner().invoke(cli, (*verb, f"bad-{name}"))
             assert done.exit_code in (0, 2, 4), (verb, name, done.output, done.exception)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_report_of_several_runs_shows_the_others(kind: str) -> None:
-    damaged_folder(kind)
     names = [f"bad-{name}" for name in FILES]
     done = CliRunner().invoke(cli, ("report", "good", *names, "--no-files", "--json"))
     assert done.exit_code == 0 or "bad-config" in done.output, done.output
     assert "Traceback" not in done.output
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_configuration_that_stands_for_too_much(kind: str) -> None:
+def test_configurations_that_stand_for_too_much() -> None:
     make("good")
-    make("bad").config.write_text(CONFIGS[kind])
+    for kind, text in CONFIGS.items():
+        make(kind).config.write_text(text)
     # A process of its own: libyaml's stack overflow would end this one.
     code = "from slurmllm.cli.main import main; main()"
     done = subprocess.run(
@@ -184,8 +177,9 @@ def test_a_configuration_that_stands_for_too_much(kind: str) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     shown = {run["name"]: run for run in json.loads(done.stdout)["runs"]}
-    assert (shown["good"]["state"], shown["bad"]["state"]) == ("done", "damaged")
-    assert shown["bad"]["reason"]
+    assert shown.pop("good")["state"] == "done"
+    assert {name: run["state"] for name, run in shown.items()} == dict.fromkeys(CONFIGS, "damaged")
+    assert all(run["reason"] for run in shown.values())
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])

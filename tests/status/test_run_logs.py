@@ -170,10 +170,12 @@ def test_without_failure_records_exit_codes_and_logs_decide(run: RunDir) -> None
     assert last_lines(run, record, 2, 5) == ["CUDA out of memory. Tried to allocate 2 GiB"]
 
 
-def test_a_lost_node_comes_before_lost_peers(run: RunDir) -> None:
-    attempt(run, ending="node_failure", blamed_nodes=("b",))
+@pytest.mark.parametrize("blamed", [("b",), ()])
+def test_a_lost_node_comes_before_lost_peers(run: RunDir, blamed: tuple[str, ...]) -> None:
+    attempt(run, ending="node_failure", blamed_nodes=blamed)
     node(run, "a", {0: 3, 1: 3})
-    failure(run, 0, 1.0, "Connection closed by peer [127.0.0.1]:1")
+    for rank in (0, 1):
+        failure(run, rank, 1.0, "Connection closed by peer [127.0.0.1]:1")
     first = culprit(run, failed_attempts(run, ("train",))[-1])
     assert (first.rank, first.node) == (2, "b")
     assert "b stopped responding" in first.how[0]

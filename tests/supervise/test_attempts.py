@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from slurmllm.supervise.attempts import (
     incarnation,
     load_attempts,
     open_attempt,
+    process_identity,
     queue_s,
     still_runs,
     timeline,
@@ -80,6 +82,7 @@ def test_attempts_are_numbered_and_kept(run: RunDir) -> None:
     assert (first.action, second.action) == ("requeue", "finish")
     assert (second.checkpoint_before, second.checkpoint_after) == (20, 40)
     assert AttemptRecord.load(run.attempt("train", 0).record) == first
+    assert (first.pid, first.process) == (os.getpid(), process_identity(os.getpid()))
     text = run.attempt("train", 0).record.read_text()
     assert '"class": "node_failure"' in text
 
@@ -252,6 +255,7 @@ def test_a_job_that_slurm_requeued_itself_is_no_error(job: tuple[FakeSlurm, str]
     assert cluster.jobs[job_id].delay_s == 0.0
     requeue(cluster, job_id, [], excluded=None, backoff_s=60.0)
     assert cluster.jobs[job_id].delay_s == 60.0
+    assert cluster.jobs[job_id].excluded == ("n2",)  # or the script's own list would go
 
 
 def test_two_supervisors_never_share_a_number(run: RunDir) -> None:

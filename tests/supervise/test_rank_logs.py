@@ -231,7 +231,8 @@ def test_logs_of_a_run_with_a_killed_launcher_and_a_killed_worker(
     bench.until(lambda: content(run, 3, 1) is not None, "rank 3's log was not collected")
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
-    assert bench.endings("r")[-1] == ("done", "finish")
+    assert bench.endings("r") == [*[("node_failure", "requeue")] * 2, ("done", "finish")]
+    assert [bench.attempt("r", number)["blamed_nodes"] for number in (0, 1)] == [["local1"]] * 2
     for attempt in (0, 1, 2):
         assert all(content(run, rank, attempt) for rank in (1, 2, 3))
     assert not any((tmp_path / "disk").rglob("rank_*.log"))

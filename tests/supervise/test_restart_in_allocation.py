@@ -10,7 +10,10 @@ import pytest
 from fake_slurm import FakeSlurm
 from supervise.starts import attempt_record, start_of
 
+from slurmllm.backends.environment import BROADCAST
 from slurmllm.config.resolve import resolve
+from slurmllm.graphs.archive import pack_archive
+from slurmllm.plan.mesh import load_mesh, make_mesh, save_mesh
 from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord, Submission
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts
@@ -76,6 +79,26 @@ def test_spare_nodes_replace_lost_ones_until_none_is_left(tmp_path: Path) -> Non
     assert (closed.action, closed.backoff_s) == ("requeue", 60.0)
 
 
+def test_the_next_attempt_of_the_job_has_the_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, attempts_nodes = supervisor(tmp_path), list[tuple[str, ...]]()
+    endings = [
+        Ending("node_failure", ("rank 1 on n2: nrt_execute status=1201",), ("n2",)),
+        Ending("done", ("4 workers finished",)),
+    ]
+
+    def run_attempt() -> tuple[AttemptRecord, None]:
+        number = len(attempts_nodes)
+        attempts_nodes.append(own.allocation.nodes)
+        return own._close(record(own, number), endings[number], {}, Observations()), None
+
+    monkeypatch.setattr(own, "_attempt", run_attempt)
+    monkeypatch.setattr(own.stop, "install", lambda: None)
+    assert own.main() == 0
+    assert attempts_nodes == [NODES[:4], ("n1", "n3", "n4", "n5")]
+
+
 def test_the_first_node_has_the_supervisor(tmp_path: Path) -> None:
     own = supervisor(tmp_path)
     assert close(own, 0, "n1").action == "requeue"
@@ -99,6 +122,36 @@ def test_no_restart(tmp_path: Path, how: str) -> None:
     if how == "stopped":  # the time limit comes
         own.stop.name = "SIGUSR1"
     assert close(own, 0).action == "requeue"
+
+
+def test_the_mesh_follows_the_nodes_that_the_job_got(tmp_path: Path) -> None:
+    own = supervisor(tmp_path, "slurm.min_nodes=2")
+    save_mesh(make_mesh(own.config, 4), own.run.plan)
+    own._fit_mesh(2)
+    assert load_mesh(own.run.plan).nodes == 2
+
+
+def test_graphs_are_sent_once_and_not_after_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, archives = supervisor(tmp_path, f"cluster.node_local={tmp_path / 'disk'}"), list[Path]()
+
+    def broadcast(source: Path, target: Path, stop: object) -> None:
+        archives.append(source)
+
+    def send(graph: str) -> dict[str, str]:
+        path = tmp_path / "cache" / "inductor/fxgraph/aa" / graph / "x"
+        path.parent.mkdir(parents=True)
+        path.write_text(graph)
+        pack_archive(tmp_path / "cache", own.run, "native", 1.0, versions={})
+        return own._broadcast_graphs(lambda: False)
+
+    monkeypatch.setattr(own.allocation, "broadcast", broadcast)
+    assert Path(send("a")[BROADCAST]).is_relative_to(tmp_path / "disk")
+    assert own._broadcast_graphs(lambda: False) == {}  # all nodes have them
+    assert close(own, 0, "n2").action == "restart"
+    assert send("b") == {BROADCAST: ""}  # sbcast would wait for n2
+    assert len(archives) == 1
 
 
 def test_srun_names_the_nodes_once_some_are_left_out(

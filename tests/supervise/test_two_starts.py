@@ -143,6 +143,27 @@ def test_a_lost_precompile_job_is_replaced_with_the_train_job_after_it(
     assert not run.lock.exists()
 
 
+@pytest.mark.parametrize(
+    ("restarts", "evidence", "blamed"),
+    [(0, "slurmctld lost this start of job 2", ()), (1, "Slurm: NODE_FAIL", ("n1",))],
+)
+def test_an_open_attempt_of_the_same_job(
+    lost: tuple[RunDir, FakeSlurm], restarts: int, evidence: str, blamed: tuple[str, ...]
+) -> None:
+    run, cluster = lost
+    cluster.finish("1")
+    cluster.start("2")
+    cluster.fail_node(cluster.jobs["2"].nodes[0])
+    cluster.start("2")
+    one_node_record(job_id="2").save(run.attempt("train", 0).record)
+    second = supervisor(run, cluster, "train", "2")
+    second.allocation.restart_count = restarts
+    assert second._close_orphaned() is None
+    closed = AttemptRecord.load(run.attempt("train", 0).record)
+    assert closed.evidence[0].startswith(evidence)
+    assert (closed.ending, closed.blamed_nodes) == ("node_failure", blamed)
+
+
 def test_a_lost_job_is_not_replaced_while_another_command_changes_the_run(
     lost: tuple[RunDir, FakeSlurm],
     monkeypatch: pytest.MonkeyPatch,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from supervise.starts import attempt_record
 
@@ -128,6 +128,7 @@ def test_heartbeats_and_metrics_keep_the_watchdog_quiet(tmp_path: Path) -> None:
     assert (hang.phase, hang.behind, hang.suspects) == ("starting", (1,), ("n2",))
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(
@@ -229,6 +230,19 @@ def test_stacks_of_a_worker_that_sleeps_and_of_one_that_is_stopped(tmp_path: Pat
             worker.communicate()
         found.close()
     assert not any(Path(path).exists() for path in found.environment(0).values())
+
+
+def test_a_node_reads_its_phases_a_few_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, reads = RunDir(tmp_path).attempt("train", 0), list[Path]()
+    attempt.path.mkdir(parents=True)
+    heartbeats = Heartbeats(attempt, "n1", CONFIG)
+    monkeypatch.setattr(watchdogs, "read_phase", reads.append)
+    for _ in range(3):
+        heartbeats.update({0: 1})
+    heartbeats.close()
+    assert len(reads) == 1
 
 
 def test_files_of_a_killed_launcher_go_and_those_of_a_living_one_stay(tmp_path: Path) -> None:

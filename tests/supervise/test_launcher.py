@@ -1,0 +1,70 @@
+"""A node's launcher in the precompile stage: what it removes, and for whom it waits how long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from made_records import save_attempt
+
+from slurmllm.backends.environment import make_cache_folder
+from slurmllm.config.resolve import resolve
+from slurmllm.run.records import NodeRecord
+from slurmllm.run.rundir import RunDir
+from slurmllm.submit.prepare import render_run, write_run
+from slurmllm.supervise import launcher as launchers
+from slurmllm.supervise.launcher import STOPPED_GRACE_S, Launcher
+
+NODES = ("n0", "n1")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "runs" / "r")
+    run.path.mkdir(parents=True)
+    disk = f"cluster.node_local={tmp_path / 'disk'}"
+    write_run(render_run(resolve("tiny_neox", "local", [disk]), 2, run))
+    save_attempt(run, stage="precompile", nodes=NODES, job_id="7", master_addr="127.0.0.1")
+    return run
+
+
+def launcher(run: RunDir, node_rank: int, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    monkeypatch.setenv("SLURMLLM_NODE", NODES[node_rank])
+    monkeypatch.setenv("SLURM_NODEID", str(node_rank))
+    launcher = Launcher(run, "precompile", 0)
+    launcher.cache = make_cache_folder(launcher.config, run)
+    return launcher
+
+
+def test_the_first_node_removes_what_an_earlier_attempt_submitted(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted = run.graphs_of_node("n1")
+    submitted.parent.mkdir(exist_ok=True)
+    for node_rank in (1, 0):  # the other node may have submitted in this attempt
+        submitted.touch()
+        launcher(run, node_rank, monkeypatch)._empty_cache()
+        assert submitted.exists() is (node_rank == 1)
+
+
+def test_a_node_that_submits_nothing_more_is_not_waited_for(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, clock = launcher(run, 0, monkeypatch), [50.0]
+    monkeypatch.setattr(launchers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert not first._has_failed("n1")  # it has not begun
+    first.stop_requested = True
+    assert not first._has_failed("n1")
+    clock[0] += STOPPED_GRACE_S - 1.0
+    assert not first._has_failed("n1")
+    clock[0] += 2.0
+    assert first._has_failed("n1")
+    second, path = launcher(run, 0, monkeypatch), run.attempt("precompile", 0).node("n1")
+    path.parent.mkdir()
+    path.write_text("{")  # another node's record may be seen in part
+    assert not second._has_failed("n1")
+    for exit_code, failed in ((0, False), (70, True)):
+        record = NodeRecord(node="n1", pids={1: 5}, exit_codes={1: exit_code})
+        record.save(path)
+        assert second._has_failed("n1") is failed
