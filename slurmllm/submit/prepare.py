@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slurmllm.backends.environment import load_environment
+from slurmllm.backends.environment import load_environment, needs_precompile
 from slurmllm.config.container import paths_of
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig
@@ -96,15 +96,12 @@ class PreparedRun:
     refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
     missing_data: Sequence[str] = ()  # after a dry run: which data are missing
     limit_faults: Sequence[str] = ()  # after a dry run: why Slurm can never start the jobs
-    graphs_from: str | None = None  # run whose graphs are used; None: precompile first
+    stages: Sequence[Stage] = STAGES  # those that the run needs
+    graphs_from: str | None = None  # run whose graphs are used; None: it compiles them, or has none
     is_new: bool = False  # whether `prepare` created the directory
     rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
     from_scratch: bool = False  # whether to start again from step 0, whatever was saved
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # of a resume's settings
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        return ("train",) if self.graphs_from is not None else STAGES
 
     @property
     def all_refusals(self) -> list[str]:
@@ -146,12 +143,14 @@ def prepare(request: RunRequest) -> PreparedRun:
         source = Path(recipe.train.init_from).absolute()
         require_model(source, recipe.model)
         config = config.with_settings("train", init_from=str(source))
-    warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
+    compiles = request.precompile == "always" or needs_precompile(config)
+    stages = STAGES if compiles else STAGES[1:]
+    warnings, limit_faults = _check_limits(request, run, stages)  # before data are fetched
     config, missing = _resolve_data(request, config)
     if request.dry_run:
         prepared = render_run(config, request.nodes, run)
         prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)
-        return replace(prepared, fit=fit, refusals=refusals, missing_data=missing)
+        return replace(prepared, stages=stages, fit=fit, refusals=refusals, missing_data=missing)
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
         if request.claimed is not None:
@@ -160,17 +159,20 @@ def prepare(request: RunRequest) -> PreparedRun:
     try:
         # After the claim: an adopted archive's manifest is stored in the run's directory, and may
         # bring the micro batch that its run measured.
-        graphs_from = _find_graphs(request, config, run) if request.find_graphs else None
+        find_graphs = request.find_graphs and compiles
+        graphs_from = _find_graphs(request, config, run) if find_graphs else None
+        stages = stages if graphs_from is None else STAGES[1:]
         prepared = replace(
             render_run(config, request.nodes, run),
             fit=fit,
             warnings=warnings,
+            stages=stages,
             graphs_from=graphs_from,
             is_new=request.run is None,
             rederived=_damaged_files(run) if run.jobs.is_file() else (),
         )
-        if graphs_from is None:
-            _check_limits(request, run, ("precompile",))
+        if stages == STAGES:
+            _check_limits(request, run, STAGES[:1])
         write_run(prepared)
     except BaseException:
         if request.run is None:

@@ -21,6 +21,7 @@ from slurmllm.backends.environment import (
     BROADCAST,
     load_environment,
     make_cache_folder,
+    needs_precompile,
     node_disk,
     node_local_cache,
     remove_leftovers,
@@ -142,6 +143,9 @@ class Launcher(Workers):
         remove_leftovers(self.planned_cache)
 
     def _install_graphs(self, installed: Path) -> None:
+        if not self.run.graphs_manifest.is_file() and not needs_precompile(self.config):
+            write_installed(installed, suspect=False)
+            return
         started = time.monotonic()
         self.manifest = graph_cache.load_manifest(self.run, self.group)
         if reason := self.manifest.unusable(self.versions):
@@ -156,11 +160,8 @@ class Launcher(Workers):
             )
         remove_leftovers(self.planned_cache)
         # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.
-        suspect = not reason and self.manifest.graphs > 0 and self.processor
-        with node_disk(f"write {installed}"):
-            partial = installed.with_name(f"{installed.name}.new")
-            partial.write_text(REUSED if suspect else "", encoding="ascii")
-            partial.replace(installed)
+        suspect = not reason and self.manifest.graphs > 0 and bool(self.processor)
+        write_installed(installed, suspect)
         self.save(cache=origin, cache_reason=reason or "", cache_s=time.monotonic() - started)
 
     def _fingerprint(self) -> str | None:
@@ -270,6 +271,14 @@ class Launcher(Workers):
         if self.stop_requested and self.stopped_at is None:
             self.stopped_at = time.monotonic()
         return self.stopped_at is not None and time.monotonic() > self.stopped_at + STOPPED_GRACE_S
+
+
+def write_installed(installed: Path, suspect: bool) -> None:
+    """Let the workers begin; `suspect`: they use graphs that may not be made for this node."""
+    with node_disk(f"write {installed}"):
+        partial = installed.with_name(f"{installed.name}.new")
+        partial.write_text(REUSED if suspect else "", encoding="ascii")
+        partial.replace(installed)
 
 
 def launch(run: RunDir, stage: Stage, attempt: int) -> int:
