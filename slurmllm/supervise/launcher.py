@@ -144,6 +144,7 @@ class Launcher(Workers):
 
     def _install_graphs(self, installed: Path) -> None:
         if not self.run.graphs_manifest.is_file() and not needs_precompile(self.config):
+            remove_leftovers(self.planned_cache)  # of a staged environment
             write_installed(installed, suspect=False)
             return
         started = time.monotonic()
