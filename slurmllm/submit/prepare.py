@@ -80,6 +80,10 @@ class RunRequest:
     fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
 
+    @property
+    def compiles(self) -> bool:
+        return self.precompile == "always" or needs_precompile(self.config)
+
 
 @dataclass(frozen=True)
 class PreparedRun:
@@ -96,12 +100,16 @@ class PreparedRun:
     refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
     missing_data: Sequence[str] = ()  # after a dry run: which data are missing
     limit_faults: Sequence[str] = ()  # after a dry run: why Slurm can never start the jobs
-    stages: Sequence[Stage] = STAGES  # those that the run needs
-    graphs_from: str | None = None  # run whose graphs are used; None: it compiles them, or has none
+    compiles: bool = True  # whether it has graphs, or a micro batch to measure
+    graphs_from: str | None = None  # run whose graphs are used; None: precompile first
     is_new: bool = False  # whether `prepare` created the directory
     rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
     from_scratch: bool = False  # whether to start again from step 0, whatever was saved
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # of a resume's settings
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return STAGES if self.compiles and self.graphs_from is None else ("train",)
 
     @property
     def all_refusals(self) -> list[str]:
@@ -143,14 +151,13 @@ def prepare(request: RunRequest) -> PreparedRun:
         source = Path(recipe.train.init_from).absolute()
         require_model(source, recipe.model)
         config = config.with_settings("train", init_from=str(source))
-    compiles = request.precompile == "always" or needs_precompile(config)
-    stages = STAGES if compiles else STAGES[1:]
-    warnings, limit_faults = _check_limits(request, run, stages)  # before data are fetched
+    warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
     config, missing = _resolve_data(request, config)
     if request.dry_run:
         prepared = render_run(config, request.nodes, run)
         prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)
-        return replace(prepared, stages=stages, fit=fit, refusals=refusals, missing_data=missing)
+        prepared = replace(prepared, compiles=request.compiles, missing_data=missing)
+        return replace(prepared, fit=fit, refusals=refusals)
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
         if request.claimed is not None:
@@ -159,20 +166,18 @@ def prepare(request: RunRequest) -> PreparedRun:
     try:
         # After the claim: an adopted archive's manifest is stored in the run's directory, and may
         # bring the micro batch that its run measured.
-        find_graphs = request.find_graphs and compiles
-        graphs_from = _find_graphs(request, config, run) if find_graphs else None
-        stages = stages if graphs_from is None else STAGES[1:]
+        graphs_from = _find_graphs(request, config, run) if request.find_graphs else None
         prepared = replace(
             render_run(config, request.nodes, run),
             fit=fit,
             warnings=warnings,
-            stages=stages,
+            compiles=request.compiles,
             graphs_from=graphs_from,
             is_new=request.run is None,
             rederived=_damaged_files(run) if run.jobs.is_file() else (),
         )
-        if stages == STAGES:
-            _check_limits(request, run, STAGES[:1])
+        if graphs_from is None:
+            _check_limits(request, run, ("precompile",))
         write_run(prepared)
     except BaseException:
         if request.run is None:
@@ -295,7 +300,7 @@ def _check_limits(
     if request.slurm is None:
         return (), []
     scripts = render_run(request.config, request.nodes, run).scripts
-    for stage in stages:
+    for stage in stages if request.compiles else stages[1:]:
         limits = check_limits(read_options(scripts[stage]), request.slurm)
         texts = (f"{stage} job: {text}" for text in limits.faults)
         option = "--time " if stage == "train" else "--set slurm.precompile_time="
@@ -436,6 +441,8 @@ def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | N
     Another run's archive is adopted if it is complete and trusted. Raises StorageError.
     """
     nodes, local, group = request.nodes, request.local, config.cluster.trusted_group
+    if not request.compiles:
+        return None
     if request.precompile == "always":
         reuse.delete_manifest(run)
         return None

@@ -30,7 +30,7 @@ from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, SlurmError, UserError
 from slurmllm.graphs.fingerprint import graph_fingerprint
 from slurmllm.run.records import SweepCase, SweepRecord
-from slurmllm.run.rundir import RUN_NAME, STAGES, SweepDir
+from slurmllm.run.rundir import RUN_NAME, SweepDir
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.submit.launch import record_local, run_locally, submit_jobs
 from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare
@@ -239,7 +239,7 @@ def prepare_sweep(
         raise
     names_of = {None: None} | {key: g.run.name for key, g in zip(order, graphs, strict=True)}
     pairs = zip(runs, keys, strict=True)
-    runs = [replace(run, stages=("train",), graphs_from=names_of[key]) for run, key in pairs]
+    runs = [replace(run, graphs_from=names_of[key]) for run, key in pairs]
     return PreparedSweep(sweep, record, graphs, runs)
 
 
@@ -269,7 +269,7 @@ def _prepare_graphs(
 
 def _graphs_key(prepared: PreparedRun, local: bool) -> tuple[str | None, int] | None:
     """Return what is equal for runs that can use the same graphs; None if it has none."""
-    if prepared.stages != STAGES:
+    if not prepared.compiles:
         return None
     config, train = prepared.config, prepared.config.recipe.train
     # Whatever micro batch will be measured: the candidates follow from the global batch.

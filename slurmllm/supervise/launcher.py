@@ -143,10 +143,22 @@ class Launcher(Workers):
         remove_leftovers(self.planned_cache)
 
     def _install_graphs(self, installed: Path) -> None:
-        if not self.run.graphs_manifest.is_file() and not needs_precompile(self.config):
-            remove_leftovers(self.planned_cache)  # of a staged environment
-            write_installed(installed, suspect=False)
-            return
+        fields: dict[str, object] = {}
+        if self.run.graphs_manifest.is_file() or needs_precompile(self.config):
+            fields = self._unpack_graphs()
+        remove_leftovers(self.planned_cache)  # of a staged environment too
+        # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.
+        num_graphs = 0 if self.manifest is None else self.manifest.graphs
+        suspect = num_graphs > 0 and not fields["cache_reason"] and self.processor
+        with node_disk(f"write {installed}"):
+            partial = installed.with_name(f"{installed.name}.new")
+            partial.write_text(REUSED if suspect else "", encoding="ascii")
+            partial.replace(installed)
+        if fields:
+            self.save(**fields)
+
+    def _unpack_graphs(self) -> dict[str, object]:
+        """Fill the node's cache; returns the fields of its record."""
         started = time.monotonic()
         self.manifest = graph_cache.load_manifest(self.run, self.group)
         if reason := self.manifest.unusable(self.versions):
@@ -159,11 +171,8 @@ class Launcher(Workers):
             origin = graph_cache.install_archive(
                 self.cache, self.run, self.manifest, archive, self.group
             )
-        remove_leftovers(self.planned_cache)
-        # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.
-        suspect = not reason and self.manifest.graphs > 0 and bool(self.processor)
-        write_installed(installed, suspect)
-        self.save(cache=origin, cache_reason=reason or "", cache_s=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return {"cache": origin, "cache_reason": reason or "", "cache_s": seconds}
 
     def _fingerprint(self) -> str | None:
         mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)
@@ -272,14 +281,6 @@ class Launcher(Workers):
         if self.stop_requested and self.stopped_at is None:
             self.stopped_at = time.monotonic()
         return self.stopped_at is not None and time.monotonic() > self.stopped_at + STOPPED_GRACE_S
-
-
-def write_installed(installed: Path, suspect: bool) -> None:
-    """Let the workers begin; `suspect`: they use graphs that may not be made for this node."""
-    with node_disk(f"write {installed}"):
-        partial = installed.with_name(f"{installed.name}.new")
-        partial.write_text(REUSED if suspect else "", encoding="ascii")
-        partial.replace(installed)
 
 
 def launch(run: RunDir, stage: Stage, attempt: int) -> int:
