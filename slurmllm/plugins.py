@@ -21,8 +21,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from pydantic import ConfigDict, ValidationError, create_model
-
 from slurmllm.errors import ConfigError, SlurmllmError
 
 Kind = Literal["hooks", "optimizers", "models", "data_sources"]
@@ -155,6 +153,9 @@ def check_settings(
     Raises:
         ConfigError: with all faults, or the part cannot be called so.
     """
+    # Here: a data worker, of which each worker starts some, needs no pydantic else.
+    from pydantic import ConfigDict, ValidationError, create_model
+
     if not callable(part):
         raise ConfigError(
             f"{what} is {part!r}, not a class or function; correct its entry point or `register`"

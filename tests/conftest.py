@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import hypothesis
@@ -121,7 +122,7 @@ class DevCluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    @property
+    @cached_property
     def slurm_conf(self) -> str:
         return self.call("env").split("SLURM_CONF=", 1)[1].split()[0].strip("'\"")
 

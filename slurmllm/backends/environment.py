@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.variables import mask
 from slurmllm.errors import NodeError
-from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.mesh import Mesh, measures_micro_batch
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.safe_files import make_private_folder, replaceable_error
 
@@ -119,6 +119,11 @@ class BackendEnvironment(Protocol):
 def load_environment(backend: str) -> BackendEnvironment:
     module = importlib.import_module(f"slurmllm.backends.{backend}.environment")
     return cast(BackendEnvironment, module)
+
+
+def needs_precompile(config: RunConfig) -> bool:
+    """Return whether a run has graphs to compile, or a micro batch to measure."""
+    return load_environment(config.backend).expects_graphs(config) or measures_micro_batch(config)
 
 
 def output_of(*command: str) -> str | None:

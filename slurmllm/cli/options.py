@@ -305,8 +305,8 @@ def run_options(time: str) -> Callable[[F], F]:
         type=click.Choice(["auto", "always"]),
         default="auto",
         show_default=True,
-        help="auto: skip the precompile stage if this or an earlier run has compiled the graphs; "
-        "always: compile again.",
+        help="auto: skip the precompile stage if nothing is compiled, or if this or an earlier run "
+        "has compiled the graphs; always: compile again.",
     )
     text = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
     options = (

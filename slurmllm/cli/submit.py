@@ -264,6 +264,8 @@ def _print_graphs(prepared: PreparedRun) -> None:
     if source is not None:
         owner = "this run" if source == prepared.run.name else f"run {source}"
         click.echo(f"graphs     compiled by {owner} already; no precompile stage")
+    elif "precompile" not in prepared.stages:
+        click.echo("graphs     none to compile; no precompile stage")
 
 
 def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None = None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from slurmllm.data.sources.base import BEGINS, UNTRAINED, Request, Source
 from slurmllm.data.spec import Split, SplitName, StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
-from slurmllm.display.progress import OnProgress
 from slurmllm.errors import DataError, SlurmllmError
 from slurmllm.run.records import Record
+
+if TYPE_CHECKING:
+    from slurmllm.display.progress import OnProgress
 
 # Bytes or tokens up to which a corpus is counted completely, which takes seconds.
 COUNTED_SIZE = 32 << 20

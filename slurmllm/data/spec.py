@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.config.recipe import Recipe
 from slurmllm.data.order import splitmix64
 from slurmllm.data.sources.base import Source
 from slurmllm.errors import DataError
+
+if TYPE_CHECKING:
+    from slurmllm.config.recipe import Recipe
 
 SplitName = Literal["train", "validation"]
 

@@ -148,7 +148,7 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str | None:
     if not run.metrics(0).is_file():
         return "its metrics file is missing"
     if not reuse.has_all_graphs(plan.config, plan.nodes, plan.local, run):
-        return "versions or code have changed"
+        return "versions or code may have changed"
     return None
 
 

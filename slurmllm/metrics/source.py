@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -296,6 +297,10 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
             continue
         _flatten(str(key), value, settings)
     versions = manifest.get("versions")
+    with suppress(OSError):
+        for attempt in run.attempts("train")[-1:] if versions is None else ():
+            for record in sorted(attempt.node("").parent.glob("*.json"))[:1]:  # it has no graphs
+                versions = _read_mapping(record)[0].get("versions")
     _flatten("versions", versions if isinstance(versions, dict) else {}, settings)
     return settings
 

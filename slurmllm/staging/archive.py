@@ -22,8 +22,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import pyarrow as pa
-
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import checksum
 from slurmllm.run.artifact_records import EnvironmentManifest
@@ -92,6 +90,8 @@ def _is_complete(path: Path, group: str | None) -> bool:
 
 
 def _pack(contents: Contents, path: Path, stop: Callable[[], bool]) -> None:
+    import pyarrow as pa
+
     compressed = pa.Codec.is_available(_CODEC)
     started = time.monotonic()
     token = secrets.token_hex(4)
@@ -133,6 +133,8 @@ def _pack(contents: Contents, path: Path, stop: Callable[[], bool]) -> None:
 def _write_tar(
     files: tuple[StagedFile, ...], target: BinaryIO, compressed: bool, stop: Callable[[], bool]
 ) -> None:
+    import pyarrow as pa
+
     stream: pa.NativeFile = pa.PythonFile(target, "w")
     if compressed:
         stream = pa.CompressedOutputStream(stream, _CODEC)
@@ -159,6 +161,8 @@ def _write_tar(
 
 def unpack(stream: BinaryIO, name: str, folder: Path) -> None:
     """Unpack an archive that has been checked; `name` is the archive's."""
+    import pyarrow as pa  # a third of a second, and most clusters stage no environment
+
     try:
         with stream:
             source: pa.NativeFile | BinaryIO = stream

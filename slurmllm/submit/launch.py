@@ -125,7 +125,7 @@ def submit_jobs(
     sent = _submission(prepared, local=False, restart=restart, **fields)
     try:
         _check_options(prepared, client)
-        if not earlier.submissions and sent.graphs_of is None:
+        if not earlier.submissions and not fields:  # the directory of a sweep is new
             _cancel_unrecorded(run, client)
         for stage in stages or prepared.stages:
             job = _sbatch(prepared, stage, sent, client)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slurmllm.backends.environment import load_environment
+from slurmllm.backends.environment import load_environment, needs_precompile
 from slurmllm.config.container import paths_of
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig
@@ -80,6 +80,10 @@ class RunRequest:
     fetch: Callable[[RunConfig, Path, Sequence[str]], object] | None = None
     claimed: Callable[[RunDir], object] | None = None  # called with the directory of a new run
 
+    @property
+    def compiles(self) -> bool:
+        return self.precompile == "always" or needs_precompile(self.config)
+
 
 @dataclass(frozen=True)
 class PreparedRun:
@@ -96,6 +100,7 @@ class PreparedRun:
     refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
     missing_data: Sequence[str] = ()  # after a dry run: which data are missing
     limit_faults: Sequence[str] = ()  # after a dry run: why Slurm can never start the jobs
+    compiles: bool = True  # whether it has graphs, or a micro batch to measure
     graphs_from: str | None = None  # run whose graphs are used; None: precompile first
     is_new: bool = False  # whether `prepare` created the directory
     rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
@@ -104,7 +109,7 @@ class PreparedRun:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return ("train",) if self.graphs_from is not None else STAGES
+        return STAGES if self.compiles and self.graphs_from is None else ("train",)
 
     @property
     def all_refusals(self) -> list[str]:
@@ -151,7 +156,8 @@ def prepare(request: RunRequest) -> PreparedRun:
     if request.dry_run:
         prepared = render_run(config, request.nodes, run)
         prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)
-        return replace(prepared, fit=fit, refusals=refusals, missing_data=missing)
+        prepared = replace(prepared, compiles=request.compiles, missing_data=missing)
+        return replace(prepared, fit=fit, refusals=refusals)
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
         if request.claimed is not None:
@@ -165,6 +171,7 @@ def prepare(request: RunRequest) -> PreparedRun:
             render_run(config, request.nodes, run),
             fit=fit,
             warnings=warnings,
+            compiles=request.compiles,
             graphs_from=graphs_from,
             is_new=request.run is None,
             rederived=_damaged_files(run) if run.jobs.is_file() else (),
@@ -293,7 +300,7 @@ def _check_limits(
     if request.slurm is None:
         return (), []
     scripts = render_run(request.config, request.nodes, run).scripts
-    for stage in stages:
+    for stage in stages if request.compiles else stages[1:]:
         limits = check_limits(read_options(scripts[stage]), request.slurm)
         texts = (f"{stage} job: {text}" for text in limits.faults)
         option = "--time " if stage == "train" else "--set slurm.precompile_time="
@@ -434,6 +441,8 @@ def _find_graphs(request: RunRequest, config: RunConfig, run: RunDir) -> str | N
     Another run's archive is adopted if it is complete and trusted. Raises StorageError.
     """
     nodes, local, group = request.nodes, request.local, config.cluster.trusted_group
+    if not request.compiles:
+        return None
     if request.precompile == "always":
         reuse.delete_manifest(run)
         return None

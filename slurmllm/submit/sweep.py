@@ -59,7 +59,6 @@ class PreparedSweep:
     record: SweepRecord
     graphs: Sequence[PreparedRun]  # runs that only compile graphs; their archive may exist already
     runs: Sequence[PreparedRun]  # one for each case, in their order
-    graphs_of: Sequence[int]  # for each of the runs, the index of its graphs
 
     @property
     def precompiles(self) -> list[PreparedRun]:
@@ -231,17 +230,17 @@ def prepare_sweep(
             for client, name, config in zip(clients, names, configs, strict=True)
         ]
         keys = [_graphs_key(run, request.local) for run in runs]
-        order = list(dict.fromkeys(keys))
+        order = [key for key in dict.fromkeys(keys) if key is not None]
         shared = [runs[keys.index(key)].config for key in order]
         graphs = [_prepare_graphs(request, sweep, *pair) for pair in enumerate(shared, 1)]
     except BaseException:
         if not request.dry_run:
             shutil.rmtree(sweep.path, ignore_errors=True)
         raise
-    graphs_of = [order.index(key) for key in keys]
-    pairs = zip(runs, graphs_of, strict=True)
-    runs = [replace(run, graphs_from=graphs[index].run.name) for run, index in pairs]
-    return PreparedSweep(sweep, record, graphs, runs, graphs_of)
+    names_of = {None: None} | {key: g.run.name for key, g in zip(order, graphs, strict=True)}
+    pairs = zip(runs, keys, strict=True)
+    runs = [replace(run, graphs_from=names_of[key]) for run, key in pairs]
+    return PreparedSweep(sweep, record, graphs, runs)
 
 
 def _prepare_case(request: RunRequest, name: str, config: RunConfig) -> PreparedRun:
@@ -268,8 +267,10 @@ def _prepare_graphs(
     )
 
 
-def _graphs_key(prepared: PreparedRun, local: bool) -> tuple[str | None, int]:
-    """Return what is equal for runs that can use the same graphs."""
+def _graphs_key(prepared: PreparedRun, local: bool) -> tuple[str | None, int] | None:
+    """Return what is equal for runs that can use the same graphs; None if it has none."""
+    if not prepared.compiles:
+        return None
     config, train = prepared.config, prepared.config.recipe.train
     # Whatever micro batch will be measured: the candidates follow from the global batch.
     auto = train.micro_batch == "auto"
@@ -299,7 +300,7 @@ def submit_sweep(prepared: PreparedSweep, client: SlurmClient) -> Iterator[str]:
                     client,
                     ["train"],
                     graphs_of=run.graphs_from,
-                    precompile_job=compiled[str(run.graphs_from)],
+                    precompile_job=compiled.get(str(run.graphs_from)),
                     lane=prepared.lane(place),
                 )
             assert submission.train_job is not None

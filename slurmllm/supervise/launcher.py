@@ -21,6 +21,7 @@ from slurmllm.backends.environment import (
     BROADCAST,
     load_environment,
     make_cache_folder,
+    needs_precompile,
     node_disk,
     node_local_cache,
     remove_leftovers,
@@ -142,6 +143,22 @@ class Launcher(Workers):
         remove_leftovers(self.planned_cache)
 
     def _install_graphs(self, installed: Path) -> None:
+        fields: dict[str, object] = {}
+        if self.run.graphs_manifest.is_file() or needs_precompile(self.config):
+            fields = self._unpack_graphs()
+        remove_leftovers(self.planned_cache)  # of a staged environment too
+        # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.
+        num_graphs = 0 if self.manifest is None else self.manifest.graphs
+        suspect = num_graphs > 0 and not fields["cache_reason"] and self.processor
+        with node_disk(f"write {installed}"):
+            partial = installed.with_name(f"{installed.name}.new")
+            partial.write_text(REUSED if suspect else "", encoding="ascii")
+            partial.replace(installed)
+        if fields:
+            self.save(**fields)
+
+    def _unpack_graphs(self) -> dict[str, object]:
+        """Fill the node's cache; returns the fields of its record."""
         started = time.monotonic()
         self.manifest = graph_cache.load_manifest(self.run, self.group)
         if reason := self.manifest.unusable(self.versions):
@@ -154,14 +171,8 @@ class Launcher(Workers):
             origin = graph_cache.install_archive(
                 self.cache, self.run, self.manifest, archive, self.group
             )
-        remove_leftovers(self.planned_cache)
-        # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.
-        suspect = not reason and self.manifest.graphs > 0 and self.processor
-        with node_disk(f"write {installed}"):
-            partial = installed.with_name(f"{installed.name}.new")
-            partial.write_text(REUSED if suspect else "", encoding="ascii")
-            partial.replace(installed)
-        self.save(cache=origin, cache_reason=reason or "", cache_s=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return {"cache": origin, "cache_reason": reason or "", "cache_s": seconds}
 
     def _fingerprint(self) -> str | None:
         mesh, measured = load_mesh(self.run.plan), measured_micro_batch(self.run)

@@ -6,7 +6,6 @@ last act is to wait a few seconds for what is under way, unless a notification t
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import os
@@ -15,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 from slurmllm.config.operation import NotifyEvent
 from slurmllm.config.resolve import RunConfig
@@ -100,6 +97,10 @@ class Notifier:
 
     def _post(self, message: dict[str, Any]) -> str | None:
         """Return why the webhook did not take the message; None if it did."""
+        import http.client  # here: most runs have no webhook
+        from urllib.error import HTTPError, URLError
+        from urllib.request import Request, urlopen
+
         name = str(self._notify.webhook)
         url = self._config.variable(name) or ""
         if not url.startswith(("https://", "http://")):

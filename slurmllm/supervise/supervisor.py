@@ -24,6 +24,7 @@ from slurmllm.backends.environment import (
     BROADCAST,
     broadcast_path,
     make_cache_folder,
+    needs_precompile,
     node_local_cache,
 )
 from slurmllm.config.container import paths_of
@@ -322,6 +323,8 @@ class Supervisor:
             return {}
         started = time.monotonic()
         if not self.run.graphs_manifest.is_file():
+            if not needs_precompile(self.config):
+                return {}
             raise StorageError(
                 f"{self.run.graphs_manifest} is missing: the precompile stage did not finish; "
                 f"see {self.run.stage_log('precompile')}, then `slurmllm resume {self.run.name}`"

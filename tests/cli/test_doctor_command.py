@@ -7,10 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from slurmllm.cli.main import cli
+from slurmllm.diagnose import login_node
+from slurmllm.diagnose.finding import ok
 from slurmllm.slurm.client import COMMANDS
 
 
@@ -23,6 +28,19 @@ def run(*arguments: str, path: str | None = None, cwd: Path) -> subprocess.Compl
         env=environment,
         cwd=cwd,
     )
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`doctor` in this process, without its processes that import torch and lm_eval."""
+    monkeypatch.setattr(login_node, "import_torch", lambda: "imported 2.13.0 None")
+    monkeypatch.setattr(login_node, "private_names_finding", lambda: ok("private APIs", ""))
+
+    def call(*arguments: str, path: str) -> Result:
+        monkeypatch.setenv("PATH", path)
+        return CliRunner().invoke(cli, ["doctor", *arguments])
+
+    return call
 
 
 def checks(text: str) -> dict[str, dict[str, str]]:
@@ -41,20 +59,22 @@ def test_a_laptop_without_slurm_can_train(tmp_path: Path) -> None:
     assert states["file system"]["state"] == "ok"
 
 
-def test_slurm_that_does_not_answer_is_3(tmp_path: Path) -> None:
+def test_slurm_that_does_not_answer_is_3(tmp_path: Path, doctor: Callable[..., Result]) -> None:
     for command in COMMANDS:
         script = tmp_path / command
         script.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
         script.chmod(0o755)
-    done = run("--json", path=f"{tmp_path}:/usr/bin:/bin", cwd=tmp_path)
-    assert done.returncode == 3
+    done = doctor("--json", "--runs-dir", str(tmp_path), path=f"{tmp_path}:/usr/bin:/bin")
+    assert done.exit_code == 3
     assert "Unable to contact" in checks(done.stdout)["slurm controller"]["found"]
     assert json.loads(done.stdout)["exit_code"] == 3
 
 
-def test_an_environment_without_the_neuron_wheels_is_2(tmp_path: Path) -> None:
-    done = run("--cluster", "trn1", path=str(tmp_path), cwd=tmp_path)
-    assert done.returncode == 2
+def test_an_environment_without_the_neuron_wheels_is_2(
+    tmp_path: Path, doctor: Callable[..., Result]
+) -> None:
+    done = doctor("--cluster", "trn1", "--runs-dir", str(tmp_path), path=str(tmp_path))
+    assert done.exit_code == 2
     assert re.search(r"^fail +neuronx-distributed |^fail: neuronx-distributed: ", done.stdout, re.M)
     assert "warn: slurm commands: --local trains on this machine" in done.stdout
 
@@ -67,10 +87,10 @@ def test_an_unknown_profile_is_2_and_no_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.slurm
-def test_a_real_cluster(slurm: object, tmp_path: Path) -> None:
-    done = run("--json", "--runs-dir", str(tmp_path), cwd=tmp_path)
+def test_a_real_cluster(slurm: object, tmp_path: Path, doctor: Callable[..., Result]) -> None:
+    done = doctor("--json", "--runs-dir", str(tmp_path), path=os.environ["PATH"])
     states = checks(done.stdout)
-    assert done.returncode == 0, done.stdout
+    assert done.exit_code == 0, done.stdout
     assert states["accounting"]["found"] == "accounting_storage/slurmdbd"
     assert states["nodes"]["found"] == "5 of 5 usable"
     assert states["partition"]["found"] == "main, the default"

@@ -11,6 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
+from slurmllm.cli.main import cli
+
 SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
 # The model is small, so a run takes little more than its start-up. A step still takes long enough
 # that a test which waits for it sees it before the run ends.
@@ -79,8 +83,14 @@ class Bench:
         assert process.returncode == code, f"{process.returncode}: {output}"
         return output
 
+    def look(self, *arguments: str) -> str:
+        """Return what a verb prints, run in this process: a new one costs half a second of CPUs."""
+        result = CliRunner().invoke(cli, [*arguments, "--runs-dir", str(self.runs)])
+        assert result.exit_code == 0, result.output
+        return str(result.stdout)
+
     def status(self, name: str) -> dict[str, Any]:
-        return dict(json.loads(self.call("status", name, "--json")))
+        return dict(json.loads(self.look("status", name, "--json")))
 
     def attempt(self, name: str, number: int) -> dict[str, Any]:
         path = self.runs / name / "attempts" / f"{number:03d}" / "attempt.json"
@@ -99,8 +109,7 @@ class Bench:
     def ended(self, name: str) -> bool:
         """Whether the newest attempt of a run has ended and nothing follows it.
 
-        Reads the attempt records: a `slurmllm status` takes a third of a second of the CPUs that
-        the run needs.
+        Reads the attempt records: `status` asks Slurm too, which takes CPUs that the run needs.
         """
         run = self.runs / name
         records = sorted(run.glob("attempts/*/attempt.json")) or sorted(
@@ -141,7 +150,7 @@ class Bench:
             time.sleep(every_s)
 
     def compare_exactly(self, one: str, other: str) -> dict[str, Any]:
-        found = dict(json.loads(self.call("compare", one, other, "--exact", "--json")))
+        found = dict(json.loads(self.look("compare", one, other, "--exact", "--json")))
         assert found["verdict"] == "identical"
         assert found["steps_compared"] == found["last_step"] == 40
         assert not found["only_in_a"]

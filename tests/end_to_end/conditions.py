@@ -191,18 +191,12 @@ class Site:
         os.environ["SLURM_CONF"] = str(self.root / "slurm.conf")
         self.bench = Bench((self.shared if self.faults else self.folder) / "runs")
         try:
-            self._prepare()
+            for line in () if self.faults else COMMANDS.splitlines():
+                call(*shlex.split(line))
         except BaseException:
             self.__exit__()
             raise
         return self
-
-    def _prepare(self) -> None:
-        # The runs after it find its graphs, and need no precompile stage.
-        warm = Scene(self, Condition("warm", 0, nodes=2, state="done")).play()
-        assert not warm.failures, warm.failures
-        for line in () if self.faults else COMMANDS.splitlines():
-            call(*shlex.split(line))
 
     def __exit__(self, *_: object) -> None:
         self.bench.__exit__()

@@ -19,14 +19,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def rehearsed_on_slurm(slurm: Cluster, bench: Bench, inputs: tuple[str, ...]) -> str:
     """The unbroken rehearsed run on Slurm, for all files of this process."""
     if not (bench.runs / "undisturbed").is_dir():
-        submit(bench, inputs, "undisturbed", *REHEARSED)
+        submit(bench, inputs, "undisturbed", *REHEARSED, "--precompile=always")
     wait(bench, "undisturbed", "done")
     return "undisturbed"
 
 
 @pytest.fixture(scope="session")
 def rehearsed(bench: Bench, inputs: tuple[str, ...]) -> str:
-    """The unbroken rehearsed run on this machine, of two nodes."""
+    """The unbroken rehearsed run on this machine, of two nodes and both stages."""
     run = ("submit", "tiny_neox", "--nodes=2", "--local", *SMALL, *LEAN, *REHEARSED, *inputs)
-    bench.call(*run, "--name=rehearsed")
+    bench.call(*run, "--name=rehearsed", "--precompile=always")
     return "rehearsed"

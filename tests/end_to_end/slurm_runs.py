@@ -19,8 +19,7 @@ class Cluster(Protocol):
 
 def submit(bench: Bench, inputs: tuple[str, ...], name: str, *more: str) -> dict[str, str]:
     arguments = ("submit", "tiny_neox", "--nodes=2", f"--name={name}", *SMALL, *inputs, *more)
-    *_, result = bench.call(*arguments, "--json").splitlines()  # after warnings
-    return dict(json.loads(result)["jobs"])
+    return dict(json.loads(bench.look(*arguments, "--json"))["jobs"])
 
 
 def wait(bench: Bench, name: str, *states: str) -> None:

@@ -47,11 +47,7 @@ def test_the_run_directory_is_complete(bench: Bench, killed: str) -> None:
         "plan.json",
         "jobs.json",
         "scripts/train.sbatch",
-        "scripts/precompile.sbatch",
         "logs/train.log",
-        "logs/precompile.log",
-        "graphs/manifest.json",
-        "graphs/attempts/000/attempt.json",
         "attempts/000/attempt.json",
         "attempts/000/nodes/local1.json",
         "metrics/attempt_000.jsonl",
@@ -64,13 +60,15 @@ def test_the_run_directory_is_complete(bench: Bench, killed: str) -> None:
     assert hidden == []
 
 
-def test_logs_are_shown(bench: Bench, killed: str) -> None:
-    text = bench.call("logs", killed)
+def test_both_stages_are_shown(bench: Bench, rehearsed: str) -> None:
+    for name in ("scripts/precompile.sbatch", "graphs/manifest.json", "graphs/graphs.tar"):
+        assert (bench.runs / rehearsed / name).is_file(), name
+    text = bench.call("logs", rehearsed)
     assert text.index("precompile attempt 0") < text.index("step 40/40") < text.rindex("→ finish")
-    followed = bench.call("logs", killed, "-f")
-    assert followed == bench.call("logs", killed, "--all-ranks")
+    followed = bench.call("logs", rehearsed, "-f")
+    assert followed == bench.call("logs", rehearsed, "--all-ranks")
     assert [line for line in text.splitlines() if f"[rank 0 local0] {line}" not in followed] == []
-    assert bench.call("logs", killed, "-n", "1", "--stage=train").count("\n") == 1
+    assert bench.call("logs", rehearsed, "-n", "1", "--stage=train").count("\n") == 1
 
 
 def test_a_killed_worker_is_made_good(bench: Bench, killed: str) -> None:
@@ -182,7 +180,7 @@ def test_a_setup_line_that_fails_ends_the_run_with_its_number(
     assert message in text
     assert message in bench.call("logs", "unset")
     assert message in bench.call("status", "unset")
-    assert not (bench.runs / "unset" / "graphs" / "attempts" / "001").exists()
+    assert not (bench.runs / "unset" / "attempts" / "001").exists()
     bench.call("resume", "unset", '--set=cluster.setup=["export GREETING=hello"]')
     assert bench.endings("unset")[-1] == ("done", "finish")
 

@@ -117,7 +117,7 @@ def test_a_requeued_run_is_reported(
 ) -> None:
     """Its page in a real browser."""
     require_chromium()
-    (run,) = json.loads(bench.call("report", signalled, "--price", "21.5", "--json"))["runs"]
+    (run,) = json.loads(bench.look("report", signalled, "--price", "21.5", "--json"))["runs"]
     assert (run["state"], run["steps"], run["planned_steps"]) == ("done", 40, 40)
     assert (run["nodes"], run["restarts"], run["recipe"]) == (2, 2, "tiny_neox")
     assert run["utilization"]["node_hours"] > 0
@@ -154,5 +154,5 @@ def test_a_log_is_fetched_from_the_disk_of_its_node(
     assert "asking the nodes of train attempt 0" in text
     assert "starting from step 0" in text.partition("asking")[2]
     assert path.is_file()
-    bench.call("cancel", "fetched")
+    bench.look("cancel", "fetched")
     wait(bench, "fetched", "cancelled", "done", "stopped")

@@ -87,7 +87,7 @@ def test_a_run_in_a_container_is_killed_and_resumed(
         pid for pid in processes_with(f"{bench.runs / 'inside'}\0--stage\0train") if root(pid)
     ]
     assert len(workers) == 4  # two launchers with a worker each
-    bench.call("cancel", "inside")  # the signal must reach the workers, which save
+    bench.look("cancel", "inside")  # the signal must reach the workers, which save
     wait(bench, "inside", "cancelled")
     saved = bench.attempt("inside", 0)
     assert (saved["class"], saved["checkpoint_after"]) == ("cancelled", saved["last_step"])
@@ -115,5 +115,5 @@ def test_an_image_that_cannot_be_started_ends_the_run_before_any_srun(
     shown = bench.status("unusable")
     assert "slurmllm cannot be started in" in shown["reason"]
     assert "(exit code 1): no slurmllm here; correct the image" in shown["reason"]
-    attempts = list((bench.runs / "unusable" / "graphs" / "attempts").iterdir())
+    attempts = list((bench.runs / "unusable" / "attempts").iterdir())
     assert [(folder / "health").exists() for folder in attempts] == [False]

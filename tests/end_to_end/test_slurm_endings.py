@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
@@ -35,7 +34,7 @@ def test_the_time_limit_itself(slurm: Cluster, bench: Bench, inputs: tuple[str, 
     assert left["checkpoint_after"] == left["last_step"]
     assert bench.attempt("limited", 1)["checkpoint_before"] == left["checkpoint_after"]
     bench.wait_for_step("limited", left["last_step"] + 1, attempt=1)
-    bench.call("cancel", "limited")
+    bench.look("cancel", "limited")
     wait(bench, "limited", "cancelled")
     bench.until(lambda: bench.attempt("limited", 1)["ended_at"] is not None, "record left open")
     assert bench.attempt("limited", 1)["class"] == "cancelled"
@@ -69,9 +68,7 @@ def test_an_impossible_request_accuses_no_node(
         f"--set=cluster.health.enabled={checked}".lower(),
     )
     wait(bench, name, "stopped")
-    # Of precompile, or of train if another run has compiled the graphs.
-    (record,) = (bench.runs / name).glob("**/attempts/000/attempt.json")
-    attempt = json.loads(record.read_text())
+    attempt = bench.attempt(name, 0)
     assert (attempt["class"], attempt["action"]) == ("bad_configuration", "stop")
     failure = attempt["launch_failure"]
     assert failure["message"] == "srun: error: Invalid generic resource (gres) specification"

@@ -43,7 +43,7 @@ def test_a_node_without_a_substitute_is_not_excluded(
     wait(bench, "two", "done", "stopped")
     assert bench.endings("two") == [("node_failure", "requeue"), ("done", "finish")]
     assert bench.attempt("two", 0)["blamed_nodes"] == ["n2"]
-    (row,) = json.loads(bench.call("nodes", "two", "--json"))["excluded"]
+    (row,) = json.loads(bench.look("nodes", "two", "--json"))["excluded"]
     assert (row["node"], row["jobs"]) == ("n2", [])  # recorded, and in no job's list
     assert row["evidence"] in ("slurm", "no_answer")
     assert round((row["until"] - row["since"]) / 3600) == 1
@@ -61,9 +61,9 @@ def test_a_pending_run_starts_on_an_included_node(
     bench.until(lambda: "BadConstraints" in bench.status("short")["reason"], "never BadConstraints")
     remedy = "excluded: n2; `slurmllm resume short --include n2` uses them"
     assert remedy in bench.status("short")["reason"]
-    (row,) = json.loads(bench.call("nodes", "short", "--json"))["excluded"]
+    (row,) = json.loads(bench.look("nodes", "short", "--json"))["excluded"]
     assert (row["node"], row["jobs"]) == ("n2", [job])
     bench.call("resume", "short", "--include=n2")
     wait(bench, "short", "done", "stopped")
     assert bench.endings("short") == [("done", "finish")]
-    assert json.loads(bench.call("nodes", "short", "--json")) == {"excluded": []}
+    assert json.loads(bench.look("nodes", "short", "--json")) == {"excluded": []}

@@ -122,7 +122,7 @@ def test_a_job_takes_the_nodes_that_there_are(
     assert (len(first["nodes"]), len(last["nodes"])) == (2, 4)
     assert last["spare_nodes"] == 0
     assert bench.status("elastic")["mesh"]["accumulation"] == 1
-    shown = bench.call("compare", rehearsed_on_slurm, "elastic", "--json", "--no-plot")
+    shown = bench.look("compare", rehearsed_on_slurm, "elastic", "--json", "--no-plot")
     assert json.loads(shown)["verdict"] in ("identical", "match")
 
 
@@ -146,5 +146,5 @@ def test_a_chain_over_three_time_limits_and_a_lost_node(
     assert not set(jobs) & set(listed.stdout.split()), "no job is left"
     submit(bench, inputs, "unlimited", *many)
     wait(bench, "unlimited", "done")
-    found = json.loads(bench.call("compare", "unlimited", "limits", "--exact", "--json"))
+    found = json.loads(bench.look("compare", "unlimited", "limits", "--exact", "--json"))
     assert (found["verdict"], found["steps_compared"]) == ("identical", 1500)

@@ -52,7 +52,7 @@ def test_a_suspended_job_and_a_killed_supervisor(
     assert bench.attempt("suspended", 1)["checkpoint_before"] == first["last_step"]
     assert not (bench.runs / "suspended" / "excluded.json").exists()
     assert accounted(job)[0] == "REQUEUED"
-    bench.call("cancel", "suspended")
+    bench.look("cancel", "suspended")
     wait(bench, "suspended", "cancelled")
 
 
@@ -86,7 +86,7 @@ def test_a_full_disk_ends_an_attempt_and_blames_no_node(
             assert comment() == ""
             assert not (bench.runs / "full" / "excluded.json").exists()
             cluster.call("shared", "full")
-            bench.call("cancel", "full")
+            bench.look("cancel", "full")
             bench.until(lambda: not SlurmClient().queue([job])[job].active, "not cancelled")
             cluster.call("shared", "free")
     finally:

@@ -44,7 +44,7 @@ def test_two_at_a_time_and_one_cancelled(
         return metrics.is_file() and '"step":3,' in metrics.read_text()
 
     bench.until(training, f"{cancelled} never trained")
-    bench.call("cancel", cancelled)
+    bench.look("cancel", cancelled)
 
     def ended() -> bool:
         return bench.status("grid")["states"] == {"done": 5, "cancelled": 1}
@@ -59,10 +59,10 @@ def test_two_at_a_time_and_one_cancelled(
     assert max(running) == 2
     # No run compiled its own graphs, and none but the cancelled one was stopped by it.
     assert not list((bench.runs / "grid").glob("grid-lr*/graphs/attempts"))
-    table = json.loads(bench.call("compare", "grid", "--json"))
+    table = json.loads(bench.look("compare", "grid", "--json"))
     losses = [run["loss"] for run in table["runs"] if run["state"] == "done"]
     assert all(one <= other for one, other in pairwise(losses))
     assert table["runs"][-1]["run"] == cancelled
-    report = bench.call("report", "grid")
+    report = bench.look("report", "grid")
     assert "report.html" in report
     assert (bench.runs / "grid" / "reports" / "report.html").is_file()

@@ -45,7 +45,7 @@ def test_a_run_uses_all_cpus_of_unequal_nodes(inputs: tuple[str, ...], tmp_path:
     columns = ["--noheader", "--parsable2", "--format=JobName,AllocCPUS,NNodes,State"]
     rows = subprocess.check_output(["sacct", f"--jobs={job}", *columns], text=True).split()
     assert "slurmllm-launch|14|4|COMPLETED" in rows
-    checks = {row["name"]: row for row in json.loads(bench.call("doctor", "--json"))["checks"]}
+    checks = {row["name"]: row for row in json.loads(bench.look("doctor", "--json"))["checks"]}
     assert (checks["equal nodes"]["state"], checks["equal nodes"]["found"]) == ("warn", line)
 
 
@@ -119,7 +119,7 @@ def test_a_wait_is_explained_and_its_command_ends_it(
     else:
         scontrol("update", "NodeName=n5", "State=RESUME")
     bench.until(lambda: not waiting(), f"{reason} has not ended", 30, every_s=0.5)
-    bench.call("cancel", f"wait-{name}")
+    bench.look("cancel", f"wait-{name}")
 
 
 @pytest.mark.usefixtures("_late_partition")

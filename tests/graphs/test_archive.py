@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from slurmllm.errors import NodeError
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import NodeError, StorageError
 from slurmllm.graphs import archive as graph_cache
 from slurmllm.graphs.archive import faults
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import RunDir
+from slurmllm.supervise.allocation import LocalAllocation
+from slurmllm.supervise.supervisor import Supervisor
 
 VERSIONS = {"torch": "2.9", "cpu_capability": "AVX2"}
 
@@ -176,3 +179,15 @@ def test_a_fresh_cache_is_empty(tmp_path: Path) -> None:
     (cache / "old").write_text("x")
     graph_cache.empty_cache(cache)
     assert list(cache.iterdir()) == []
+
+
+def test_only_a_run_with_graphs_needs_an_archive_to_train(run: RunDir, tmp_path: Path) -> None:
+    run.path.mkdir()
+    supervisors = []
+    for compiled in ("true", "false"):
+        overrides = [f"train.compile={compiled}", f"cluster.node_local={tmp_path / compiled}"]
+        run.config.write_text(resolve("tiny_neox", overrides=overrides).to_yaml())
+        supervisors.append(Supervisor(run, "train", LocalAllocation()))
+    with pytest.raises(StorageError, match=r"the precompile stage did not finish.*resume r"):
+        supervisors[0]._broadcast_graphs(lambda: False)
+    assert supervisors[1]._broadcast_graphs(lambda: False) == {}

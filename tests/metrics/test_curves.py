@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_records import save_attempt
 from training_rows import MakeFile, MakeRun, make_row, make_rows, write_rows
 
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import COLUMNS, Curve, describe_ranges, relative_difference
 from slurmllm.metrics.source import read_curve
+from slurmllm.run.records import NodeRecord
 from slurmllm.run.rundir import RunDir
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
@@ -200,6 +202,15 @@ def test_relative_difference_of_a_known_departure(value: float, share: float) ->
     difference = relative_difference(np.array([value]), np.array([value * (1 - share)]))
     expected = share if share >= 0 else -share / (1 - share)
     assert difference[0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_versions_of_a_run_without_graphs_are_those_of_its_last_attempt(make_run: MakeRun) -> None:
+    run = make_run("r", make_rows(1, 4), make_rows(5, 8))
+    for number, torch in enumerate(("2.9", "2.13")):
+        save_attempt(run, number)
+        node = NodeRecord(node="n1", versions={"torch": torch})
+        node.save(run.attempt("train", number).node("n1"))
+    assert read_curve(run.path).settings["versions.torch"] == "2.13"
 
 
 @given(

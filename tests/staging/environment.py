@@ -13,7 +13,16 @@ from packaging.requirements import Requirement
 
 import slurmllm
 
-LARGE = ("torch", "matplotlib", "plotly")
+LARGE = (
+    "torch",
+    "scipy",
+    "matplotlib",
+    "plotly",
+    "grpcio",
+    "pillow",
+    "hf-xet",
+    "tensorboard-data-server",
+)
 
 
 def make_environment(folder: Path, without: tuple[str, ...] = LARGE) -> Path:

@@ -25,7 +25,7 @@ RUN = (
     "--local",
     "--set=backend=rehearsal",
     *SMALL,
-    *("--set=train.steps=20", "--set=cluster.health.enabled=false"),
+    *("--set=train.steps=20", "--set=cluster.health.enabled=false", "--set=data.num_workers=0"),
 )
 STAGED = "--set=cluster.stage_environment=true"
 TIMES = ("time", "step_time_s", "data_wait_s", "forward_backward_s", "optimizer_s")

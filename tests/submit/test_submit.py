@@ -327,6 +327,26 @@ def test_graphs_of_an_earlier_run_spare_the_precompile_job(
     assert forced["jobs"]["precompile"] is not None
 
 
+def test_a_run_without_graphs_has_no_precompile_job(
+    fake: FakeSlurm, inputs: tuple[str, ...]
+) -> None:
+    eager = (*inputs, "--set=train.compile=false")
+    sent = submitted(fake, eager, "--name", "r")
+    assert (sent["jobs"], sent["graphs_from"]) == ({"precompile": None, "train": "1"}, None)
+    assert fake.jobs["1"].after_ok is None
+    for options in (["--precompile=always"], ["--set=train.micro_batch=auto"]):
+        assert submitted(fake, (*eager, *options))["jobs"]["precompile"] is not None
+    text = call("submit", "tiny_neox", "--set=backend=rehearsal", "--nodes=2", *inputs).stdout
+    assert "graphs     none to compile; no precompile stage" in text
+    call("cancel", "r")
+    assert call_json("resume", "r")["jobs"]["precompile"] is None
+    call("cancel", "r")
+    resumed = call_json("resume", "r", "--set=train.compile=true")
+    assert resumed["jobs"]["precompile"] is not None
+    fake.limits = {"MaxTime": "00:10:00"}  # of a precompile job that is not submitted
+    assert submitted(fake, (*eager, "--time=9"))["jobs"]["precompile"] is None
+
+
 def test_resume_past_incomplete_graphs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     sent = submitted(fake, inputs, "--name", "r")
     run = RunDir(Path(str(sent["run_dir"])))

@@ -66,6 +66,18 @@ def test_runs_share_one_precompile_job(fake: FakeSlurm, inputs: tuple[str, ...])
     assert [run["graphs"][-8:] for run in more["runs"]] == ["graphs-1"] * 2 + ["graphs-2"] * 2
 
 
+def test_runs_without_graphs_wait_for_no_job(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    sent = submit(inputs, "--sweep=train.compile=true,false", "--sweep=train.seed=1,2")
+    assert [graphs["precompile_job"] for graphs in sent["graphs"]] == ["1"]
+    graphs = [run["graphs"] for run in sent["runs"]]
+    assert graphs == ["s-graphs-1"] * 2 + [None] * 2
+    assert [fake.jobs[run["train_job"]].after_ok for run in sent["runs"]] == ["1", "1", None, None]
+    fake.start(sent["runs"][3]["train_job"])
+    assert states("s")[sent["runs"][3]["run"]] == "training"
+    shown = call("submit", "tiny_neox", "--name=t", *inputs, "--set=backend=rehearsal", *GRID)
+    assert "graphs " not in shown
+
+
 def test_two_at_a_time_whatever_ends_or_is_cancelled(
     fake: FakeSlurm, inputs: tuple[str, ...]
 ) -> None:

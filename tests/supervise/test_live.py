@@ -62,7 +62,7 @@ def test_a_run_is_followed_through_a_failure_to_its_end(
     assert node_s[-1] > max(node_s) - 2 * RECORDED_WITHIN_S
     assert all(after > before - 2 * RECORDED_WITHIN_S for before, after in pairwise(node_s))
     taken_s = sum(a["ended_at"] - a["started_at"] for a in last["attempts"])
-    assert last["usd"] > 2 * taken_s  # two nodes, a dollar a second, and the precompile stage
+    assert last["usd"] == pytest.approx(2 * taken_s, rel=0.2)  # two nodes, a dollar a second
     lines = following.communicate(timeout=400)[0].splitlines()
     assert following.returncode == 0
     assert lines.index("── train attempt 0") < lines.index("── train attempt 1")

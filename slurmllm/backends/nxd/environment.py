@@ -202,7 +202,12 @@ def graphs(cache: Path) -> list[Graph]:
 
 
 def expects_graphs(config: RunConfig) -> bool:
-    return config.cluster.device == "neuron"  # NxD's CPU mode compiles nothing
+    # NxD's CPU mode itself compiles nothing.
+    return config.cluster.device == "neuron" or _find_tool() is not None
+
+
+def _find_tool() -> str | None:
+    return shutil.which(_TOOL, path=str(Path(sys.executable).parent)) or shutil.which(_TOOL)
 
 
 def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -> list[list[str]]:
@@ -211,13 +216,12 @@ def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -
     With one command the tool would compile only the graphs of rank 0's output. It empties its
     working folder, which by default all runs of a user share, so it gets `work`.
     """
-    tool = shutil.which(_TOOL, path=str(Path(sys.executable).parent)) or shutil.which(_TOOL)
-    if tool is None and not expects_graphs(config):
+    if not expects_graphs(config):
         return [list(workers)]
-    options = ["--parallel_compile_workdir", str(work)]
+    tool, options = _find_tool() or _TOOL, ["--parallel_compile_workdir", str(work)]
     return [
-        [tool or _TOOL, "--command", "collect", *options, *workers],
-        [tool or _TOOL, "--command", "compile", *options],
+        [tool, "--command", "collect", *options, *workers],
+        [tool, "--command", "compile", *options],
     ]
 
 
