@@ -46,7 +46,10 @@ _RETRY_S = 2.0
 # slurmctld got the request, and may have carried it out (slurm_errno.c).
 _NO_REPLY = re.compile(r"Socket timed out on send/recv|Zero Bytes were transmitted")
 # Refusals of a job for the nodes that it may use (slurm_errno.c).
-_NO_NODES = re.compile(r"(?i)node|partition|reservation|configuration|processors")
+_NO_NODES = re.compile(
+    r"Requested (nodes? (?!has)|(partition|topology) conf|reservation not usable|more tasks)"
+    r"|Required (node|partition) not|More processors requested|Invalid node name"
+)
 # Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
 _UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
 T = TypeVar("T")
