@@ -163,6 +163,7 @@ class FakeSlurm(SlurmClient):
                 ),
                 ",".join(job.nodes),
                 ",".join(job.excluded),
+                "".join(re.findall(r"^#SBATCH --nodelist=(\S+)", job.script, re.MULTILINE)),
                 job.comment,
             )
             for job in found

@@ -46,7 +46,10 @@ _RETRY_S = 2.0
 # slurmctld got the request, and may have carried it out (slurm_errno.c).
 _NO_REPLY = re.compile(r"Socket timed out on send/recv|Zero Bytes were transmitted")
 # Refusals of a job for the nodes that it may use (slurm_errno.c).
-_NO_NODES = re.compile(r"(?i)node|partition|reservation|configuration|processors")
+_NO_NODES = re.compile(
+    r"Requested (nodes? (?!has)|(partition|topology) conf|reservation not usable|more tasks)"
+    r"|Required (node|partition) not|More processors requested|Invalid node name"
+)
 # Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
 _UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
 T = TypeVar("T")
@@ -68,6 +71,7 @@ class QueuedJob:
     reason: str
     nodes: str
     excluded: str = ""  # nodes, as Slurm writes them: `n[1-2],n4`
+    requested: str = ""  # nodes, by --nodelist
     comment: str = ""
 
     @property
@@ -275,14 +279,14 @@ class SlurmClient:
         """Return those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
-        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x|%k"]
+        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x|%n|%k"]
         try:
             output = _run([*command, f"--jobs={','.join(job_ids)}"])
         except SlurmError as error:
             if "Invalid job id" in str(error):  # a single id that slurmctld has purged already
                 return {}
             raise
-        rows = (line.split("|", 5) for line in output.splitlines() if line.count("|") > 4)
+        rows = (line.split("|", 6) for line in output.splitlines() if line.count("|") > 5)
         return {row[0]: QueuedJob(*(f.removesuffix("(null)") for f in row)) for row in rows}
 
     def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,9 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         state = _build_state(records, read_job_states(records.sent, queue, client))
         if state.state in ("queued", "requeued"):
             partition = config.recipe.slurm.partition or config.cluster.partition
-            lists = _excluding(run, queue.jobs.values(), config.recipe.slurm.exclude, client)
-            texts = [state.reason, *_node_texts(client, partition, state), *lists]
+            waiting = queue.jobs.values()
+            lists = _excluding(run, waiting, config.recipe.slurm.exclude, client)
+            texts = [state.reason, *_node_texts(client, partition, state, waiting), *lists]
             state = replace(state, reason="; ".join(filter(None, texts)))
         training = state.state == "training"
         return replace(state, details=read_details(run, state.attempts, training, config))
@@ -216,7 +218,9 @@ def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
     return None if host is None else f"process {sent.pid} on {host}"
 
 
-def _node_texts(client: SlurmClient, partition: str | None, state: RunState) -> list[str]:
+def _node_texts(
+    client: SlurmClient, partition: str | None, state: RunState, jobs: Iterable[QueuedJob]
+) -> list[str]:
     """Return what keeps nodes from a run that is pending: drained, down, or without capacity."""
     nodes: list[PartitionNode] = []
     with suppress(SlurmError):
@@ -225,12 +229,14 @@ def _node_texts(client: SlurmClient, partition: str | None, state: RunState) -> 
     names = partition.split(",") if partition else None
     # By name: a node may be in two of them.
     members = {n.name: n for n in nodes if (n.partition in names if names else n.default)}
-    reasons = " ".join(job.reason for job in state.jobs.values())
-    listed = re.search(r"UnavailableNodes:(\S+)", reasons)
+    # Slurm 24.11 lists nodes that are down, and not those that are drained.
+    rows = [job for job in jobs if job.reason.startswith("ReqNodeNotAvail")]
+    lists = [(job.reason.partition("UnavailableNodes:")[2], job.requested) for job in rows]
+    listed = ",".join(filter(None, chain(*lists)))
     away = [node for node in members.values() if not (node.in_service or explain_drain(node))]
-    if listed is not None:
+    if listed:
         with suppress(SlurmError):
-            unavailable = client.hostnames(listed[1])
+            unavailable = client.hostnames(listed)
             away = [node for node in away if node.name in unavailable]
     elif len(members) - len(away) >= state.nodes:
         return texts[:_SHOWN]

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from slurmllm import __version__
@@ -239,19 +238,21 @@ class Supervisor:
         # The queue time of a requeued attempt follows from the records.
         first = record.restart_count == 0 and not self._restarted
         row = incarnation(record, self._accounting(record.job_id)) if first else None
-        self._failing = failing(self.run, record, ending, self.allocation)
-        self._next_nodes = self._nodes_for_restart(record)
-        close = partial(
-            attempts.close_attempt,
-            self.run,
-            record,
-            ending,
-            phases,
-            first_symptom_at=observed.first_symptom_at,
-            row=row,
-            restart_mode=restart_of(self.run, self.allocation),
-            in_allocation=bool(self._next_nodes),
-        )
+
+        def close() -> AttemptRecord:
+            self._failing = failing(self.run, record, ending, self.allocation)
+            self._next_nodes = self._nodes_for_restart(record)
+            return attempts.close_attempt(
+                self.run,
+                record,
+                ending,
+                phases,
+                first_symptom_at=observed.first_symptom_at,
+                row=row,
+                restart_mode=restart_of(self.run, self.allocation),
+                in_allocation=bool(self._next_nodes),
+            )
+
         closed = close_when_writable(self.run, self.allocation, record, ending, close)
         self._exclude_failed()
         if ending.ending == "stale_graphs":

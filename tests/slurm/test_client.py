@@ -235,6 +235,29 @@ def test_a_command_that_fails_shows_its_words(
         SlurmClient().submit("#!/bin/bash\n")
 
 
+@pytest.mark.parametrize(
+    ("refusal", "starts"),
+    [
+        ("Requested node configuration is not available", False),
+        ("Required node not available (down, drained or reserved)", False),
+        ("Requested nodes not in this partition", False),
+        ("Invalid node name specified", False),  # of a node that --nodelist names
+        ("Invalid account or account/partition combination specified", True),
+        ("User's group not permitted to use this partition", True),
+        ("Access denied to requested reservation", True),
+        ("Job violates accounting/QOS policy (job submit limit, user's size)", True),
+    ],
+)
+def test_an_exclusion_is_refused_for_its_nodes_only(
+    refusal: str, starts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\necho "allocation failure: {refusal}" >&2; exit 1\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert SlurmClient().can_start("#!/bin/bash\n", ["n1"]) is starts
+
+
 def test_the_partition_shows_its_nodes(bench: Bench) -> None:
     main = [node for node in bench.client.partition_nodes() if node.partition == "main"]
     assert sorted(node.name for node in main) == ["n1", "n2", "n3", "n4", "n5"]

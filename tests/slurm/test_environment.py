@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -31,17 +33,16 @@ EXAMPLES = 10_000 if os.environ.get("SLURMLLM_TEST_ALL") == "1" else 200
 
 def input_variables(command: str) -> set[str]:
     """The variables that a command's manual page lists as its input, of whatever name."""
-    page = subprocess.run(
-        ["man", command], capture_output=True, text=True, env={**os.environ, "MANWIDTH": "200"}
-    ).stdout
-    text = re.sub(r".\x08", "", page)
-    _, _, section = text.partition("INPUT ENVIRONMENT VARIABLES")
-    if not section:
+    prefix = Path(shutil.which(command) or "/usr/bin/none").parents[1]
+    pages = [*prefix.glob(f"share/man/man1/{command}.1*")]
+    if not pages:
         pytest.skip(f"no manual page of {command} here")
-    section, _, _ = section.partition("OUTPUT ENVIRONMENT VARIABLES")
-    return set(re.findall(r"^ {5,9}([A-Z][A-Z0-9_]*_[A-Z0-9_]+)\b", section, re.M)) | set(
-        re.findall(r"^ {5,9}[A-Z0-9_]+ or ([A-Z0-9_]+)\b", section, re.M)
-    )
+    text = pages[0].read_bytes()
+    text = gzip.decompress(text) if pages[0].suffix == ".gz" else text
+    _, _, section = text.decode().partition('.SH "INPUT ENVIRONMENT VARIABLES"')
+    section, _, _ = section.partition('.SH "OUTPUT ENVIRONMENT VARIABLES"')
+    headings = "\n".join(re.findall(r"^\.TP.*\n(.*)", section, re.MULTILINE))
+    return set(re.findall(r"\\fB([A-Z][A-Z0-9_]+)", headings))
 
 
 @pytest.mark.parametrize(

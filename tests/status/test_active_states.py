@@ -50,7 +50,7 @@ class OneState(FakeSlurm):
     def __init__(self, state: str, comment: str = "") -> None:
         super().__init__()
         state, _, reason = state.partition(":")
-        self.row = (state, reason or "None", "n1", "", comment)
+        self.row = (state, reason or "None", "n1", "", "", comment)
 
     def queue(self, job_ids: object) -> dict[str, QueuedJob]:
         return {job: QueuedJob(job, *self.row) for job in job_ids}  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_slurm import FakeSlurm
@@ -16,7 +17,7 @@ from supervise.starts import start_of
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.diagnose.finding import fail, ok, warn
-from slurmllm.errors import UserError
+from slurmllm.errors import StorageError, UserError
 from slurmllm.run.records import (
     AttemptRecord,
     ExcludedNode,
@@ -28,6 +29,7 @@ from slurmllm.run.records import (
 )
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import render_run, write_run
+from slurmllm.supervise import exclusion
 from slurmllm.supervise.allocation import LocalAllocation, SlurmAllocation
 from slurmllm.supervise.attempts import close_attempt, open_attempt
 from slurmllm.supervise.classify import Ending
@@ -168,6 +170,25 @@ def test_an_attempt_ends_with_its_preflight_and_the_next_keeps_off_the_node(
     assert (node.node, node.evidence, node.until - node.since) == ("n2", "check", 3600.0)
     assert slurm.jobs[asked.job_id].excluded == ("n2",)
     assert "drained" not in caplog.text  # a full disk is no broken hardware
+
+
+def test_records_that_are_unreadable_for_a_while_cost_no_exclusion(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = [StorageError("cannot read attempt.json: Stale file handle")]
+
+    def failing(*arguments: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return exclusion.failing(*arguments)
+
+    monkeypatch.setattr("slurmllm.supervise.supervisor.failing", failing)
+    asked = allocation(run, FakeSlurm(("n1", "n2", "n3", "n4")), monkeypatch)
+    assert Supervisor(run, "train", asked).main() == 75
+    record = AttemptRecord.load(run.attempt("train", 0).record)
+    assert (record.ending, record.blamed_nodes) == ("node_failure", ("n2",))
+    assert [node.node for node in excluded(run)] == ["n2"]
+    assert "Stale file handle" in caplog.text
 
 
 def test_a_precompile_job_is_requeued_too_and_the_train_job_keeps_off(
