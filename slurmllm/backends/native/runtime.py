@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from slurmllm.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
 from slurmllm.backends.native import compiling, dcp, precision
 from slurmllm.backends.native.dcp import DcpSaver
-from slurmllm.backends.native.device import DeviceNumber, send
+from slurmllm.backends.native.device import DeviceMark, DeviceNumber, send
 from slurmllm.backends.native.environment import unsupported
 from slurmllm.backends.native.parallel import (
     Pipeline,
@@ -293,6 +293,9 @@ class NativeBackend(Backend):
         super().change_batch(mesh)
         if self.pipeline is not None:
             self.pipeline, self.evaluation_pipeline = self._make_pipeline(), None
+
+    def mark(self) -> Any:
+        return DeviceMark() if self.device.type == "cuda" else super().mark()
 
     def memory(self) -> Memory:
         if self.device.type != "cuda":
