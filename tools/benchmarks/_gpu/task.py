@@ -33,7 +33,7 @@ TINY: dict[str, tuple[str, tuple[str, ...], int]] = {
     "tiny_llama": ("tiny_llama", ("model.num_layers=2", "model.seq_len=64"), 2),
 }
 # Part of a GPU's name → cluster profile with its figures.
-PROFILES = {"H100": "p5", "H200": "p5", "A100": "p4d"}
+PROFILES = {"H100": "p5", "H200": "p5e", "A100": "p4d"}
 
 
 @dataclass(frozen=True)
