@@ -147,8 +147,7 @@ def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
         mfu = [100 * run.mfu for run in newer]
         yield (
             f"newer runs     software of {newer[0].generation} on {_size(newer[0])} of "
-            f"{newer[0].profile}: MFU {min(mfu):.1f}–{max(mfu):.1f} %; `slurmllm calibrate` "
-            "measures what yours reaches"
+            f"{newer[0].profile}: MFU {min(mfu):.1f}–{max(mfu):.1f} %"
         )
     if (span := network_range(candidate)) is not None:
         hardware = candidate.config.cluster.hardware
@@ -270,8 +269,12 @@ def runs_on(device: str, hardware: Hardware | None) -> tuple[MeasuredRun, ...]:
     """Return the runs whose devices have this peak and memory."""
     if hardware is None:
         return ()
-    peaks = hardware.bf16_tflops, hardware.memory_gib
-    return tuple(run for run in _of_kind(device) if _alike(peaks, _peaks_of(run.profile)))
+    tflops, gib = hardware.bf16_tflops, hardware.memory_gib
+
+    def is_same(peak: float, memory: float) -> bool:
+        return abs(peak / tflops - 1) < _SAME and abs(memory / gib - 1) < _SAME
+
+    return tuple(run for run in _of_kind(device) if is_same(*_peaks_of(run.profile)))
 
 
 def generations(runs: Iterable[MeasuredRun]) -> str:
@@ -282,10 +285,9 @@ def _newer_runs(candidate: LayoutEstimate) -> list[MeasuredRun]:
     """Return runs at the same peak whose software is newer than that of the runs on this device."""
     cluster = candidate.config.cluster
     peers = runs_on(cluster.device, cluster.hardware)
-    if not peers or cluster.hardware is None:
-        return []
-    newest, peak = max(run.generation for run in peers), (cluster.hardware.bf16_tflops,)
-    alike = [run for run in _of_kind(cluster.device) if _alike(peak, _peaks_of(run.profile)[:1])]
+    newest = max((run.generation for run in peers), default="")
+    peaks = {_peaks_of(run.profile)[0] for run in peers}
+    alike = (run for run in _of_kind(cluster.device) if _peaks_of(run.profile)[0] in peaks)
     return [run for run in alike if run.generation > newest]
 
 
@@ -294,10 +296,6 @@ def _peaks_of(profile: str) -> tuple[float, float]:
     """Return peak, TFLOP/s, and memory, GiB, of a shipped profile's devices."""
     values, _ = read_profile(clusters_dir() / f"{profile}.yaml", clusters_dir())
     return values["hardware"]["bf16_tflops"], values["hardware"]["memory_gib"]
-
-
-def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
-    return all(math.isclose(x, y, rel_tol=_SAME) for x, y in zip(a, b, strict=True))
 
 
 def _octaves_apart(point: Mapping[str, int], run: MeasuredRun) -> float:

@@ -1,12 +1,11 @@
 """The planner against published runs: each model predicted from constants fitted without it.
 
-python tools/benchmarks/planner.py [--hardware trn1,gpu,gpu-2026] [--rows] [--fit] [--write]
-    [--json FILE]
+python tools/benchmarks/planner.py [--hardware GROUPS] [--rows] [--fit] [--write] [--json FILE]
 
 The constants of the hardware profiles (`CONSTANTS`) are fitted once for each model, to the rows
 (published/*.csv) of all others, and that model is predicted with them ("left out"). Generations of
-software are fitted apart: GPU rows of 2023 and 2024, and those of 2026, on one GPU. Printed are the
-mean error and the bias, by hardware, model and nodes; the error of the shipped profiles, which are
+software are fitted apart: GPU rows of 2023-24, and those of 2026, on one GPU. Printed are the mean
+error and the bias, by hardware, model and nodes; the error of the shipped profiles, which are
 fitted to all rows; that of the baseline "every model reaches the same MFU", the median of the other
 models' rows; and how many rows are inside the interval that `plan` prints. On trn1 a layout was
 measured with up to six releases of the SDK: its figure is their median ("layouts").
@@ -32,7 +31,7 @@ from typing import Any
 
 from published_rows import Row, chosen_meshes, rows
 
-from slurmllm.plan.evidence import COLUMNS, FILE, MeasuredRun, half_width, outside
+from slurmllm.plan.evidence import COLUMNS, FILE, MeasuredRun, generations, half_width, outside
 from slurmllm.plan.parameters import model_flops, parameters
 from slurmllm.plan.step import peak_flops, step_time
 
@@ -278,13 +277,14 @@ def _summary(name: str, results: Sequence[Result], within: Sequence[bool]) -> di
         "fitted": mean(result.fitted for result in results),
         "constant_mfu": mean(result.constant for result in results),
         "inside": statistics.mean(within),
+        "generation": generations(result.run for result in results),
     }
 
 
 def _print(of: Mapping[str, Any]) -> None:
     print(
         f"{of['name']:<24} {of['count']:4}  {of['left_out']:7.1%} {of['bias']:+7.1%}  "
-        f"{of['fitted']:7.1%}  {of['constant_mfu']:7.1%}  {of['inside']:6.0%}"
+        f"{of['fitted']:7.1%}  {of['constant_mfu']:7.1%}  {of['inside']:6.0%}  {of['generation']}"
     )
 
 
@@ -301,7 +301,7 @@ def main() -> None:
     kept: list[Result] = []
     hits: list[bool] = []
     missed: list[str] = []
-    print(f"{'':<24} rows  left out    bias   fitted  one MFU  inside")
+    print(f"{'':<24} rows  left out    bias   fitted  one MFU  inside  software")
     for group in options.hardware.split(","):
         every = all_cases(group)
         found = [case for case in every if is_evidence(case)]
