@@ -8,12 +8,13 @@ training loop and the checkpoints use this interface and never a backend's name.
 from __future__ import annotations
 
 import importlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, SupportsFloat, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,20 @@ def loss_weight(micro_batches: Sequence[MicroBatch], num_targets: int, data: int
     return sum(m.labels.size for m in micro_batches) * data / max(num_targets, 1)
 
 
+class ReadMark:
+    """A mark on a device without a clock: reached when the host asks, which has waited for it."""
+
+    _last_read = 0.0  # time.perf_counter()
+
+    def __init__(self) -> None:
+        self._made = time.perf_counter()
+
+    def __sub__(self, earlier: ReadMark) -> float:
+        # What was enqueued before an earlier result was read has begun no earlier than that.
+        begun, ReadMark._last_read = max(earlier._made, self._last_read), time.perf_counter()
+        return ReadMark._last_read - begun
+
+
 _NOT_PROFILED = nullcontext()
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +90,14 @@ class Backend(ABC):
 
     # The worker's device, for the profiler; None: the CPUs are what it sees.
     kind: Device | None = None
+
+    def mark(self) -> Any:
+        """Mark the end of the work enqueued so far, as a step begins and as it ends.
+
+        `later - earlier` are the seconds between two marks by the clock of what computes. It waits
+        for the later one, once the numbers enqueued before it have been read.
+        """
+        return ReadMark() if self.deferred_metrics else time.perf_counter()
 
     # A context that annotates a part of a step, such as `forward`; the profiler's own while a step
     # is profiled, else one that does nothing.

@@ -8,13 +8,15 @@ without one the peak is the fastest that was seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from slurmllm.calibrate.node import Kind, Sample, Task
+from slurmllm.calibrate.node import Kind, Sample, Task, step_config
 from slurmllm.config.cluster import GIB, Hardware
 from slurmllm.errors import NodeError
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.step import step_time
 
 _MOVED_SHARE = 0.8  # of a product's seconds: then it measures memory, not matrix units
 _DIGITS = 4
@@ -52,12 +54,14 @@ def hardware_of(
     attention = measured.sample("attention", task.precision)
     values["attention_efficiency"] = min(1.0, attention.sizes[0] / attention.value / peak)
     values |= _links(measured, task, profile, values["memory_gb_s"], notes)
-    # Tiny models of few and of more layers: a block's operators, and the rest of a step. The
-    # planner counts forward once and backward twice.
+    # Models of few and of more layers: a block's operators, and the rest of a step. The planner
+    # counts forward once and backward twice.
     few, *_, many = measured.samples("step")
     layer = max(0.0, (many.value - few.value) / (many.sizes[0] - few.sizes[0]))
     values["operator_us"] = layer / few.sizes[1] / 3 * 1e6
     values["step_overhead_s"] = max(0.0, few.value - few.sizes[0] * layer)
+    if measured.all("gpu_step"):
+        values["memory_efficiency"] = fit_steps(measured.samples("gpu_step"), task, values)
     rounded: dict[str, Any] = {
         name: float(f"{value:.{_DIGITS}g}") if isinstance(value, int | float) else value
         for name, value in values.items()
@@ -147,7 +151,7 @@ def _matrices(
     peak = _peak(profile, f"{precision}_tflops", fastest / 1e12) * 1e12
     efficiency = min(1.0, rate / peak)
     # The other precision has only its largest product: efficiency and half are assumed the same.
-    largest = max(measured.samples("product", other), key=lambda p: min(p.sizes))
+    largest = max(measured.samples("product", other, 1), key=lambda p: min(p.sizes))
     filled = min(largest.sizes) / (min(largest.sizes) + half)
     of_other = product_flops(largest) / largest.value / filled / efficiency
     other_tflops = _peak(profile, f"{other}_tflops", of_other / 1e12)
@@ -167,9 +171,14 @@ def _peak(profile: Hardware | None, name: str, fastest: float) -> float:
 
 
 def _memory(measured: _Samples, profile: Hardware | None) -> dict[str, float]:
-    """Return the bandwidth, and the share of it that elementwise work reaches."""
-    works = [measured.sample("elementwise", of) for of in ("block", "logits", "optimizer")]
-    rates = [sample.sizes[0] / sample.value for sample in (*works, measured.sample("copy"))]
+    """Return the bandwidth, and the share of it that elementwise work reaches.
+
+    The share of GPUs, on which it is not measured alone, is that of a copy until `fit_steps`.
+    """
+    copy, of_gpu = measured.sample("copy"), measured.all("gpu_step")
+    kinds = () if of_gpu else ("block", "logits", "optimizer")
+    works = [measured.sample("elementwise", of) for of in kinds] or [copy]
+    rates = [sample.sizes[0] / sample.value for sample in (*works, copy)]
     peak = _peak(profile, "memory_gb_s", max(rates) / 1e9)
     # A harmonic mean: of the seconds that equal bytes of each kind take.
     mean = len(works) / sum(work.value / work.sizes[0] for work in works)
@@ -179,6 +188,34 @@ def _memory(measured: _Samples, profile: Hardware | None) -> dict[str, float]:
         "memory_gib": measured.sample("memory").value / GIB,
         "reserved_gib": measured.sample("reserved").value / GIB,
     }
+
+
+def fit_steps(steps: Sequence[Sample], task: Task, values: Mapping[str, Any]) -> float:
+    """Return the `memory_efficiency` with which the planner gives back the time of a layer.
+
+    Args:
+        steps: A GPU's, of few and of more layers.
+        values: All other figures.
+    """
+    few, *_, many = steps
+
+    def excess_s(efficiency: float) -> float:
+        hardware = Hardware.model_validate(
+            {"source": "", **values, "memory_efficiency": efficiency}
+        )
+        predicted = []
+        for sample in (few, many):
+            config = step_config(task, sample.sizes[0])
+            cluster = config.cluster.model_copy(update={"hardware": hardware})
+            step = step_time(replace(config, cluster=cluster), make_mesh(config, 1))
+            predicted.append(step.total - step.overhead)
+        return predicted[1] - predicted[0] - (many.value - few.value)
+
+    low, high = 0.05, 1.0
+    for _ in range(20):  # bisection: the prediction falls as the efficiency rises
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess_s(middle) > 0 else (low, middle)
+    return high
 
 
 class Link(NamedTuple):

@@ -6,8 +6,9 @@ Matrix products, attention, copies, elementwise work, the optimizer and collecti
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -54,8 +55,9 @@ def scale_of(task: Task) -> Scale:
         return Scale(model, 2, (128,), (64, 128, 256), 8 * _MIB, (1024, _MIB), 0.02, 1)
     products = PRODUCT_SIZES[task.device]
     if task.device == "cuda":
-        model, sizes = _model(4096, 32, 50304, 2048), (8 * 1024, 16 * _MIB, 256 * _MIB)
-        return Scale(model, 4, *products, 1024 * _MIB, sizes, 0.15, 3)
+        # Attention of the model whose steps are timed: its kernels have been chosen then.
+        model, sizes = _model(2048, 16, 50304, 2048), (8 * 1024, 16 * _MIB, 256 * _MIB)
+        return Scale(model, 4, *products, 1024 * _MIB, sizes, 0.1, 3)
     model, sizes = _model(512, 8, 16384, 512), (1024, _MIB, 16 * _MIB)
     return Scale(model, 4, *products, 256 * _MIB, sizes, 0.15, 3)
 
@@ -78,7 +80,13 @@ class Item:
     together: bool = False  # whether all workers must call it equally often, as with collectives
 
 
-def measure(items: Sequence[Item], device: torch.device, budget_s: float, rounds: int) -> None:
+def measure(
+    items: Sequence[Item],
+    device: torch.device,
+    budget_s: float,
+    rounds: int,
+    limit_s: float = math.inf,
+) -> None:
     """Time all items in turn, several times; rank 0 writes the results (collective).
 
     In turn, so that a disturbance of the machine affects one round of some items only. Workers
@@ -87,8 +95,16 @@ def measure(items: Sequence[Item], device: torch.device, budget_s: float, rounds
 
     Args:
         budget_s: Time for each item and round, s.
+        limit_s: For everything; what it cuts short is shorter, and has fewer rounds, but one.
     """
-    seconds = [[_seconds(item, device, budget_s) for item in items] for _ in range(rounds)]
+    begun, seconds = time.monotonic(), list[list[float]]()
+    if limit_s < math.inf:  # the same on all workers, as are the calls of collectives
+        limit_s = _least(limit_s, device)
+        budget_s = min(budget_s, limit_s / len(items) / (rounds + 1))  # and each one's first call
+    for _ in range(rounds):
+        seconds.append([_seconds(item, device, budget_s) for item in items])
+        if limit_s < math.inf and _least(limit_s - time.monotonic() + begun, device) <= 0:
+            break
     durations = [median(of_item) for of_item in zip(*seconds, strict=True)]
     everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, durations)
@@ -119,6 +135,12 @@ def _seconds(item: Item, device: torch.device, budget_s: float) -> float:
     return (time.perf_counter() - begun) / count
 
 
+def _least(value: float, device: torch.device) -> float:
+    least = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return float(least)
+
+
 def _counted(work: Work, device: torch.device, count: int) -> float:
     begun = time.perf_counter()
     for _ in range(count):
@@ -132,12 +154,14 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def products(device: torch.device, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Item]:
-    """Yield forward products of sizes [m, n, k]; the seconds are those of the gradients too."""
+def products(
+    device: torch.device, sizes: Mapping[str, Sequence[tuple[int, int, int]]]
+) -> Iterator[Item]:
+    """Yield forward products [m, n, k] by precision; the seconds are those of the gradients too."""
     for precision, kind in _DTYPES.items():
         if device.type == "cpu" and kind == torch.bfloat16 and slow_bf16():
             kind = torch.float32  # as compiled blocks compute them there
-        for m, n, k in sizes:
+        for m, n, k in sizes[precision]:
             # In turn, as the layers of a model come: none finds its matrices in a cache.
             width = torch.empty((), dtype=kind).element_size()
             count = max(1, min(_LAYERS, _COLD_BYTES // ((m * k + n * k + m * n) * width)))

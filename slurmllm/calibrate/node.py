@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from slurmllm.backends.environment import load_environment
+from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.control.rendezvous import (
     NODE_NAME,
     SHARING,
@@ -30,9 +31,13 @@ _WORKER = "slurmllm.calibrate.worker"
 _POLL_S = 0.1
 
 _Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
-_Work = Literal["product", "attention", "copy", "elementwise", "step", _Collective]
+_Work = Literal["product", "attention", "copy", "elementwise", "step", "gpu_step", _Collective]
 Kind = Literal["progress", "reserved", "memory", "busy", _Work]
 
+
+# Of a GPU: for all measurements of a node, so that `calibrate` takes 45 s at most. Compilations and
+# first calls cannot be cut short; what they leave is divided among the measurements.
+GPU_LIMIT_S = 40.0
 
 # Device → tokens, and hidden sizes, of the matrix products.
 PRODUCT_SIZES = {
@@ -45,6 +50,26 @@ def product_grid(tokens: Sequence[int], widths: Sequence[int]) -> list[tuple[int
     """Return [m, n, k] of feed-forward matrices (n = 4k), and of products of which k varies."""
     columns = [4 * width for width in (widths[0], widths[len(widths) // 2], widths[-1])]
     return sorted({(max(tokens), n, k) for k in widths for n in (4 * k, *columns)})
+
+
+# The models whose steps are timed: layers of both; width, micro batch, accumulation. On CPUs tiny
+# ones, whose steps are the host's overhead; on GPUs as wide as those of a billion parameters.
+STEP_LAYERS: dict[str, tuple[int, int]] = {"cpu": (2, 8), "cuda": (2, 6)}
+_TINY = "hidden_size=64 num_heads=2 ffn_hidden_size=128 vocab_size=256 seq_len=32"
+_WIDE = "hidden_size=2048 num_heads=16 ffn_hidden_size=8192 vocab_size=50304 seq_len=2048"
+_STEPS = {"cpu": (_TINY, 1, 4), "cuda": (_WIDE, 4, 1)}
+
+
+def step_config(task: Task, layers: int) -> RunConfig:
+    """Return the run whose steps are timed, on one worker."""
+    model, micro_batch, accumulation = _STEPS["cpu" if task.quick else task.device]
+    precision = "fp32" if task.precision == "fp32" else "bf16_mixed"
+    settings = [f"model.{setting}" for setting in model.split()]
+    settings += [f"model.num_layers={layers}", f"train.micro_batch={micro_batch}"]
+    settings += [f"train.global_batch={micro_batch * accumulation}", "parallel.zero=1"]
+    settings += ["cluster.devices_per_node=1", f"cluster.device={task.device}"]
+    settings += [f"train.precision={precision}", f"train.compile={str(task.compiled).lower()}"]
+    return resolve("tiny_neox", "local", settings)
 
 
 class Task(BaseModel):
@@ -64,6 +89,7 @@ class Task(BaseModel):
     variables: dict[str, str]  # environment of the workers
     quick: bool = False  # whether to measure as little as possible, for tests
     products_only: bool = False  # whether to measure matrix products only
+    begun: float = 0.0  # time.monotonic() at which this node began
 
 
 class Sample(JsonLine):
@@ -78,13 +104,14 @@ class Sample(JsonLine):
     # Size of the work: [m, n, k] of a product; FLOPs of attention; bytes moved; workers and bytes
     # of a collective; layers and micro batches of a step.
     sizes: tuple[int, ...] = ()
-    # Seconds; bytes for `reserved` and `memory`; load average per CPU before the start for `busy`.
+    # Seconds, of `step` the host's and of `gpu_step` the device's; bytes for `reserved` and
+    # `memory`; load average per CPU before the start for `busy`.
     value: float = 0.0
 
 
 def main(text: str) -> int:
     """Run the workers; returns the code of the first that fails."""
-    task = Task.model_validate_json(text)
+    task = Task.model_validate_json(text).model_copy(update={"begun": time.monotonic()})
     node = own_node_rank()
     name = os.environ.get(NODE_NAME) or socket.gethostname()
     # Load of the last minute, read before the workers add theirs.

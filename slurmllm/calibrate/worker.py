@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
+import math
 import os
 import socket
 import statistics
@@ -26,25 +28,30 @@ from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.calibrate import measuring
 from slurmllm.calibrate.measuring import Item, Scale, measure, scale_of
-from slurmllm.calibrate.node import Sample, Task, product_grid
-from slurmllm.config.resolve import resolve
+from slurmllm.calibrate.node import (
+    GPU_LIMIT_S,
+    STEP_LAYERS,
+    Sample,
+    Task,
+    product_grid,
+    step_config,
+)
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.run.host_memory import host_memory
 
 # Of a collective, instead of torch's 10 (NCCL) or 30 minutes (Gloo).
 _LIMIT = timedelta(seconds=120)
-LAYERS, MICRO_BATCHES = (2, 8), 4
 # The median ignores the first steps, which allocate and compile.
-_STEPS = 8
-_MODEL = ("hidden_size=64", "num_heads=2", "ffn_hidden_size=128", "vocab_size=256", "seq_len=32")
-_TINY = (
-    *(f"model.{setting}" for setting in _MODEL),
-    "train.micro_batch=1",
-    f"train.global_batch={MICRO_BATCHES}",
-    "cluster.devices_per_node=1",
-    "parallel.zero=1",
-)
+_STEPS, _MIN_STEPS = 8, 5
+# Part → most seconds of it on a GPU, of which the parts that are left share what the limit leaves.
+PARTS_S = {
+    "steps": 12.0,
+    "matrix products": 8.0,
+    "attention": 2.0,
+    "memory": 1.0,
+    "collectives": 6.0,
+}
 
 
 def main(text: str) -> None:
@@ -58,11 +65,16 @@ def main(text: str) -> None:
             sys.exit(fault)  # the last line of its output is the reason of the failure
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    tiny = {}
+    steps: list[Sample] = []
+    scale = scale_of(task)
+    measurements = _measurements(task, scale, device)
+    count = len(measurements) + (not task.products_only)
     if not task.products_only:
-        _progress("a tiny model, for the overhead of steps and libraries", first)
+        what = "a tiny model" if device.type == "cpu" else "a wide model"
+        _progress(f"1 of {count}: {what}, for the overhead of steps and libraries", first)
         # First, as each worker's backend starts a process group of its own.
-        tiny = {layers: step_seconds(task, layers, local_rank) for layers in LAYERS}
+        for layers in STEP_LAYERS[task.device]:
+            steps += time_steps(task, layers, local_rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
     init_process_group(backend, rank, task.nodes * task.workers, _LIMIT)
     _write_mean(Sample(kind="reserved", value=_reserved(device)))
@@ -70,12 +82,16 @@ def main(text: str) -> None:
     on_gpu = device.type == "cuda"
     memory = torch.cuda.mem_get_info(device)[1] if on_gpu else host_memory(task.sharing).limit_bytes
     _write_mean(Sample(kind="memory", value=memory))
-    for layers, seconds in tiny.items():
-        _write_mean(Sample(kind="step", sizes=(layers, MICRO_BATCHES), value=seconds))
-    scale = scale_of(task)
-    for name, items in _measurements(task, scale, device).items():
-        _progress(name, first)
-        measure(list(items()), device, scale.budget_s, scale.rounds)
+    for sample in steps:
+        _write_mean(sample)
+    for index, (name, items) in enumerate(measurements.items()):
+        _progress(f"{count - len(measurements) + index + 1} of {count}: {name}", first)
+        limit_s = math.inf
+        if on_gpu:
+            left_s = task.begun + GPU_LIMIT_S - time.monotonic()
+            remaining_s = sum(PARTS_S[part] for part in [*measurements][index:])
+            limit_s = PARTS_S[name] * min(1.0, max(0.0, left_s) / remaining_s)
+        measure(list(items()), device, scale.budget_s, scale.rounds, limit_s)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     dist.barrier()
@@ -111,17 +127,22 @@ def _measurements(
     widths = scale.widths
     feed_forward = [(tokens, 4 * width, width) for tokens in scale.tokens for width in widths]
     head = (scale.tokens[0], model.padded_vocab_size, widths[len(widths) // 2])
-    measurements: dict[str, Callable[[], Iterable[Item]]] = {
-        "matrix products": lambda: measuring.products(device, [*feed_forward, head]),
-        "attention": lambda: [measuring.attention(model, precision, device, batch)],
-        "memory": lambda: [measuring.copy(device, scale.copied_bytes)],
-        "elementwise work": lambda: measuring.elementwise(
-            model, precision, device, batch, task.compiled
-        ),
-    }
+    sizes = {"fp32": [*feed_forward, head], "bf16": [*feed_forward, head]}
     if task.products_only:
         grid = product_grid(scale.tokens, widths)
-        return {"matrix products": lambda: measuring.products(device, grid)}
+        sizes = {"fp32": grid, "bf16": grid}
+        return {"matrix products": lambda: measuring.products(device, sizes)}
+    if task.device == "cuda":  # of the other precision only the peak is needed
+        sizes["fp32" if precision == "bf16" else "bf16"] = [feed_forward[-1]]
+    measurements: dict[str, Callable[[], Iterable[Item]]] = {
+        "matrix products": lambda: measuring.products(device, sizes),
+        "attention": lambda: [measuring.attention(model, precision, device, batch)],
+        "memory": lambda: [measuring.copy(device, scale.copied_bytes)],
+    }
+    if task.device == "cpu":  # on GPUs steps show it, in whose graphs it is fused
+        measurements["elementwise work"] = lambda: measuring.elementwise(
+            model, precision, device, batch, task.compiled
+        )
     if task.nodes * task.workers > 1:
         measurements["collectives"] = lambda: measuring.collectives(
             task.nodes, task.workers, device, scale.collective_bytes
@@ -155,30 +176,37 @@ def _progress(text: str, first: bool) -> None:
         Sample(kind="progress", of=text).write()
 
 
-def step_seconds(task: Task, layers: int, local_rank: int) -> float:
-    """Return the median duration of a step of `layers` layers, s."""
-    precision = "fp32" if task.precision == "fp32" else "bf16_mixed"
-    settings = [*_TINY, f"model.num_layers={layers}", f"cluster.device={task.device}"]
-    settings += [f"train.precision={precision}", f"train.compile={str(task.compiled).lower()}"]
-    config = resolve("tiny_neox", "local", settings)
+def time_steps(task: Task, layers: int, local_rank: int) -> list[Sample]:
+    """Return the median duration of a step of `layers` layers: the host's, and a GPU's."""
+    config = step_config(task, layers)
     # A process group of one: this worker must not wait for others.
     backend = NativeBackend(config, make_mesh(config, 1), Worker(0, 1, local_rank, "node"))
     backend.start()
+    until = time.monotonic() + PARTS_S["steps"] / 2 if task.device == "cuda" else math.inf
     try:
         backend.build(lambda: build_model(config.recipe.model))
         backend.build_optimizer()
-        seconds = []
-        tokens = np.zeros((1, config.recipe.model.seq_len), dtype=np.int64)
-        for _ in range(_STEPS):
-            batches = [MicroBatch(tokens, tokens)] * MICRO_BATCHES
+        mesh = backend.mesh
+        tokens = np.zeros((mesh.micro_batch, config.recipe.model.seq_len), dtype=np.int64)
+        batches = [MicroBatch(tokens, tokens)] * mesh.accumulation
+        host_s, marks, norms = list[float](), [backend.mark()], []
+        while len(host_s) < _STEPS and (len(host_s) < _MIN_STEPS or time.monotonic() < until):
             begun = time.perf_counter()
-            backend.forward_backward(batches, MICRO_BATCHES * tokens.size)
+            backend.forward_backward(batches, mesh.accumulation * tokens.size)
             backend.optimizer_step(1e-4)
-            float(backend.param_norm())  # waits for the device
-            seconds.append(time.perf_counter() - begun)
-        return statistics.median(seconds)
+            norms.append(backend.param_norm())
+            host_s.append(time.perf_counter() - begun)
+            marks.append(backend.mark())
+            float(norms[len(norms) - 1 - backend.deferred_metrics])  # waits for the device
+        device_s = [end - begin for begin, end in itertools.pairwise(marks)]
     finally:
         backend.stop()
+    sizes = layers, mesh.accumulation
+    samples = [Sample(kind="step", sizes=sizes, value=statistics.median(host_s))]
+    if task.device == "cuda":
+        value = statistics.median(device_s)
+        samples.append(Sample(kind="gpu_step", sizes=sizes, value=value))
+    return samples
 
 
 if __name__ == "__main__":

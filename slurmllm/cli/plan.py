@@ -170,6 +170,7 @@ def _plan(request: _Request, counts: Sequence[int]) -> None:
     """Plan recipes on profiles and node counts, and print or write the tables."""
     from slurmllm.errors import ConfigError
     from slurmllm.plan import budget, output
+    from slurmllm.plan.recipe_plan import plan_warnings
 
     limits = budget.parse_limits(request.budget, request.deadline) if request.limited else None
     plans = _plan_recipes(request, counts or budget.NODES)
@@ -190,7 +191,7 @@ def _plan(request: _Request, counts: Sequence[int]) -> None:
     elif error is None and request.prints:
         _print(request, plans, purchase)
     if fits and not request.as_json:
-        for warning in dict.fromkeys(text for plan in plans for text in plan.warnings):
+        for warning in plan_warnings(plans):
             click.echo(f"warning: {warning}", err=not request.prints)
     if error is not None:
         files = {"--plot": request.plot, **request.tables}

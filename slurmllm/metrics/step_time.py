@@ -1,9 +1,12 @@
-"""Step time of a run: the one definition that `status`, `report` and `report --prediction` share.
+"""Step time and rates: the one definition of log lines, metrics, `status`, `report` and trackers.
 
-A step takes its row's `step_time_s`; of several steps the median counts, so that single slow ones
-(a save, a hiccup of the file system) change nothing. The steps after a start compile, fill caches
-and have their memory counted: estimates of the remaining time leave out the first one, comparisons
-with a prediction the first `FIRST_STEPS`.
+A step lasts from the request for its batch to the exchange of stop signals, by the clock of the
+device (`Backend.mark`): on a GPU the host may read it a step later. Saves, evaluations and hooks
+are between steps. Its rates are the global batch over that time; those of a log line the global
+batch over the mean time of the steps since the line before. `status` and predictions take the
+median of several steps, so that single slow ones (a hiccup of the file system) change nothing. The
+steps after a start compile, fill caches and have their memory counted: estimates of the remaining
+time leave out the first one, comparisons with a prediction the first `FIRST_STEPS`.
 """
 
 from __future__ import annotations
@@ -64,6 +67,18 @@ class Pace:
     def seconds(self, steps: int) -> float:
         """Estimate the duration of some steps, saves included and restarts not."""
         return steps * (self.step_s + self.waits_s)
+
+
+class Rates(NamedTuple):
+    """What a run trains on in a second."""
+
+    seq_per_s: float
+    tokens_per_s: float
+
+
+def step_rates(step_s: float, global_batch: int, seq_len: int) -> Rates:
+    """Return the rates of a step, or of several with that mean time."""
+    return Rates(global_batch / step_s, global_batch * seq_len / step_s)
 
 
 def read_steady_steps(

@@ -8,8 +8,9 @@ interval of a prediction is
 
 where w is the 90 % quantile of |ln ratio| of the runs on the same hardware (of those on all GPUs,
 or on trn1, where there are none) and d the number of octaves (factors of 2) that the prediction is
-outside the range of those runs by model size, nodes, sequence length, tensor and pipeline degree,
-added up; without runs on the same hardware d is 2.
+outside the range of those runs by model size, nodes and their devices, sequence length, tensor and
+pipeline degree, added up; without runs on the same hardware d is 2. Hardware is the same if peak
+and memory of a device are, whatever the profile is called.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from slurmllm.config.cluster import Hardware
+from slurmllm.config.profiles import read_profile
+from slurmllm.config.resolve import clusters_dir
 from slurmllm.format import format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.parameters import parameters
@@ -29,6 +33,7 @@ from slurmllm.plan.step import StepTime, step_time
 
 FILE = Path(__file__).parent / "published_runs.csv"
 _QUANTILE = 0.9
+_SAME = 0.05  # devices of one make differ by less in peak and memory, also as measured
 _FAR = 2.0  # octaves outside from which a prediction is beyond the published runs
 Status = Literal["interpolated", "extrapolated", "beyond"]
 _STATUS: dict[Status, str] = {
@@ -47,12 +52,14 @@ class MeasuredRun:
     model: str
     parameters: int
     nodes: int
+    devices_per_node: int
     sequence: int
     tensor: int
     pipeline: int
     seq_per_s: float
     mfu: float
     left_out: float  # predicted over published, with constants fitted without its model
+    generation: str  # years of its software, such as 2023-24; constants are fitted by generation
     source: str
 
     @property
@@ -67,6 +74,7 @@ _SHOWN = [name for name in COLUMNS if name not in ("profile", "parameters", "lef
 _AXES = {
     "parameters": "model size",
     "nodes": "nodes",
+    "devices_per_node": "devices of a node",
     "sequence": "sequence length",
     "tensor": "tensor degree",
     "pipeline": "pipeline stages",
@@ -86,6 +94,7 @@ class RunEvidence:
 
     status: Status
     reasons: tuple[str, ...]
+    generations: str  # of the software of the runs on the same hardware
     nearest: MeasuredRun | None
     lower: float | None
     upper: float | None
@@ -117,7 +126,8 @@ def evidence_text(candidate: LayoutEstimate) -> str:
     if published.lower is not None:
         method = "90 % interval, by the errors on published runs left out of the fit"
         span = f"{interval_text(published)} seq/s ({method}); "
-    return f"{span}{_STATUS[published.status]}{why}"
+    software = f" (software of {published.generations})" if published.generations else ""
+    return f"{span}{_STATUS[published.status]}{software}{why}"
 
 
 def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
@@ -129,9 +139,15 @@ def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
         same = [run.seq_per_s for run in runs if run.point == near.point]
         similar = f"; {len(same)} such runs: {min(same):.4g}–{max(same):.4g} seq/s"
         yield (
-            f"nearest run    {near.name}: {near.model} on {format_plural(near.nodes, 'node')}, "
+            f"nearest run    {near.name}: {near.model} on {_size(near)}, "
             f"sequence {near.sequence:,}, TP {near.tensor} × PP {near.pipeline}: "
             f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %{similar * (len(same) > 1)}"
+        )
+    if newer := _newer_runs(candidate):
+        mfu = [100 * run.mfu for run in newer]
+        yield (
+            f"newer runs     software of {newer[0].generation} on {_size(newer[0])} of "
+            f"{newer[0].profile}: MFU {min(mfu):.1f}–{max(mfu):.1f} %"
         )
     if (span := network_range(candidate)) is not None:
         hardware = candidate.config.cluster.hardware
@@ -181,11 +197,13 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     cluster, mesh = candidate.config.cluster, candidate.mesh
     of_kind = _of_kind(cluster.device)
     if not of_kind:
-        return RunEvidence("beyond", (f"no published run on {cluster.device}",), None, None, None)
-    same_hardware = [run for run in of_kind if run.profile == cluster.name]
+        reason = f"no published run on {cluster.device}"
+        return RunEvidence("beyond", (reason,), "", None, None, None)
+    same_hardware = runs_on(cluster.device, cluster.hardware)
     point = {
         "parameters": parameters(candidate.config.recipe.model),
         "nodes": mesh.nodes,
+        "devices_per_node": mesh.devices_per_node,
         "sequence": candidate.config.recipe.model.seq_len,
         "tensor": mesh.tensor,
         "pipeline": mesh.pipeline,
@@ -207,7 +225,8 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     far = octaves >= _FAR or candidate.mfu / factor > highest
     status: Status = "beyond" if far else "extrapolated" if reasons else "interpolated"
     speed = candidate.seq_per_s
-    return RunEvidence(status, tuple(reasons), near, speed / factor, speed * factor)
+    interval = speed / factor, speed * factor
+    return RunEvidence(status, tuple(reasons), generations(same_hardware), near, *interval)
 
 
 def at_lower_end(candidate: LayoutEstimate) -> LayoutEstimate:
@@ -238,6 +257,45 @@ def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
 def _of_kind(device: str) -> tuple[MeasuredRun, ...]:
     neuron = {"neuron": True, "cuda": False}.get(device)
     return tuple(run for run in published_runs() if run.profile.startswith("trn") is neuron)
+
+
+def _size(run: MeasuredRun) -> str:
+    devices = run.nodes * run.devices_per_node
+    return "one GPU" if devices == 1 else format_plural(run.nodes, "node")
+
+
+@lru_cache
+def runs_on(device: str, hardware: Hardware | None) -> tuple[MeasuredRun, ...]:
+    """Return the runs whose devices have this peak and memory."""
+    if hardware is None:
+        return ()
+    tflops, gib = hardware.bf16_tflops, hardware.memory_gib
+
+    def is_same(peak: float, memory: float) -> bool:
+        return abs(peak / tflops - 1) < _SAME and abs(memory / gib - 1) < _SAME
+
+    return tuple(run for run in _of_kind(device) if is_same(*_peaks_of(run.profile)))
+
+
+def generations(runs: Iterable[MeasuredRun]) -> str:
+    return ", ".join(sorted({run.generation for run in runs}))
+
+
+def _newer_runs(candidate: LayoutEstimate) -> list[MeasuredRun]:
+    """Return runs at the same peak whose software is newer than that of the runs on this device."""
+    cluster = candidate.config.cluster
+    peers = runs_on(cluster.device, cluster.hardware)
+    newest = max((run.generation for run in peers), default="")
+    peaks = {_peaks_of(run.profile)[0] for run in peers}
+    alike = (run for run in _of_kind(cluster.device) if _peaks_of(run.profile)[0] in peaks)
+    return [run for run in alike if run.generation > newest]
+
+
+@lru_cache
+def _peaks_of(profile: str) -> tuple[float, float]:
+    """Return peak, TFLOP/s, and memory, GiB, of a shipped profile's devices."""
+    values, _ = read_profile(clusters_dir() / f"{profile}.yaml", clusters_dir())
+    return values["hardware"]["bf16_tflops"], values["hardware"]["memory_gib"]
 
 
 def _octaves_apart(point: Mapping[str, int], run: MeasuredRun) -> float:

@@ -21,6 +21,7 @@ from slurmllm.plan.recipe_plan import (
     TrainingForecast,
     fixed_settings,
     most_refused,
+    plan_warnings,
 )
 
 TOP = 10  # layouts shown by default
@@ -357,7 +358,7 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
             for plan in plans
             for price in [plan.forecaster.price]
         },
-        "warnings": list(dict.fromkeys(warning for plan in plans for warning in plan.warnings)),
+        "warnings": plan_warnings(plans),
     }
     if not _is_single(plans):
         text["scaling"] = [point_json(point) for plan in plans for point in plan.points()]

@@ -11,7 +11,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_plural
 from slurmllm.plan.estimate import LayoutEstimate, predict
-from slurmllm.plan.evidence import evidence
+from slurmllm.plan.evidence import evidence, generations, runs_on
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime, lost_time
 from slurmllm.plan.mesh import make_mesh
@@ -238,6 +238,21 @@ class RecipePlan:
                 return error.faults
         refused = most_refused(last.refused)
         return [f"{format_plural(count, 'layout')}: {reason}" for reason, count in refused]
+
+
+def plan_warnings(plans: Sequence[RecipePlan]) -> list[str]:
+    """Return the warnings of all plans, and one if they compare software of different years."""
+    warnings = [text for plan in plans for text in plan.warnings]
+    profiles: dict[str, list[str]] = {}  # generation of software → profiles of GPUs
+    for cluster in {plan.config.cluster.name: plan.config.cluster for plan in plans}.values():
+        if software := generations(runs_on("cuda", cluster.hardware)):
+            profiles.setdefault(software, []).append(cluster.name)
+    if len(profiles) > 1:
+        years = "; ".join(f"{', '.join(names)}: {of}" for of, names in sorted(profiles.items()))
+        warnings.append(
+            f"newer software is faster, and these profiles have that of different years: {years}"
+        )
+    return list(dict.fromkeys(warnings))
 
 
 def plan_recipe(

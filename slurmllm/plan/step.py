@@ -21,7 +21,7 @@ its last reduction have nothing to hide behind (Zhao et al. 2023, arXiv 2304.112
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from slurmllm.config.cluster import Hardware
@@ -144,7 +144,7 @@ class StepTime:
     transfer: float  # activations and their gradients from stage to stage
     data: float  # data-parallel communication that computing does not hide
     optimizer: float  # the optimizer's own step
-    overhead: float  # launches of operators, and the host
+    overhead: float  # launches of operators, and the host; of a GPU what it waits for them
 
     @property
     def total(self) -> float:
@@ -195,6 +195,7 @@ class _Step:
         self.mesh, self.hardware = mesh, hardware
         self.model, self.recipe = config.recipe.model, config.recipe
         self.nxd = config.backend == "nxd"
+        self.host_runs_ahead = config.cluster.device == "cuda"
         self.fsdp_disabled = fsdp_disabled(config, mesh)
         self.formats = formats(config)
         self.tokens = mesh.micro_batch * self.model.seq_len
@@ -219,7 +220,9 @@ class _Step:
         edge = 2 * self._sum_s()  # of embedding and head, forward and backward
         # Of a block's operators.
         launches = (3 + ("block" in recomputed)) * hardware.operator_us * 1e-6
-        stage = self.layers * (block + recomputed_s + collective + launches)
+        launches_s = micro_batches * self.layers * launches + hardware.step_overhead_s
+        stage = self.layers * (block + recomputed_s + collective)
+        stage += 0.0 if self.host_runs_ahead else self.layers * launches
         in_blocks = self.layers * block_parameters(self.model)
         stage_parameters = (in_blocks + rest_parameters(self.model, mesh.pipeline)) / mesh.tensor
         stream = self._whole_stream() / (mesh.tensor if recipe.parallel.sequence else 1)
@@ -227,7 +230,7 @@ class _Step:
         crossings = micro_batches * mesh.virtual_pipeline + mesh.pipeline - 1
         # NxD without ZeRO updates every parameter on every data-parallel worker.
         updated = stage_parameters / (1 if self.nxd and zero == 0 else mesh.data)
-        return StepTime(
+        step = StepTime(
             compute=micro_batches * (self.layers * block + head),
             recompute=micro_batches * self.layers * recomputed_s,
             tensor=micro_batches * (self.layers * collective + edge),
@@ -236,8 +239,10 @@ class _Step:
             transfer=crossing * crossings if mesh.pipeline > 1 else 0.0,
             data=self._data_s(stage_parameters, block + recomputed_s),
             optimizer=_ADAMW * updated * self.formats.stored / self.bandwidth,
-            overhead=micro_batches * self.layers * launches + hardware.step_overhead_s,
+            overhead=0.0,
         )
+        hidden_s = step.total if self.host_runs_ahead else 0.0
+        return replace(step, overhead=max(0.0, launches_s - hidden_s))
 
     def _forward_s(self) -> float:
         mesh, parallel = self.mesh, self.recipe.parallel

@@ -17,7 +17,7 @@ from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, change
 from slurmllm.errors import ConfigError
 from slurmllm.metrics.row_reader import read_events
-from slurmllm.metrics.step_time import SteadySteps, read_steady_steps
+from slurmllm.metrics.step_time import SteadySteps, read_steady_steps, step_rates
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.mesh import load_mesh, make_mesh
 from slurmllm.plan.step import peak_flops
@@ -154,12 +154,11 @@ def _config(run: RunDir, cluster: str | None) -> RunConfig:
 
 def _step_rows(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[PredictedFigure]:
     mesh, taken_s = candidate.mesh, steady.step_s
-    sequences = mesh.global_batch / taken_s
-    tokens = sequences * candidate.config.recipe.model.seq_len
+    rates = step_rates(taken_s, mesh.global_batch, candidate.config.recipe.model.seq_len)
     peak = mesh.world_size * peak_flops(candidate.config)
     yield _row("step", candidate.step.total, taken_s, "s")
-    yield _row("sequences", candidate.seq_per_s, sequences, "seq/s")
-    yield _row("tokens", candidate.tokens_per_s, tokens, "tokens/s")
+    yield _row("sequences", candidate.seq_per_s, rates.seq_per_s, "seq/s")
+    yield _row("tokens", candidate.tokens_per_s, rates.tokens_per_s, "tokens/s")
     yield _row("MFU", candidate.mfu, candidate.model_flops / taken_s / peak, "")
     # Medians of the parts need not add up to the median of the step.
     predicted = candidate.step.parts()

@@ -98,7 +98,6 @@ class Job:
     first_step_s: float | None = None  # if it ran before the loop (measured micro batches)
     _ahead: GlobalBatch | None = None  # drawn, not trained on yet
     _position: State | None = None  # of the stream before that batch; None without one
-    read_at: float = 0.0  # time.perf_counter() when the metrics of the last step were read
     phases: PhaseWriter = field(init=False)
     saves: SaveSchedule = field(init=False)
     events: EventLog = field(init=False)  # written by rank 0 only

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE
+from slurmllm.metrics.step_time import step_rates
 from slurmllm.run.records import MetricsRow
 from slurmllm.train.hooks import Hook, StepEnd
 from slurmllm.train.job import Job
@@ -33,14 +34,17 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         unread.append(run_step(job))
         with job.backend.part("waiting"):
             signal_name = job.read_flags().signal_name  # as posted after the step before
+        unread[-1] = unread[-1]._replace(ended=job.backend.mark())
         last = job.step == job.last_step
         leaving = last or signal_name is not None
         saving = leaving or job.saves.due(job.step)
         # At a stop there may be too little time: the next attempt evaluates the step.
         evaluating = job.evaluates(job.step) and (last or not leaving)
         # Before a save the metrics of all steps are read, so that a state that is not finite is
-        # found and not saved; and before an evaluation, which needs the weights of this step.
-        read_now = saving or evaluating or any(hook.reads_model(job.step) for hook in hooks)
+        # found and not saved; and before an evaluation, which needs the weights of this step. The
+        # first step compiles: until it has been read, nothing is known of the start.
+        read_now = saving or evaluating or job.step == job.first_step + 1
+        read_now = read_now or any(hook.reads_model(job.step) for hook in hooks)
         deferred = job.backend.deferred_metrics and not read_now
         while len(unread) > deferred:
             step = unread.pop(0)
@@ -67,7 +71,8 @@ class Step(NamedTuple):
 
     number: int
     batch: int  # number of the global batch in the stream, from 1
-    started: float  # time.perf_counter()
+    started: Any  # `Backend.mark`, as is `ended`
+    ended: Any
     lr: float
     tokens: int  # trained on so far, this step included
     data_wait_s: float  # until this worker had its sequences
@@ -82,8 +87,8 @@ class Step(NamedTuple):
 
 def run_step(job: Job) -> Step:
     """Run one optimizer step (collective)."""
-    started = time.perf_counter()
     recipe, backend = job.config.recipe, job.backend
+    started, started_at = backend.mark(), time.perf_counter()
     deferred, number = backend.deferred_metrics, job.step + 1
     lr = learning_rate(recipe.optim, recipe.train.steps, number)
     with backend.part("data"):
@@ -104,9 +109,10 @@ def run_step(job: Job) -> Step:
         number,
         batch.number,
         started,
+        None,  # until the flags of the step before have been read
         lr,
         job.tokens,
-        data_wait_s=data_at - started,
+        data_wait_s=data_at - started_at,
         forward_backward_s=None if deferred else loss_at - data_at,
         optimizer_s=None if deferred else norms_at - loss_at,
         loss=loss,
@@ -122,12 +128,8 @@ def read_metrics(job: Job, step: Step) -> MetricsRow:
     job.guard.check_finite("loss", loss, step.number, step.batch)
     job.guard.check_finite("gradient norm", grad_norm, step.number, step.batch)
     param_norm = float(step.param_norm)
-    now = time.perf_counter()
-    # With deferred metrics a step starts before the previous one is read: its time counts from
-    # that reading, so that the times of all steps add up.
-    step_time_s = now - max(step.started, job.read_at)
-    job.read_at = now
-    sequences, seq_len = job.mesh.global_batch, job.config.recipe.model.seq_len
+    step_time_s = step.ended - step.started
+    rates = step_rates(step_time_s, job.mesh.global_batch, job.config.recipe.model.seq_len)
     return MetricsRow(
         step=step.number,
         attempt=job.attempt,
@@ -137,8 +139,8 @@ def read_metrics(job: Job, step: Step) -> MetricsRow:
         param_norm=param_norm,
         lr=step.lr,
         tokens=step.tokens,
-        seq_per_s=sequences / step_time_s,
-        tokens_per_s=sequences * seq_len / step_time_s,
+        seq_per_s=rates.seq_per_s,
+        tokens_per_s=rates.tokens_per_s,
         step_time_s=step_time_s,
         data_wait_s=step.data_wait_s,
         forward_backward_s=step.forward_backward_s,

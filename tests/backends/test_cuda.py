@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from mesh_pool import counted, micro_batches
 from train.gang import Gang, curve, make_data, make_run, rows
 
 from backends.conftest import NewBackend
-from slurmllm.backends.native.device import DeviceNumber, send
+from slurmllm.backends.native.device import DeviceMark, DeviceNumber, send
 from slurmllm.backends.native.parallel import clip_
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.calibrate.run import calibrate
@@ -264,3 +265,14 @@ def test_a_profile_is_of_the_device(tmp_path: Path) -> None:
         assert summary.parts[part] > 0, part
     assert sum(summary.parts.values()) == pytest.approx(summary.step_s)
     assert files.snapshot.stat().st_size > 0
+
+
+def test_marks_take_the_time_of_the_device() -> None:
+    x = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    began, enqueued = time.perf_counter(), DeviceMark()
+    for _ in range(50):
+        x = (x @ x).tanh()
+    done = DeviceMark()
+    assert time.perf_counter() - began < done - enqueued, "the host runs ahead"
+    assert done - enqueued == pytest.approx(time.perf_counter() - began, rel=0.2)

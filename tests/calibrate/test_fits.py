@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmllm.calibrate.fits import fit_link, fit_products, hardware_of
-from slurmllm.calibrate.node import Sample, Task
+from slurmllm.calibrate.node import STEP_LAYERS, Sample, Task, step_config
 from slurmllm.config.cluster import Hardware
 from slurmllm.errors import NodeError
+from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import Product
-from slurmllm.plan.step import gather_s, group, product_s
+from slurmllm.plan.step import gather_s, group, product_s, step_time
 
 TRUTH = Hardware(
     source="made up",
@@ -81,6 +83,14 @@ def made_up(hardware: Hardware) -> Iterator[Sample]:
     yield Sample(kind="memory", value=hardware.memory_gib * 2**30)
 
 
+def gpu_steps(hardware: Hardware) -> Iterator[Sample]:
+    for layers in STEP_LAYERS["cuda"]:
+        config = step_config(TASK, layers)
+        cluster = config.cluster.model_copy(update={"hardware": hardware})
+        step = step_time(replace(config, cluster=cluster), make_mesh(config, 1))
+        yield Sample(kind="gpu_step", sizes=(layers, 1), value=step.total + 0.003)
+
+
 def links(hardware: Hardware) -> Iterator[Sample]:
     for where, members in GROUPS.items():
         for size in (8192, 16 << 20, 256 << 20):
@@ -101,6 +111,18 @@ def test_known_peaks_are_kept_and_shares_of_them_found() -> None:
     assert result.notes == ()
     assert result.hardware.source == "here"
     assert figures(result.hardware) == pytest.approx(figures(TRUTH), rel=0.001)
+
+
+def test_steps_of_a_gpu_show_what_its_memory_reaches() -> None:
+    """Whatever the head and the optimizer take besides, in steps that the device limits."""
+    fast = TRUTH.model_copy(update={"operator_us": 2.0, "step_overhead_s": 0.001})
+    samples = [s for s in made_up(fast) if s.kind != "elementwise"]
+    for efficiency in (0.4, 0.7):
+        truth = fast.model_copy(update={"memory_efficiency": efficiency})
+        measured = [*samples, *gpu_steps(truth)]
+        hardware = hardware_of(measured, TASK, TRUTH, "here").hardware
+        assert hardware.memory_efficiency == pytest.approx(efficiency, rel=0.03)
+        assert hardware.operator_us == pytest.approx(2.0, rel=0.01)
 
 
 def test_without_known_peaks_what_is_reached_is_the_same() -> None:

@@ -93,7 +93,7 @@ def test_job_and_step_are_as_the_script_says(
     assert (step["Nodes"], step["Tasks"]) == ("2", "2"), step
     assert step["TimeLimit"] in ("UNLIMITED", "00:20:00")
     assert re.search(r"cpu=8\b", step["TRES"]), step
-    bench.look("cancel", name)
+    bench.look("cancel", "leak")
 
 
 @pytest.fixture(scope="module")

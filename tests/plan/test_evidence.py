@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +13,14 @@ from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import (
     MeasuredRun,
     evidence,
+    evidence_lines,
     half_width,
     network_range,
     outside,
     published_runs,
 )
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.plan.recipe_plan import plan_recipe
+from slurmllm.plan.recipe_plan import RecipePlan, plan_recipe, plan_warnings
 
 
 def layout(recipe: str, nodes: int, *overrides: str, cluster: str | None = None) -> LayoutEstimate:
@@ -62,13 +64,41 @@ def test_more_than_anyone_published_is_marked() -> None:
 
 
 def test_hardware_without_published_runs() -> None:
-    names_of = evidence(layout("gpt3_1.3b", 2, cluster="p5"))
-    other = evidence(layout("gpt3_1.3b", 2, "cluster.name=mine", cluster="p5"))
-    assert names_of.nearest is not None
-    assert (other.status, other.nearest) == ("beyond", None)
-    assert other.reasons == ("no published run on mine",)
+    other = evidence(layout("gpt3_1.3b", 2, cluster="p6-b200"))
+    assert (other.status, other.nearest, other.generations) == ("beyond", None, "")
+    assert other.reasons == ("no published run on p6-b200",)
     none = evidence(layout("tiny_neox", 1, cluster="local"))
     assert (none.status, none.lower, none.upper) == ("beyond", None, None)
+
+
+def test_evidence_goes_by_the_devices_not_by_the_profile(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: p5\nname: mine\n")
+    of_p5 = evidence(layout("gpt3_1.3b", 2, cluster="p5"))
+    assert of_p5.nearest is not None
+    assert of_p5.nearest.profile == "p5"
+    for profile in ("h100_ib", str(tmp_path / "mine.yaml")):
+        other = evidence(layout("gpt3_1.3b", 2, cluster=profile))
+        assert (other.status, other.nearest) == (of_p5.status, of_p5.nearest)
+    # As `calibrate` measures p5: the devices are the same.
+    measured = ("cluster.hardware.bf16_tflops=1000", "cluster.hardware.memory_gib=79.2")
+    assert evidence(layout("gpt3_1.3b", 2, *measured, cluster="p5")).nearest == of_p5.nearest
+    of_80_gb = evidence(layout("gpt3_1.3b", 2, cluster="a100_ib")).nearest
+    assert of_80_gb is not None
+    assert of_80_gb.profile == "p4de"
+
+
+def test_the_generation_of_the_software_is_named() -> None:
+    old = "\n".join(evidence_lines(layout("gpt3_1.3b", 1, cluster="p5")))
+    assert "published runs on this hardware (software of 2023-24)" in old
+    assert "newer runs     software of 2026 on one GPU of p5e: MFU 50.4–55.5 %" in old
+    one_gpu = ("cluster.devices_per_node=1", "train.global_batch=8", "train.micro_batch=8")
+    for profile in ("p5e", "p5en"):
+        new = layout("gpt3_1.3b", 1, *one_gpu, "train.precision=bf16_mixed", cluster=profile)
+        text = "\n".join(evidence_lines(new))
+        assert "(software of 2026)" in text
+        assert "h200-gpt3-1.3b-loop: GPT3-1.3B on one GPU" in text
+        assert "newer runs" not in text
+        assert new.seq_per_s == pytest.approx(8 / 0.2709, rel=0.05), "as measured on an H200"
 
 
 def test_nine_of_ten_left_out_rows_are_inside() -> None:
@@ -81,7 +111,7 @@ def test_nine_of_ten_left_out_rows_are_inside() -> None:
 
 
 def test_outside_counts_octaves() -> None:
-    run = MeasuredRun("r", "p5", "M", 1 << 30, 4, 2048, 1, 1, 1.0, 0.4, 1.1, "")
+    run = MeasuredRun("r", "p5", "M", 1 << 30, 4, 8, 2048, 1, 1, 1.0, 0.4, 1.1, "2023-24", "")
     other = replace(run, nodes=16)
     point = {**run.point, "nodes": 64, "sequence": 1024}
     assert outside(point, [run, other]) == {"nodes": 2.0, "sequence": 1.0}
@@ -104,3 +134,15 @@ def test_ranking_by_the_lower_end() -> None:
     assert result == sorted(result, reverse=True)
     speeds = [item.seq_per_s for item in plan.node_plans[0].fitting]
     assert speeds != sorted(speeds, reverse=True)
+
+
+def test_profiles_with_software_of_different_years_are_warned_of() -> None:
+    def plans(*profiles: str) -> list[RecipePlan]:
+        configs = [resolve("gpt3_1.3b", profile) for profile in profiles]
+        return [plan_recipe(config, [1], lambda _: [], None, None) for config in configs]
+
+    assert plan_warnings(plans("p4d", "p5", "h100_ib")) == []
+    assert plan_warnings(plans("p4d", "p5", "p5en", "p6-b200")) == [
+        "newer software is faster, and these profiles have that of different years: p4d, p5: "
+        "2023-24; p5en: 2026"
+    ]

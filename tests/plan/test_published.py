@@ -12,7 +12,7 @@ from published_rows import zero_stage
 from slurmllm.plan.evidence import published_runs
 
 
-@pytest.mark.parametrize("group", ["trn1", "gpu"])
+@pytest.mark.parametrize("group", ["trn1", "gpu", "gpu-2026"])
 def test_the_shipped_table_is_of_the_shipped_model(group: str) -> None:
     """Rows and constants are those that `planner.py --write` saw, and none is near a bound."""
     answer = [case for case in planner.all_cases(group) if planner.is_evidence(case)]
@@ -21,16 +21,16 @@ def test_the_shipped_table_is_of_the_shipped_model(group: str) -> None:
         assert remaining[case.row.name].seq_per_s == pytest.approx(case.row.measured, rel=1e-3)
     # The table's errors are of constants fitted without the model: close to those of all rows.
     off = [abs(case.ratio() - remaining[case.row.name].left_out) for case in answer]
-    assert statistics.median(off) < 0.02
+    assert statistics.median(off) < (0.03 if group == "gpu-2026" else 0.02)  # two models, or six
     for constant, value in zip(
         planner.CONSTANTS[group], planner.shipped(group, answer), strict=True
     ):
         assert constant.bounds[0] <= value <= constant.bounds[1]
 
 
-@pytest.mark.parametrize("kind", ["A100", "H100"])
+@pytest.mark.parametrize("kind", ["A100", "H100", "H200"])
 def test_models_left_out_are_predicted(kind: str) -> None:
-    profiles = {"A100": ("p4d", "p4de"), "H100": ("p5",)}[kind]
+    profiles = {"A100": ("p4d", "p4de"), "H100": ("p5",), "H200": ("p5e",)}[kind]
     runs = [run for run in published_runs() if run.profile in profiles]
     assert statistics.mean(abs(run.left_out - 1) for run in runs) <= planner.GOALS[kind]
     for nodes in planner.BIAS_NODES:

@@ -53,6 +53,22 @@ def test_checkpointing_computes_again() -> None:
     assert 0.25 * full.compute < full.recompute < full.compute / 3
 
 
+def test_a_gpu_waits_only_for_a_host_that_is_slower() -> None:
+    def overheads(*overrides: str) -> tuple[StepTime, StepTime]:
+        host = ("cluster.hardware.operator_us=20", "cluster.hardware.step_overhead_s=0.005")
+        host += ("train.global_batch=8", "train.micro_batch=1")
+        cpu, gpu = (
+            step("gpt3_1.3b", 1, f"cluster.device={device}", *host, *overrides, cluster="p5")
+            for device in ("cpu", "cuda")
+        )
+        return cpu, gpu
+
+    cpu, gpu = overheads()
+    assert (cpu.overhead, gpu.overhead) == (pytest.approx(0.005 + 24 * 3 * 20e-6), 0)
+    cpu, gpu = overheads("cluster.hardware.step_overhead_s=0.5")
+    assert gpu.total == pytest.approx(cpu.overhead), "the host's time alone"
+
+
 def test_sequence_parallelism_shares_the_elementwise_work() -> None:
     shared = step("neox_20b", 4)
     alone = step("neox_20b", 4, "parallel.sequence=false")

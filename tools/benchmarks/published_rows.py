@@ -75,6 +75,7 @@ SHAPES = {
     "Llama-3.1-70B": _llama(80, 8192, 64, 8, 28672, 128256),
     "Llama-3.1-405B": _llama(126, 16384, 128, 8, 53248, 128256),
     "GPT3-1.3B": _gpt(24, 2048, 16),
+    "Llama-1.1B": _llama(22, 2048, 32, 4, 5632),  # TinyLlama: Zhang et al. 2024, arXiv 2401.02385
     "MPT-125m": _gpt(12, 768, 12, 50368),
     "MPT-350m": _gpt(24, 1024, 16, 50368),
     "MPT-760m": _gpt(24, 1536, 12, 50368),
@@ -92,6 +93,7 @@ class Row:
     Attributes:
         measured: Sequences a second, of all nodes.
         source: Where it was published.
+        generation: Years of its software.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Row:
     mesh: Mesh
     measured: float
     source: str
+    generation: str
 
 
 def rows(file: str, cluster_overrides: tuple[str, ...] = ()) -> Iterator[Row]:
@@ -139,7 +142,8 @@ def _row(row: dict[str, str], cluster_overrides: tuple[str, ...]) -> Row:
     measured = float(row["throughput_value"])
     if row["throughput_unit"].startswith("tokens/s"):
         measured /= seq_len
-    return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, row["source"])
+    origin = row["source"], row["generation"]
+    return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, *origin)
 
 
 def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) -> RunConfig:
@@ -158,6 +162,8 @@ def _cluster(hardware: str) -> tuple[str, list[str]]:
         return "trn1", []
     if hardware == "H100-80GB":
         return "p5", []
+    if hardware == "H200-141GB":
+        return "p5e", []
     # llm-foundry's: "1600 Gbps node-node interconnect (RoCE)".
     speed = 100 if hardware.endswith("800 Gbit/s") else 200
     faster = [f"cluster.hardware.network_gb_s={speed}"]

@@ -64,6 +64,10 @@ class Device:
         """Return an event of what was enqueued so far; None if it is done already."""
         return None
 
+    def mark(self) -> DeviceMark | None:
+        """Return a point of the device's stream; None if the device has no clock."""
+        return None
+
     @contextlib.contextmanager
     def copies(self, after: Any) -> Iterator[None]:
         """Enqueue copies beside the computation, after an event; they are done at the end."""
@@ -115,6 +119,9 @@ class Accelerator(Device):
         event = self._module.Event()
         event.record()
         return event
+
+    def mark(self) -> DeviceMark | None:
+        return DeviceMark(self._module.Event(enable_timing=True, blocking=True))
 
     @contextlib.contextmanager
     def copies(self, after: Any) -> Iterator[None]:
@@ -217,6 +224,18 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     # torch keeps the pinned copy until the device has read it.
     pinned = tensor if device.type == "cpu" else tensor.pin_memory()
     return pinned.to(device, non_blocking=True)
+
+
+class DeviceMark:
+    """A point of the device's stream; the difference of two is in seconds of the device."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self._event.record()
+
+    def __sub__(self, earlier: DeviceMark) -> float:
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class DeviceNumber:

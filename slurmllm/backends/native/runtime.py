@@ -304,6 +304,9 @@ class NativeBackend(Backend):
         if self.pipeline is not None:
             self.pipeline, self.evaluation_pipeline = self._make_pipeline(), None
 
+    def mark(self) -> Any:
+        return self.kind.mark() or super().mark()
+
     def memory(self) -> Memory:
         return self.kind.memory(self.worker.sharing)
 

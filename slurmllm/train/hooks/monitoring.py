@@ -11,6 +11,7 @@ from datetime import timedelta
 from statistics import mean
 
 from slurmllm.errors import StorageError
+from slurmllm.metrics.step_time import step_rates
 from slurmllm.run.host_memory import Memory
 from slurmllm.run.records import WorkerRecord
 from slurmllm.run.safe_files import open_append
@@ -60,10 +61,16 @@ class MetricsHook(Hook):
 
 
 class ProgressHook(Hook):
-    """Progress in the log every `train.log_every` steps, at the first steps and at the last."""
+    """Progress in the log every `train.log_every` steps, at the first steps and at the last.
+
+    Its rates are means over the steps since the line before.
+    """
 
     def __init__(self, job: Job) -> None:
-        self._every = job.config.recipe.train.log_every
+        recipe = job.config.recipe
+        self._every = recipe.train.log_every
+        self._sizes = recipe.train.global_batch, recipe.model.seq_len
+        self._since_line_s: list[float] = []  # times of the steps since the last line
         self._last_step = job.last_step
         self._first_step = job.step + 1
         self._step_times_s: deque[float] = deque(maxlen=50)
@@ -71,6 +78,7 @@ class ProgressHook(Hook):
     def after_step(self, end: StepEnd) -> None:
         row = end.row
         steps = row.step - self._first_step + 1
+        self._since_line_s.append(row.step_time_s)
         if steps > 1:  # the first step compiles and would distort the estimate
             self._step_times_s.append(row.step_time_s)
         if steps > _FIRST_STEPS and row.step % self._every and not end.last:
@@ -79,11 +87,13 @@ class ProgressHook(Hook):
         if self._step_times_s:
             seconds = mean(self._step_times_s) * (self._last_step - row.step)
             eta = str(timedelta(seconds=round(seconds)))
+        rates = step_rates(mean(self._since_line_s), *self._sizes)
+        self._since_line_s.clear()
         # `metrics.text_logs` reads this line.
         log.info(
             f"step {row.step}/{self._last_step}  loss {row.loss:.4f}  "
-            f"grad norm {row.grad_norm:.3f}  lr {row.lr:.2e}  {row.seq_per_s:.1f} seq/s  "
-            f"{row.tokens_per_s:,.0f} tokens/s  eta {eta}"
+            f"grad norm {row.grad_norm:.3f}  lr {row.lr:.2e}  {rates.seq_per_s:.1f} seq/s  "
+            f"{rates.tokens_per_s:,.0f} tokens/s  eta {eta}"
         )
 
 

@@ -48,7 +48,7 @@ TINY_VARIANTS = {
     "tiny_llama, documents": ("tiny_llama", (*TINY["tiny_llama"][1], *_DOCUMENTS), 2),
 }
 # Part of a GPU's name → cluster profile with its figures.
-PROFILES = {"H100": "p5", "H200": "p5", "A100": "p4d"}
+PROFILES = {"H100": "p5", "H200": "p5e", "A100": "p4d"}
 
 
 @dataclass(frozen=True)
