@@ -53,6 +53,16 @@ def test_checkpointing_computes_again() -> None:
     assert 0.25 * full.compute < full.recompute < full.compute / 3
 
 
+def test_a_dense_mask_has_all_pairs_computed() -> None:
+    masks, one = ("data.mask=none", "data.mask=document"), ("parallel.tensor=1",)
+    for compiled, pairs in (("true", 1), ("false", 2)):
+        options = ("train.activation_checkpointing=selective", f"train.compile={compiled}", *one)
+        plain, masked = (step("llama3_8b", 2, *options, mask, cluster="p5") for mask in masks)
+        # Recomputed is attention alone.
+        assert masked.recompute == pytest.approx(pairs * plain.recompute)
+        assert (masked.compute > plain.compute) == (pairs == 2)
+
+
 def test_sequence_parallelism_shares_the_elementwise_work() -> None:
     shared = step("neox_20b", 4)
     alone = step("neox_20b", 4, "parallel.sequence=false")
