@@ -28,7 +28,8 @@ from slurmllm.plan.memory import worker_memory
 from slurmllm.profile.trace import RankProfile
 from slurmllm.supervise.allocation import LocalAllocation
 
-pytestmark = pytest.mark.gpu
+# Inductor's advice for fp32.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TensorFloat32")]
 
 GPU = "cluster.device=cuda"
 GROUPED = ("model.family=llama", "model.rotary_pct=1.0", "model.num_kv_heads=2")
