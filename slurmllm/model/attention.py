@@ -1,4 +1,4 @@
-"""Rotary positions by one full-width rotation, and the mask between documents.
+"""Rotary positions by one full-width rotation, and masks between documents.
 
 Dimension j of a head is paired with j + head_dim / 2 (Su et al. 2021, arXiv 2104.09864). If only a
 fraction of the dimensions rotates, the other pairs have frequency zero (cos 1, sin 0) and pass
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 if TYPE_CHECKING:
     from slurmllm.config.recipe import RopeScaling
@@ -75,6 +77,9 @@ def slice_order(head_dim: int, pct: float) -> list[int]:
     return [*first, *range(pairs, 2 * pairs), *fixed[half - pairs :]]
 
 
+BLOCK = 128  # queries, and keys, of a block of flex_attention's mask: torch's default
+
+
 def document_starts(positions: Tensor) -> Tensor:
     """Return the index in the sequence at which each token's document begins, [batch, seq].
 
@@ -94,3 +99,39 @@ def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
     visible = (start.unsqueeze(2) == start.unsqueeze(1)).tril().unsqueeze(1)
     zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return zeros.masked_fill_(~visible, -math.inf)
+
+
+def document_blocks(positions: Tensor) -> BlockMask:
+    """Return the mask of `document_mask` for flex_attention, which computes only what it allows.
+
+    The blocks follow from where documents begin: torch's `create_block_mask` looks at all pairs of
+    tokens. The host waits for nothing.
+    """
+    start = document_starts(positions).int()
+    length = start.shape[1]
+    # Documents follow each other, so `start` never decreases along the sequence.
+    earliest = start[:, ::BLOCK].unsqueeze(-1)
+    # Beyond the sequence nothing is visible, so its incomplete last block is never a full one.
+    latest = F.pad(start, (0, -length % BLOCK), value=length)[:, BLOCK - 1 :: BLOCK].unsqueeze(-1)
+    keys = torch.arange(0, length, BLOCK, device=start.device)
+    queries = keys.unsqueeze(-1)
+    full = (keys < queries) & (keys >= latest)
+    partial = (keys <= queries) & (keys + BLOCK > earliest) & ~full
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= start[batch, query])
+
+    return BlockMask.from_kv_blocks(
+        *_indices(partial),
+        *_indices(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
+
+
+def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row of blocks how many are set, and their columns, then all others."""
+    blocks = blocks.int().unsqueeze(1)  # one mask for all heads
+    columns = blocks.argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(dim=-1, dtype=torch.int32), columns.int()

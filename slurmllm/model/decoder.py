@@ -11,11 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.model.attention import document_mask, rotary_table, rotate
 from slurmllm.model.output import Output
+
+# Of `document_mask` or `document_blocks`; None for plain causal attention.
+Mask = Tensor | BlockMask | None
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -48,7 +52,7 @@ class Attention(nn.Module):
             config.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
         )
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Mask = None) -> Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]; rotary and mask as for `CausalCore`."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         q, k, v = qkv.split([self.group, 1, 1], dim=-2)
@@ -66,19 +70,20 @@ class CausalCore(nn.Module):
         super().__init__()
         self.use_rotary, self.grouped = use_rotary, grouped
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, mask: Mask = None) -> Tensor:
         """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim]; k and v may have fewer
         heads.
 
-        `rotary` is [2, at least seq, head_dim / 2], or [2, batch, …] if sequences differ; `mask` is
-        of `document_mask`, None for plain causal attention.
+        `rotary` is [2, at least seq, head_dim / 2], or [2, batch, …] if sequences differ.
         """
         if self.use_rotary:
             rotary = rotary[..., : q.shape[1], :]
             q, k = rotate(q, rotary), rotate(k, rotary)
         grouped = self.grouped
+        if isinstance(mask, BlockMask):
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            attended = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+            return attended.transpose(1, 2).flatten(2)
         if grouped and mask is not None and not q.is_cpu:
             # CUDA's flash kernel takes no mask, its memory-efficient one no groups: with both,
             # torch may compute all scores as a tensor (2.9 to 2.13, sdp_utils.cpp).
@@ -142,7 +147,7 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = GatedFeedForward(config) if config.gated else FeedForward(config)
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Mask = None) -> Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]; rotary and mask as for `CausalCore`."""
         attended = self.attention(self.attention_norm(x), rotary, mask)
         if self.parallel_residual:
@@ -172,6 +177,8 @@ class Decoder(nn.Module):
         self.head = None if config.tied_embeddings else nn.Linear(width, vocabulary, bias=False)
         self.first = self.last = True
         self.output = Output(config.vocab_size)
+        # Makes masks of blocks from positions, for compiled blocks; None: masks are dense.
+        self.document_blocks: Callable[[Tensor], BlockMask] | None = None
         self.rotary: Tensor
         # Not persistent: computed from the configuration, so not part of checkpoints.
         self.register_buffer(
@@ -228,10 +235,15 @@ class Decoder(nn.Module):
                 if indices is None:
                     indices = torch.arange(length, device=x.device).unsqueeze(0)
                 x = x + self.positions(indices)
-        rotary, mask = self.rotary, None
+        rotary: Tensor = self.rotary
+        mask: Mask = None
         if positions is not None:
             # Computed once for all layers.
-            rotary, mask = self.rotary[:, positions], document_mask(positions, x.dtype)
+            rotary = self.rotary[:, positions]
+            if self.document_blocks is not None:
+                mask = self.document_blocks(positions)
+            else:
+                mask = document_mask(positions, x.dtype)
         for block in self.blocks():
             x = block(x, rotary, mask)
         if not self.last:

@@ -18,6 +18,7 @@ from slurmllm.config.recipe import TrainConfig
 from slurmllm.format import format_bytes, format_gib, format_seconds
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
 from slurmllm.plan.evidence import evidence_text
+from slurmllm.plan.mesh import has_block_masks
 from slurmllm.plan.search import CHECKPOINTING, TIGHT_COST
 from slurmllm.plan.step import (
     Group,
@@ -31,6 +32,12 @@ from slurmllm.plan.step import (
 )
 
 _RUNNERS_UP = 2
+# By whether attention between documents computes blocks.
+_DOCUMENTS = {
+    True: "attention skips blocks of tokens between them; its predicted time is for one document "
+    "a sequence, the longest that it can take",
+    False: "a dense mask separates them, and attention computes all pairs of tokens",
+}
 
 
 def describe(candidate: LayoutEstimate) -> str:
@@ -91,6 +98,8 @@ def explain(fitting: Sequence[LayoutEstimate], too_large: Sequence[LayoutEstimat
     lines = [f"best: {describe(best)}: {_speed(best)}"]
     lines += [f"  {line}" for line in _link_lines(best)]
     lines += [f"  {line}" for line in _memory_lines(best, fitting, too_large)]
+    if best.config.recipe.data.mask == "document" and best.config.backend != "nxd":
+        lines.append(f"  documents: {_DOCUMENTS[has_block_masks(best.config)]}")
     lines.append(f"  evidence: {evidence_text(best)}")
     # Runners-up: the best layouts of other tensor and pipeline degrees, then all others by rank.
     meshes = {(best.mesh.tensor, best.mesh.pipeline): best}

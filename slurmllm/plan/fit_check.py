@@ -14,6 +14,7 @@ from slurmllm.errors import ConfigError
 from slurmllm.format import format_gib, format_plural
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.explain import figures, why_too_large
+from slurmllm.plan.memory import dense_mask_warning
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
 from slurmllm.plan.nearest import fitting_changes, memory_shortfall
 from slurmllm.plan.search import DEGREES, VARIED, Unsupported, order, search
@@ -59,7 +60,11 @@ def choose_parallel(
             why = [f"closest to fitting: {layout_text(smallest)}, {needs}"]
         raise ConfigError(
             f"no layout of {config.recipe.name} fits {where} of {config.cluster.name}",
-            [*why, *_suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)],
+            [
+                *why,
+                *dense_mask_warning(config),
+                *_suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes),
+            ],
         )
     best = result.fitting[0].config.recipe
     requested = config.origins.get("parallel.auto", "default")
@@ -154,7 +159,7 @@ def check_fit(
         others = [path for path in VARIED if path != _MICRO_BATCH]
         fitting = search(config, nodes, unsupported, others).fitting
     candidate = fitting[0] if fitting else predict(config, mesh)
-    check = FitCheck(candidate, chosen)
+    check = FitCheck(candidate, chosen, warnings=tuple(dense_mask_warning(config)))
     # A rehearsal computes nothing and so holds no model.
     if chosen or check.rough or config.backend == "rehearsal":
         return check
@@ -165,18 +170,19 @@ def check_fit(
         needs = why_too_large(candidate.memory, most=None)
         too_large = f"{layout_text(candidate)} is predicted to need {needs}"
         if force:
-            return replace(check, warnings=(too_large,))
+            return replace(check, warnings=(*check.warnings, too_large))
         if best is not None:
-            return replace(check, refusals=(too_large, _suggest_layout(config, best)))
-        fixes = _suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)
-        return replace(check, refusals=(too_large, *fixes))
+            fixes = [_suggest_layout(config, best)]
+        else:
+            fixes = _suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)
+        return replace(check, refusals=(too_large, *check.warnings, *fixes), warnings=())
     if best is not None and candidate.seq_per_s < SLOW * best.seq_per_s:
         share = 100 * candidate.seq_per_s / best.seq_per_s
         slow = (
             f"{layout_text(candidate)}: {_rate_text(candidate)}, {share:.0f} % of the best on "
             f"these nodes: {_set_options(config, best)} ({_rate_text(best)})"
         )
-        return replace(check, warnings=(slow,))
+        return replace(check, warnings=(*check.warnings, slow))
     return check
 
 

@@ -11,16 +11,19 @@ context, communication libraries' buffers, the allocator's fragments.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.mesh import Mesh, fsdp_disabled
+from slurmllm.format import format_gib
+from slurmllm.plan.mesh import BLOCK, Mesh, fsdp_disabled, has_block_masks
 from slurmllm.plan.parameters import parameter_counts, up_width
 from slurmllm.plan.step import formats
 
-_FP32, _FP64, _BF16, _INT64 = 4, 8, 2, 8
+_FP32, _FP64, _BF16, _INT32, _INT64 = 4, 8, 2, 4, 8
 _LOGITS_AT_A_TIME = 2**27  # as in model/output.py
+_MASK_SHARE = 1 / 8  # of the memory, from which the dense mask of a sequence is warned of
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,25 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     )
 
 
+def dense_mask_warning(config: RunConfig) -> list[str]:
+    """Return a warning if the dense mask between documents takes much of a worker's memory."""
+    recipe, hardware = config.recipe, config.cluster.hardware
+    if recipe.data.mask != "document" or hardware is None or has_block_masks(config):
+        return []
+    length = recipe.model.seq_len
+    mask = length**2 * (1 if config.backend == "nxd" else formats(config).computed)
+    if mask <= _MASK_SHARE * hardware.usable_bytes:
+        return []
+    fix = "--set data.mask=none, or a smaller model.seq_len"
+    if config.cluster.device == "cuda" and not recipe.train.compile:
+        fix = "--set train.compile=true, which needs no such mask"
+    return [
+        f"data.mask: document: the mask of one sequence of {length:,} tokens takes "
+        f"{format_gib(mask)} of {format_gib(hardware.usable_bytes)} GiB a worker, and attention "
+        f"computes all pairs of tokens; {fix}"
+    ]
+
+
 def batch_bytes(config: RunConfig, mesh: Mesh) -> int:
     """Return tokens and labels of a micro batch, and positions if documents are separated."""
     arrays = 3 if config.recipe.data.mask == "document" else 2
@@ -121,6 +143,7 @@ class _StepMemory:
     def __init__(self, config: RunConfig, mesh: Mesh, rank: int) -> None:
         self.model, self.train, self.mesh = config.recipe.model, config.recipe.train, mesh
         self.masked = config.recipe.data.mask == "document"
+        self.block_masks = has_block_masks(config)
         self.cuda, self.cpu = (config.cluster.device == name for name in ("cuda", "cpu"))
         self.stage = mesh.pipeline_rank(rank)
         self.tokens = mesh.micro_batch * self.model.seq_len
@@ -137,11 +160,14 @@ class _StepMemory:
         return total + (self._norm() if self.stage == self.mesh.pipeline - 1 else 0)
 
     def masks(self) -> int:
-        """Return the bytes of masks [micro_batch, 1, seq, seq], and of rotations by position."""
+        """Return the bytes of masks, dense or lists of blocks, and of rotations by position."""
         if not self.masked:
             return 0
         rotations = self.model.head_width * _FP32 if self.model.rotary_pct > 0 else 0
-        return self.in_flight() * self.tokens * (self.model.seq_len * self.bytes + rotations)
+        mask = self.model.seq_len * self.bytes
+        if self.block_masks:  # partial and full blocks, by queries and by keys; document starts
+            mask = (4 * math.ceil(self.model.seq_len / BLOCK**2) + 1) * _INT32
+        return self.in_flight() * self.tokens * (mask + rotations)
 
     def batches(self) -> int:
         """Return the micro batches whose tokens are in memory: in a pipeline all of the step.
@@ -223,7 +249,8 @@ class _StepMemory:
             shared += queries + keys
         elif "core" in recomputed and keys < queries and not self.train.compile:
             shared += queries  # the core's input, a copy if queries share keys
-        if self.masked and self.cuda and keys < queries and not {"core", "block"} & {*recomputed}:
+        copied = self.masked and self.cuda and not self.block_masks and keys < queries
+        if copied and not {"core", "block"} & {*recomputed}:
             shared += 2 * (queries - keys)  # copies of keys and values (`model/decoder.py`)
         log_sums = self.tokens * model.num_heads // tensor * _FP32
         if model.qk_norm and not self.train.compile and "norm" not in recomputed:  # as `_norm`

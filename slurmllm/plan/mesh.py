@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from slurmllm.config.recipe import ADAMW
+from slurmllm.config.recipe import ADAMW, Recipe
 from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import choose, divisors
 from slurmllm.errors import ConfigError, StorageError
@@ -134,6 +134,26 @@ def fsdp_disabled(config: RunConfig, mesh: Mesh) -> bool:
     recipe = config.recipe
     single = config.backend != "nxd" and mesh.data * mesh.tensor == 1
     return single and recipe.optim.name == ADAMW and not recipe.hooks
+
+
+# Devices on which the native backend has flex_attention, as `Device.document_attention`.
+FLEX_DEVICES = {"cuda"}
+BLOCK = 128  # tokens, as in model/attention.py
+
+
+def suits_block_masks(recipe: Recipe) -> bool:
+    """Whether flex_attention is for these blocks: uncompiled it makes a tensor of all scores.
+
+    Its kernels are for heads of at least 16 dimensions, and for short sequences another one.
+    """
+    model = recipe.model
+    return recipe.train.compile and model.head_width >= 16 and model.seq_len >= BLOCK
+
+
+def has_block_masks(config: RunConfig) -> bool:
+    """Whether attention between documents computes blocks of tokens; else its mask is dense."""
+    flex = config.backend != "nxd" and config.cluster.device in FLEX_DEVICES
+    return flex and suits_block_masks(config.recipe)
 
 
 def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mesh:

@@ -14,6 +14,7 @@ from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence, generations, runs_on
 from slurmllm.plan.explain import describe, differing_settings, why_too_large
 from slurmllm.plan.lost_time import LostTime, lost_time
+from slurmllm.plan.memory import dense_mask_warning
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.nearest import (
     SettingSuggestion,
@@ -181,7 +182,7 @@ class RecipePlan:
                 f"the hardware figures of profile {name} are a guess: measure them with `slurmllm "
                 f"calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml",
             )
-        return warnings
+        return [*warnings, *dense_mask_warning(self.config)]
 
     @property
     def assumed(self) -> dict[str, float]:
@@ -222,7 +223,7 @@ class RecipePlan:
         return ConfigError(
             f"no layout of {config.recipe.name} fits on {', '.join(map(str, counts))} "
             f"node{'s' * (counts != [1])} of {config.cluster.name}",
-            [*self._misfit_reasons(fixed), *near],
+            [*self._misfit_reasons(fixed), *dense_mask_warning(config), *near],
         )
 
     def _misfit_reasons(self, fixed: Sequence[str]) -> Sequence[str]:

@@ -26,7 +26,7 @@ from functools import lru_cache
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.resolve import RunConfig
-from slurmllm.plan.mesh import Mesh, fsdp_disabled
+from slurmllm.plan.mesh import Mesh, fsdp_disabled, has_block_masks
 from slurmllm.plan.parameters import (
     Product,
     attention_flops,
@@ -201,6 +201,10 @@ class _Step:
         self.tokens = mesh.micro_batch * self.model.seq_len
         self.layers = self.model.num_layers // mesh.pipeline
         self.peak = peak_flops(config)
+        # A dense mask has the half computed that causal attention skips. Blocks skip what is
+        # between documents too, of which only the data knows how much: one a sequence is assumed.
+        masked = self.recipe.data.mask == "document" and not self.nxd
+        self.all_pairs = masked and not has_block_masks(config)
         self.bandwidth = hardware.memory_gb_s * hardware.memory_efficiency * 1e9
 
     def time(self) -> StepTime:
@@ -271,7 +275,7 @@ class _Step:
         return product_s(product, self.peak, self.formats.computed, self.hardware)
 
     def _attention_s(self) -> float:
-        flops = attention_flops(self.model, self.tokens, self.mesh.tensor)
+        flops = attention_flops(self.model, self.tokens, self.mesh.tensor) * (1 + self.all_pairs)
         return flops / (self.peak * self.hardware.attention_efficiency)
 
     def _added_s(self, numbers: float) -> float:

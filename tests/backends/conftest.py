@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+import torch
 from amounts import amount
 from mesh_pool import Case, MeshPool, Outcome, small_run
 from torch import Tensor
@@ -56,6 +57,7 @@ class AcceleratorOfCpus(Device):
 @pytest.fixture
 def new_backend() -> Iterator[NewBackend]:
     """overrides → a native backend with one worker, in this process, ready to train."""
+    torch.compiler.reset()  # Dynamo has at most eight graphs of a function
     with ExitStack() as stack:
 
         def build(*overrides: str) -> Backend:

@@ -5,32 +5,37 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from mesh_pool import counted, micro_batches
+from torch import Tensor
 from train.gang import Gang, curve, make_data, make_run, rows
 
 from backends.conftest import NewBackend
-from slurmllm.backends.native.device import DeviceMark, DeviceNumber, send
+from slurmllm.backends.native.device import Cuda, DeviceNumber, send
 from slurmllm.backends.native.parallel import clip_
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.calibrate.run import calibrate
 from slurmllm.config.resolve import resolve
-from slurmllm.model.attention import document_mask
-from slurmllm.model.decoder import CausalCore
+from slurmllm.model.attention import document_blocks, document_mask
+from slurmllm.model.decoder import CausalCore, Mask
 from slurmllm.model.init import local_part
 from slurmllm.model.output import Output
 from slurmllm.plan.memory import worker_memory
 from slurmllm.profile.trace import RankProfile
 from slurmllm.supervise.allocation import LocalAllocation
 
-pytestmark = pytest.mark.gpu
+# Inductor's advice for fp32.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TensorFloat32")]
 
-GPU, GROUPED = "cluster.device=cuda", ("model.family=llama", "model.rotary_pct=1.0")
+GPU = "cluster.device=cuda"
+GROUPED = ("model.family=llama", "model.rotary_pct=1.0", "model.num_kv_heads=2")
+# Attention between documents by blocks needs sequences of at least one.
+BLOCKS = ("data.mask=document", "model.seq_len=300", "train.compile=true")
 
 
 @contextmanager
@@ -75,8 +80,9 @@ def test_the_check_finds_a_wait() -> None:
     [
         ("train.precision=bf16_mixed", "train.compile=true"),
         ("train.precision=bf16_sr", "optim.grad_clip=0.01"),
-        ("train.precision=bf16_mixed", "data.mask=document", "train.compile=true"),
-        ("train.precision=bf16_mixed", "data.mask=document", "model.num_kv_heads=2", *GROUPED),
+        ("train.precision=bf16_mixed", *BLOCKS, *GROUPED),
+        ("train.precision=bf16_mixed", *BLOCKS, "train.activation_checkpointing=selective"),
+        ("train.precision=bf16_mixed", "data.mask=document", *GROUPED),
         ("train.activation_checkpointing=full", "parallel.zero=3"),
     ],
     ids=str,
@@ -139,6 +145,11 @@ def test_the_loss_s_gradient_is_not_rounded_as_a_whole() -> None:
     assert float((rounded * exact).sum() / exact.square().sum()) == pytest.approx(1, abs=1.5e-3)
 
 
+def leaves(tensors: Iterable[Tensor], device: str) -> list[Tensor]:
+    """Copies whose gradients stay: each one is moved before it becomes a leaf."""
+    return [x.detach().clone().to(device).requires_grad_() for x in tensors]
+
+
 def test_grouped_attention_with_a_mask_has_a_fused_kernel() -> None:
     torch.manual_seed(0)
     shape = (2, 128)
@@ -146,7 +157,7 @@ def test_grouped_attention_with_a_mask_has_a_fused_kernel() -> None:
     positions = torch.arange(128).remainder(50).expand(2, -1)
     core, results = CausalCore(use_rotary=False, grouped=True), []
     for device in ("cpu", "cuda"):
-        inputs = [x.detach().to(device, copy=True).requires_grad_() for x in (q, k, v)]
+        inputs = leaves((q, k, v), device)
         mask = document_mask(positions.to(device), torch.bfloat16)
         kernels = [torch.nn.attention.SDPBackend.MATH]
         if device == "cuda":
@@ -157,10 +168,88 @@ def test_grouped_attention_with_a_mask_has_a_fused_kernel() -> None:
         with torch.nn.attention.sdpa_kernel(kernels):
             out = core(*inputs, torch.empty(0), mask)
         out.float().square().sum().backward()
-        results.append([out.detach().cpu(), *(x.grad.cpu() for x in inputs)])
+        results.append([out.detach(), *gradients(inputs)])
     for cpu, cuda in zip(*results, strict=True):
-        error = (cpu.float() - cuda.float()).norm() / cpu.float().norm()
-        assert float(error) < 0.02
+        assert deviation(cuda, cpu) < 0.02
+
+
+def gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
+    values = [x.grad for x in tensors]
+    assert all(value is not None for value in values)
+    return [value for value in values if value is not None]
+
+
+def deviation(tensor: Tensor, reference: Tensor) -> float:
+    exact = reference.double().cpu()
+    return float((tensor.double().cpu() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("length", [128, 301, 1024])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["heads", "groups"])
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+def test_attention_by_blocks_equals_the_dense_mask(
+    dtype: torch.dtype, tolerance: float, length: int, heads: tuple[int, int], head_dim: int
+) -> None:
+    torch.compiler.reset()  # Dynamo has at most eight graphs of a function
+    torch.manual_seed(0)
+    queries, keys = heads
+    # Of one tensor, as in a block, and its gradient is one too.
+    qkv = torch.randn(2, length, queries + 2 * keys, head_dim).to(dtype)
+    weight = torch.randn(2, length, queries * head_dim)
+    places = torch.arange(length)
+    positions = torch.stack([places % 50, places % 200])
+    core, none = CausalCore(use_rotary=False, grouped=keys < queries), torch.empty(0)
+
+    def attend(qkv: Tensor, mask: Mask) -> Tensor:
+        q, k, v = qkv.split([queries, keys, keys], dim=2)
+        return core(q, k, v, none, mask)
+
+    (exact,) = leaves([qkv.float()], "cpu")
+    expected = attend(exact, document_mask(positions, torch.float32))
+    (expected * weight).sum().backward()
+    (inputs,) = leaves([qkv], "cuda")
+    mask = Cuda.compile(document_blocks)(positions.cuda())
+    out = Cuda.compile(attend)(inputs, mask)
+    (out.float() * weight.cuda()).sum().backward()
+    assert deviation(out.detach(), expected.detach()) < tolerance
+    (ours,), (theirs,) = gradients([inputs]), gradients([exact])
+    for part, other in zip(
+        ours.split([queries, keys, keys], dim=2),
+        theirs.split([queries, keys, keys], dim=2),
+        strict=True,
+    ):
+        assert deviation(part, other) < tolerance
+
+
+@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+def test_training_by_blocks_equals_the_dense_mask(new_backend: NewBackend, recomputed: str) -> None:
+    settings = (*BLOCKS, *GROUPED, f"train.activation_checkpointing={recomputed}")
+    expected = figures(on_gpu(new_backend, *settings, "train.compile=false"), 6)
+    backend = on_gpu(new_backend, *settings)
+    assert backend.chunks[0].document_blocks is not None
+    assert figures(backend, 6) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_same_bits_by_blocks(new_backend: NewBackend) -> None:
+    """Attention by blocks adds in one order, forward and backward."""
+    settings = (*BLOCKS, *GROUPED, "train.precision=bf16_mixed")
+    assert figures(on_gpu(new_backend, *settings), 4) == figures(on_gpu(new_backend, *settings), 4)
+
+
+def test_a_long_sequence_needs_no_mask_of_all_pairs() -> None:
+    length = 65536  # of which a dense mask is 8.6 GB
+    q, k, v = (torch.randn(1, length, heads, 64) for heads in (4, 2, 2))
+    inputs = leaves((x.bfloat16() for x in (q, k, v)), "cuda")
+    positions = torch.arange(length, device="cuda").remainder(4096).unsqueeze(0)
+    core = Cuda.compile(CausalCore(use_rotary=False, grouped=True))
+    torch.cuda.reset_peak_memory_stats()
+    out = core(*inputs, torch.empty(0), Cuda.compile(document_blocks)(positions))
+    out.sum().backward()
+    assert torch.cuda.max_memory_allocated() < 2**30
+    # A document's first token attends to itself alone.
+    first = out.view(length, 4, 64)[4096 * 7]
+    assert torch.equal(first, inputs[2][0, 4096 * 7].repeat_interleave(2, dim=0))
 
 
 def test_memory_between_steps_is_as_planned(new_backend: NewBackend) -> None:
@@ -270,9 +359,9 @@ def test_a_profile_is_of_the_device(tmp_path: Path) -> None:
 def test_marks_take_the_time_of_the_device() -> None:
     x = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
-    began, enqueued = time.perf_counter(), DeviceMark()
+    began, enqueued = time.perf_counter(), Cuda().mark()
     for _ in range(50):
         x = (x @ x).tanh()
-    done = DeviceMark()
+    done = Cuda().mark()
     assert time.perf_counter() - began < done - enqueued, "the host runs ahead"
     assert done - enqueued == pytest.approx(time.perf_counter() - began, rel=0.2)

@@ -8,11 +8,13 @@ from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import assert_rounded, forward_terms
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.model.attention import document_mask
-from slurmllm.model.decoder import build_model
+from slurmllm.model.attention import document_blocks, document_mask
+from slurmllm.model.decoder import CausalCore, build_model
 from slurmllm.model.init import initialize
 
 pytestmark = pytest.mark.numerics
@@ -61,3 +63,56 @@ def test_mask() -> None:
         [0, 0, 1, 1, 0],
         [0, 0, 0, 0, 1],
     ]
+
+
+def packed(length: int, longest: int, seed: int) -> Tensor:
+    """Positions in random documents, of which the last one is cut."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces, total = [], 0
+    while total < length:
+        pieces.append(torch.arange(int(torch.randint(1, longest + 1, (), generator=generator))))
+        total += len(pieces[-1])
+    return torch.cat(pieces)[:length]
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300, 768])
+@pytest.mark.parametrize("longest", [3, 140, 400, 2000])
+def test_blocks_are_those_that_torch_finds_token_by_token(length: int, longest: int) -> None:
+    positions = torch.stack([packed(length, longest, seed) for seed in range(3)])
+    mask = document_blocks(positions)
+    rows, columns = torch.arange(length).unsqueeze(1), torch.arange(length)
+    for row in range(3):
+        visible = mask.mask_mod(torch.tensor(row), torch.tensor(0), rows, columns)
+        assert torch.equal(visible, document_mask(positions, torch.float32)[row, 0] == 0)
+    expected = create_block_mask(mask.mask_mod, 3, None, length, length, device="cpu")
+    assert mask.shape == expected.shape
+    for name in BlockMask._TENSOR_ATTRS:
+        tensor, other = getattr(mask, name), getattr(expected, name)
+        assert other is None if tensor is None else torch.equal(tensor, other), name
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor's own
+@pytest.mark.parametrize(
+    ("compiler", "length", "queries", "keys"),
+    [
+        *(("eager", 128, 4, 4), ("eager", 301, 4, 4), ("eager", 301, 6, 2)),
+        pytest.param("inductor", 301, 6, 2, marks=pytest.mark.long),
+    ],
+)
+def test_attention_by_blocks_equals_the_dense_mask(
+    compiler: str, length: int, queries: int, keys: int
+) -> None:
+    positions = torch.stack([packed(length, longest, 5) for longest in (9, 150, 2000)])
+    torch.compiler.reset()  # Dynamo has at most eight graphs of a function
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(3, length, n, 16, generator=generator) for n in (queries, keys, keys))
+    core, none = CausalCore(use_rotary=False, grouped=keys < queries), torch.empty(0)
+    compiled = torch.compile(core, fullgraph=True, dynamic=False, backend=compiler)
+    make_mask = torch.compile(document_blocks, fullgraph=True, dynamic=False, backend=compiler)
+    mask = make_mask(positions)
+    with torch.no_grad():  # torch has no backward pass of it on CPUs
+        expected = core(q, k, v, none, document_mask(positions, torch.float32))
+        for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
+            inputs = (x.to(dtype) for x in (q, k, v))
+            out = compiled(*inputs, none, mask)
+            assert torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from slurmllm.config.resolve import resolve
-from slurmllm.plan.memory import WorkerMemory, worker_memory
+from slurmllm.errors import ConfigError
+from slurmllm.plan.fit_check import check_fit, choose_parallel
+from slurmllm.plan.memory import WorkerMemory, dense_mask_warning, worker_memory
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
 
@@ -92,8 +94,43 @@ def test_masks_between_documents() -> None:
     result = [memory("tiny_neox", 1, *stages, rank=rank).masks for rank in range(4)]
     assert result == [masked.masks // 2 * count for count in (4, 3, 2, 1)]
     # On GPUs, grouped keys and values are copied for a kernel that takes masks.
-    grouped = [memory("qwen3_8b", 1, f"data.mask={mask}") for mask in ("none", "document")]
-    assert grouped[1].activations > grouped[0].activations
+    masks = ("data.mask=none", "data.mask=document")
+    plain, masked = (memory("qwen3_8b", 1, mask, "train.compile=false") for mask in masks)
+    assert masked.activations > plain.activations
+    # Compiled blocks have neither copies nor a dense mask, but lists of blocks.
+    plain, blocks = (memory("qwen3_8b", 1, mask, "train.compile=true") for mask in masks)
+    assert blocks.activations == plain.activations
+    assert 0 < blocks.masks < masked.masks / 10
+
+
+LONG = ("data.mask=document", "model.seq_len=131072", "train.global_batch=16")
+
+
+def test_a_dense_mask_that_is_large() -> None:
+    for settings in ((), ("model.seq_len=8192", "train.compile=false"), ("data.mask=none",)):
+        config = resolve("llama3_8b", "p5", [*LONG, *settings])
+        assert dense_mask_warning(config) == [], settings
+    uncompiled = resolve("llama3_8b", "p5", [*LONG, "train.compile=false"])
+    (warning,) = dense_mask_warning(uncompiled)
+    assert "131,072 tokens takes 32.00 of 77.60 GiB" in warning  # 34 GB
+    assert warning.endswith("--set train.compile=true, which needs no such mask")
+    (warning,) = dense_mask_warning(resolve("llama3_8b", "local", LONG))
+    assert "32.00 of 7.50 GiB" in warning
+    assert warning.endswith("--set data.mask=none, or a smaller model.seq_len")
+
+
+def test_the_warning_is_in_what_submit_and_plan_say() -> None:
+    config = resolve("llama3_8b", "p5", [*LONG, "train.compile=false", "parallel.tensor=4"])
+    (warning,) = dense_mask_warning(config)
+    refused = check_fit(config, 2, lambda _: [])
+    assert refused is not None
+    assert warning in refused.refusals
+    forced = check_fit(config, 2, lambda _: [], force=True)
+    assert forced is not None
+    assert warning in forced.warnings
+    with pytest.raises(ConfigError) as caught:
+        choose_parallel(config.with_settings("parallel", {}, auto=True), 1, lambda _: [])
+    assert warning in caught.value.faults
 
 
 def test_earlier_stages_hold_more_in_flight() -> None:

@@ -69,6 +69,16 @@ def test_a_gpu_waits_only_for_a_host_that_is_slower() -> None:
     assert gpu.total == pytest.approx(cpu.overhead), "the host's time alone"
 
 
+def test_a_dense_mask_has_all_pairs_computed() -> None:
+    masks, one = ("data.mask=none", "data.mask=document"), ("parallel.tensor=1",)
+    for compiled, pairs in (("true", 1), ("false", 2)):
+        options = ("train.activation_checkpointing=selective", f"train.compile={compiled}", *one)
+        plain, masked = (step("llama3_8b", 2, *options, mask, cluster="p5") for mask in masks)
+        # Recomputed is attention alone.
+        assert masked.recompute == pytest.approx(pairs * plain.recompute)
+        assert (masked.compute > plain.compute) == (pairs == 2)
+
+
 def test_sequence_parallelism_shares_the_elementwise_work() -> None:
     shared = step("neox_20b", 4)
     alone = step("neox_20b", 4, "parallel.sequence=false")

@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import sys
+import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -78,7 +79,8 @@ def wrap_blocks(
     """
     for block in blocks:
         for part in _parts(block, recompute):
-            part.forward = functools.partial(_checkpointed, part.forward)
+            # A method, which torch.compile guards by its function: equal blocks share a graph.
+            part.forward = types.MethodType(_recomputed, part)
     forward: Forward = type(blocks[0]).forward
     if compiled:
         # Imports Inductor: 0.7 s.
@@ -118,7 +120,11 @@ def wrap_output(output: Output, device: Device, *, shared: bool) -> None:
         output.softmax_ = device.compile(output.softmax_)
 
 
-def _checkpointed(forward: Forward, *inputs: Tensor | None) -> Tensor:
+def _recomputed(part: nn.Module, *inputs: Any) -> Tensor:
+    return _checkpointed(functools.partial(type(part).forward, part), *inputs)
+
+
+def _checkpointed(forward: Forward, *inputs: Any) -> Tensor:
     # The blocks have no dropout, so there is no random state to restore.
     out: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Device:
     # Elements that an optimizer updates at a time without compilation: temporaries (about 30 bytes
     # an element) stay in a CPU's cache, and below a gigabyte on an accelerator.
     update_elements = 2**16
+    # How compiled blocks keep documents apart: "flex" (flex_attention, whose kernels compute only
+    # blocks in which tokens attend to each other) or "dense" (a mask of all pairs of tokens). In
+    # `plan.mesh.FLEX_DEVICES` too.
+    document_attention: Literal["dense", "flex"] = "dense"
     # Gradients that wait for a conversion, which is then one call for all of them, bytes.
     waiting_gradients = 0
 
@@ -161,6 +165,10 @@ class Cuda(Accelerator):
     process_group = "nccl"
     activity = ProfilerActivity.CUDA
     memory_history = torch.cuda.memory
+    # Not varlen_attn: it is new in torch 2.10, is not for fp32, has no fixed order of additions in
+    # its backward pass, and takes the number of documents as a shape, that of the longest from the
+    # host.
+    document_attention = "flex"
 
     @classmethod
     def missing(cls, local_rank: int) -> str | None:

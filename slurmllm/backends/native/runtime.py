@@ -46,9 +46,10 @@ from slurmllm.backends.native.unsharded import UnshardedWeights
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.errors import ConfigError
+from slurmllm.model.attention import document_blocks
 from slurmllm.model.decoder import Decoder
 from slurmllm.model.init import fill, initialize, local_part
-from slurmllm.plan.mesh import Mesh, fsdp_disabled, pipelines
+from slurmllm.plan.mesh import Mesh, fsdp_disabled, pipelines, suits_block_masks
 from slurmllm.run.host_memory import Memory
 
 # A collective that waits longer than this has lost a peer. Long, because peers may compile or
@@ -123,6 +124,10 @@ class NativeBackend(Backend):
             compiled=recipe.train.compile,
             recompute=recipe.train.recomputed,
         )
+        if self.kind.document_attention == "flex" and suits_block_masks(recipe):
+            make_mask = self.kind.compile(document_blocks)
+            for chunk in self.chunks:
+                chunk.document_blocks = make_mask
         self.chunks[-1].output.z_loss = recipe.train.z_loss
         self.chunks[-1].output.row_multiple = self.kind.row_multiple
         if recipe.train.compile:

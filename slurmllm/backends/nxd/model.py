@@ -126,7 +126,7 @@ class CoreAttention(CausalCore):
         super().__init__(use_rotary=use_rotary, grouped=group > 1)
         self.group = group
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, positions: Tensor | None = None
     ) -> Tensor:
         """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim], k and v with fewer heads.
