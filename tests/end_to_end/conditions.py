@@ -36,7 +36,7 @@ OPTIONS = (
     *("--set=optim.warmup_steps=2", "--set=checkpoint.every_steps=4", "--set=slurm.backoff_s=1"),
 )
 FAULT_STEP = 5
-PENDING_S, LIMIT_S = 40.0, 150.0
+PENDING_S, LIMIT_S = 40.0, 300.0
 # A site with GPUs (files), unequal nodes, features, limits, and cloud nodes that never boot.
 CONF = """\
 GresTypes=gpu
@@ -230,7 +230,7 @@ class Scene:
                 self.seen.leaks = [f"job {job} is left" for job in left]
                 return self.seen
             if self.condition.fault:
-                self.bench.wait_for_step(self.name, FAULT_STEP, timeout_s=LIMIT_S)
+                self._wait_for_step()
             for step in self.condition.fault:
                 self._carry_out(step)
             self.wait()
@@ -274,6 +274,17 @@ class Scene:
             time.sleep(2 if waits else 0.3)
             if not waits:
                 self._release()
+
+    def _wait_for_step(self) -> None:
+        """Wait for the step before the fault."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                return self.bench.wait_for_step(self.name, FAULT_STEP, timeout_s=5)
+            except AssertionError:
+                if time.monotonic() > deadline:
+                    raise
+            self._release()
 
     def _release(self) -> None:
         """Release the job, as its status recommends, if a busy machine started it too slowly."""
