@@ -66,7 +66,10 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "mesh",
     [
-        ("llama3", 2, 1, 2, FEW, "parallel.sequence=true", SELECTIVE, "parallel.zero=3"),
+        pytest.param(
+            ("llama3", 2, 1, 2, FEW, "parallel.sequence=true", SELECTIVE, "parallel.zero=3"),
+            marks=pytest.mark.long,
+        ),
         ("qwen3", 1, 2, 1, "parallel.virtual_pipeline=2"),
         pytest.param(
             ("qwen3", 2, 2, 1, FEW, "train.activation_checkpointing=full"), marks=pytest.mark.long

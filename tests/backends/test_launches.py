@@ -105,7 +105,9 @@ def test_operations_do_not_grow_with_the_parameters(
     assert len([*backend.model.parameters()]) == 292  # as many as gpt3_1.3b
 
 
-@pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_sr"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16_mixed", marks=pytest.mark.long), "bf16_sr"]
+)
 def test_operations_with_fsdp(precision: str) -> None:
     """FSDP has some for each block, and casts each weight if it stores another format."""
     run = partial(small_run, "gpt3", 1, 1, 2, f"train.precision={precision}", *COMPILED)
