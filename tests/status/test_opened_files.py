@@ -158,8 +158,9 @@ def opened_by(run: RunDir, line: str) -> tuple[str, Counter[str]]:
     [
         ("status large", 1, 3),  # of the last attempt: heartbeat, workers, versions
         ("status", 1, 0),
-        # The record for the curve and for the history, metrics, events for saves and for figures
-        ("report large --no-files", 5, 1),
+        # The record for the curve and for the history, metrics, events for saves and for figures;
+        # of the last attempt heartbeats and versions
+        ("report large --no-files", 5, 2),
         ("logs large", 0, 0),
         ("logs large --rank 7", 0, 0),
         ("logs large --failed", 1, 2 * PER_NODE),  # of the last attempt that failed
