@@ -90,9 +90,11 @@ class Output(nn.Module):
             weight = F.pad(weight, (0, 0, 0, padded - len(weight)))
         return weight[:padded]
 
-    def chunk(self, count: int, limit: float) -> int:
-        """Return how many of `count` tokens are computed at a time, about `limit` at most."""
-        parts = max(1, math.ceil(count / limit))
+    def chunk(self, count: int, rows: int, limit: float) -> int:
+        """Return how many of `count` tokens are computed at a time: about `limit` logits at most,
+        `rows` of each.
+        """
+        parts = max(1, math.ceil(count * rows / limit))
         if self.row_multiple > 1:  # chunks of one size, where possible, are one compiled graph
             even = (n for n in range(parts, 2 * parts) if count % (n * self.row_multiple) == 0)
             parts = next(even, parts)
@@ -139,8 +141,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if output.wide and x.is_cpu:
             x, rows = x.float(), rows.float()
         count = len(labels)
-        one_pass = output.one_pass or not x.is_cpu
-        size = output.chunk(count, _LOGITS_AT_A_TIME * 2 / rows.element_size() / len(rows))
+        functions = output.statistics, output.softmax_
+        options = functions, output.z_loss, output.one_pass or not x.is_cpu
+        size = output.chunk(count, len(rows), _LOGITS_AT_A_TIME * 2 / rows.element_size())
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         logits = x.new_empty(size, len(rows))
         grad_x = torch.empty_like(x) if need_x else None
@@ -151,10 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = x[start : start + size]
             gradient = torch.mm(part, rows.T, out=logits[: len(part)])
             part_labels = labels[start : start + size]
-            functions = output.statistics, output.softmax_
-            loss += output.softmax_gradient_(
-                gradient, part_labels, share, functions, output.z_loss, one_pass
-            )
+            loss += output.softmax_gradient_(gradient, part_labels, share, *options)
             if grad_x is not None:
                 torch.mm(gradient, rows, out=grad_x[start : start + size])
             if grad_rows is None:
@@ -208,9 +208,9 @@ def softmax_gradient_(
     """Overwrite logits [rows, entries] by the gradient of the summed loss; return that sum.
 
     The gradient is softmax - one_hot, plus the z-loss's 2 · z_loss · log_sum · softmax; the sum is
-    without the z-loss. `one_pass`: the softmax and the one_hot are subtracted in one pass over the
-    logits. Labels [rows] are entries of the whole vocabulary, or IGNORED; entries
-    beyond the share's have the gradient 0.
+    without the z-loss. `one_pass`: one_hot is subtracted in the pass that computes the softmax.
+    Labels [rows] are entries of the whole vocabulary, or IGNORED; entries beyond the share's have
+    the gradient 0.
     """
     compute_statistics, softmax_in_place = functions
     if share.rows < logits.shape[1]:

@@ -22,8 +22,8 @@ class _Weight:
     name: str
     stored: nn.Parameter  # the optimizer's and the checkpoints'
     used: nn.Parameter  # that of forward and backward: the same, or a converted copy
-    gradient: Tensor | None = None  # of a micro batch, waiting to be added
-    sum: Tensor | None = None  # over the micro batches, fp32
+    sum: Tensor | None = None  # of gradients over the micro batches, fp32
+    waits: bool = False  # whether the gradient of a micro batch waits to be added
 
 
 class UnshardedWeights:
@@ -36,7 +36,7 @@ class UnshardedWeights:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, waiting_bytes: int) -> None:
         self._weights: list[_Weight] = []
-        self._waiting: list[_Weight] = []
+        self._waiting: list[tuple[_Weight, Tensor]] = []
         self._bytes, self._limit, self._summing = 0, waiting_bytes, False
         for module in model.modules():
             for name, stored in [*module.named_parameters(recurse=False)]:
@@ -81,10 +81,11 @@ class UnshardedWeights:
         def collect(used: Tensor) -> None:
             if not self._summing:
                 return
-            if weight.gradient is not None:
+            assert used.grad is not None
+            if weight.waits:
                 self._add()
-            weight.gradient, used.grad = used.grad, None
-            self._waiting.append(weight)
+            self._waiting.append((weight, used.grad))
+            used.grad, weight.waits = None, True
             self._bytes += used.nbytes
             if self._bytes > self._limit:
                 self._add()
@@ -94,19 +95,17 @@ class UnshardedWeights:
     @torch.no_grad()
     def _add(self) -> None:
         """Add the waiting gradients to the sums."""
-        first = [weight for weight in self._waiting if weight.sum is None]
-        gradients = [weight.gradient for weight in first if weight.gradient is not None]
-        sums = [w.sum for w in self._waiting if w.sum is not None]
-        if sums:
-            later = [
-                w.gradient for w in self._waiting if w.sum is not None and w.gradient is not None
-            ]
-            # Lists of one format are one launch.
-            torch._foreach_add_(sums, _converted(later) if self._limit else later)
-        for weight, total in zip(first, _converted(gradients), strict=True):
+        first = [(weight, g) for weight, g in self._waiting if weight.sum is None]
+        later = [(weight.sum, g) for weight, g in self._waiting if weight.sum is not None]
+        for (weight, _), total in zip(first, _converted([g for _, g in first]), strict=True):
             weight.sum = total
-        for weight in self._waiting:
-            weight.gradient = None
+        if later:
+            gradients = [gradient for _, gradient in later]
+            # Lists of one format are one launch.
+            addends = _converted(gradients) if self._limit else gradients
+            torch._foreach_add_([total for total, _ in later], addends)
+        for weight, _ in self._waiting:
+            weight.waits = False
         self._waiting.clear()
         self._bytes = 0
 
