@@ -150,8 +150,8 @@ def _counted(work: Work, device: torch.device, count: int) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def products(

@@ -10,7 +10,6 @@ import gc
 import itertools
 import math
 import os
-import socket
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from slurmllm.backends.base import MicroBatch, Worker
+from slurmllm.backends.native.device import KINDS, Accelerator, Device
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.backends.process_group import init_process_group
 from slurmllm.calibrate import measuring
@@ -36,9 +36,9 @@ from slurmllm.calibrate.node import (
     product_grid,
     step_config,
 )
+from slurmllm.errors import ConfigError
 from slurmllm.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.run.host_memory import host_memory
 
 # Of a collective, instead of torch's 10 (NCCL) or 30 minutes (Gloo).
 _LIMIT = timedelta(seconds=120)
@@ -59,64 +59,37 @@ def main(text: str) -> None:
     task = Task.model_validate_json(text)
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
     first = rank == 0
-    device = torch.device(task.device)
-    if device.type == "cuda":
-        if fault := _missing_gpu(task, local_rank):
-            sys.exit(fault)  # the last line of its output is the reason of the failure
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+    try:
+        kind = KINDS[task.device](local_rank)
+    except ConfigError as error:
+        sys.exit(str(error))  # the last line of its output is the reason of the failure
+    device = kind.torch
     steps: list[Sample] = []
     scale = scale_of(task)
     measurements = _measurements(task, scale, device)
     count = len(measurements) + (not task.products_only)
     if not task.products_only:
-        what = "a tiny model" if device.type == "cpu" else "a wide model"
+        what = "a wide model" if kind.asynchronous else "a tiny model"
         _progress(f"1 of {count}: {what}, for the overhead of steps and libraries", first)
         # First, as each worker's backend starts a process group of its own.
         for layers in STEP_LAYERS[task.device]:
             steps += time_steps(task, layers, local_rank)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    init_process_group(backend, rank, task.nodes * task.workers, _LIMIT)
-    _write_mean(Sample(kind="reserved", value=_reserved(device)))
-    # Bytes of the device, or a worker's share of the host's memory.
-    on_gpu = device.type == "cuda"
-    memory = torch.cuda.mem_get_info(device)[1] if on_gpu else host_memory(task.sharing).limit_bytes
-    _write_mean(Sample(kind="memory", value=memory))
+    init_process_group(kind.process_group, rank, task.nodes * task.workers, _LIMIT)
+    _write_mean(Sample(kind="reserved", value=_reserved(kind)))
+    _write_mean(Sample(kind="memory", value=kind.total_memory(task.sharing)))
     for sample in steps:
         _write_mean(sample)
     for index, (name, items) in enumerate(measurements.items()):
         _progress(f"{count - len(measurements) + index + 1} of {count}: {name}", first)
         limit_s = math.inf
-        if on_gpu:
+        if kind.asynchronous:
             left_s = task.begun + GPU_LIMIT_S - time.monotonic()
             remaining_s = sum(PARTS_S[part] for part in [*measurements][index:])
             limit_s = PARTS_S[name] * min(1.0, max(0.0, left_s) / remaining_s)
         measure(list(items()), device, scale.budget_s, scale.rounds, limit_s)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        kind.release()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _missing_gpu(task: Task, local_rank: int) -> str | None:
-    """Return why this worker has no GPU, with the fix; None if it has one."""
-    count, host = torch.cuda.device_count(), socket.gethostname()
-    if count > local_rank:
-        return None
-    if torch.version.cuda is None:
-        return (
-            f"cluster.device: cuda: PyTorch {torch.__version__} on {host} is built without CUDA; "
-            "install a build for CUDA, or calibrate a profile of CPUs, such as --cluster local"
-        )
-    if count == 0:
-        return (
-            f"cluster.device: cuda: PyTorch {torch.__version__} finds no GPU on {host}; calibrate "
-            "on a node that has some (without --local, in a job), and see `nvidia-smi` there"
-        )
-    return (
-        f"cluster.devices_per_node: {task.workers}: {host} has {count} GPU{'s' * (count > 1)}; "
-        f"--set cluster.devices_per_node={count}"
-    )
 
 
 def _measurements(
@@ -150,13 +123,11 @@ def _measurements(
     return measurements
 
 
-def _reserved(device: torch.device) -> int:
+def _reserved(kind: Device) -> int:
     """Return bytes of the device that are in use without a model."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free - torch.cuda.memory_reserved(device)
+    if isinstance(kind, Accelerator):
+        return kind.unavailable_memory()
     with suppress(OSError):
         # glibc keeps freed memory resident until it is trimmed.
         ctypes.CDLL(None).malloc_trim(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -297,10 +296,8 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
             continue
         _flatten(str(key), value, settings)
     versions = manifest.get("versions")
-    with suppress(OSError):
-        for attempt in run.attempts("train")[-1:] if versions is None else ():
-            for record in sorted(attempt.node("").parent.glob("*.json"))[:1]:  # it has no graphs
-                versions = _read_mapping(record)[0].get("versions")
+    if versions is None:  # it has no graphs
+        versions = _node_versions(run, warnings)
     _flatten("versions", versions if isinstance(versions, dict) else {}, settings)
     return settings
 
@@ -314,6 +311,21 @@ def _flatten(path: str, value: Any, into: dict[str, Setting]) -> None:
         into[path] = value
     else:
         into[path] = json.dumps(value, default=str)
+
+
+def _node_versions(run: RunDir, warnings: list[str]) -> object:
+    """Return the versions in the record of a node of the last attempt; None without one."""
+    try:
+        folders = [attempt.node("").parent for attempt in run.attempts("train")[-1:]]
+        records = sorted(path for folder in folders for path in folder.glob("*.json"))
+    except OSError as error:
+        warnings.append(f"cannot read the attempts of {run.path}: {os_error_text(error)}")
+        return None
+    for record in records[:1]:
+        node, faults = _read_mapping(record)
+        warnings += faults
+        return node.get("versions")
+    return None
 
 
 def _read_mapping(path: Path) -> tuple[Mapping[Any, Any], list[str]]:
