@@ -58,7 +58,7 @@ def loss_weight(micro_batches: Sequence[MicroBatch], num_targets: int, data: int
 
 
 class ReadMark:
-    """A mark on a device without a clock: reached when the host asks, which has waited for it."""
+    """A point in time on a device without a clock: when the host has read its results."""
 
     _last_read = 0.0  # time.perf_counter()
 
@@ -88,14 +88,14 @@ class Backend(ABC):
     # make the host wait for the device.
     deferred_metrics: bool = False
 
-    # The worker's device, for the profiler; None: the CPUs are what it sees.
-    kind: Device | None = None
+    # What this worker computes on, for the profiler; None: the CPUs.
+    worker_device: Device | None = None
 
     def mark(self) -> Any:
-        """Mark the end of the work enqueued so far, as a step begins and as it ends.
+        """Return the point in time at which the work enqueued so far is done.
 
-        `later - earlier` are the seconds between two marks by the clock of what computes. It waits
-        for the later one, once the numbers enqueued before it have been read.
+        `later - earlier` is the time between two of them in seconds, by the device's clock if it
+        has one. It waits for the later one.
         """
         return ReadMark() if self.deferred_metrics else time.perf_counter()
 

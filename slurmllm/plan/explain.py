@@ -34,8 +34,8 @@ from slurmllm.plan.step import (
 _RUNNERS_UP = 2
 # By whether attention between documents computes blocks.
 _DOCUMENTS = {
-    True: "attention skips blocks of tokens between them; its predicted time is for one document "
-    "a sequence, the longest that it can take",
+    True: "attention computes only within them; its predicted time is an upper limit, that of one "
+    "document a sequence",
     False: "a dense mask separates them, and attention computes all pairs of tokens",
 }
 

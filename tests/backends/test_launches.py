@@ -1,4 +1,4 @@
-"""What a step asks of a device, beside its compiled graphs, with the code for accelerators.
+"""The operations that a step launches outside its compiled graphs, on an accelerator.
 
 It runs on CPUs: by a description of a device that has an accelerator's properties, and on meta.
 Compiled functions are traced as ever; the count does not see what their graphs compute.

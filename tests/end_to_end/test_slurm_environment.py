@@ -22,7 +22,7 @@ from slurmllm.slurm.client import SlurmClient
 
 pytestmark = pytest.mark.slurm
 
-# Values that Slurm takes, by the name without its first word; for the others 1 is an option, too.
+# Values that change a job, by variable without its prefix; 1 for all others.
 HARMFUL = {
     **dict.fromkeys(("OUTPUT", "ERROR", "INPUT"), "/dev/null"),
     **dict.fromkeys(("STDOUTMODE", "STDERRMODE", "STDINMODE"), "/dev/null"),

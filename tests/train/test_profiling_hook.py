@@ -20,7 +20,7 @@ from .gang import small_config
 
 class Parts:
     part = Backend.__dict__["part"]
-    kind = None
+    worker_device = None
 
 
 @pytest.fixture

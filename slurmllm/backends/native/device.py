@@ -1,4 +1,4 @@
-"""The kinds of devices: all that the backend must know of one, and copies for which none waits.
+"""What differs between CPUs, GPUs and Trainium, and copies for which neither side waits.
 
 A copy from or into pageable memory, `Tensor.item()` and a branch on a tensor make the host wait
 until the device has done everything enqueued so far. Then nothing is enqueued, and the device is
@@ -39,7 +39,7 @@ class Device:
     asynchronous = False
     # Whether one call for many tensors, as torch._foreach_*, is faster than one for each.
     foreach = False
-    # Rows of matrix products with the vocabulary are padded to a multiple.
+    # The vocabulary and the tokens of the head's matrix products are padded to a multiple of this.
     row_multiple = 1
     # Elements that an optimizer updates at a time without compilation: temporaries (about 30 bytes
     # an element) stay in a CPU's cache, and below a gigabyte on an accelerator.
@@ -48,7 +48,7 @@ class Device:
     # blocks in which tokens attend to each other) or "dense" (a mask of all pairs of tokens). In
     # `plan.mesh.FLEX_DEVICES` too.
     document_attention: Literal["dense", "flex"] = "dense"
-    # Gradients that wait for a conversion, which is then one call for all of them, bytes.
+    # Bytes of gradients that are collected and then converted in one call; 0: each at once.
     waiting_gradients = 0
 
     def __init__(self, local_rank: int = 0) -> None:
@@ -74,7 +74,7 @@ class Device:
 
     @contextlib.contextmanager
     def copies(self, after: Any) -> Iterator[None]:
-        """Enqueue copies beside the computation, after an event; they are done at the end."""
+        """Copy in this context while the device computes: after an event, and complete on exit."""
         yield
 
     def pin(self, memory: Tensor) -> str | None:
@@ -94,9 +94,9 @@ class Device:
 
 
 class Accelerator(Device):
-    """A device beside the CPUs, through torch's module for it, such as torch.cuda.
+    """A GPU or Trainium, through torch's module for it, such as torch.cuda.
 
-    Its module has what FSDP2 needs of one too: streams and events.
+    It uses the parts of the module that FSDP2 needs as well: streams, events, memory figures.
     """
 
     asynchronous = foreach = True

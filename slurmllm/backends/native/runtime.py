@@ -61,12 +61,12 @@ class NativeBackend(Backend):
     """Training on CPUs or accelerators, one a worker.
 
     Attributes:
-        kind: Its device; `device` is torch's.
+        worker_device: What this worker computes on; `device` is the torch.device of it.
         chunks: This worker's parts of the model: one, or several with interleaved pipeline
             stages. Parameters have their names in the whole model.
     """
 
-    kind: Device
+    worker_device: Device
     device: torch.device
     device_mesh: DeviceMesh
     chunks: list[Decoder]
@@ -90,8 +90,8 @@ class NativeBackend(Backend):
             compiling.tag_cache_keys()
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
-        self.kind = kind(worker.local_rank)
-        self.device = self.kind.torch
+        self.worker_device = kind(worker.local_rank)
+        self.device = self.worker_device.torch
         if kind.asynchronous:
             self.deferred_metrics = True
         bound_to = None if self.device.type == "cpu" else self.device
@@ -120,18 +120,20 @@ class NativeBackend(Backend):
         # Before FSDP, whose hooks then run outside the compiled functions.
         compiling.wrap_blocks(
             [block for chunk in self.chunks for block in chunk.blocks()],
-            self.kind,
+            self.worker_device,
             compiled=recipe.train.compile,
             recompute=recipe.train.recomputed,
         )
-        if self.kind.document_attention == "flex" and suits_block_masks(recipe):
-            make_mask = self.kind.compile(document_blocks)
+        if self.worker_device.document_attention == "flex" and suits_block_masks(recipe):
+            make_mask = self.worker_device.compile(document_blocks)
             for chunk in self.chunks:
                 chunk.document_blocks = make_mask
         self.chunks[-1].output.z_loss = recipe.train.z_loss
-        self.chunks[-1].output.row_multiple = self.kind.row_multiple
+        self.chunks[-1].output.row_multiple = self.worker_device.row_multiple
         if recipe.train.compile:
-            compiling.wrap_output(self.chunks[-1].output, self.kind, shared=mesh.tensor > 1)
+            compiling.wrap_output(
+                self.chunks[-1].output, self.worker_device, shared=mesh.tensor > 1
+            )
         fsdp: dict[str, Any] = {
             "mesh": self.device_mesh["data"],
             "mp_policy": precision.sharding_policy(recipe.train.precision),
@@ -147,7 +149,7 @@ class NativeBackend(Backend):
         self.model = combine_chunks(self.chunks)
         if unsharded:
             dtype = precision.compute_dtype(recipe.train.precision)
-            self.weights = UnshardedWeights(self.model, dtype, self.kind.waiting_gradients)
+            self.weights = UnshardedWeights(self.model, dtype, self.worker_device.waiting_gradients)
         for chunk in self.chunks:
             initialize(chunk, recipe.model, recipe.train.seed)
         self.pipeline = self._make_pipeline() if mesh.pipeline > 1 else None
@@ -172,7 +174,7 @@ class NativeBackend(Backend):
             for parameter in self.model.parameters()
         }
         place = MeshPlace(self.mesh, self.worker.rank, tied=recipe.model.tied_embeddings)
-        self.shards = DcpSaver(self.control, self.kind, place)
+        self.shards = DcpSaver(self.control, self.worker_device, place)
 
     def fill_weights(self, read: WeightReader) -> None:
         for chunk in self.chunks:
@@ -268,7 +270,7 @@ class NativeBackend(Backend):
         parameters = [p for p in self.parameters if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = total_norm(
-            gradients, [self.parameters[p] for p in parameters], foreach=self.kind.foreach
+            gradients, [self.parameters[p] for p in parameters], foreach=self.worker_device.foreach
         )
         if (limit := self.config.recipe.optim.grad_clip) > 0:
             clip_(gradients, norm, limit)
@@ -282,7 +284,9 @@ class NativeBackend(Backend):
 
     def param_norm(self) -> DeviceNumber:
         return DeviceNumber(
-            total_norm([*self.parameters], [*self.parameters.values()], foreach=self.kind.foreach)
+            total_norm(
+                [*self.parameters], [*self.parameters.values()], foreach=self.worker_device.foreach
+            )
         )
 
     def save_shards(self, directory: Path) -> ShardWrite:
@@ -310,10 +314,10 @@ class NativeBackend(Backend):
             self.pipeline, self.evaluation_pipeline = self._make_pipeline(), None
 
     def mark(self) -> Any:
-        return self.kind.mark() or super().mark()
+        return self.worker_device.mark() or super().mark()
 
     def memory(self) -> Memory:
-        return self.kind.memory(self.worker.sharing)
+        return self.worker_device.memory(self.worker.sharing)
 
     def stop(self) -> None:
         if dist.is_initialized():

@@ -27,11 +27,13 @@ class _Weight:
 
 
 class UnshardedWeights:
-    """A model's parameters, which are of the type `dtype` in `whole()`, and their gradients' sums.
+    """The parameters of a model that one worker holds whole.
+
+    Inside `whole()` they are of the type `dtype`; their gradients are summed in fp32.
 
     Args:
-        waiting_bytes: How many gradients may wait for their addition, which is one call for all;
-            0: each is added at once, while it is in a CPU's cache.
+        waiting_bytes: Bytes of gradients that are collected and then added in one call; 0: each is
+            added at once, while it is in a CPU's cache.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, waiting_bytes: int) -> None:

@@ -33,7 +33,7 @@ class ProfilingHook(Hook):
         self._job, self._memory = job, config.memory
         self._first, self._last = config.steps
         self._own = job.worker.rank in config.ranks
-        self._device = job.backend.kind or Device()
+        self._device = job.backend.worker_device or Device()
         self._begun = False
         self._profiler: profile | None = None
         self._step: Any = None
