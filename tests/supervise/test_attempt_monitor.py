@@ -1,4 +1,4 @@
-"""When the launchers of an attempt are told to save, and when they are killed, second by second."""
+"""When an attempt is told to save, and when it is killed, on a clock of the test."""
 
 from __future__ import annotations
 
