@@ -27,7 +27,7 @@ SLURMLLM = (sys.executable, "-m", "slurmllm")
 COMMANDS = {
     "sbatch": "exec 9>>$JOB_BOX/jobs; flock 9; echo job >&9; sleep 0.2; wc -l <$JOB_BOX/jobs",
     "squeue": "seq $(wc -l <$JOB_BOX/jobs) | grep -vxf $JOB_BOX/ended "
-    "| sed 's/$/|PENDING|Priority|||/'",
+    "| sed 's/$/|PENDING|Priority||||/'",
     "sacct": "exit 1",
     "sinfo": "echo 'main*|up|n1|idle|4|1000|(null)|(null)|none'",
 }
