@@ -251,7 +251,8 @@ def plan_warnings(plans: Sequence[RecipePlan]) -> list[str]:
     if len(profiles) > 1:
         years = "; ".join(f"{', '.join(names)}: {of}" for of, names in sorted(profiles.items()))
         warnings.append(
-            f"newer software is faster, and these profiles have that of different years: {years}"
+            "these profiles were fitted to software of different years, and newer software is "
+            f"faster, so that their speeds cannot be compared: {years}"
         )
     return list(dict.fromkeys(warnings))
 

@@ -143,6 +143,6 @@ def test_profiles_with_software_of_different_years_are_warned_of() -> None:
 
     assert plan_warnings(plans("p4d", "p5", "h100_ib")) == []
     assert plan_warnings(plans("p4d", "p5", "p5en", "p6-b200")) == [
-        "newer software is faster, and these profiles have that of different years: p4d, p5: "
-        "2023-24; p5en: 2026"
+        "these profiles were fitted to software of different years, and newer software is faster, "
+        "so that their speeds cannot be compared: p4d, p5: 2023-24; p5en: 2026"
     ]

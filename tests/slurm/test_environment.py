@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,18 @@ _OPTIONS = st.lists(
 _BARE: dict[tuple[str, ...], dict[str, Any]] = {}
 
 
+@pytest.fixture(scope="module")
+def _no_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have a scontrol that fails at once: Slurm's waits a minute if $SLURM_CONF names no file."""
+    folder = tmp_path_factory.mktemp("no_cluster")
+    (folder / "scontrol").write_text("#!/bin/sh\necho 'no cluster' >&2\nexit 1\n")
+    (folder / "scontrol").chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(folder), prepend=os.pathsep)
+        yield
+
+
+@pytest.mark.usefixtures("_no_cluster")
 @pytest.mark.timeout(7200)
 @settings(max_examples=EXAMPLES)
 @given(st.dictionaries(_NAMES, _VALUES, max_size=6), _OPTIONS)
