@@ -158,9 +158,8 @@ def opened_by(run: RunDir, line: str) -> tuple[str, Counter[str]]:
     [
         ("status large", 1, 3),  # of the last attempt: heartbeat, workers, versions
         ("status", 1, 0),
-        # The record for the curve and for the history, metrics, events for saves and for figures;
-        # of the last attempt heartbeats and versions
-        ("report large --no-files", 5, 2),
+        # The record for the curve and for the history, metrics, events for saves and for figures
+        ("report large --no-files", 5, 1),
         ("logs large", 0, 0),
         ("logs large --rank 7", 0, 0),
         ("logs large --failed", 1, 2 * PER_NODE),  # of the last attempt that failed
@@ -171,7 +170,9 @@ def test_files_do_not_grow_with_nodes_times_attempts(
 ) -> None:
     total = {count: opened_by(run, line)[1].total() for count, run in runs.items()}
     for count, opened in total.items():
-        assert opened <= for_an_attempt * count + for_a_node * NODES + 40
+        # 3 more for the versions of a run without graphs: two folders and a node's record
+        most = for_an_attempt * count + for_a_node * NODES + 40 + 3 * line.startswith("report")
+        assert opened <= most
     # Opening every node's record of every attempt would be 80 more.
     assert total[MANY] - total[FEW] <= for_an_attempt * (MANY - FEW) + 20
 
