@@ -22,9 +22,6 @@ from torch.nn import functional as F
 
 from slurmllm.model import IGNORED
 
-# Logits at a time: 256 MiB of bf16, half as many in fp32. Fewer, larger products are faster.
-_LOGITS_AT_A_TIME = 2**27
-
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
 SoftmaxInPlace = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
@@ -48,8 +45,11 @@ class Output(nn.Module):
     not. `wide`: bf16 products are computed in fp32, from the same values, where that is faster.
     `row_multiple`: products have such a multiple of the vocabulary's entries and of tokens, so that
     rows are aligned for the fastest kernels of a GPU; entries added for it have the logit -inf.
+    `logits_at_a_time`: of bf16, half as many of fp32. Fewer, larger products are faster.
     `one_pass`: the labels are subtracted in the pass that computes the softmax, as on a GPU.
     """
+
+    logits_at_a_time = 2**27  # 256 MiB
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count = len(labels)
         functions = output.statistics, output.softmax_
         options = functions, output.z_loss, output.one_pass or not x.is_cpu
-        size = output.chunk(count, len(rows), _LOGITS_AT_A_TIME * 2 / rows.element_size())
+        size = output.chunk(count, len(rows), output.logits_at_a_time * 2 / rows.element_size())
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         logits = x.new_empty(size, len(rows))
         grad_x = torch.empty_like(x) if need_x else None

@@ -22,7 +22,6 @@ from slurmllm.plan.parameters import parameter_counts, up_width
 from slurmllm.plan.step import formats
 
 _FP32, _FP64, _BF16, _INT32, _INT64 = 4, 8, 2, 4, 8
-_LOGITS_AT_A_TIME = 2**27  # as in model/output.py
 _MASK_SHARE = 1 / 8  # of the memory, from which the dense mask of a sequence is warned of
 
 
@@ -193,7 +192,8 @@ class _StepMemory:
         if self.stage != self.mesh.pipeline - 1:
             return 0
         rows = self.model.padded_vocab_size // self.mesh.tensor
-        at_once = min(self.tokens, max(1, _LOGITS_AT_A_TIME // rows))
+        limit = 2**27 if self.cpu else 2**29  # as in backends/native/device.py
+        at_once = min(self.tokens, max(1, limit // rows))
         gradients = (self.tokens + rows) * self.hidden * self.bytes
         # Uncompiled, the softmax makes copies in fp32.
         copies = 0 if self.train.compile else (2 if self.bytes == _FP32 else 3) * _FP32

@@ -17,7 +17,7 @@ from train.gang import Gang, curve, make_data, make_run, rows
 
 from backends.conftest import NewBackend
 from slurmllm.backends.native.device import Cuda, DeviceNumber, send
-from slurmllm.backends.native.parallel import clip_
+from slurmllm.backends.native.parallel import clip_factor, scale_
 from slurmllm.backends.native.runtime import NativeBackend
 from slurmllm.calibrate.run import calibrate
 from slurmllm.config.resolve import resolve
@@ -123,8 +123,8 @@ def test_clipping(dtype: torch.dtype) -> None:
     norm = torch.linalg.vector_norm(values.double())
     for limit in (0.3, 1e9):
         on_cpu, on_device = [values.clone()], [values.cuda()]
-        clip_(on_cpu, norm, limit)
-        clip_(on_device, norm.cuda(), limit)
+        scale_(on_cpu, clip_factor(norm, limit))
+        scale_(on_device, clip_factor(norm.cuda(), limit))
         assert torch.equal(on_device[0].cpu(), on_cpu[0])
     assert torch.equal(on_cpu[0], values)
 

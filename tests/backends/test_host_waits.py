@@ -49,11 +49,15 @@ def use_numbers_of_the_host() -> None:
         dist.all_reduce(total)
         return math.sqrt(total.item())
 
-    def clip(tensors: Sequence[Tensor], norm: float, limit: float) -> None:
-        if norm > limit:
-            torch._foreach_mul_([local_part(t) for t in tensors], limit / (norm + 1e-6))
+    def clip_factor(norm: float, limit: float) -> float:
+        return limit / (norm + 1e-6) if norm > limit else 1.0
 
-    vars(runtime).update(total_norm=total_norm, clip_=clip, DeviceNumber=float)
+    def scale(tensors: Sequence[Tensor], factor: float) -> None:
+        if factor != 1.0:
+            torch._foreach_mul_([local_part(t) for t in tensors], factor)
+
+    changed = {"total_norm": total_norm, "clip_factor": clip_factor, "scale_": scale}
+    vars(runtime).update(changed, DeviceNumber=float)
 
 
 @pytest.mark.parametrize(

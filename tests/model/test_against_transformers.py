@@ -22,10 +22,11 @@ from slurmllm.config.families import FAMILIES
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import flatten
-from slurmllm.model import IGNORED, output
+from slurmllm.model import IGNORED
 from slurmllm.model.attention import document_mask, slice_order
 from slurmllm.model.decoder import build_model
 from slurmllm.model.init import initialize
+from slurmllm.model.output import Output
 
 transformers = pytest.importorskip("transformers")
 
@@ -259,7 +260,7 @@ def test_logits_loss_and_gradients(family: str, data: st.DataObject) -> None:
 
     logits, their_logits = model(tokens, positions=positions), other(tokens, **more).logits
     assert_rounded(logits[..., : c.vocab_size], their_logits, forward_terms(c))
-    with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
+    with patch.object(Output, "logits_at_a_time", at_a_time):
         loss = model(tokens, labels, positions)
     sum_of_counted = F.cross_entropy(
         their_logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"

@@ -7,7 +7,7 @@ import torch
 from rounding import assert_rounded, rounding_bound
 from torch.nn import functional as F
 
-from slurmllm.model import IGNORED, output
+from slurmllm.model import IGNORED
 from slurmllm.model.output import Output
 
 pytestmark = pytest.mark.numerics
@@ -24,7 +24,7 @@ def test_wide_products_of_bf16_are_those_of_fp32_rounded(at_a_time: int) -> None
     labels = torch.randint(0, 50, (2, 9), generator=generator)
     module = Output(vocab_size=50)
     module.wide = True
-    with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
+    with patch.object(Output, "logits_at_a_time", at_a_time):
         loss = module(x, weight, labels)
     loss.backward()
 
@@ -61,7 +61,7 @@ def test_z_loss_gradients_are_autograds(at_a_time: int) -> None:
     module = Output(vocab_size=50)
     plain = module(x, weight, labels)
     module.z_loss = 1e-2
-    with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
+    with patch.object(Output, "logits_at_a_time", at_a_time):
         loss = module(x, weight, labels)
     assert_rounded(loss, plain, LOSS_TERMS)  # the cross entropy alone
     gradients = torch.autograd.grad(loss * labels.numel(), (x, weight))
@@ -86,7 +86,7 @@ def test_rows_of_padding_change_nothing(rows: int, at_a_time: int, z_loss: float
         module = Output(vocab_size=50)
         module.row_multiple, module.z_loss, module.one_pass = multiple, z_loss, multiple > 1
         inputs = [t.clone().requires_grad_() for t in (x, weight)]
-        with patch.object(output, "_LOGITS_AT_A_TIME", at_a_time):
+        with patch.object(Output, "logits_at_a_time", at_a_time):
             loss = module(*inputs, labels)
         loss.backward()
         results.append([loss, *(t.grad for t in inputs)])

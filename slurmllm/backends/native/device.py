@@ -41,6 +41,8 @@ class Device:
     foreach = False
     # The vocabulary and the tokens of the head's matrix products are padded to a multiple of this.
     row_multiple = 1
+    # Logits of bf16 that exist at a time. In `plan/memory.py` too.
+    logits_at_a_time = 2**27
     # Elements that an optimizer updates at a time without compilation: temporaries (about 30 bytes
     # an element) stay in a CPU's cache, and below a gigabyte on an accelerator.
     update_elements = 2**16
@@ -100,6 +102,7 @@ class Accelerator(Device):
     """
 
     asynchronous = foreach = True
+    logits_at_a_time = 2**29  # gradients of the chunks are summed in passes over the whole head's
     row_multiple = 64  # rows of bf16 are aligned to 128 bytes, of fp32 to 256
     update_elements = 2**25
     waiting_gradients = 2**28

@@ -306,13 +306,17 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
     return torch.cat(norms).double().square().sum()
 
 
-def clip_(tensors: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """Scale tensors of one format so that their norm is `limit`, if it is larger.
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """Return what makes a larger norm `limit`, which is 0 for none; else 1, which changes no bit.
 
-    Without a branch, for which the host would wait for the norm: a factor of 1 changes no bit.
+    Without a branch, for which the host would wait for the norm.
     """
+    return torch.where(norm > (limit or math.inf), limit / (norm + 1e-6), 1.0)
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one format by a factor without dimensions."""
     with torch.no_grad():
         parts = [local_part(tensor) for tensor in tensors]
-    factor = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
     # In the tensors' format: CUDA has one kernel for all of them then.
     torch._foreach_mul_(parts, factor.to(parts[0].dtype))

@@ -95,6 +95,19 @@ def make_adamw(
 
     An optimizer of another package that updates some parameters by AdamW calls it too.
     """
+    names, param_groups = adamw_groups(named_parameters, optim)
+    options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if train.precision == "bf16_sr":
+        return StochasticAdamW(
+            param_groups, names, **options, seed=train.seed, compiled=train.compile
+        )
+    return torch.optim.AdamW(param_groups, **options, fused=True)
+
+
+def adamw_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig
+) -> tuple[dict[Tensor, str], list[dict[str, Any]]]:
+    """Return the parameters' names and their groups by weight decay."""
     # Matrices and embeddings have two dimensions; norms and biases have one. The fused kernel needs
     # all tensors of a group on one mesh.
     groups: dict[tuple[bool, Any], list[Tensor]] = {}
@@ -103,16 +116,10 @@ def make_adamw(
         names[parameter] = name
         decayed = parameter.ndim > 1 or optim.decay_norms_and_biases
         groups.setdefault((decayed, getattr(parameter, "device_mesh", None)), []).append(parameter)
-    param_groups: list[dict[str, Any]] = [
+    return names, [
         {"params": tensors, "weight_decay": optim.weight_decay if decayed else 0.0}
         for (decayed, _), tensors in groups.items()
     ]
-    options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
-    if train.precision == "bf16_sr":
-        return StochasticAdamW(
-            param_groups, names, **options, seed=train.seed, compiled=train.compile
-        )
-    return torch.optim.AdamW(param_groups, **options, fused=True)
 
 
 class StochasticAdamW(torch.optim.Optimizer):
@@ -156,26 +163,39 @@ class StochasticAdamW(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
             torch._foreach_add_([state["step"] for state in states], 1)
-            coefficients: dict[int, Tensor] = {}  # by step, usually one for all parameters
+            factors: dict[int, Tensor] = {}  # by step, usually one for all parameters
             for parameter, state in zip(parameters, states, strict=True):
                 step = int(state["step"].item())
                 keys, columns = self._keys.get(parameter, step)
-                if step not in coefficients:
-                    coefficients[step] = _coefficients(group, step, keys.device)
+                if step not in factors:
+                    factors[step] = coefficients(group, step, keys.device)
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
                 # Detached: for torch.compile a parameter has no dynamic shape.
                 shards = [local_part(tensor).detach() for tensor in tensors]
                 if shards[0].numel():
-                    self._update(*shards, keys, columns, coefficients[step])
+                    self._update(*shards, keys, columns, factors[step])
 
 
-def _coefficients(group: Mapping[str, Any], step: int, device: torch.device) -> Tensor:
-    """Return the factors of `update_`, fp32 [7]; a tensor, or each step would compile again."""
+def coefficients(group: Mapping[str, Any], step: int, device: torch.device) -> Tensor:
+    """Return those of `adamw_step`, fp32 [7]; a tensor, or each step would compile again."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     size, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
     keep = 1 - lr * group["weight_decay"]
     values = [keep, 1 - beta1, beta2, 1 - beta2, size, root, group["eps"]]
     return send(torch.tensor(values, dtype=torch.float32), device)
+
+
+def adamw_step(
+    w: Tensor, g: Tensor, m: Tensor, v: Tensor, coefficients: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight and moments after a step, of fp32 weight, gradient and moments.
+
+    Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2.
+    """
+    keep, one_minus_beta1, beta2, one_minus_beta2, size, root, eps = coefficients.unbind()
+    m = m + (g - m) * one_minus_beta1
+    v = v * beta2 + g * g * one_minus_beta2
+    return w * keep - size * m / (v.sqrt() * root + eps), m, v
 
 
 def update_(
@@ -187,7 +207,7 @@ def update_(
     columns: Tensor,
     coefficients: Tensor,
 ) -> None:
-    """Make a step of AdamW in place (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
+    """Make a step of AdamW in place, rounded stochastically.
 
     Tensors are bf16 [rows, columns], or [columns] of one row; `keys`, int32 [rows, 1], and
     `columns`, int32 [columns], are the numbers in the whole parameter that the random bits are
@@ -195,13 +215,10 @@ def update_(
     """
     if weight.ndim == 1:
         weight, exp_avg, exp_avg_sq = (x.unsqueeze(0) for x in (weight, exp_avg, exp_avg_sq))
-    keep, one_minus_beta1, beta2, one_minus_beta2, size, root, eps = coefficients.unbind()
     bits = scramble(keys ^ columns)
     first, second = bits & 0xFFFF, (bits >> 16) & 0xFFFF
-    g, m, v = gradient.float(), exp_avg.float(), exp_avg_sq.float()
-    m = m + (g - m) * one_minus_beta1
-    v = v * beta2 + g * g * one_minus_beta2
-    w = weight.float() * keep - size * m / (v.sqrt() * root + eps)
+    numbers = (tensor.float() for tensor in (weight, gradient, exp_avg, exp_avg_sq))
+    w, m, v = adamw_step(*numbers, coefficients)
     # The moments share their bits: each is unbiased, and the effect of their correlation is of the
     # order of 2⁻¹⁶. The weight has bits of its own.
     weight.copy_(round_to_bf16(w, second))

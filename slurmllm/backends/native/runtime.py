@@ -32,13 +32,15 @@ from slurmllm.backends.native import compiling, dcp, precision
 from slurmllm.backends.native.dcp import DcpSaver
 from slurmllm.backends.native.device import KINDS, Device, DeviceNumber, send
 from slurmllm.backends.native.environment import unsupported
+from slurmllm.backends.native.mixed_adamw import MixedAdamW
 from slurmllm.backends.native.parallel import (
     Pipeline,
     apply_tensor_parallel,
-    clip_,
+    clip_factor,
     combine_chunks,
     make_chunk,
     num_copies,
+    scale_,
     total_norm,
 )
 from slurmllm.backends.native.save_plan import MeshPlace
@@ -130,6 +132,7 @@ class NativeBackend(Backend):
                 chunk.document_blocks = make_mask
         self.chunks[-1].output.z_loss = recipe.train.z_loss
         self.chunks[-1].output.row_multiple = self.worker_device.row_multiple
+        self.chunks[-1].output.logits_at_a_time = self.worker_device.logits_at_a_time
         if recipe.train.compile:
             compiling.wrap_output(
                 self.chunks[-1].output, self.worker_device, shared=mesh.tensor > 1
@@ -149,7 +152,12 @@ class NativeBackend(Backend):
         self.model = combine_chunks(self.chunks)
         if unsharded:
             dtype = precision.compute_dtype(recipe.train.precision)
-            self.weights = UnshardedWeights(self.model, dtype, self.worker_device.waiting_gradients)
+            self.weights = UnshardedWeights(
+                self.model,
+                dtype,
+                self.worker_device.waiting_gradients,
+                lasting=self._has_mixed_adamw(),
+            )
         for chunk in self.chunks:
             initialize(chunk, recipe.model, recipe.train.seed)
         self.pipeline = self._make_pipeline() if mesh.pipeline > 1 else None
@@ -165,9 +173,19 @@ class NativeBackend(Backend):
         group = self.device_mesh["pipeline"]
         return Pipeline(self.chunks, mesh, group, self.device, hidden, length, self.annotated)
 
+    def _has_mixed_adamw(self) -> bool:
+        train, device = self.config.recipe.train, self.worker_device
+        unsharded = fsdp_disabled(self.config, self.mesh)
+        mixed = unsharded and train.precision == "bf16_mixed" and train.compile
+        # Gradients of another format than the weight's: torch 2.10.
+        return mixed and device.asynchronous and hasattr(Tensor, "grad_dtype")
+
     def build_optimizer(self) -> None:
-        recipe = self.config.recipe
-        self.optimizer = precision.make_optimizer(self.model.named_parameters(), recipe)
+        recipe, parameters = self.config.recipe, self.model.named_parameters()
+        if self.weights is not None and self._has_mixed_adamw():
+            self.optimizer = MixedAdamW(parameters, recipe.optim, self.weights, self.worker_device)
+        else:
+            self.optimizer = precision.make_optimizer(parameters, recipe)
         workers, tied = self.mesh.data * self.mesh.tensor, self._tied_embedding()
         self.parameters = {
             parameter: num_copies(parameter, workers) * (2 if parameter is tied else 1)
@@ -272,8 +290,11 @@ class NativeBackend(Backend):
         norm = total_norm(
             gradients, [self.parameters[p] for p in parameters], foreach=self.worker_device.foreach
         )
-        if (limit := self.config.recipe.optim.grad_clip) > 0:
-            clip_(gradients, norm, limit)
+        factor = clip_factor(norm, self.config.recipe.optim.grad_clip)
+        if isinstance(self.optimizer, MixedAdamW):
+            self.optimizer.factor = factor
+        elif self.config.recipe.optim.grad_clip > 0:
+            scale_(gradients, factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         # A save in the background may still copy the weights that this step overwrites.

@@ -34,9 +34,17 @@ class UnshardedWeights:
     Args:
         waiting_bytes: Bytes of gradients that are collected and then added in one call; 0: each is
             added at once, while it is in a CPU's cache.
+        lasting: Whether the optimizer takes gradients of `dtype`, which need no sum, and writes
+            `copies`.
+
+    Attributes:
+        copies: Stored parameter → its copy of `dtype`.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, waiting_bytes: int) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, waiting_bytes: int, *, lasting: bool = False
+    ) -> None:
+        self._lasting = lasting
         self._weights: list[_Weight] = []
         self._waiting: list[tuple[_Weight, Tensor]] = []
         self._bytes, self._limit, self._summing = 0, waiting_bytes, False
@@ -52,8 +60,11 @@ class UnshardedWeights:
                 used.register_post_accumulate_grad_hook(self._collector(weight))  # type: ignore[no-untyped-call]
                 self._weights.append(weight)
         self._converted = [w for w in self._weights if w.used is not w.stored]
-        self._copies = [weight.used.detach() for weight in self._converted]
+        self.copies = {weight.stored: weight.used.detach() for weight in self._converted}
         self._originals = [weight.stored.detach() for weight in self._converted]
+        self._versions: list[int] | None = None  # of the originals that the copies are equal to
+        for stored in self.copies if lasting else ():
+            stored.grad_dtype = None  # any
 
     @contextmanager
     def whole(self, micro_batches: int = 1) -> Iterator[None]:
@@ -61,12 +72,14 @@ class UnshardedWeights:
 
         `micro_batches` is the number of gradients of each.
         """
-        # A single gradient of the parameter's own format is its sum.
-        self._summing = bool(self._converted) or micro_batches > 1
-        for copy in self._copies:
-            copy.untyped_storage().resize_(copy.nbytes)
-        if self._copies:
-            torch._foreach_copy_(self._copies, self._originals)
+        # A single gradient of the format that the optimizer takes is its sum.
+        self._summing = (bool(self._converted) and not self._lasting) or micro_batches > 1
+        if self.copies and self._versions != [tensor._version for tensor in self._originals]:
+            for copy in self.copies.values():
+                copy.untyped_storage().resize_(copy.nbytes)
+            torch._foreach_copy_([*self.copies.values()], self._originals)
+            if self._lasting:
+                self.copies_are_current()
         for weight in self._converted:
             weight.module._parameters[weight.name] = weight.used
         try:
@@ -76,8 +89,12 @@ class UnshardedWeights:
                 weight.module._parameters[weight.name] = weight.stored
             self._add()
             self._finish()
-            for copy in self._copies:  # no memory between steps
+            for copy in () if self._lasting else self.copies.values():  # no memory between steps
                 copy.untyped_storage().resize_(0)
+
+    def copies_are_current(self) -> None:
+        """Take the copies for equal to the stored parameters until these change again."""
+        self._versions = [tensor._version for tensor in self._originals]
 
     def _collector(self, weight: _Weight) -> Callable[[Tensor], None]:
         def collect(used: Tensor) -> None:
@@ -113,7 +130,9 @@ class UnshardedWeights:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Give the sums to the stored parameters, in their format."""
+        """Give the sums to the stored parameters, in a format that the optimizer takes."""
+        for weight in () if self._summing else self._converted:
+            weight.stored.grad, weight.used.grad = weight.used.grad, None
         summed = [weight for weight in self._weights if weight.sum is not None]
         sums = [weight.sum for weight in summed if weight.sum is not None]
         if sums and summed[0].stored.dtype != torch.float32:
