@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from slurmllm.config.families import FAMILIES
 from slurmllm.config.resolve import RunConfig
 from slurmllm.format import format_gib
-from slurmllm.plan.mesh import BLOCK, Mesh, fsdp_disabled, has_block_masks
+from slurmllm.plan.mesh import (
+    BLOCK,
+    Mesh,
+    fsdp_disabled,
+    has_block_masks,
+    one_pass_adamw,
+)
 from slurmllm.plan.parameters import parameter_counts, up_width
 from slurmllm.plan.step import formats
 
@@ -29,7 +35,7 @@ _MASK_SHARE = 1 / 8  # of the memory, from which the dense mask of a sequence is
 class WorkerMemory:
     """Bytes of one worker."""
 
-    weights: int  # its share, in the format they are kept in
+    weights: int  # its share, in the formats they are kept in
     optimizer: int  # both moments of its share
     gradients: int  # of its share, from the end of the backward pass to the optimizer's step
     whole_weights: int  # what FSDP gathers within a step, of this worker's tensor-parallel share
@@ -93,10 +99,14 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
         converted = width.computed != width.stored
         gathered, transient, rest = (whole, share.largest, 0) if converted else (0, 0, 0)
         carried = stored * width.reduced if accumulates else 0
+    copies, summed = 0, width.stored
+    if one_pass_adamw(config, mesh):
+        gathered, copies = 0, gathered * width.computed
+        summed = width.reduced if accumulates else width.computed
     return WorkerMemory(
-        weights=stored * width.stored,
+        weights=stored * width.stored + copies,
         optimizer=2 * share.total * width.stored,
-        gradients=stored * width.stored,
+        gradients=stored * summed,
         whole_weights=gathered * width.computed,
         whole_gradients=carried,
         activations=steps.activations(),

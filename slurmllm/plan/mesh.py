@@ -136,6 +136,16 @@ def fsdp_disabled(config: RunConfig, mesh: Mesh) -> bool:
     return single and recipe.optim.name == ADAMW and not recipe.hooks
 
 
+def one_pass_adamw(config: RunConfig, mesh: Mesh) -> bool:
+    """Whether the optimizer takes gradients and writes weights in bf16, beside those in fp32.
+
+    The native backend's `mixed_adamw.py`, with torch 2.10 or later.
+    """
+    train = config.recipe.train
+    on_accelerator = config.cluster.device != "cpu" and train.compile
+    return on_accelerator and train.precision == "bf16_mixed" and fsdp_disabled(config, mesh)
+
+
 # Devices on which the native backend has flex_attention, as `Device.document_attention`.
 FLEX_DEVICES = {"cuda"}
 BLOCK = 128  # tokens, as in model/attention.py
