@@ -236,7 +236,7 @@ def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> 
         batch = "micro batch auto: measured by the precompile stage"
     click.echo(
         f"mesh       {mesh.nodes} node(s) × {mesh.devices_per_node}: tensor {mesh.tensor}, "
-        f"pipeline {mesh.pipeline}, data {mesh.data}; {batch}"
+        f"pipeline {mesh.pipeline}, data {mesh.data_text}; {batch}"
     )
     _print_choice(prepared)
     click.echo("next       " + f"slurmllm status {run.name}")

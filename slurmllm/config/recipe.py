@@ -400,6 +400,9 @@ class ParallelConfig(Section):
     zero: Annotated[int, Field(ge=0, le=3)] = 1
     """What data-parallel workers share out: 1 optimizer state, 2 gradients too, 3 parameters too. A
     backend may share out more than asked."""
+    shard_nodes: PositiveInt | None = None
+    """Nodes over which data-parallel workers shard weights, gradients and optimizer state; other
+    groups of as many nodes hold copies (HSDP). null: over all data-parallel workers."""
 
     @model_validator(mode="before")
     @classmethod

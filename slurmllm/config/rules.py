@@ -282,6 +282,16 @@ def sequence_needs_tensor(sequence: bool, tensor: int, seq_len: int) -> str | No
     )
 
 
+@_rule("parallel.shard_nodes", "parallel.zero")
+def shards_need_zero(shard_nodes: int | None, zero: int) -> str | None:
+    if shard_nodes is None or zero:
+        return None
+    return (
+        f"parallel.shard_nodes: {shard_nodes}, but parallel.zero 0 shards nothing; set "
+        "parallel.zero to 1, 2 or 3, or parallel.shard_nodes=null"
+    )
+
+
 @_rule("train.micro_batch", "train.global_batch")
 def micro_divides_global(micro: int | str, batch: int) -> str | None:
     if isinstance(micro, str) or batch % micro == 0:  # auto is measured later

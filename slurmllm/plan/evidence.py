@@ -9,7 +9,8 @@ interval of a prediction is
 where w is the 90 % quantile of |ln ratio| of the runs on the same hardware (of those on all GPUs,
 or on trn1, where there are none) and d the number of octaves (factors of 2) that the prediction is
 outside the range of those runs by model size, nodes and their devices, sequence length, tensor and
-pipeline degree, added up; without runs on the same hardware d is 2. Hardware is the same if peak
+pipeline degree, added up, and one more with `parallel.shard_nodes`, which no published run has;
+without runs on the same hardware d is 2. Hardware is the same if peak
 and memory of a device are, whatever the profile is called.
 """
 
@@ -34,6 +35,7 @@ from slurmllm.plan.step import StepTime, step_time
 FILE = Path(__file__).parent / "published_runs.csv"
 _QUANTILE = 0.9
 _SAME = 0.05  # devices of one make differ by less in peak and memory, also as measured
+_COPIES = 1.0  # octaves that copies of shards count for: a guess, as no published run has them
 _FAR = 2.0  # octaves outside from which a prediction is beyond the published runs
 Status = Literal["interpolated", "extrapolated", "beyond"]
 _STATUS: dict[Status, str] = {
@@ -209,8 +211,10 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         "pipeline": mesh.pipeline,
     }
     beyond = outside(point, same_hardware)
-    octaves = sum(beyond.values())
+    octaves = sum(beyond.values()) + _COPIES * (mesh.replicate > 1)
     reasons = list(_reasons(point, beyond, same_hardware, cluster.name))
+    if mesh.replicate > 1:
+        reasons.append("no published run keeps copies of its shards (parallel.shard_nodes)")
     size = point["parameters"]
     alike = [run for run in same_hardware if size / 2 <= run.parameters <= 2 * size]
     highest = max((run.mfu for run in alike or same_hardware), default=math.inf)

@@ -15,18 +15,19 @@ from typing import Any
 
 from slurmllm.config.cluster import Hardware
 from slurmllm.config.recipe import TrainConfig
-from slurmllm.format import format_bytes, format_gib, format_seconds
+from slurmllm.format import format_bytes, format_gib, format_plural, format_seconds
 from slurmllm.plan.estimate import LayoutEstimate, MemoryUse, known_hardware
 from slurmllm.plan.evidence import evidence_text
-from slurmllm.plan.mesh import has_block_masks
+from slurmllm.plan.mesh import Mesh, has_block_masks
 from slurmllm.plan.search import CHECKPOINTING, TIGHT_COST
 from slurmllm.plan.step import (
     Group,
     StepTime,
-    data_group,
+    copies_group,
     formats,
     group,
     rate,
+    shard_group,
     step_time,
     tensor_group,
 )
@@ -47,7 +48,7 @@ def describe(candidate: LayoutEstimate) -> str:
         degrees(candidate),
         f"micro batch {candidate.mesh.micro_batch}",
         _checkpointing(recipe.train),
-        f"ZeRO {recipe.parallel.zero}",
+        f"ZeRO {recipe.parallel.zero}{_shards(recipe.parallel.shard_nodes)}",
         *["sequence parallel"] * recipe.parallel.sequence,
     ]
     return ", ".join(texts)
@@ -175,16 +176,28 @@ def _pipeline_lines(candidate: LayoutEstimate) -> Iterator[str]:
 
 
 def _data_line(candidate: LayoutEstimate) -> str:
-    mesh, members = candidate.mesh, data_group(candidate.mesh)
+    mesh, members, copies = (
+        candidate.mesh,
+        shard_group(candidate.mesh),
+        copies_group(candidate.mesh),
+    )
     if mesh.data == 1:
         return "data parallel: none, one copy of the model"
     sent, exposed_s = traffic(candidate), candidate.step.data
-    speed = rate(members, known_hardware(candidate.config)) / 1e9
+    hardware = known_hardware(candidate.config)
+    speed = rate(members, hardware) / 1e9
     hidden_s = sent.data_s - exposed_s
     also = f"; another {format_seconds(hidden_s)} overlap with computation" if hidden_s > 0 else ""
+    between = ""
+    if mesh.replicate > 1:
+        between = (
+            f", and {format_bytes(sent.copies)} of gradients between {mesh.replicate} copies at "
+            f"{rate(copies, hardware) / 1e9:.3g} GB/s"
+        )
     return (
         f"data parallel {_extent(members)}: a device sends {format_bytes(sent.data)} of gradients "
-        f"and weights per step at {speed:.3g} GB/s, {_time_and_share(candidate, exposed_s)}{also}"
+        f"and weights per step at {speed:.3g} GB/s{between}, "
+        f"{_time_and_share(candidate, exposed_s)}{also}"
     )
 
 
@@ -245,7 +258,7 @@ def _slowdown(best: LayoutEstimate, other: LayoutEstimate) -> str:
     return f"{speed}: {parts} per step" if parts else speed
 
 
-def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
+def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str | None]:
     """Return a layout's settings, named as in `plan --json`."""
     mesh, recipe = candidate.mesh, candidate.config.recipe
     return {
@@ -257,6 +270,7 @@ def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str]:
         "sequence": recipe.parallel.sequence,
         "activation_checkpointing": recipe.train.checkpointing_text,
         "zero": recipe.parallel.zero,
+        "shard_nodes": recipe.parallel.shard_nodes,
     }
 
 
@@ -303,6 +317,10 @@ def _time_and_share(candidate: LayoutEstimate, seconds: float) -> str:
     return f"{format_seconds(seconds)}, {100 * seconds / candidate.step.total:.1f} % of the step"
 
 
+def _shards(nodes: int | None) -> str:
+    return "" if nodes is None else f" over {format_plural(nodes, 'node')}"
+
+
 def _checkpointing(train: TrainConfig) -> str:
     return f"{train.checkpointing_text if train.recomputed else 'no'} checkpointing"
 
@@ -313,7 +331,8 @@ class Traffic:
 
     tensor: float  # bytes sent within its tensor-parallel group
     stages: float  # bytes sent to the pipeline stages before and after it
-    data: float  # bytes sent to other data-parallel workers
+    data: float  # bytes sent to the other data-parallel workers of a copy of the model
+    copies: float  # bytes sent to the other copies
     # time of the data-parallel communication, s, including what overlaps with computation
     data_s: float
 
@@ -329,17 +348,21 @@ def traffic(candidate: LayoutEstimate) -> Traffic:
         update={"node_link_latency_us": 0.0, "network_latency_us": 0.0}
     )
 
-    def predict_step(changed: Hardware) -> StepTime:
+    def predict_step(changed: Hardware, on: Mesh = mesh) -> StepTime:
         cluster = config.cluster.model_copy(update={"hardware": changed})
-        return step_time(replace(config, cluster=cluster), mesh)
+        return step_time(replace(config, cluster=cluster), on)
 
     times = predict_step(no_latency)
+    batch = mesh.global_batch // mesh.replicate
+    copy = replace(mesh, data=mesh.shard, replicate=1, global_batch=batch)
+    within_copy_s = predict_step(no_latency, copy).data
     shards = mesh.tensor if config.recipe.parallel.sequence else 1
     bytes_per_token = config.recipe.model.hidden_size * formats(config).computed / shards
     crossings = 2 * mesh.accumulation * mesh.virtual_pipeline if mesh.pipeline > 1 else 0
     return Traffic(
         tensor=times.tensor * rate(tensor_group(mesh), no_latency),
         stages=crossings * mesh.micro_batch * config.recipe.model.seq_len * bytes_per_token,
-        data=times.data * rate(data_group(mesh), no_latency),
+        data=within_copy_s * rate(shard_group(mesh), no_latency),
+        copies=(times.data - within_copy_s) * rate(copies_group(mesh), no_latency),
         data_s=predict_step(no_overlap).data,
     )

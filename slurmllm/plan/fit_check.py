@@ -45,7 +45,10 @@ def choose_parallel(
     Raises:
         ConfigError: nothing fits, or the profile has no hardware figures.
     """
-    fixed = [path for path in DEGREES if config.is_set(path)] + _fixed_training(config)
+    # A run whose number of nodes varies cannot keep copies on groups of nodes.
+    varies = {"parallel.shard_nodes"} if config.recipe.slurm.min_nodes else set()
+    fixed = [path for path in DEGREES if config.is_set(path) or path in varies]
+    fixed += _fixed_training(config)
     result = search(config, nodes, unsupported, fixed)
     where = format_plural(nodes, "node")
     if not result.fitting:
@@ -275,6 +278,6 @@ def layout_text(candidate: LayoutEstimate) -> str:
     mesh = candidate.mesh
     chunks = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
     return (
-        f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{chunks}, data {mesh.data}, "
+        f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{chunks}, data {mesh.data_text}, "
         f"micro batch {mesh.micro_batch}"
     )

@@ -84,14 +84,16 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     zero, width = config.recipe.parallel.zero, formats(config)
     place = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
     held = parameter_counts(*place, 1)
-    share = parameter_counts(*place, mesh.data, mesh.data_rank(rank))
-    stored = parameter_counts(*place, mesh.data).total
-    whole = stored * mesh.data  # FSDP pads every share to the first one's size
+    share = parameter_counts(*place, mesh.shard, mesh.shard_rank(rank))
+    stored = parameter_counts(*place, mesh.shard).total
+    whole = stored * mesh.shard  # FSDP pads every share to the first one's size
     largest_block, rest = held.block, held.rest
     accumulates = mesh.accumulation > 1
     until_last = accumulates and (zero <= 1 or mesh.pipeline > 1)
     dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered
-    carried = whole * width.reduced if until_last else stored * width.stored if accumulates else 0
+    # Sums that copies have not exchanged yet stay in the format of sums.
+    summed = width.stored if mesh.replicate == 1 else width.reduced
+    carried = whole * width.reduced if until_last else stored * summed if accumulates else 0
     steps = _StepMemory(config, mesh, rank)
     transient = 0 if until_last else rest + 2 * largest_block
     gathered = rest + 2 * largest_block if dropped else whole

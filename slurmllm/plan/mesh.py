@@ -37,7 +37,8 @@ class Mesh:
     """Degrees of parallelism and the resulting batch arithmetic.
 
     Ranks count through tensor first, then data, then pipeline, so that a tensor-parallel group
-    is inside a node and pipeline stages are on different nodes.
+    is inside a node and pipeline stages are on different nodes. Data-parallel workers count through
+    the shards of a copy first, then through the copies.
     """
 
     nodes: int
@@ -51,6 +52,25 @@ class Mesh:
     # Whether `train.micro_batch` is `auto` and not measured yet; `micro_batch` is then the smallest
     # possible one.
     unmeasured: bool = False
+    replicate: int = 1  # copies of each shard among the data-parallel workers
+
+    @property
+    def shard(self) -> int:
+        """Data-parallel workers that share out a copy of weights and optimizer state."""
+        return self.data // self.replicate
+
+    @property
+    def data_text(self) -> str:
+        """`512`, or `512 (64 copies of 8 shards)`."""
+        if self.replicate == 1:
+            return str(self.data)
+        return f"{self.data} ({self.replicate} copies of {self.shard} shards)"
+
+    @property
+    def data_axes(self) -> dict[str, int]:
+        """Name → degree of the axes of data-parallel workers."""
+        copies = {"replicate": self.replicate} if self.replicate > 1 else {}
+        return {**copies, "shard": self.shard}
 
     @property
     def chunks(self) -> int:
@@ -70,6 +90,10 @@ class Mesh:
     def data_rank(self, rank: int) -> int:
         """Return which of the `data` shares of the global batch a worker reads."""
         return rank // self.tensor % self.data
+
+    def shard_rank(self, rank: int) -> int:
+        """Return which of the `shard` shards a worker holds."""
+        return self.data_rank(rank) % self.shard
 
     def pipeline_rank(self, rank: int) -> int:
         return rank // (self.tensor * self.data)
@@ -205,7 +229,43 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
         size = micro_batch
     unmeasured = micro_batch == "auto" and measured is None
     batch = recipe.train.global_batch
-    return Mesh(nodes, per_node, tensor, pipeline, data, batch, size, virtual, unmeasured)
+    copies = replicate_degree(config, nodes)
+    return Mesh(nodes, per_node, tensor, pipeline, data, batch, size, virtual, unmeasured, copies)
+
+
+def replicate_degree(config: RunConfig, nodes: int) -> int:
+    """Return the copies of each shard: one on every group of `parallel.shard_nodes` nodes.
+
+    Raises:
+        MeshError: `parallel.shard_nodes` does not divide a pipeline stage into such groups.
+    """
+    parallel, per_node = config.recipe.parallel, config.cluster.devices_per_node
+    if parallel.shard_nodes is None:
+        return 1
+    options = shard_node_options(config, nodes)
+    if parallel.shard_nodes in options:
+        return nodes // (parallel.pipeline * parallel.shard_nodes)
+    stage = nodes * per_node // parallel.pipeline
+    also = f"{choose(options)} with --set parallel.shard_nodes, or " if options else ""
+    raise MeshError(
+        f"parallel.shard_nodes: {parallel.shard_nodes} × {per_node} workers must be two or more "
+        f"data-parallel workers, and divide the {stage} workers of a pipeline stage",
+        f"{also}--set parallel.shard_nodes=null",
+    )
+
+
+def shard_node_options(config: RunConfig, nodes: int) -> list[int]:
+    """Return the possible `parallel.shard_nodes`, in ascending order."""
+    parallel, per_node = config.recipe.parallel, config.cluster.devices_per_node
+    of_stage, rest = divmod(nodes, parallel.pipeline)
+    if rest:
+        return []
+    return [
+        count
+        for count in divisors(of_stage)
+        if count * per_node % parallel.tensor == 0
+        and (count * per_node > parallel.tensor or count == of_stage)
+    ]
 
 
 def assumed_micro_batch(config: RunConfig) -> int | None:

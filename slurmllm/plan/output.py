@@ -13,6 +13,7 @@ from slurmllm.format import format_count, format_days, format_number, format_plu
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.evidence import evidence, evidence_lines, interval_text, network_range
 from slurmllm.plan.explain import describe, explain, explain_parts, figures, settings, why_too_large
+from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.recipe_plan import (
     Forecaster,
     NodePlan,
@@ -94,7 +95,7 @@ def _layout_row(
         f"{rank}{' *' if node_plan.is_recipe_layout(candidate) else ''}",
         str(mesh.tensor),
         _stages(candidate),
-        str(mesh.data),
+        _data(mesh),
         f"{mesh.micro_batch} × {mesh.accumulation}",
         "yes" if recipe.parallel.sequence else "no",
         recipe.train.checkpointing_text,
@@ -106,6 +107,11 @@ def _layout_row(
         f"{100 * candidate.mfu:.1f} %",
         format_count(forecaster.forecast(candidate).cost.tokens_per_usd),
     )
+
+
+def _data(mesh: Mesh) -> str:
+    """Return `512`, or `64 × 8`: copies times shards."""
+    return f"{mesh.replicate} × {mesh.shard}" if mesh.replicate > 1 else str(mesh.data)
 
 
 def _stages(candidate: LayoutEstimate) -> str:
@@ -312,7 +318,7 @@ def point_cells(point: ScalingPoint) -> dict[str, str]:
     return {
         "TP": str(mesh.tensor),
         "PP": _stages(candidate),
-        "DP": str(mesh.data),
+        "DP": _data(mesh),
         "micro": str(mesh.micro_batch),
         "checkpointing": candidate.config.recipe.train.checkpointing_text,
         "seq/s": format_number(candidate.seq_per_s),

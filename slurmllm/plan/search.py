@@ -17,10 +17,17 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.config.rules import RULES, divisors
 from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import LayoutEstimate, known_hardware, predict
-from slurmllm.plan.mesh import Mesh, measures_micro_batch, micro_batches
+from slurmllm.plan.mesh import (
+    Mesh,
+    MeshError,
+    measures_micro_batch,
+    micro_batches,
+    replicate_degree,
+    shard_node_options,
+)
 
 # The settings that the search varies, unless `fixed` names them.
-_DEGREES = ("tensor", "pipeline", "virtual_pipeline", "sequence", "zero")
+_DEGREES = ("tensor", "pipeline", "virtual_pipeline", "sequence", "zero", "shard_nodes")
 DEGREES = tuple(f"parallel.{name}" for name in _DEGREES)
 VARIED = (*DEGREES, "train.micro_batch", "train.activation_checkpointing")
 LARGEST = 4096  # nodes
@@ -160,8 +167,14 @@ def _layouts(
         zeros = [1] if data == 1 or pipeline > 1 else [1, 2, 3]
         if config.backend == "nxd":
             zeros = [0, 1]
+        shards: list[int | None] = [None]
+        if config.backend != "nxd":
+            changed = config.with_settings("parallel", tensor=tensor, pipeline=pipeline)
+            options_of_mesh = shard_node_options(changed, nodes)
+            shards += [count for count in options_of_mesh if count * pipeline < nodes]
         modes: Sequence[Checkpointing] = CHECKPOINTING
         if smallest:
+            shards = [None]
             chunks, sequences, modes = [1], sequences[:1], modes[-1:]
             # ZeRO-1 gives the only data-parallel worker a copy of the weights, and saves nothing.
             zeros = zeros if data == 1 else zeros[-1:]
@@ -169,6 +182,7 @@ def _layouts(
             values("parallel.virtual_pipeline", parallel.virtual_pipeline, chunks),
             values("parallel.sequence", parallel.sequence, sequences),
             values("parallel.zero", parallel.zero, zeros),
+            values("parallel.shard_nodes", parallel.shard_nodes, shards),
             values("train.activation_checkpointing", train.activation_checkpointing, modes),
         )
         for *degrees, mode in product([tensor], [pipeline], *options):
@@ -201,6 +215,10 @@ def _refusal(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | N
         fault = rule.check(*(getattr(getattr(recipe, part), name) for part, name in sections))
         if fault is not None:
             return fault
+    try:
+        replicate_degree(layout, nodes)
+    except MeshError as error:
+        return error.rule
     data, batch = world // model, recipe.train.global_batch
     if batch % data:
         return f"train.global_batch {batch} is not a multiple of {data} data-parallel workers"
@@ -245,4 +263,5 @@ def _mesh(layout: RunConfig, nodes: int, micro_batch: int) -> Mesh:
         global_batch=layout.recipe.train.global_batch,
         micro_batch=micro_batch,
         virtual_pipeline=parallel.virtual_pipeline,
+        replicate=replicate_degree(layout, nodes),
     )

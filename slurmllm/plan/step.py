@@ -16,6 +16,8 @@ its bandwidth, of which congestion leaves less the more nodes there are (`networ
 gathers and reduces layer by layer while the neighbouring layer computes: what a layer computes for
 is the most that can be hidden, and of that `overlap` is; the first gathering of a micro batch and
 its last reduction have nothing to hide behind (Zhao et al. 2023, arXiv 2304.11277, section 3.3).
+With `parallel.shard_nodes` these are within a copy of the weights; once a step each worker sums its
+share of a layer's gradients over all copies (section 3.2.2).
 """
 
 from __future__ import annotations
@@ -77,9 +79,14 @@ def tensor_group(mesh: Mesh) -> Group:
     return group(1, mesh.tensor, mesh.devices_per_node)
 
 
-def data_group(mesh: Mesh) -> Group:
-    """Return the group of workers that hold the same shard of the model."""
-    return group(mesh.tensor, mesh.data, mesh.devices_per_node)
+def shard_group(mesh: Mesh) -> Group:
+    """Return the data-parallel workers that share out a copy of a stage's weights."""
+    return group(mesh.tensor, mesh.shard, mesh.devices_per_node)
+
+
+def copies_group(mesh: Mesh) -> Group:
+    """Return the workers that hold the same shard, one in each copy."""
+    return group(mesh.tensor * mesh.shard, mesh.replicate, mesh.devices_per_node)
 
 
 def rate(members: Group, hardware: Hardware) -> float:
@@ -233,7 +240,7 @@ class _Step:
         crossing = 2 * stage_to_stage_s(stream, mesh, hardware)
         crossings = micro_batches * mesh.virtual_pipeline + mesh.pipeline - 1
         # NxD without ZeRO updates every parameter on every data-parallel worker.
-        updated = stage_parameters / (1 if self.nxd and zero == 0 else mesh.data)
+        updated = stage_parameters / (1 if self.nxd and zero == 0 else mesh.shard)
         step = StepTime(
             compute=micro_batches * (self.layers * block + head),
             recompute=micro_batches * self.layers * recomputed_s,
@@ -317,7 +324,8 @@ class _Step:
 
         `layer` is for how long a layer computes in a micro batch, forward and backward.
         """
-        members, zero = data_group(self.mesh), self.recipe.parallel.zero
+        members, copies = shard_group(self.mesh), copies_group(self.mesh)
+        zero = self.recipe.parallel.zero
         micro_batches = self.mesh.accumulation
         # How often a step gathers all weights, and reduces and scatters all gradients.
         gathers = scatters = 1
@@ -339,8 +347,11 @@ class _Step:
             gradients = gather_s(numbers * self.formats.reduced, members, self.hardware)
             total = gathers * weights + scatters * gradients
             if not self.nxd:  # a collective for each layer
-                hops = (gathers + scatters) * (self.layers - 1)
-                total += hops * latency_s(members, self.hardware)
+                hops = (gathers + scatters) * latency_s(members, self.hardware)
+                share = numbers * self.formats.reduced / self.mesh.shard
+                total += all_reduce_s(share, copies, self.hardware)
+                hops += 2 * latency_s(copies, self.hardware)
+                total += (self.layers - 1) * hops
         hidden = min(total / self.layers, scatters * layer)  # of each layer but one
         return total - self.hardware.overlap * (self.layers - 1) * hidden
 

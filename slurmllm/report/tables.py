@@ -201,7 +201,8 @@ def _layers(config: LenientConfig) -> str:
 def _format_mesh(mesh: Mesh) -> str:
     stages = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
     workers = format_plural(mesh.world_size, "worker")
-    return f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{stages}, data {mesh.data}: {workers}"
+    data = f"data {mesh.data_text}"
+    return f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{stages}, {data}: {workers}"
 
 
 def _by_column(runs: Sequence[RunFacts], columns: Sequence[Mapping[str, str | None]]) -> Table:

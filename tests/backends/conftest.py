@@ -75,8 +75,8 @@ def new_backend() -> Iterator[NewBackend]:
 
 @pytest.fixture(scope="package")
 def pool() -> Iterator[MeshPool]:
-    """Four processes for any mesh that they can make."""
-    with MeshPool(4, threads=int(os.environ["OMP_NUM_THREADS"])) as workers:
+    """Eight processes at most, as many as a mesh has workers."""
+    with MeshPool(8, threads=int(os.environ["OMP_NUM_THREADS"])) as workers:
         yield workers
 
 

@@ -131,7 +131,7 @@ def test_the_bytes_of_replicated_tensors_are_shared_out(pool: MeshPool, tmp_path
 def test_every_tensor_has_one_writer() -> None:
     """Plain tensors, which all workers of a stage hold; those of the ends are tied."""
     config = small("gpt3", 2, 2, 2, FEW)
-    mesh = dataclasses.replace(make_mesh(config, 1))
+    mesh = dataclasses.replace(make_mesh(config, 1), replicate=2)
     stage_shapes = {f"model.blocks.{n}.norm.weight": (8 * (n + 1),) for n in range(20)}
     tied = {"model.embed.weight": (500, 64), "optimizer.embed.weight.step": ()}
     writers: dict[tuple[int, str], list[int]] = {}

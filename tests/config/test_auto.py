@@ -12,7 +12,7 @@ from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig, change, recipes_dir, resolve
 from slurmllm.errors import ConfigError
 
-DEGREES = ["tensor", "pipeline", "virtual_pipeline", "sequence", "zero"]
+DEGREES = ["tensor", "pipeline", "virtual_pipeline", "sequence", "zero", "shard_nodes"]
 
 
 def open_degrees(config: RunConfig) -> list[str]:
@@ -74,9 +74,9 @@ def test_auto_and_degrees_in_any_order(overrides: tuple[str, ...]) -> None:
 
 def test_auto_beside_a_recipes_degrees_keeps_them() -> None:
     config = resolve("neox_20b", overrides=["parallel.auto=true"])
-    assert open_degrees(config) == ["virtual_pipeline"]
+    assert open_degrees(config) == ["virtual_pipeline", "shard_nodes"]
     config = resolve("neox_20b", overrides=["parallel.pipeline=auto"])
-    assert open_degrees(config) == ["pipeline", "virtual_pipeline"]
+    assert open_degrees(config) == ["pipeline", "virtual_pipeline", "shard_nodes"]
     assert config.recipe.parallel.tensor == 8
 
 

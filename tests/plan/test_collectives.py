@@ -10,9 +10,9 @@ from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.step import (
     Group,
     all_reduce_s,
-    data_group,
     gather_s,
     group,
+    shard_group,
     stage_to_stage_s,
     tensor_group,
 )
@@ -59,9 +59,9 @@ def test_a_ring_carries_its_bytes_over_the_slowest_link() -> None:
     part = gather_s(1e9, tensor_group(mesh(8, 1, 16)), PLAIN)
     assert part == pytest.approx(7 / 8 * 1e9 / 50e9), "a torus's row has half of the links"
     # 50 GB/s of a node, shared by 8 rings of data-parallel workers, and by 32.
-    assert gather_s(1e9, data_group(mesh(8, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 8 / 50)
-    assert gather_s(1e9, data_group(mesh(32, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 32 / 50)
-    assert gather_s(1e9, data_group(mesh(32, 1, 1)), PLAIN) == 0
+    assert gather_s(1e9, shard_group(mesh(8, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 8 / 50)
+    assert gather_s(1e9, shard_group(mesh(32, 1, 64)), PLAIN) == pytest.approx(63 / 64 * 32 / 50)
+    assert gather_s(1e9, shard_group(mesh(32, 1, 1)), PLAIN) == 0
 
 
 def test_halves_of_an_all_reduce_may_be_slower_on_their_own() -> None:
@@ -76,7 +76,7 @@ def test_hops_grow_with_the_logarithm_of_the_group() -> None:
     hops = PLAIN.model_copy(update={"network_latency_us": 30.0})
 
     def latency(data: int) -> float:
-        members = data_group(mesh(32, 1, data))
+        members = shard_group(mesh(32, 1, data))
         return gather_s(0.0, members, hops)
 
     assert latency(2) == pytest.approx(30e-6)
@@ -93,5 +93,5 @@ def test_stages_pass_on_over_the_network_of_their_node() -> None:
 def test_no_collective_is_faster_than_its_links_allow() -> None:
     assert isinstance(KNOWN, Hardware)
     for data in (2, 8, 128):
-        members = data_group(mesh(8, 1, max(4, data)))
+        members = shard_group(mesh(8, 1, max(4, data)))
         assert gather_s(1e9, members, KNOWN) > 1e9 / 2 / (KNOWN.node_link_gb_s * 1e9)

@@ -23,7 +23,7 @@ from slurmllm.plan.explain import (
     why_too_large,
 )
 from slurmllm.plan.search import SearchResult, search
-from slurmllm.plan.step import data_group, rate, tensor_group
+from slurmllm.plan.step import rate, shard_group, tensor_group
 
 PLANS = (
     ("neox_20b", 4, "trn1"),
@@ -122,7 +122,7 @@ def test_bytes_are_those_of_the_step() -> None:
     assert figures is not None
     for bytes_moved, seconds, members in (
         (moved.tensor, item.step.tensor, tensor_group(item.mesh)),
-        (moved.data, item.step.data, data_group(item.mesh)),
+        (moved.data, item.step.data, shard_group(item.mesh)),
     ):
         assert bytes_moved / rate(members, figures) == pytest.approx(seconds)
     assert moved.data_s == pytest.approx(item.step.data)

@@ -1,4 +1,4 @@
-"""The native backend's worker: PyTorch on a mesh of pipeline × data × tensor workers.
+"""The native backend's worker: PyTorch on a mesh of pipeline × replicate × shard × tensor workers.
 
 Tensor parallelism is DTensor's and pipelining torch.distributed.pipelining's (`parallel.py`), data
 parallelism FSDP2's; torch.compile compiles a block (`compiling.py`).
@@ -6,7 +6,8 @@ parallelism FSDP2's; torch.compile compiles a block (`compiling.py`).
 FSDP2 shards parameters, gradients and optimizer state between steps, at least as much as every
 ZeRO level requires. Within a step, zero 0 and 1 keep whole gradients until the last micro
 batch and reduce them once; 2 and 3 reduce them after each. Zero 3 also frees whole parameters
-between forward and backward; the others gather them once per step.
+between forward and backward; the others gather them once per step. With `parallel.shard_nodes`
+gradients are summed over the copies of a shard (`replicate`) once, after the last micro batch.
 
 On an accelerator the host enqueues a step and waits for none of it. Losses and norms are
 `DeviceNumber`s, which the training loop reads when it has enqueued the next step.
@@ -100,8 +101,10 @@ class NativeBackend(Backend):
         init_process_group(
             kind.process_group, worker.rank, worker.world_size, COLLECTIVE_TIMEOUT, bound_to
         )
-        degrees, names = (mesh.pipeline, mesh.data, mesh.tensor), ("pipeline", "data", "tensor")
-        self.device_mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=names)
+        degrees = {"pipeline": mesh.pipeline, **mesh.data_axes, "tensor": mesh.tensor}
+        self.device_mesh = init_device_mesh(
+            self.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
+        )
         if self.config.recipe.model.tied_embeddings and mesh.pipeline > 1:
             pairs = [[ranks[0], ranks[-1]] for ranks in pipelines(mesh)]
             self.tied_group, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]
@@ -138,7 +141,7 @@ class NativeBackend(Backend):
                 self.chunks[-1].output, self.worker_device, shared=mesh.tensor > 1
             )
         fsdp: dict[str, Any] = {
-            "mesh": self.device_mesh["data"],
+            "mesh": self.device_mesh[tuple(mesh.data_axes)],
             "mp_policy": precision.sharding_policy(recipe.train.precision),
             "reshard_after_forward": recipe.parallel.zero == 3,
         }
@@ -236,6 +239,7 @@ class NativeBackend(Backend):
             last = index == len(micro_batches) - 1
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(last or zero >= 2)
+                model.set_requires_all_reduce(last)
                 model.set_reshard_after_backward(last or zero == 3)
             # All workers have the same number of labels, IGNORED ones included: the mean over micro
             # batches here and FSDP's mean over data-parallel workers give the global batch's mean.

@@ -41,7 +41,8 @@ class MeshPlace:
     def __init__(self, mesh: Mesh, rank: int, *, tied: bool = False) -> None:
         # Axis → this worker's index, and the axis' degree.
         self._axes = {
-            "data": (mesh.data_rank(rank), mesh.data),
+            "replicate": (mesh.data_rank(rank) // mesh.shard, mesh.replicate),
+            "shard": (mesh.shard_rank(rank), mesh.shard),
             "tensor": (rank % mesh.tensor, mesh.tensor),
         }
         self._ends = (int(mesh.pipeline_rank(rank) > 0), 2)

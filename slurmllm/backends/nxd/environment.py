@@ -308,6 +308,11 @@ def unsupported_settings(config: RunConfig) -> list[str]:
             f"parallel.zero: {parallel.zero}: neuronx-distributed shards only the optimizer state "
             "(ZeRO-1); --set parallel.zero=1"
         )
+    if parallel.shard_nodes is not None:
+        faults.append(
+            f"parallel.shard_nodes: {parallel.shard_nodes}: neuronx-distributed shards over all "
+            "data-parallel workers; --set parallel.shard_nodes=null, or backend=native"
+        )
     if train.precision == "bf16_mixed" and parallel.zero == 0:
         faults.append(
             "train.precision: bf16_mixed: neuronx-distributed keeps fp32 master weights in its "

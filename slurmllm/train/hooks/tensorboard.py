@@ -113,7 +113,7 @@ _FROM_RECIPE = (
     *("optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.warmup_ratio"),
     *("optim.step_count", "optim.decay", "optim.decay_start", "optim.decay_steps"),
     *("optim.betas", "optim.eps", "optim.weight_decay", "optim.grad_clip"),
-    *("parallel.sequence", "parallel.zero"),
+    *("parallel.sequence", "parallel.zero", "parallel.shard_nodes"),
 )
 _MAX_RESTARTS = 20  # rows of the table of attempts
 
