@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slurmllm.config.recipe import ADAMW, Recipe
-from slurmllm.config.resolve import RunConfig
+from slurmllm.config.resolve import PLANNER, RunConfig
 from slurmllm.config.rules import choose, divisors
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.format import format_plural
@@ -183,8 +183,10 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
     _require_shares(config, nodes, data)
     sequences = recipe.train.global_batch // data
     fitting = micro_batches(sequences, pipeline, virtual)
-    micro_batch = recipe.train.micro_batch
+    micro_batch = _fixed_micro_batch(config)
     measured = measured or assumed_micro_batch(config)
+    if micro_batch == "auto" != recipe.train.micro_batch:
+        measured = recipe.train.micro_batch
     if not fitting or (
         micro_batch != "auto" and pipeline > 1 < virtual and micro_batch not in fitting
     ):
@@ -198,6 +200,12 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
     return Mesh(nodes, per_node, tensor, pipeline, data, batch, size, virtual, unmeasured)
 
 
+def _fixed_micro_batch(config: RunConfig) -> int | Literal["auto"]:
+    """Return the micro batch; auto for one that the planner chose, which is the largest to use."""
+    chosen = config.origins.get("train.micro_batch", "").startswith(PLANNER)
+    return "auto" if chosen else config.recipe.train.micro_batch
+
+
 def assumed_micro_batch(config: RunConfig) -> int | None:
     """Return the value of an `auto` micro batch on devices that cannot measure it, else None.
 
@@ -208,8 +216,10 @@ def assumed_micro_batch(config: RunConfig) -> int | None:
 
 
 def measures_micro_batch(config: RunConfig) -> bool:
-    """Whether the precompile stage measures the micro batch."""
-    return config.recipe.train.micro_batch == "auto" and assumed_micro_batch(config) is None
+    """Whether the precompile stage measures the micro batch, which the planner does not choose."""
+    is_open = "train.micro_batch" in config.open_settings()
+    auto = config.recipe.train.micro_batch == "auto" and not is_open
+    return auto and assumed_micro_batch(config) is None
 
 
 def save_mesh(mesh: Mesh, plan: Path) -> None:
@@ -237,7 +247,7 @@ def load_mesh(plan: Path) -> Mesh:
 
 def _require_shares(config: RunConfig, nodes: int, data: int) -> None:
     """Check that the global batch is whole micro batches for each data-parallel worker."""
-    batch, micro_batch = config.recipe.train.global_batch, config.recipe.train.micro_batch
+    batch, micro_batch = config.recipe.train.global_batch, _fixed_micro_batch(config)
     micro = 1 if micro_batch == "auto" else micro_batch
     if batch % (data * micro) == 0:
         return
@@ -292,7 +302,7 @@ def _rounds(config: RunConfig) -> int:
 
 def _choose_nodes(config: RunConfig, nodes: int) -> str:
     """Return `choose 8 or 16 nodes, or `, the nearest that the mesh divides, or nothing."""
-    parallel, micro_batch = config.recipe.parallel, config.recipe.train.micro_batch
+    parallel, micro_batch = config.recipe.parallel, _fixed_micro_batch(config)
     micro = (1 if micro_batch == "auto" else micro_batch) * _rounds(config)
     possible = near_nodes(config, [(parallel.tensor, parallel.pipeline)], micro)
     near = sorted(count for side in next_to(nodes, possible) for count in side[:1])
