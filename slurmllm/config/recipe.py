@@ -410,6 +410,15 @@ class ParallelConfig(Section):
         raise ValueError("must be auto, or degrees such as {tensor: 8, pipeline: 4}")
 
 
+def _with_auto(section: Any) -> Any:
+    """Return a parallel section with `auto`, whole or in place of degrees, as `parallel.auto`."""
+    if section == "auto":
+        return {"auto": True}
+    if not isinstance(section, Mapping) or "auto" not in section.values():
+        return section
+    return {**{name: value for name, value in section.items() if value != "auto"}, "auto": True}
+
+
 class LayoutTrain(Section):
     """Settings of `train` that depend on the hardware."""
 
@@ -424,7 +433,7 @@ class LayoutTrain(Section):
 class Layout(Section):
     """How a recipe is trained on some hardware."""
 
-    parallel: ParallelConfig | Literal["auto"] | None = None
+    parallel: Annotated[ParallelConfig, BeforeValidator(_with_auto)] = ParallelConfig()
     """The section there."""
     train: LayoutTrain = LayoutTrain()
     """Values of `train` there."""
