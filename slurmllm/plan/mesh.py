@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from slurmllm.config.recipe import ADAMW, Recipe
 from slurmllm.config.resolve import PLANNER, RunConfig
@@ -183,10 +183,8 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
     _require_shares(config, nodes, data)
     sequences = recipe.train.global_batch // data
     fitting = micro_batches(sequences, pipeline, virtual)
-    micro_batch = _fixed_micro_batch(config)
+    micro_batch = recipe.train.micro_batch
     measured = measured or assumed_micro_batch(config)
-    if micro_batch == "auto" != recipe.train.micro_batch:
-        measured = recipe.train.micro_batch
     if not fitting or (
         micro_batch != "auto" and pipeline > 1 < virtual and micro_batch not in fitting
     ):
@@ -200,10 +198,16 @@ def make_mesh(config: RunConfig, nodes: int, measured: int | None = None) -> Mes
     return Mesh(nodes, per_node, tensor, pipeline, data, batch, size, virtual, unmeasured)
 
 
-def _fixed_micro_batch(config: RunConfig) -> int | Literal["auto"]:
-    """Return the micro batch; auto for one that the planner chose, which is the largest to use."""
-    chosen = config.origins.get("train.micro_batch", "").startswith(PLANNER)
-    return "auto" if chosen else config.recipe.train.micro_batch
+def divide_micro_batch(config: RunConfig, nodes: int) -> RunConfig:
+    """Return a configuration whose micro batch divides the share of a worker on so many nodes.
+
+    It is the largest up to one that the planner chose; one that was set is kept.
+    """
+    micro_batch = config.recipe.train.micro_batch
+    if micro_batch == "auto" or not config.origins.get("train.micro_batch", "").startswith(PLANNER):
+        return config
+    mesh = make_mesh(config.with_settings("train", micro_batch="auto"), nodes, micro_batch)
+    return config.with_settings("train", micro_batch=mesh.micro_batch)
 
 
 def assumed_micro_batch(config: RunConfig) -> int | None:
@@ -247,7 +251,7 @@ def load_mesh(plan: Path) -> Mesh:
 
 def _require_shares(config: RunConfig, nodes: int, data: int) -> None:
     """Check that the global batch is whole micro batches for each data-parallel worker."""
-    batch, micro_batch = config.recipe.train.global_batch, _fixed_micro_batch(config)
+    batch, micro_batch = config.recipe.train.global_batch, config.recipe.train.micro_batch
     micro = 1 if micro_batch == "auto" else micro_batch
     if batch % (data * micro) == 0:
         return
@@ -302,7 +306,7 @@ def _rounds(config: RunConfig) -> int:
 
 def _choose_nodes(config: RunConfig, nodes: int) -> str:
     """Return `choose 8 or 16 nodes, or `, the nearest that the mesh divides, or nothing."""
-    parallel, micro_batch = config.recipe.parallel, _fixed_micro_batch(config)
+    parallel, micro_batch = config.recipe.parallel, config.recipe.train.micro_batch
     micro = (1 if micro_batch == "auto" else micro_batch) * _rounds(config)
     possible = near_nodes(config, [(parallel.tensor, parallel.pipeline)], micro)
     near = sorted(count for side in next_to(nodes, possible) for count in side[:1])

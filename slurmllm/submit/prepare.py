@@ -26,6 +26,7 @@ from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import (
     Mesh,
     MeshError,
+    divide_micro_batch,
     load_mesh,
     make_mesh,
     possible_nodes,
@@ -215,6 +216,7 @@ def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
         config = _resolve_open(request, unsupported)
     nodes = _most_nodes(config, nodes)
     try:
+        config = divide_micro_batch(config, nodes)
         # A value that Slurm would misread is refused before data are fetched.
         mesh = render_run(config, nodes, run).mesh
     except MeshError as error:
@@ -238,12 +240,12 @@ def _resolve_open(request: RunRequest, unsupported: Unsupported) -> RunConfig:
     config, nodes = request.config, request.nodes
     auto, source = config.origins.get("parallel.auto", "default"), "no hardware figures"
     if config.cluster.hardware is None and not auto.startswith("--set"):
-        log.warning(
-            "profile %s has no hardware figures to choose a layout by: data parallelism alone, "
-            "micro batch auto; `slurmllm calibrate` measures them, --set parallel.tensor=… sets "
-            "degrees",
-            config.cluster.name,
-        )
+        if config.recipe.parallel.auto:
+            log.warning(
+                "profile %s has no hardware figures to choose a layout by: data parallelism "
+                "alone; `slurmllm calibrate` measures them, --set parallel.tensor=… sets degrees",
+                config.cluster.name,
+            )
         config = config.with_settings("train", dict.fromkeys(config.open_settings(), source))
         return config.with_settings("parallel", {"parallel.auto": source}, auto=False)
     resumes, fewest = request.run is not None, config.recipe.slurm.min_nodes or nodes
@@ -252,10 +254,10 @@ def _resolve_open(request: RunRequest, unsupported: Unsupported) -> RunConfig:
     )
     chosen = choose(nodes)
     if fewest < nodes:
-        # Shards are the largest on the fewest nodes.
-        with suppress(ConfigError):
+        with suppress(ConfigError):  # shards are the largest on the fewest nodes
             fit = check_fit(chosen, fewest, unsupported, chosen=True)
-            return choose(fewest) if fit is not None and fit.refusals else chosen
+            if fit is not None and fit.refusals:
+                return divide_micro_batch(choose(fewest), nodes)
     return chosen
 
 
