@@ -14,16 +14,9 @@ from slurmllm.plan.mesh import make_mesh
 
 RECIPES = available(recipes_dir())
 CELLS = [*product(CLUSTERS, NODES)]
-# One cell for each recipe here, in `make test-all` all of them.
-QUICK = {(name, *CELLS[12 * place % len(CELLS)]) for place, name in enumerate(RECIPES)}
-PLACES = [
-    pytest.param(*place, marks=() if place in QUICK else pytest.mark.long)
-    for place in ((name, *cell) for name in RECIPES for cell in CELLS)
-]
 
 
-@pytest.mark.parametrize(("recipe", "cluster", "nodes"), PLACES)
-def test_a_recipe_on_a_cluster(recipe: str, cluster: str, nodes: int) -> None:
+def check(recipe: str, cluster: str, nodes: int) -> None:
     config = configure(recipe, cluster)
     outcome = submit(config, nodes)
     if outcome.share is None:
@@ -33,6 +26,18 @@ def test_a_recipe_on_a_cluster(recipe: str, cluster: str, nodes: int) -> None:
     elif config.recipe.parallel.auto:
         assert outcome.share >= 0.95
         assert not outcome.warnings
+
+
+@pytest.mark.parametrize(("place", "recipe"), [*enumerate(RECIPES)])
+def test_a_recipe_on_a_cluster(place: int, recipe: str) -> None:
+    check(recipe, *CELLS[12 * place % len(CELLS)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_on_all_clusters(recipe: str) -> None:
+    for cluster, nodes in CELLS:
+        check(recipe, cluster, nodes)
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("tiny")])
