@@ -344,7 +344,7 @@ def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
         return f"refused: {plan.config.cluster.planning_only}"
     assert layout is not None, "something fits"
     command = _command("submit", plan, layout.mesh.nodes)
-    settings = changes(plan.config, layout)
+    settings = changes(plan.config, layout, chosen=layout is plan.choice(layout.mesh.nodes))
     if plan.forecaster.tokens is not None:
         settings.append(f"train.steps={plan.forecaster.forecast(layout).cost.steps}")
     for setting in settings:

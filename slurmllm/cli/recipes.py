@@ -152,7 +152,7 @@ def _show(
 
     config = resolve(name, cluster, overrides)
     sources = {path: source for path, _, source in config.rows()}
-    sources |= dict.fromkeys(config.open_degrees(), "the planner, at submit")
+    sources |= dict.fromkeys(config.open_settings(), "the planner, at submit")
     if as_json:
         tree = _tree(config, None)
         options.echo_json({**tree, "origin": sources} if explain else tree)
@@ -171,9 +171,12 @@ def _show(
 
 
 def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:
-    """Return the nested values, with `unchosen` for degrees that the planner is to choose."""
+    """Return the nested values, with `unchosen` for degrees that the planner is to choose.
+
+    Settings of `train` that it is to choose are None: auto would be another micro batch.
+    """
     tree = config.values()
-    for path in config.open_degrees():
+    for path in config.open_settings():
         section, _, field = path.partition(".")
-        tree[section][field] = unchosen
+        tree[section][field] = unchosen if section == "parallel" else None
     return tree

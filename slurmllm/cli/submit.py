@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     "published data set (`slurmllm data fetch --list`).",
 )
 @click.option("--fetch", is_flag=True, help="First download the recipe's data if they are missing.")
+@click.option("--smoke", is_flag=True, help="Train 20 steps only, the schedule scaled: a test.")
+@click.option("--steps", type=click.IntRange(min=1), help="As --smoke, with so many steps.")
 @click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @sweeps.sweep_options
 @options.run_options("the recipe's")
@@ -49,6 +51,8 @@ def submit(
     cluster: str | None,
     data: str | None,
     fetch: bool,
+    smoke: bool,
+    steps: int | None,
     dry_run: bool,
     sweep: SweepOptions,
     shared: RunOptions,
@@ -65,6 +69,7 @@ def submit(
     """
     from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import resolve
+    from slurmllm.config.smoke import STEPS, shorten
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.sweep import resolve_cases
@@ -85,6 +90,9 @@ def submit(
         allocation, count = _held_nodes(None if is_default else count, refused)
     sources = (recipe, cluster, overrides, {**settings, **_data_settings(data, fetch)})
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
+    if smoke or steps:
+        option = "--smoke" if steps is None else f"--steps {steps}"
+        configs = [shorten(config, steps or STEPS, option) for config in configs]
     request = RunRequest(
         config=configs[0],
         nodes=count,

@@ -273,9 +273,9 @@ class TrainConfig(Section):
     """Optimizer steps to the run's end."""
     global_batch: PositiveInt
     """Sequences in one optimizer step."""
-    micro_batch: NumberOrAuto
-    """Sequences in one forward pass of one worker; auto: measured once, in the precompile stage; 1
-    on Neuron devices, which cannot measure it."""
+    micro_batch: NumberOrAuto = "auto"
+    """Sequences in one forward pass of one worker; left out: the planner chooses it, at submit;
+    auto: measured once, in the precompile stage; 1 on Neuron devices, which cannot measure it."""
     init_from: str | None = None
     """A checkpoint folder whose weights the run starts from, at step 0: one that `slurmllm
     checkpoint import` made, or another run's."""
@@ -292,7 +292,8 @@ class TrainConfig(Section):
     denominator. Its gradient is added to the cross entropy's, which alone is the loss reported."""
     activation_checkpointing: Annotated[Checkpointing, BeforeValidator(_checkpointing)] = "none"
     """What the backward pass recomputes instead of keeping: none; selective, the core of attention;
-    full, whole blocks; or a list of parts of a block: core, mlp (the feed-forward layer), norm."""
+    full, whole blocks; or a list of parts of a block: core, mlp (the feed-forward layer), norm.
+    Left out with `parallel: auto`, the planner chooses it."""
     compile: bool = True
     """torch.compile on the native backend."""
     incomplete_graphs: Literal["refuse", "compile"] = "refuse"
@@ -412,6 +413,35 @@ class ParallelConfig(Section):
         raise ValueError("must be auto, or degrees such as {tensor: 8, pipeline: 4}")
 
 
+def _with_auto(section: Any) -> Any:
+    """Return a parallel section with `auto`, whole or in place of degrees, as `parallel.auto`."""
+    if section == "auto":
+        return {"auto": True}
+    if not isinstance(section, Mapping) or "auto" not in section.values():
+        return section
+    return {**{name: value for name, value in section.items() if value != "auto"}, "auto": True}
+
+
+class LayoutTrain(Section):
+    """Settings of `train` that depend on the hardware."""
+
+    micro_batch: NumberOrAuto | None = None
+    """As train.micro_batch."""
+    activation_checkpointing: Annotated[
+        Checkpointing | None, BeforeValidator(lambda value: value and _checkpointing(value))
+    ] = None
+    """As train.activation_checkpointing."""
+
+
+class Layout(Section):
+    """How a recipe is trained on some hardware."""
+
+    parallel: Annotated[ParallelConfig, BeforeValidator(_with_auto)] = ParallelConfig()
+    """The section there."""
+    train: LayoutTrain = LayoutTrain()
+    """Values of `train` there."""
+
+
 TrackerName = Literal["wandb", "mlflow"]
 
 
@@ -430,6 +460,9 @@ class Recipe(Section):
     eval: EvalConfig = EvalConfig()
     optim: OptimConfig
     parallel: ParallelConfig = ParallelConfig()
+    layouts: Annotated[dict[str, Layout], Field(default_factory=dict, exclude=True)]
+    """By device (cuda, neuron, cpu) or name of a cluster profile: the layout that a source used
+    there, for what the recipe does not set itself. On other clusters the planner chooses."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

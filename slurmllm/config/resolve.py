@@ -16,6 +16,7 @@ from slurmllm.config.data_sources import with_user_configuration
 from slurmllm.config.directives import may_be_in_file, parse_options, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import CONFIG, read_config
+from slurmllm.config.layouts import apply_layouts
 from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
 from slurmllm.config.recipe import ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
@@ -35,6 +36,8 @@ PLANNER = "planner: "  # prefix of the origins of the planner's choices
 _REMOVED_BY_NULL = ("hooks", "eval.corpora")
 
 _AUTO = {"auto": True}  # the meaning of `parallel: auto`
+# Settings that are left to the planner if a recipe does not set them.
+OPEN = ("train.micro_batch", "train.activation_checkpointing")
 
 
 def recipes_dir() -> Path:
@@ -110,10 +113,16 @@ class RunConfig:
         """Whether it reads the built-in texts in place of the recipe's data."""
         return self.origins.get("data.corpus") == TRIAL
 
-    def open_degrees(self) -> list[str]:
-        """Return the dotted paths that `parallel.auto` leaves for the planner to choose."""
+    def open_settings(self) -> list[str]:
+        """Return the dotted paths that the planner is to choose, at submit.
+
+        With `parallel.auto` they are the degrees and settings of `OPEN` that are not set; without,
+        the micro batch alone.
+        """
+        auto, micro_batch = self.recipe.parallel.auto, self.recipe.train.micro_batch
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
-        return [path for path in degrees if self.recipe.parallel.auto and not self.is_set(path)]
+        paths = (*degrees, *OPEN) if auto else ("train.micro_batch",) * (micro_batch == "auto")
+        return [path for path in paths if not self.is_set(path)]
 
     def with_settings(
         self, section: str, origins: Mapping[str, str] | None = None, /, **values: Any
@@ -159,10 +168,6 @@ def resolve(
     """
     recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
     values, origins = read_yaml(recipe_path)
-    if values.get("parallel") == "auto":
-        # A copy: `_assign` changes sections in place.
-        values["parallel"] = dict(_AUTO)
-        origins["parallel.auto"] = origins.pop("parallel")
     chosen = cluster or os.environ.get("SLURMLLM_CLUSTER")
     if not chosen:
         default = values.get("default_cluster")
@@ -177,6 +182,12 @@ def resolve(
     cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
     profile = read_profile(cluster_path, clusters_dir())
     cluster_values, cluster_origins = with_user_configuration(profile)
+    apply_layouts(values, origins, cluster_values)
+    if values.get("parallel") == "auto":
+        # A copy: `_assign` changes sections in place.
+        values["parallel"] = dict(_AUTO)
+        origins["parallel.auto"] = origins.pop("parallel")
+    layouts = values.pop("layouts", {})
     tree: dict[str, Any] = {**values, "cluster": cluster_values}
     origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
     faults: list[str] = []
@@ -187,6 +198,9 @@ def resolve(
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
     of_files = dict(origins)
     _override(tree, overrides, origins, faults)
+    if "layouts" in tree:
+        faults.append("layouts: only in a recipe's file; --set parallel.tensor=… has precedence")
+    tree["layouts"] = layouts
     leaves = flatten(tree)
     unchanged = [path for path, origin in origins.items() if origin == of_files.get(path)]
     untrusted = (untrusted_fault(path, leaves.get(path), origins[path]) for path in unchanged)
@@ -198,7 +212,9 @@ def resolve(
     for name, value in user_defaults().items():
         if f"slurm.{name}" not in origins and name not in of_profile:
             _assign(tree, f"slurm.{name}", value, f"SBATCH_{name.upper()}", origins, faults)
-    return validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
+    config = validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
+    # Those of other clusters are no part of the run.
+    return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
 
 
 def untrusted_fault(path: str, value: Any, source: str) -> str | None:
@@ -363,7 +379,7 @@ def validate(
     """
     faults, origins = list(faults), dict(origins)
     recipe_tree = {key: value for key, value in tree.items() if key != "cluster"}
-    _open_auto_degrees(recipe_tree, origins)
+    _open_auto_settings(recipe_tree, origins)
     model = recipe_tree.get("model")
     if isinstance(model, Mapping):
         modules = recipe_tree.get("plugins") if trusted else None
@@ -407,8 +423,13 @@ def _import_family(family: Any, modules: Any) -> list[str]:
     return []
 
 
-def _open_auto_degrees(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:
-    """Replace degrees that are `auto` by `parallel.auto`, which leaves them to the planner."""
+def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:
+    """Leave degrees that are `auto` (by `parallel.auto`) and null settings to the planner."""
+    train = recipe_tree.get("train")
+    for section, _, name in (path.partition(".") for path in OPEN):
+        if isinstance(train, Mapping) and name in train and train[name] is None:
+            recipe_tree[section] = train = {k: v for k, v in train.items() if k != name}
+            origins.pop(f"{section}.{name}", None)
     section = recipe_tree.get("parallel")
     if not isinstance(section, Mapping):
         return

@@ -12,7 +12,7 @@ from typing import Any
 from slurmllm.config.resolve import PLANNER, RunConfig
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_gib, format_plural
-from slurmllm.plan.estimate import LayoutEstimate, predict
+from slurmllm.plan.estimate import LayoutEstimate, known_hardware, predict
 from slurmllm.plan.explain import figures, why_too_large
 from slurmllm.plan.memory import dense_mask_warning
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
@@ -30,28 +30,41 @@ _MICRO_BATCH, _CHECKPOINTING = "train.micro_batch", "train.activation_checkpoint
 
 
 def choose_parallel(
-    config: RunConfig, nodes: int, unsupported: Unsupported, *, resumes: bool = False
+    config: RunConfig,
+    nodes: int,
+    unsupported: Unsupported,
+    *,
+    resumes: bool = False,
+    force: bool = False,
 ) -> RunConfig:
-    """Choose the degrees that `parallel.auto` leaves open: those of the fastest layout that fits.
+    """Choose the settings that are left to the planner: those of the fastest layout that fits.
 
     Args:
-        config: A configuration with `parallel.auto`; degrees that are set are kept.
+        config: A configuration with open settings; those that are set are kept.
         resumes: Whether the run has begun: no other global batch is suggested.
+        force: Whether to choose the layout that needs the least memory if none fits.
 
     Returns:
-        The configuration with all degrees set and without `auto`; the origins name the planner. A
-        micro batch of `auto` is chosen too if the device cannot measure it.
+        The configuration with all of them set and without `parallel.auto`; the origins name the
+        planner. A micro batch of `auto` is chosen too if the device cannot measure it.
 
     Raises:
         ConfigError: nothing fits, or the profile has no hardware figures.
     """
+    choices = config.open_settings()
     # A run whose number of nodes varies cannot keep copies on groups of nodes.
     varies = {"parallel.shard_nodes"} if config.recipe.slurm.min_nodes else set()
-    fixed = [path for path in DEGREES if config.is_set(path) or path in varies]
-    fixed += _fixed_training(config)
+    fixed = [
+        path
+        for path in (*DEGREES, *_fixed_training(config))
+        if path not in choices or path in varies
+    ]
     result = search(config, nodes, unsupported, fixed)
     where = format_plural(nodes, "node")
-    if not result.fitting:
+    layouts = result.fitting
+    if not layouts and (force or known_hardware(config).rough or config.backend == "rehearsal"):
+        layouts = result.too_large[:1]
+    if not layouts:
         total = sum(result.refused.values())
         reasons = list(result.refused.items())[:_MAX_REASONS]
         why = [
@@ -69,17 +82,20 @@ def choose_parallel(
                 *_suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes),
             ],
         )
-    best = result.fitting[0].config.recipe
-    requested = config.origins.get("parallel.auto", "default")
+    best = layouts[0].config.recipe
     source = f"{PLANNER}best of {len(result.fitting)} layouts that fit {where}"
-    origins = dict.fromkeys((path for path in DEGREES if path not in fixed), source)
-    origins["parallel.auto"] = f"{PLANNER}resolved; auto by {requested}"
+    if not result.fitting:
+        source = f"{PLANNER}the smallest layout; none is predicted to fit {where}"
+    origins = dict.fromkeys((path for path in VARIED if path not in fixed), source)
+    if measures_micro_batch(config):
+        del origins[_MICRO_BATCH]
+    if config.recipe.parallel.auto:
+        requested = config.origins.get("parallel.auto", "default")
+        origins["parallel.auto"] = f"{PLANNER}resolved; auto by {requested}"
     degrees = {**best.parallel.model_dump(), "auto": False}
-    resolved = config.with_settings("parallel", origins, **degrees)
-    if _MICRO_BATCH in fixed or measures_micro_batch(config):
-        return resolved
-    origins = {_MICRO_BATCH: source}
-    return resolved.with_settings("train", origins, micro_batch=best.train.micro_batch)
+    names = (path.partition(".")[2] for path in origins if path.startswith("train."))
+    training = {name: getattr(best.train, name) for name in names}
+    return config.with_settings("parallel", origins, **degrees).with_settings("train", **training)
 
 
 def _fixed_training(config: RunConfig) -> list[str]:
@@ -88,6 +104,13 @@ def _fixed_training(config: RunConfig) -> list[str]:
     chosen = config.origins.get(_MICRO_BATCH, "").startswith(PLANNER)
     free = config.recipe.train.micro_batch == "auto" or chosen
     return [_CHECKPOINTING] if free else [_CHECKPOINTING, _MICRO_BATCH]
+
+
+def _kept_training(config: RunConfig) -> list[str]:
+    """Return the training settings that a suggested layout keeps: a micro batch only of --set."""
+    fixed = _fixed_training(config)
+    is_option = config.origins.get(_MICRO_BATCH, "").startswith("--set")
+    return fixed if is_option else [_CHECKPOINTING]
 
 
 @dataclass(frozen=True)
@@ -163,21 +186,23 @@ def check_fit(
         fitting = search(config, nodes, unsupported, others).fitting
     candidate = fitting[0] if fitting else predict(config, mesh)
     check = FitCheck(candidate, chosen, warnings=tuple(dense_mask_warning(config)))
+    needs = why_too_large(candidate.memory, most=None)
+    too_large = f"{layout_text(candidate)} is predicted to need {needs}"
+    if check.rough and chosen and not candidate.fits:
+        return replace(check, warnings=(*check.warnings, f"{too_large}, by rough figures"))
     # A rehearsal computes nothing and so holds no model.
-    if chosen or check.rough or config.backend == "rehearsal":
+    if check.rough or config.backend == "rehearsal" or (chosen and candidate.fits):
         return check
-    fixed = _fixed_training(config)
-    best = _best_layout(config, nodes, unsupported, fixed)
+    best = _best_layout(config, nodes, unsupported, _kept_training(config))
     check = replace(check, best=best)
     if not candidate.fits:
-        needs = why_too_large(candidate.memory, most=None)
-        too_large = f"{layout_text(candidate)} is predicted to need {needs}"
         if force:
             return replace(check, warnings=(*check.warnings, too_large))
         if best is not None:
             fixes = [_suggest_layout(config, best)]
         else:
-            fixes = _suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)
+            fixed = _fixed_training(config) + _BATCH * resumes
+            fixes = _suggest_fixes(config, nodes, unsupported, fixed)
         return replace(check, refusals=(too_large, *check.warnings, *fixes), warnings=())
     if best is not None and candidate.seq_per_s < SLOW * best.seq_per_s:
         share = 100 * candidate.seq_per_s / best.seq_per_s
@@ -198,9 +223,10 @@ def _suggest_fixes(
     fixes = [_suggest_layout(config, other)] if other is not None else []
     degrees = [] if config.recipe.parallel.auto else ["parallel=auto"]
     near = fitting_changes(config, nodes, unsupported, fixed)
-    if not near and other is None:
+    if not near and other is None and len(free) < len(fixed):
         near = fitting_changes(config, nodes, unsupported, free)
-        degrees += ["train.activation_checkpointing=full", "train.micro_batch=auto"]
+        relaxed = {_CHECKPOINTING: "full", _MICRO_BATCH: "auto"}
+        degrees += [f"{path}={value}" for path, value in relaxed.items() if path in fixed]
     also = "".join(f" --set {setting}" for setting in degrees)
     fixes += [f"{change}{' with' * bool(also)}{also}" for change in near]
     if fixes:
@@ -215,7 +241,7 @@ def mesh_fixes(
 ) -> list[str]:
     """Suggest other degrees, node counts and global batches for a mesh that does not fit."""
     fixed = _fixed_training(config) + _BATCH * resumes
-    best = _best_layout(config, nodes, unsupported, fixed)
+    best = _best_layout(config, nodes, unsupported, _kept_training(config) + _BATCH * resumes)
     fixes = [] if best is None else [_suggest_layout(config, best)]
     fixes += map(str, fitting_changes(config, nodes, unsupported, [*DEGREES, *fixed]))
     if not fixes:
@@ -242,12 +268,13 @@ def _set_options(config: RunConfig, candidate: LayoutEstimate) -> str:
     return " ".join(f"--set {change}" for change in changes(config, candidate))
 
 
-def changes(config: RunConfig, candidate: LayoutEstimate) -> list[str]:
+def changes(config: RunConfig, candidate: LayoutEstimate, chosen: bool = True) -> list[str]:
     """Return the settings in which a candidate differs, as `parallel.tensor=8`.
 
-    Settings that the planner chooses or the precompile stage measures are excluded.
+    Settings that the precompile stage measures are excluded, and those left to the planner, if the
+    candidate is the one that it has `chosen`.
     """
-    others = config.open_degrees()
+    others = config.open_settings() if chosen else []
     if measures_micro_batch(config):
         others.append(_MICRO_BATCH)
     return [

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.config.recipe import ADAMW, Recipe
-from slurmllm.config.resolve import RunConfig
+from slurmllm.config.resolve import PLANNER, RunConfig
 from slurmllm.config.rules import choose, divisors
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.format import format_plural
@@ -268,6 +268,18 @@ def shard_node_options(config: RunConfig, nodes: int) -> list[int]:
     ]
 
 
+def divide_micro_batch(config: RunConfig, nodes: int) -> RunConfig:
+    """Return a configuration whose micro batch divides the share of a worker on so many nodes.
+
+    It is the largest up to one that the planner chose; one that was set is kept.
+    """
+    micro_batch = config.recipe.train.micro_batch
+    if micro_batch == "auto" or not config.origins.get("train.micro_batch", "").startswith(PLANNER):
+        return config
+    mesh = make_mesh(config.with_settings("train", micro_batch="auto"), nodes, micro_batch)
+    return config.with_settings("train", micro_batch=mesh.micro_batch)
+
+
 def assumed_micro_batch(config: RunConfig) -> int | None:
     """Return the value of an `auto` micro batch on devices that cannot measure it, else None.
 
@@ -278,8 +290,10 @@ def assumed_micro_batch(config: RunConfig) -> int | None:
 
 
 def measures_micro_batch(config: RunConfig) -> bool:
-    """Whether the precompile stage measures the micro batch."""
-    return config.recipe.train.micro_batch == "auto" and assumed_micro_batch(config) is None
+    """Whether the precompile stage measures the micro batch, which the planner does not choose."""
+    is_open = "train.micro_batch" in config.open_settings()
+    auto = config.recipe.train.micro_batch == "auto" and not is_open
+    return auto and assumed_micro_batch(config) is None
 
 
 def save_mesh(mesh: Mesh, plan: Path) -> None:

@@ -170,6 +170,11 @@ class RecipePlan:
     def fits(self) -> bool:
         return any(plan.fitting for plan in self.node_plans)
 
+    def choice(self, nodes: int) -> LayoutEstimate:
+        """Return the layout that `submit` would choose on a number of nodes on which one fits."""
+        fitting = next(plan.fitting for plan in self.node_plans if plan.nodes == nodes)
+        return min(fitting, key=order)
+
     @property
     def warnings(self) -> list[str]:
         hardware, name = self.config.cluster.hardware, self.config.cluster.name

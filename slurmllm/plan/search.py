@@ -153,6 +153,8 @@ def _layouts(
 
     With `smallest` only the one of each mesh that needs the least memory.
     """
+    if "train.micro_batch" in config.open_settings():  # auto would be one to measure
+        config = config.with_settings("train", micro_batch=1)
     parallel, train = config.recipe.parallel, config.recipe.train
     world = nodes * config.cluster.devices_per_node
 

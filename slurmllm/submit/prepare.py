@@ -10,7 +10,9 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +26,7 @@ from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import (
     Mesh,
     MeshError,
+    divide_micro_batch,
     load_mesh,
     make_mesh,
     possible_nodes,
@@ -51,6 +54,7 @@ from slurmllm.supervise.allocation import forget_site
 
 if TYPE_CHECKING:
     from slurmllm.plan.fit_check import FitCheck
+    from slurmllm.plan.search import Unsupported
 
 Precompile = Literal["auto", "always"]
 _NEVER_STARTS = "Slurm can never start %s like this"
@@ -208,12 +212,11 @@ def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
     """
     config, nodes, resumes = request.config, request.nodes, request.run is not None
     unsupported = load_environment(config.backend).unsupported
-    if config.recipe.parallel.auto:
-        from slurmllm.plan.fit_check import choose_parallel
-
-        config = choose_parallel(config, nodes, unsupported, resumes=resumes)
+    if config.recipe.parallel.auto or config.open_settings():
+        config = _resolve_open(request, unsupported)
     nodes = _most_nodes(config, nodes)
     try:
+        config = divide_micro_batch(config, nodes)
         # A value that Slurm would misread is refused before data are fetched.
         mesh = render_run(config, nodes, run).mesh
     except MeshError as error:
@@ -225,6 +228,37 @@ def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
         raise ConfigError(error.title, [error.rule, *fixes]) from None
     is_chosen = request.config.recipe.parallel.auto
     return replace(request, config=config, nodes=nodes, is_chosen=is_chosen), mesh
+
+
+def _resolve_open(request: RunRequest, unsupported: Unsupported) -> RunConfig:
+    """Return the configuration with the settings that the planner chooses.
+
+    Without hardware figures a recipe's `parallel: auto` is data parallelism alone.
+    """
+    from slurmllm.plan.fit_check import check_fit, choose_parallel
+
+    config, nodes = request.config, request.nodes
+    auto, source = config.origins.get("parallel.auto", "default"), "no hardware figures"
+    if config.cluster.hardware is None and not auto.startswith("--set"):
+        if config.recipe.parallel.auto:
+            log.warning(
+                "profile %s has no hardware figures to choose a layout by: data parallelism "
+                "alone; `slurmllm calibrate` measures them, --set parallel.tensor=… sets degrees",
+                config.cluster.name,
+            )
+        config = config.with_settings("train", dict.fromkeys(config.open_settings(), source))
+        return config.with_settings("parallel", {"parallel.auto": source}, auto=False)
+    resumes, fewest = request.run is not None, config.recipe.slurm.min_nodes or nodes
+    choose = partial(
+        choose_parallel, config, unsupported=unsupported, resumes=resumes, force=request.force
+    )
+    chosen = choose(nodes)
+    if fewest < nodes:
+        with suppress(ConfigError):  # shards are the largest on the fewest nodes
+            fit = check_fit(chosen, fewest, unsupported, chosen=True)
+            if fit is not None and fit.refusals:
+                return divide_micro_batch(choose(fewest), nodes)
+    return chosen
 
 
 def _refuse(request: RunRequest, title: str, faults: Sequence[str], hint: str = "") -> list[str]:

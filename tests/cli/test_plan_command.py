@@ -338,7 +338,8 @@ def test_thousands_of_nodes_are_answered_without_torch(tmp_path: Path) -> None:
 
 
 def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
-    config = resolve("pythia_160m", None)
+    layout = ["parallel={zero: 1}", "train.micro_batch=32"]
+    config = resolve("pythia_160m", None, layout)
     run = RunDir(tmp_path / "measured")
     run.metrics(0).parent.mkdir(parents=True)
     run.config.write_text(config.to_yaml(), encoding="utf-8")
@@ -366,7 +367,8 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
         return result.stdout
 
     result = {row["name"]: row for row in json.loads(report("--json"))["rows"]}
-    candidates = answer("pythia_160m", "--nodes", "1")["candidates"]
+    settings = [f"--set={setting}" for setting in layout]
+    candidates = answer("pythia_160m", "--nodes", "1", *settings)["candidates"]
     (recipe_layout,) = (item for item in candidates if item["recipe_layout"])
     assert result["step"]["predicted"] == pytest.approx(recipe_layout["step_s"])
     assert result["step"]["measured"] == 0.5
@@ -374,7 +376,7 @@ def test_a_run_is_compared_with_the_prediction(tmp_path: Path) -> None:
     assert table.startswith("measured: ")
     assert f"{0.5 / recipe_layout['step_s']:.3f}" in table
     # A time limit that the assumed start-ups would not keep: the run had shorter ones.
-    short = resolve("pythia_160m", None, ["slurm.time=7"])
+    short = resolve("pythia_160m", None, [*layout, "slurm.time=7"])
     run.config.write_text(short.to_yaml(), encoding="utf-8")
     result = {row["name"]: row for row in json.loads(report("--json"))["rows"]}
     assert result["effective utilization"]["predicted"] is None

@@ -67,9 +67,9 @@ def test_what_is_chosen_fits_and_keeps_what_is_set(
     assert change(chosen, None, []).recipe == chosen.recipe
     before, after = dict(flat(config)), dict(flat(chosen))
     different = {path for path in after if after[path] != before[path]}
-    assert different <= {*config.open_degrees(), "parallel.auto", "train.micro_batch"}
-    micro_batch = config.recipe.train.micro_batch
-    if micro_batch != "auto" or cluster == "p4d":
+    assert different <= {*config.open_settings(), "parallel.auto", "train.micro_batch"}
+    micro_batch, is_set = config.recipe.train.micro_batch, config.is_set("train.micro_batch")
+    if micro_batch != "auto" or (cluster == "p4d" and is_set):
         assert chosen.recipe.train.micro_batch == micro_batch
     else:
         assert isinstance(chosen.recipe.train.micro_batch, int)
@@ -91,7 +91,7 @@ def test_sources_tell_what_the_planner_chose(tmp_path: Path) -> None:
     assert result.origins["train.micro_batch"].startswith("planner: ")
     assert result.origins["parallel.tensor"] == "--set parallel.tensor=8"
     assert result.origins["parallel.auto"] == "planner: resolved; auto by --set parallel=auto"
-    assert result.open_degrees() == []
+    assert result.open_settings() == []
     anew = settled(change(result, None, [AUTO, TIGHT.replace("=1", "=16")]), 64)
     assert anew.recipe.parallel.tensor in (1, 2, 8, 32)
     assert isinstance(anew.recipe.train.micro_batch, int)

@@ -120,7 +120,9 @@ def test_a_dense_mask_that_is_large() -> None:
 
 
 def test_the_warning_is_in_what_submit_and_plan_say() -> None:
-    config = resolve("llama3_8b", "p5", [*LONG, "train.compile=false", "parallel.tensor=4"])
+    layout = ["parallel={tensor: 4}", "train.micro_batch=1"]
+    layout.append("train.activation_checkpointing=selective")
+    config = resolve("llama3_8b", "p5", [*LONG, "train.compile=false", *layout])
     (warning,) = dense_mask_warning(config)
     refused = check_fit(config, 2, lambda _: [])
     assert refused is not None

@@ -474,7 +474,7 @@ def test_a_name_after_a_submit_that_was_killed(
             "TorchNeuron, which is for trn2",
         ),
         (
-            ("submit", "llama2_70b", "--nodes", "32", "--cluster", "p4d"),
+            ("submit", "llama2_70b", "--nodes=32", "--cluster=p4d", "--set", "parallel.tensor=32"),
             "parallel.tensor: 32 does not divide 8 key and value heads",
         ),
         (("submit", "tiny_neox", "--set", "data.corpus=null"), "data.corpus: not set"),

@@ -162,6 +162,37 @@ def test_a_settled_run_keeps_its_degrees_until_auto_is_asked_for_again(fake: Fak
     assert degrees()["pipeline"] == 2
 
 
+def test_the_planner_s_micro_batch_follows_the_nodes(fake: FakeSlurm) -> None:
+    first = json.loads(submit("--set=train.micro_batch=null", "--json").stdout)
+    assert first["mesh"]["accumulation"] == 1
+    config = load(RunDir(Path("runs/r")).config)
+    assert config.recipe.train.micro_batch == first["mesh"]["micro_batch"]
+    assert config.origins["train.micro_batch"].startswith("planner: best of ")
+    call("cancel", "r")
+    more = json.loads(call("resume", "r", "--nodes=4", "--json").stdout)
+    assert more["mesh"]["micro_batch"] == 1
+    call("cancel", "r")
+    assert json.loads(call("resume", "r", "--nodes=2", "--json").stdout)["mesh"]["accumulation"] > 1
+
+
+def test_a_recipe_s_auto_without_hardware_figures(
+    fake: FakeSlurm, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("shelf.yaml").write_text(PROFILE.partition("hardware:")[0].replace("cpu", "cuda"))
+    sent = json.loads(submit("--json").stdout)
+    assert (sent["mesh"]["data"], sent["mesh"]["tensor"], sent["planner"]) == (4, 1, None)
+    assert sent["mesh"]["micro_batch"] is None  # precompile measures it
+    assert "no hardware figures to choose a layout by" in caplog.text
+
+
+def test_force_takes_the_smallest_layout(fake: FakeSlurm) -> None:
+    sent = submit("--set=parallel=auto", "--set", NOT_ENOUGH, "--force", "--json")
+    assert sent.exit_code == 0, sent.output
+    assert "is predicted to need" in sent.stderr
+    config = load(RunDir(Path("runs/r")).config)
+    assert config.origins["parallel.tensor"].startswith("planner: the smallest layout; none is")
+
+
 def test_recipes_shows_what_is_left_open(tmp_path: Path) -> None:
     arguments = ("recipes", "neox_20b", "--set=parallel=auto", "--set=parallel.tensor=8")
     printed = yaml.safe_load(call(*arguments).stdout)

@@ -1,0 +1,50 @@
+"""The part of a recipe that belongs to hardware: its `layouts`, by cluster profile or device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# What a layout sets; `parallel` as a whole.
+_SETTINGS = ("parallel", "train.micro_batch", "train.activation_checkpointing")
+
+
+def apply_layouts(
+    values: dict[str, Any], origins: dict[str, str], cluster: Mapping[str, Any]
+) -> None:
+    """Move the settings for a cluster from a recipe's `layouts` to their sections, in place.
+
+    The layout of the profile precedes that of the device, and what the recipe sets itself both. On
+    other clusters the planner chooses. What is no setting of a layout is left, for the validation.
+
+    Args:
+        cluster: The profile's values.
+    """
+    layouts = values.get("layouts")
+    if not isinstance(layouts, dict):
+        return
+    for name in (str(cluster.get("name")), str(cluster.get("device"))):
+        for path in _SETTINGS:
+            _move(path, layouts.get(name), f"layouts.{name}.", values, origins)
+    if "parallel" not in values:
+        values["parallel"] = "auto"
+        origins["parallel"] = f"no layout for {cluster.get('name')}"
+
+
+def _move(
+    path: str, layout: Any, prefix: str, values: dict[str, Any], origins: dict[str, str]
+) -> None:
+    """Set one setting to a layout's, if the recipe does not set it."""
+    section, _, name = path.rpartition(".")
+    source, target = layout, values
+    if section:
+        source = layout.get(section) if isinstance(layout, dict) else None
+        target = values.setdefault(section, {})
+    if not isinstance(source, dict) or name not in source or not isinstance(target, dict):
+        return
+    places = [p for p in origins if p == f"{prefix}{path}" or p.startswith(f"{prefix}{path}.")]
+    moved = {place.removeprefix(prefix): origins.pop(place) for place in places}
+    value = source.pop(name)
+    if name not in target:
+        target[name] = value
+        origins |= moved

@@ -1,0 +1,53 @@
+"""`submit --smoke`: a recipe shortened to a few steps, with a schedule in proportion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slurmllm.config.resolve import RunConfig, change
+
+STEPS = 20
+_SAVES = 2  # at most, and as many evaluations
+
+
+def shorten(config: RunConfig, steps: int, option: str) -> RunConfig:
+    """Return a configuration that trains `steps` steps.
+
+    Warm-up, decay, saves, evaluations and the profiled steps are scaled, except what --set fixes.
+
+    Args:
+        option: The option that asks for it, the origin of what changes.
+
+    Raises:
+        ConfigError: what --set fixes is impossible in so few steps.
+    """
+    recipe, optim = config.recipe, config.recipe.optim
+
+    def scaled(step: int, least: int = 1) -> int:
+        return max(least, round(step * steps / recipe.train.steps))
+
+    every = max(1, steps // _SAVES)
+    saves = recipe.checkpoint.every_steps
+    values: dict[str, Any] = {
+        "train.steps": steps,
+        "checkpoint.every_steps": every
+        if saves == "auto"
+        else min(saves, max(scaled(saves), every)),
+    }
+    end = steps
+    if optim.decay_steps is not None:
+        values["optim.decay_steps"] = end = scaled(optim.decay_steps)
+    if optim.warmup_steps:
+        values["optim.warmup_steps"] = min(scaled(optim.warmup_steps), end - 1)
+    if optim.decay_start is not None:
+        start = scaled(optim.decay_start, values.get("optim.warmup_steps", optim.warmup(steps)))
+        values["optim.decay_start"] = min(start, end if optim.decay_steps is None else end - 1)
+    if recipe.eval.every_steps is not None:
+        evaluations = recipe.eval.every_steps
+        values["eval.every_steps"] = min(evaluations, max(scaled(evaluations), every))
+    if recipe.profile.steps is not None and recipe.profile.steps[1] > steps:
+        first, last = recipe.profile.steps
+        values["profile.steps"] = (max(1, steps - (last - first)), steps)
+    fixed = {path for path in values if config.origins.get(path, "").startswith("--set")}
+    options = {path: (option, values[path]) for path in values if path not in fixed}
+    return change(config, None, (), {**options, "train.steps": (option, steps)})

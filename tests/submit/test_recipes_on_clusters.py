@@ -1,0 +1,61 @@
+"""Every shipped recipe can be submitted wherever it fits, with the best layout's speed."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+from recipes_on_clusters import CLUSTERS, NODES, configure, submit
+
+from slurmllm.config.profiles import available
+from slurmllm.config.resolve import recipes_dir, resolve
+from slurmllm.plan.mesh import make_mesh
+
+RECIPES = available(recipes_dir())
+CELLS = [*product(CLUSTERS, NODES)]
+
+
+def check(recipe: str, cluster: str, nodes: int) -> None:
+    config = configure(recipe, cluster)
+    outcome = submit(config, nodes)
+    if outcome.share is None:
+        # Every refusal has a way out; where the planner chooses, nothing fits these nodes.
+        assert re.search(r"--nodes \d|--set |no number of nodes", " ".join(outcome.refusals))
+        assert not outcome.fits or not config.recipe.parallel.auto
+    elif config.recipe.parallel.auto:
+        assert outcome.share >= 0.95
+        assert not outcome.warnings
+
+
+@pytest.mark.parametrize(("place", "recipe"), [*enumerate(RECIPES)])
+def test_a_recipe_on_a_cluster(place: int, recipe: str) -> None:
+    check(recipe, *CELLS[12 * place % len(CELLS)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_on_all_clusters(recipe: str) -> None:
+    for cluster, nodes in CELLS:
+        check(recipe, cluster, nodes)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.startswith("tiny")])
+def test_tiny_recipes_stay_on_this_machine(recipe: str) -> None:
+    config = resolve(recipe)
+    assert config.open_settings() == []
+    for nodes in (1, 2, 4):
+        assert make_mesh(config, nodes).data == nodes
+        assert make_mesh(config, nodes).micro_batch == 2
+
+
+def test_a_source_s_layout_is_for_its_hardware_alone() -> None:
+    trn1, p5 = (resolve("llama3_8b", cluster) for cluster in ("trn1", "p5"))
+    assert trn1.recipe.parallel.tensor == 32
+    assert trn1.origins["parallel.tensor"].startswith("llama3_8b.yaml:")
+    assert trn1.recipe.train.activation_checkpointing == "selective"
+    assert trn1.open_settings() == []
+    assert "train.micro_batch" in p5.open_settings()
+    assert p5.origins["parallel.auto"] == "no layout for p5"
+    fixed = resolve("llama3_8b", "trn1", ["parallel.tensor=8"])
+    assert (fixed.recipe.parallel.tensor, fixed.recipe.parallel.sequence) == (8, True)
