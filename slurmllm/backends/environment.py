@@ -126,6 +126,11 @@ def needs_precompile(config: RunConfig) -> bool:
     return load_environment(config.backend).expects_graphs(config) or measures_micro_batch(config)
 
 
+def requires_graphs(config: RunConfig) -> bool:
+    """Return whether the train stage starts only with what a precompile stage has left."""
+    return needs_precompile(config) and config.recipe.train.incomplete_graphs == "refuse"
+
+
 def output_of(*command: str) -> str | None:
     """Return what a program prints that ends by itself; None if it is missing, hangs or fails."""
     try:

@@ -22,7 +22,7 @@ from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.records import AttemptRecord, JobsRecord, SkippedBatches, SkipsRecord
-from slurmllm.run.rundir import RunDir, fsync_dir, read_all
+from slurmllm.run.rundir import RunDir, find_run, fsync_dir, is_run, read_all
 
 if TYPE_CHECKING:
     from slurmllm.display.progress import OnProgress
@@ -213,24 +213,53 @@ def require_step(run: RunDir, step: str, others: str) -> Path:
 
 
 def verify_entry(
-    entry: CheckpointEntry, on_progress: OnProgress = lambda _: None
+    entry: CheckpointEntry, on_progress: OnProgress = lambda _: None, checksums: bool = True
 ) -> CheckpointEntry:
     """Check every file, see `file_faults`; `on_progress` receives the bytes checked so far."""
     if entry.manifest is None:
         return entry
-    faults = file_faults(entry.directory, entry.manifest.files, on_progress=on_progress)
+    files = entry.manifest.files
+    faults = file_faults(entry.directory, files, checksums=checksums, on_progress=on_progress)
     return replace(entry, faults=tuple(faults))
 
 
-def newest_verified(run: RunDir) -> tuple[Path, list[str]]:
-    """Return the newest checkpoint that verifies, and a line for each newer one."""
+def find_checkpoint(name: str, root: Path) -> RunDir | Path:
+    """Find a checkpoint by its folder, or as RUN, RUN@latest or RUN@STEP.
+
+    Returns:
+        The folder; for RUN and RUN@latest the run, whose newest checkpoint the caller verifies.
+
+    Raises:
+        RunError: there is none of that name.
+    """
+    path = Path(name)
+    if path.is_dir() and not is_run(path) and not is_run(root / name):
+        return path
+    run, at, step = name.rpartition("@")
+    if at and not is_run(root / name):
+        latest = step == "latest"
+        return find_run(run, root) if latest else require_step(find_run(run, root), step, "latest")
+    try:
+        return find_run(name, root)
+    except RunError as error:
+        raise RunError(
+            f"no checkpoint folder {name!r}, and {error}; write RUN, RUN@STEP, RUN@latest, or the "
+            "folder's path"
+        ) from error
+
+
+def newest_verified(run: RunDir, checksums: bool = True) -> tuple[Path, list[str]]:
+    """Return the newest checkpoint that verifies, and a line for each newer one.
+
+    Without `checksums` only the sizes of its files are compared.
+    """
     skipped: list[str] = []
     invalidated = {run.checkpoint(step): why for step, why in invalidated_checkpoints(run).items()}
     for entry in reversed(list_checkpoints(run)):
         if entry.directory in invalidated:
             skipped.append(f"{entry.directory.name}: {invalidated[entry.directory]}")
             continue
-        entry = verify_entry(entry)
+        entry = verify_entry(entry, checksums=checksums)
         if not entry.faults:
             return entry.directory, skipped
         skipped.append(f"{entry.directory.name}: {'; '.join(entry.faults)}")

@@ -41,7 +41,7 @@ class _CalibrationOptions:
 @click.command()
 @options.cluster
 @options.set_value
-@click.option("--nodes", type=click.IntRange(1), help="Nodes to measure together.  [default: 1]")
+@options.node_count(type=click.IntRange(1), help="Nodes to measure together.  [default: 1]")
 @click.option("--local", is_flag=True, help="Measure this machine, without Slurm.")
 @click.option("--out", metavar="FILE.yaml", help="The profile to write.  [default: print it]")
 @options.plot(": matrix size against utilization.")

@@ -1,4 +1,4 @@
-"""`slurmllm cancel`: the jobs of a run, or of all runs of a sweep."""
+"""`slurmllm cancel`: the jobs of runs, or of all runs of a sweep."""
 
 from __future__ import annotations
 
@@ -18,22 +18,35 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run", shell_complete=options.complete_run)
+@click.argument(
+    "runs", nargs=-1, required=True, metavar="RUN...", shell_complete=options.complete_run
+)
 @options.runs_dir
-def cancel(run: str, runs_dir: Path) -> None:
-    """Cancel RUN's jobs, or those of a sweep.
+def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
+    """Cancel the jobs of each RUN, or of a sweep.
 
-    The workers save a checkpoint before they exit, if Slurm gives them the time.
+    The workers save a checkpoint before they exit, if Slurm gives them the time. Nothing is
+    cancelled if a name is wrong; a run that cannot be cancelled does not keep the others.
     """
-    from slurmllm.run.rundir import find_run, find_sweep
+    from slurmllm.errors import SlurmllmError
+    from slurmllm.run.rundir import RunDir, find_run_or_sweep
     from slurmllm.slurm.client import SlurmClient
 
-    if (sweep := find_sweep(run, runs_dir)) is not None:
-        _cancel_sweep(sweep, SlurmClient())
-        return
-    run_dir = find_run(run, runs_dir)
-    with _locked(run_dir):
-        _cancel_run(run_dir, SlurmClient())
+    client, errors = SlurmClient(), list[SlurmllmError]()
+    targets = [find_run_or_sweep(run, runs_dir) for run in dict.fromkeys(runs)]
+    for target in targets:
+        try:
+            if isinstance(target, RunDir):
+                with _locked(target):
+                    _cancel_run(target, client)
+            else:
+                _cancel_sweep(target, client)
+        except SlurmllmError as error:
+            errors.append(error)
+    for error in errors[:-1]:
+        click.echo(f"error: {error}", err=True)
+    if errors:
+        raise errors[-1]
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def _torch_dtype(ctx: click.Context, _: click.Parameter, name: str) -> torch.dty
 out = click.option(
     "--out", required=True, metavar="DIR", help="Folder to create; it must not exist yet."
 )
-of_run = click.option("--run", metavar="RUN", help="CKPT is a step of this run, or latest.")
+of_run = click.option("--run", metavar="RUN", help="CKPT is a step of this run: RUN@CKPT.")
 dtype = click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "source"]),
@@ -121,25 +121,26 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
 
 
 @checkpoint.command()
-@click.argument("target", metavar="CKPT|RUN", shell_complete=options.complete_run)
+@click.argument("target", metavar="CKPT", shell_complete=options.complete_run)
 @options.runs_dir
 @options.as_json
 @click.pass_context
 def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> None:
-    """Verify the files of one checkpoint folder, or of all checkpoints of RUN.
+    """Verify the files of a checkpoint: RUN@STEP, RUN@latest, a folder; or RUN: all of the run.
 
     Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
     """
-    from slurmllm.checkpoint.catalogue import list_checkpoints, read_entry
-    from slurmllm.run.rundir import find_run, is_run
+    from slurmllm.checkpoint.catalogue import find_checkpoint, list_checkpoints, read_entry
 
-    path = Path(target)
-    if path.is_dir() and not is_run(path) and not is_run(runs_dir / target):
-        entries = [read_entry(path.absolute())]
+    run = find_checkpoint(target, runs_dir)
+    if isinstance(run, Path):
+        entries = [read_entry(run.absolute())]
     else:
-        entries = list_checkpoints(find_run(target, runs_dir))
+        entries = list_checkpoints(run)[-1 if target.endswith("@latest") else 0 :]
         if not entries:
-            raise RunError(f"run {target} has no checkpoint yet; see `slurmllm status {target}`")
+            raise RunError(
+                f"run {run.name} has no checkpoint yet; see `slurmllm status {run.name}`"
+            )
     entries = _verified(entries)
     if as_json:
         options.echo_json({"checkpoints": [_entry_json(entry) for entry in entries]})
@@ -234,8 +235,8 @@ def export(
 ) -> None:
     """Export a checkpoint as a Hugging Face model folder.
 
-    CKPT is a checkpoint folder. With --run it is a step, or latest (the newest checkpoint that
-    verifies). AutoModelForCausalLM and AutoTokenizer load the result.
+    CKPT is RUN or RUN@latest (the newest checkpoint that verifies), RUN@STEP, or a checkpoint
+    folder. AutoModelForCausalLM and AutoTokenizer load the result.
     """
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.exporting import plan_export, run_export
@@ -308,9 +309,9 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another backend's format.
 
-    Weights, optimizer state and position are converted. CKPT is a checkpoint folder. With --run
-    it is a step, or latest (the newest checkpoint that verifies). Needs neither a cluster nor
-    the backends. A run reads checkpoints of both formats on any mesh; the result is for other
+    Weights, optimizer state and position are converted. CKPT is RUN or RUN@latest (the newest
+    checkpoint that verifies), RUN@STEP, or a checkpoint folder. Needs neither a cluster nor the
+    backends. A run reads checkpoints of both formats on any mesh; the result is for other
     programs: NxD loads it by nxd.load_checkpoint(DIR, tag="nxd").
     """
     from slurmllm.checkpoint.folder import require_absent
@@ -373,25 +374,16 @@ def _report(as_json: bool, fields: dict[str, Any], *lines: str) -> None:
 
 def _verified_checkpoint(source: str, run: str | None, runs_dir: Path) -> Path:
     """Return the checkpoint folder that the arguments name, after verifying it."""
-    from slurmllm.checkpoint.catalogue import newest_verified, read_entry, require_step
+    from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified, read_entry
     from slurmllm.checkpoint.state import read_origin
-    from slurmllm.run.rundir import find_run
 
-    if run is None:
-        directory = Path(source)
-        if not directory.is_dir():
-            step = source == "latest" or source.isdecimal()
-            hint = " (a step or latest needs --run RUN)" if step else ""
-            raise RunError(f"no checkpoint folder {source!r}{hint}; name an existing one")
-        read_origin(directory)  # refuses other folders before their files are read
-    else:
-        run_dir = find_run(run, runs_dir)
-        if source == "latest":
-            directory, skipped = newest_verified(run_dir)
-            for line in skipped:
-                click.echo(f"skipped a checkpoint that does not verify: {line}", err=True)
-            return directory
-        directory = require_step(run_dir, source, "latest")
+    directory = find_checkpoint(source if run is None else f"{run}@{source}", runs_dir)
+    if not isinstance(directory, Path):
+        directory, skipped = newest_verified(directory)
+        for line in skipped:
+            click.echo(f"skipped a checkpoint that does not verify: {line}", err=True)
+        return directory
+    read_origin(directory)  # refuses other folders before their files are read
     (entry,) = _verified([read_entry(directory)])
     if entry.faults:
         lines = "\n".join(f"  {fault}" for fault in entry.faults)

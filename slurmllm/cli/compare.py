@@ -51,7 +51,10 @@ class _Choices:
         return {"from_step": self.from_step, "to_step": self.to_step}
 
 
-@click.command()
+@click.command(
+    cls=options.GroupedCommand,
+    common="tolerance grad-norm-tolerance require exact seed from-step to-step plot json",
+)
 @click.argument("a", shell_complete=options.complete_run)
 @click.argument("others", metavar="B [C …]", nargs=-1, shell_complete=options.complete_run)
 @click.option("--tolerance", type=float, help="Relative tolerance of the loss.  [default: 1e-3]")

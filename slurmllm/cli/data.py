@@ -116,7 +116,10 @@ data.add_command(fetch)
 data.add_command(inspect)
 
 
-@data.command()
+@data.command(
+    cls=options.GroupedCommand,
+    common="format text-key overwrite prompt-key completion-key messages-key workers slurm out",
+)
 @input_options
 @click.option("--prompt-key", help="Field or column of the prompt, for fine-tuning data.")
 @click.option("--completion-key", help="Field or column of the completion; requires --prompt-key.")

@@ -26,7 +26,7 @@ _UNITS |= dict.fromkeys(("shared file system", "clock"), " s")
 
 @click.command()
 @options.cluster
-@click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.  [default: 1]")
+@options.node_count(type=click.IntRange(min=1), help="Number of nodes.  [default: 1]")
 @options.job_options(
     "nodelist partition account qos reservation exclude time",
     partition=_PARTITION,
@@ -219,7 +219,7 @@ def allreduce(
 
 @click.command()
 @options.cluster
-@click.option("--partition", help=_PARTITION)
+@options.job_options("partition", partition=_PARTITION)
 @options.runs_dir
 @options.as_json
 @click.pass_context

@@ -38,7 +38,7 @@ _HEADINGS = (
     type=int,
     help="Steps of each copy, which saves three checkpoints.  [default: from the run's step time]",
 )
-@click.option("--nodes", type=int, help="Nodes of each copy.  [default: as the run]")
+@options.node_count(type=int, help="Nodes of each copy.  [default: as the run]")
 @click.option("--local", is_flag=True, help="Run the copies on this machine, without Slurm.")
 @click.option("--seed", default=0, show_default=True, help="Random seed of step and worker.")
 @click.option("--keep", is_flag=True, help="Keep the copies; those that failed are always kept.")

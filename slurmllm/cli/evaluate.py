@@ -42,7 +42,9 @@ def _repeatable(option: str, name: str, metavar: str, text: str) -> Callable[[An
     return click.option(option, name, multiple=True, metavar=metavar, help=f"{text}; repeatable.")
 
 
-@click.command()
+@click.command(
+    cls=options.GroupedCommand, common="suite task checkpoint limit shots device force fetch json"
+)
 @click.argument("run", shell_complete=options.complete_run)
 @_repeatable("--suite", "suites", "NAME|FILE.yaml", "Suite: hlat, pythia, smoke, or your own file")
 @_repeatable("--task", "tasks", "TASK", "Task of the harness, or validation (loss on text)")
@@ -99,9 +101,9 @@ def evaluate(
 ) -> None:
     """Evaluate checkpoints of RUN with lm-evaluation-harness tasks and validation loss.
 
-    RUN is a run's name or directory, a checkpoint, or a Hugging Face model folder. Scores are
-    cached, and an interrupted evaluation continues after its last score. The harness is an optional
-    dependency: pip install 'slurmllm[eval]'.
+    RUN is a run's name or directory, RUN@STEP, a checkpoint's folder, or that of a Hugging Face
+    model. Scores are cached, and an interrupted evaluation continues after its last score. The
+    harness is an optional dependency: pip install 'slurmllm[eval]'.
 
     Exit codes: 0 every task has a score, 1 some have none (they are listed), 2 invalid input or
     configuration, 3 a Slurm failure, 4 storage or a damaged checkpoint.

@@ -32,6 +32,7 @@ _VERBS = (
         "logs",
         "cancel",
         "resume",
+        "delete",
         "nodes",
     ),
     *("data", "tokenizer", "checkpoint", "compare", "spikes", "report", "profile", "evaluate"),
@@ -43,6 +44,26 @@ _HIDDEN = ("supervise", "launch", "worker", "check-node", "allreduce")
 _MODULES = dict.fromkeys(("supervise", "launch", "worker"), "hidden")
 _MODULES |= dict.fromkeys(("doctor", "health", "check-node", "allreduce"), "diagnose")
 _MODULES |= {"resume": "submit", "tokenizer": "data", "run-stage": "shell"}
+
+# What other programs call a verb: Slurm, Kubernetes, other trainers
+_SYNONYMS = {
+    "submit": "run train start sbatch launch new sweep",
+    "status": "ls list ps show info squeue queue watch",
+    "cancel": "kill stop scancel abort",
+    "delete": "rm remove del purge clean",
+    "resume": "continue restart requeue",
+    "logs": "tail attach output",
+    "recipes": "ls list models configs",
+    "plan": "estimate",
+    "compare": "diff",
+    "shell": "ssh exec",
+    "data build": "build preprocess prepare",
+    "data fetch": "download fetch",
+    "checkpoint export": "export",
+    "checkpoint import": "import",
+    "checkpoint convert": "convert",
+    "checkpoint verify": "verify fsck",
+}
 
 
 class _Failure(click.ClickException):
@@ -69,6 +90,14 @@ class _Verbs(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(EXIT_BROKEN_PIPE)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name[:1] != "-" and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+            ctx.fail(f"No such command {name!r}.{_suggestion(name)}")
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*_VERBS, *_HIDDEN]
 
@@ -78,6 +107,15 @@ class _Verbs(click.Group):
         verbs = importlib.import_module(f"slurmllm.cli.{_MODULES.get(cmd_name, cmd_name)}")
         verb: click.Command = getattr(verbs, cmd_name.replace("-", "_"))
         return verb
+
+
+def _suggestion(name: str) -> str:
+    """Return ` Did you mean …?` for an unknown verb; empty without a similar one."""
+    from difflib import get_close_matches
+
+    verbs = [verb for verb, synonyms in _SYNONYMS.items() if name in synonyms.split()]
+    names = " or ".join(repr(verb) for verb in verbs or get_close_matches(name, _VERBS, n=1))
+    return f" Did you mean {names}?" if names else ""
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})

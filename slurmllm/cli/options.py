@@ -60,6 +60,32 @@ class StandardStream(io.TextIOWrapper):
             super().flush()
 
 
+class GroupedCommand(click.Command):
+    """A command with many options, which its help shows under headings.
+
+    Attributes:
+        common: The options that come first, without dashes.
+    """
+
+    def __init__(self, *arguments: Any, common: str, **fields: Any) -> None:
+        super().__init__(*arguments, **fields)
+        self.common = common.split()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        headings = ("Common options", "Slurm options", "Sweep options", "Advanced options")
+        sections: dict[str, list[tuple[str, str]]] = {heading: [] for heading in headings}
+        for param in self.get_params(ctx):
+            record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
+            if record is not None:
+                name = max(param.opts, key=len).removeprefix("--")
+                kinds = (name in self.common, name in _OF_SLURM, name in _OF_SWEEPS, True)
+                sections[headings[kinds.index(True)]].append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
 def open_outputs() -> None:
     """Replace the standard streams by `StandardStream`; a closed one by the null device."""
     for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
@@ -187,6 +213,9 @@ to_step = click.option(
 )
 
 
+# sbatch's short forms of options that several verbs have
+_SHORT = {"nodes": "-N", "partition": "-p", "time": "-t", "account": "-A", "nodelist": "-w"}
+_SHORT |= {"constraint": "-C"}
 # Options of Slurm jobs; None leaves the choice to the profile or to Slurm.
 _JOB = {
     "nodelist": "Nodes to use, such as n3 or n[1-4].",
@@ -203,6 +232,10 @@ _JOB = {
     "time": "Time limit of each job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 60]",
 }
 
+# Of these headings in the help of a `GroupedCommand`
+_OF_SLURM = {*_JOB, "in-allocation", "slurm", "jobs", "cpus", "gpus"}
+_OF_SWEEPS = {"sweep", "sweep-file", "max-running", "yes"}
+
 
 def _node_counts(
     ctx: click.Context, param: click.Parameter, value: str | None
@@ -218,7 +251,8 @@ def _node_counts(
     return fewest, most
 
 
-nodes = functools.partial(click.option, "--nodes", metavar="N[-M]", callback=_node_counts)
+node_count = functools.partial(click.option, _SHORT["nodes"], "--nodes")
+nodes = functools.partial(node_count, metavar="N[-M]", callback=_node_counts)
 
 
 def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
@@ -226,7 +260,10 @@ def job_options(names: str, prefix: str = "", **texts: str) -> Callable[[F], F]:
 
     def add(verb: F) -> F:
         for name in reversed(names.split()):
-            verb = click.option(f"--{name}", help=prefix + texts.get(name, _JOB[name]))(verb)
+            forms = [_SHORT[name]] if name in _SHORT else []
+            verb = click.option(*forms, f"--{name}", help=prefix + texts.get(name, _JOB[name]))(
+                verb
+            )
         return verb
 
     return add
@@ -290,6 +327,7 @@ class RunOptions(NamedTuple):
     """
 
     settings: dict[str, tuple[str, Any]]
+    dry_run: bool
     local: bool
     in_allocation: bool
     force: bool
@@ -302,11 +340,11 @@ def run_options(time: str) -> Callable[[F], F]:
     """Add the options of submit and resume, which the verb gets as `shared`."""
     precompile = click.option(
         "--precompile",
-        type=click.Choice(["auto", "always"]),
+        type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
         help="auto: skip the precompile stage if nothing is compiled, or if this or an earlier run "
-        "has compiled the graphs; always: compile again.",
+        "has compiled the graphs; always: compile again; never: compile in training.",
     )
     text = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
     options = (
@@ -314,6 +352,7 @@ def run_options(time: str) -> Callable[[F], F]:
         job_options(" ".join((*_FIELDS, *_DIRECTIVES)), time=text),
         precompile,
         runs_dir,
+        _flag("--dry-run", "Print scripts and environment; submit nothing."),
         _flag("--local", "Run both stages on this machine, without Slurm."),
         _flag("--in-allocation", "Run the stages here and now, on the nodes of this salloc."),
         _flag(

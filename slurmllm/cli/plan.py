@@ -68,11 +68,12 @@ class _Request:
         return not self.as_json and "-" not in self.tables.values()
 
 
-@click.command()
-@click.argument("recipes", nargs=-1, metavar="[RECIPE…]", shell_complete=options.complete_recipe)
-@click.option(
-    "--nodes", metavar="N[,N…]", multiple=True, help="Node counts, one row each; repeatable."
+@click.command(
+    cls=options.GroupedCommand,
+    common="nodes cluster set tokens price budget deadline top explain json",
 )
+@click.argument("recipes", nargs=-1, metavar="[RECIPE…]", shell_complete=options.complete_recipe)
+@options.node_count(metavar="N[,N…]", multiple=True, help="Node counts, one row each; repeatable.")
 @click.option(
     "--cluster",
     "clusters",

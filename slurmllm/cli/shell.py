@@ -99,7 +99,7 @@ def _node_of(run: RunDir, rank: int, workers_per_node: int, client: SlurmClient)
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
 @click.argument("stage", type=click.Choice(["precompile", "train"]))
-@click.option("--nodes", type=int, help="Number of nodes.  [default: as before]")
+@options.node_count(type=int, help="Number of nodes.  [default: as before]")
 @click.option("--local", is_flag=True, help="Run it on this machine, without Slurm.")
 @options.runs_dir
 @click.pass_context

@@ -1,10 +1,11 @@
-"""`slurmllm status [RUN]`: prints the status of runs once, or refreshes it (`--watch`)."""
+"""`slurmllm status [RUN...]`: prints the status of runs once, or refreshes it (`--watch`)."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,25 +42,28 @@ class _StatusCommand(click.Command):
 
 
 @click.command(cls=_StatusCommand)
-@click.argument("run", required=False, shell_complete=options.complete_run)
+@click.argument("runs", nargs=-1, metavar="[RUN...]", shell_complete=options.complete_run)
 @click.option("--watch", type=float, metavar="[SECONDS]", help="Refresh every SECONDS (default 5).")
 @click.option("--active", is_flag=True, help="Show only runs that are pending or running.")
 @options.runs_dir
 @options.as_json
 def status(
-    run: str | None, watch: float | None, active: bool, runs_dir: Path, as_json: bool
+    runs: tuple[str, ...], watch: float | None, active: bool, runs_dir: Path, as_json: bool
 ) -> None:
     """Show the status of RUN, of the runs of a sweep, or of all runs.
 
-    --watch ends when all shown runs have ended. If the output is not a terminal, each refresh
-    prints another table; with --json, one document per line.
+    Several runs are a list, with --json as without a name. --watch ends when all shown runs have
+    ended. If the output is not a terminal, each refresh prints another table; with --json, one
+    document per line.
     """
 
-    if active and run is not None:
-        raise UserError(f"--active cannot be combined with a run: leave out --active or {run!r}")
+    if active and runs:
+        raise UserError(
+            f"--active cannot be combined with a run: leave out --active or {runs[0]!r}"
+        )
     if watch is not None and not 0.1 <= watch <= 86400:
         raise UserError(f"--watch {watch:g}: must be 0.1 to 86400 seconds, such as --watch 5")
-    read_states = _make_reader(run, runs_dir, active)
+    read_states = _make_reader(tuple(dict.fromkeys(runs)), runs_dir, active)
     if watch is None:
         states = read_states()
         click.echo(states.as_json(indent=2)) if as_json else states.print()
@@ -117,24 +121,32 @@ class _ShownStates:
         return any(state.slurm_unreachable for state in self.states)
 
 
-def _make_reader(run: str | None, runs_dir: Path, active: bool) -> Callable[[], _ShownStates]:
-    """Return a function that reads the state of a run, or of all runs."""
-    from slurmllm.run.rundir import find_run, find_sweep
+def _make_reader(names: Sequence[str], runs_dir: Path, active: bool) -> Callable[[], _ShownStates]:
+    """Return a function that reads the states of the named runs, or of all runs."""
+    from slurmllm.run.rundir import RunDir, find_run_or_sweep
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import list_runs, run_state, run_states
-    from slurmllm.status.sweeps import read_sweep
+    from slurmllm.status.sweeps import read_sweep, runs_of
 
     client = SlurmClient()
-    if run is not None and (sweep := find_sweep(run, runs_dir)) is not None:
+    targets = [find_run_or_sweep(name, runs_dir) for name in names]
+    if len(targets) > 1:
+
+        def read_named() -> _ShownStates:
+            runs = dict.fromkeys(chain.from_iterable(map(runs_of, targets)))
+            return _ShownStates(run_states(list(runs), client), "all these runs were removed")
+
+        return read_named
+    if targets and not isinstance(sweep := targets[0], RunDir):
 
         def read_runs() -> _ShownStates:
             state = read_sweep(sweep, client)
-            return _ShownStates(state.runs, f"{run}: all runs of the sweep were removed", state)
+            text = f"{sweep.name}: all runs of the sweep were removed"
+            return _ShownStates(state.runs, text, state)
 
         return read_runs
-    if run is not None:
-        run_dir = find_run(run, runs_dir)
-        return lambda: _ShownStates([run_state(run_dir, client)], None)
+    if targets and isinstance(run := targets[0], RunDir):
+        return lambda: _ShownStates([run_state(run, client)], None)
 
     def read_states() -> _ShownStates:
         # Listed at each refresh: runs may be submitted in between.

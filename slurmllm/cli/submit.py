@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from slurmllm.submit.prepare import PreparedRun, RunRequest
 
 
-@click.command()
+@click.command(
+    cls=options.GroupedCommand,
+    common="nodes name set cluster data fetch dry-run local",
+)
 @click.argument("recipe", shell_complete=options.complete_recipe)
 @options.nodes(
     help="Nodes of the train job; 2-4: at least 2, at most 4.", default="1", show_default=True
 )
-@click.option("--name", help="The run's name.  [default: RECIPE-001, -002, …]")
+@click.option("-J", "--name", help="The run's name.  [default: RECIPE-001, -002, …]")
 @options.set_value
 @options.cluster
 @click.option(
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
 @click.option("--fetch", is_flag=True, help="First download the recipe's data if they are missing.")
 @click.option("--smoke", is_flag=True, help="Train 20 steps only, the schedule scaled: a test.")
 @click.option("--steps", type=click.IntRange(min=1), help="As --smoke, with so many steps.")
-@click.option("--dry-run", is_flag=True, help="Print scripts and environment; submit nothing.")
 @sweeps.sweep_options
 @options.run_options("the recipe's")
 @click.pass_context
@@ -53,7 +55,6 @@ def submit(
     fetch: bool,
     smoke: bool,
     steps: int | None,
-    dry_run: bool,
     sweep: SweepOptions,
     shared: RunOptions,
 ) -> None:
@@ -80,7 +81,7 @@ def submit(
     if sweep.max_running is not None and settings["slurm.dependency"][1] is not None:
         raise click.UsageError("--dependency and --max-running exclude each other; give one")
     cases = sweeps.read_cases(sweep, shared.local)
-    if not dry_run:
+    if not shared.dry_run:
         sweeps.confirm(len(cases), sweep.yes)
         options.ignore_output_errors()
     allocation, count = None, nodes[1]
@@ -101,7 +102,7 @@ def submit(
         local=shared.local,
         precompile=shared.precompile,
         force=shared.force,
-        dry_run=dry_run,
+        dry_run=shared.dry_run,
         fetch=fetch_sources if fetch else None,
         slurm=None if shared.local or shared.in_allocation else SlurmClient(),
     )
@@ -181,8 +182,9 @@ def print_warnings(prepared: PreparedRun) -> None:
 
 
 def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
-    """Print scripts, the workers' environment, and the backend's arguments."""
+    """Print what a resume changes, scripts, workers' environment, and backend's arguments."""
     from slurmllm.backends.environment import load_environment, worker_environment
+    from slurmllm.checkpoint.catalogue import usable_steps
 
     run, config, mesh = prepared.run, prepared.config, prepared.mesh
     variables = worker_environment(config, run)
@@ -192,10 +194,13 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
     # Of the user's shell: nothing else of it is an option of a job.
     sources = ((source, path.removeprefix("slurm.")) for path, _, source in config.rows())
     defaults = {source: name for source, name in sources if source.startswith("SBATCH_")}
+    from_step = 0 if prepared.from_scratch else max(usable_steps(run), default=0)
     if as_json:
         environment = [{"name": name, **value._asdict()} for name, value in variables.items()]
         summary = {
             "run_dir": str(run.path),
+            "from_step": from_step,
+            "changes": prepared.changes,
             "config": config.values(),
             "mesh": mesh.to_json(),
             "scripts": prepared.scripts,
@@ -213,6 +218,10 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
 
     if prepared.fit is not None and prepared.fit.chosen:
         click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
+    if run.jobs.is_file():
+        click.echo(f"# ── the run continues from step {from_step}")
+    for path, (before, after) in prepared.changes.items():
+        click.echo(f"# ── changed: {path}, from {before} to {after}")
     for variable, name in defaults.items():
         click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     for stage, text in prepared.scripts.items():
@@ -273,7 +282,10 @@ def _print_graphs(prepared: PreparedRun) -> None:
         owner = "this run" if source == prepared.run.name else f"run {source}"
         click.echo(f"graphs     compiled by {owner} already; no precompile stage")
     elif "precompile" not in prepared.stages:
-        click.echo("graphs     none to compile; no precompile stage")
+        from slurmllm.backends.environment import needs_precompile
+
+        what = "compiled in training" if needs_precompile(prepared.config) else "none to compile"
+        click.echo(f"graphs     {what}; no precompile stage")
 
 
 def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None = None) -> int:
@@ -302,7 +314,9 @@ def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None 
     return code
 
 
-@click.command()
+@click.command(
+    cls=options.GroupedCommand, common="nodes cluster set from-scratch include dry-run local"
+)
 @click.argument("run", shell_complete=options.complete_run)
 @options.nodes(help="Number of nodes, or a range.  [default: as before]")
 @click.option("--cluster", help="Cluster profile: a name or a YAML file.  [default: as before]")
@@ -343,6 +357,8 @@ def resume(
     from slurmllm.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.supervise.run_lock import locked
 
+    if shared.dry_run and included:
+        raise click.UsageError("--include changes the run's jobs; leave out --dry-run")
     run_dir, client, settings = find_run(run, shared.runs_dir), SlurmClient(), shared.settings
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
@@ -353,7 +369,7 @@ def resume(
             if shared.as_json:
                 options.echo_json(fields, indent=None)
             return
-    with locked(run_dir, "resume"):
+    with contextlib.nullcontext() if shared.dry_run else locked(run_dir, "resume"):
         last = require_ended(run_dir, client, shared.force)
         most, allocation = None if nodes is None else nodes[1], None
         count, local = options.nodes_and_mode(last, most, shared.local)
@@ -369,10 +385,15 @@ def resume(
             local=local,
             precompile=shared.precompile,
             force=shared.force,
+            dry_run=shared.dry_run,
             slurm=None if at_once else client,
         )
         changes = Changes(cluster, overrides, settings, from_scratch)
         prepared = prepare_resume(request, changes, last)
         print_warnings(prepared)
+        if shared.dry_run:
+            _print_dry_run(prepared, shared.as_json)
+            prepared.require_startable()
+            return
         sent = _start(prepared, at_once, allocation)
     _finish(ctx, prepared, sent, shared.as_json)

@@ -250,6 +250,8 @@ def _checkpointing(value: Any) -> Any:
     if isinstance(value, str) and value in _CHECKPOINTING:
         return value
     rule = "must be none, selective or full, or a list of core, mlp and norm"
+    if isinstance(value, str) and value in BLOCK_PARTS:
+        value = (value,)
     if not isinstance(value, list | tuple):
         raise ValueError(rule)
     if not value:
@@ -277,8 +279,8 @@ class TrainConfig(Section):
     """Sequences in one forward pass of one worker; left out: the planner chooses it, at submit;
     auto: measured once, in the precompile stage; 1 on Neuron devices, which cannot measure it."""
     init_from: str | None = None
-    """A checkpoint folder whose weights the run starts from, at step 0: one that `slurmllm
-    checkpoint import` made, or another run's."""
+    """The checkpoint whose weights the run starts from, at step 0: RUN, RUN@latest, RUN@STEP, or a
+    folder, such as `slurmllm checkpoint import` makes."""
     finetune: bool | Annotated[str, Field(pattern=r"^hf://[^/]+/[^/]+$")] = False
     """Whether train.init_from must be set before the run can start; or the published weights that
     it is to name, as for `slurmllm checkpoint import`."""

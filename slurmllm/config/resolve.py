@@ -378,7 +378,7 @@ def validate(
         ConfigError: with `faults` and all faults of the tree.
     """
     faults, origins = list(faults), dict(origins)
-    recipe_tree = {key: value for key, value in tree.items() if key != "cluster"}
+    recipe_tree = _with_lists({k: v for k, v in tree.items() if k != "cluster"}, Recipe)
     _open_auto_settings(recipe_tree, origins)
     model = recipe_tree.get("model")
     if isinstance(model, Mapping):
@@ -391,7 +391,9 @@ def validate(
     if "model.family" in bad:  # which would have had the values of these
         left_out = tuple(f"model.{name}: missing" for name in CHOSEN)
         faults = [fault for fault in faults if not fault.startswith(left_out)]
-    cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
+    cluster, _ = _build(
+        Cluster, _with_lists(tree.get("cluster", {}), Cluster), "cluster.", faults, origins
+    )
     leaves = flatten(recipe_tree)
     filled = {path.rpartition(".")[0] for path in leaves}  # mappings that are not empty
     defaults = {path: value for path, value in _defaults(Recipe).items() if path not in filled}
@@ -409,6 +411,20 @@ def validate(
     if recipe is None or cluster is None or faults:
         raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
     return RunConfig(recipe, cluster, origins)
+
+
+def _with_lists(tree: Any, model: type[BaseModel]) -> Any:
+    """Return a section in which a single value is a list of it, if its field is a list."""
+    if not isinstance(tree, Mapping):
+        return tree
+    values = dict(tree)
+    for name, value in tree.items():
+        annotation = info.annotation if (info := model.model_fields.get(name)) else None
+        if isinstance(value, Mapping) and (section := _section_type(annotation)) is not None:
+            values[name] = _with_lists(value, section)
+        elif isinstance(value, str | int | float) and Ellipsis in get_args(annotation):
+            values[name] = [value]
+    return values
 
 
 def _import_family(family: Any, modules: Any) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from slurmllm.checkpoint.catalogue import (
     CheckpointEntry,
+    find_checkpoint,
     invalidated_checkpoints,
     list_checkpoints,
     newest_verified,
@@ -29,7 +30,7 @@ from slurmllm.checkpoint.state import MODEL
 from slurmllm.errors import CheckpointError, RunError, UserError
 from slurmllm.evaluate.suites import SuiteTask
 from slurmllm.run.artifact_records import CheckpointManifest
-from slurmllm.run.rundir import RunDir, find_run, is_run
+from slurmllm.run.rundir import RunDir, is_run
 from slurmllm.run.safe_files import open_regular
 
 HARNESS = "lm_eval"
@@ -220,17 +221,16 @@ class Selection:
 
 def find_target(target: str, root: Path) -> EvaluationTarget:
     """Return the run, checkpoint or Hugging Face folder that `target` names; else a RunError."""
-    path = Path(target).absolute()
-    if path.is_dir() and not is_run(path) and not is_run(root / target):
-        if (path / MANIFEST).is_file():
-            above = path.parent.parent
-            if path.parent.name == "checkpoints" and is_run(above):
-                return EvaluationTarget(RunDir(above), RunDir(above), path)
-            return EvaluationTarget(RunDir(path), None, path)
-        if (path / "config.json").is_file():
-            return EvaluationTarget(RunDir(path), None, path)
-    run = find_run(target, root)
-    return EvaluationTarget(run, run)
+    checkpoint = find_checkpoint(target, root)
+    if isinstance(checkpoint, RunDir):
+        return EvaluationTarget(checkpoint, checkpoint)
+    path = checkpoint.absolute()
+    if path.parent.name == "checkpoints" and is_run(path.parent.parent):
+        run = RunDir(path.parent.parent)
+        return EvaluationTarget(run, run, path)
+    if not (path / MANIFEST).is_file() and not (path / "config.json").is_file():
+        raise RunError(f"{path} is no run, no checkpoint and no Hugging Face model; name one")
+    return EvaluationTarget(RunDir(path), None, path)
 
 
 def select_models(
@@ -246,7 +246,7 @@ def select_models(
                 f"--checkpoint {requested[0]}: {folder} is one model; omit the option, or "
                 "name the run"
             )
-        if (folder / MANIFEST).is_file():
+        if target.run is not None or (folder / MANIFEST).is_file():
             return Selection((_model(read_entry(folder)),))
         return Selection((ModelRef(folder, 0, 0, folder_checksum(folder), huggingface=True),))
     # Reads only manifests; the job verifies the files, which takes minutes for a large model.

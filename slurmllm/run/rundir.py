@@ -283,6 +283,11 @@ def find_sweep(name: str, root: Path) -> SweepDir | None:
     return None
 
 
+def find_run_or_sweep(name: str, root: Path) -> RunDir | SweepDir:
+    """Find a sweep as `find_sweep` does, else a run as `find_run` does."""
+    return find_sweep(name, root) or find_run(name, root)
+
+
 def is_sweep(path: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
         return (path / "sweep.json").is_file()
@@ -326,7 +331,7 @@ def find_run(run: str, root: Path) -> RunDir:
     if find_sweep(run, root) is not None:
         raise RunError(
             f"{run} is a sweep of several runs; name one of them (`slurmllm status {run}` lists "
-            "them); status, cancel, compare and report also take a sweep"
+            "them); status, cancel, delete, compare and report also take a sweep"
         )
     for candidate in (root / run, Path(run).absolute()):
         if is_run(candidate):

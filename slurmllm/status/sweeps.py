@@ -74,10 +74,18 @@ class RankedRun:
         }
 
 
+def runs_of(target: RunDir | SweepDir, record: SweepRecord | None = None) -> list[RunDir]:
+    """Return a run, or the runs of a sweep in the order of its cases, without removed ones."""
+    if isinstance(target, RunDir):
+        return [target]
+    cases = (record or SweepRecord.load(target.record)).cases
+    return [run for case in cases if (run := target.run(case.run)).path.is_dir()]
+
+
 def read_sweep(sweep: SweepDir, client: SlurmClient) -> SweepState:
     """Read the state of a sweep; raises StorageError if its record is damaged."""
     record = SweepRecord.load(sweep.record)
-    runs = [run for case in record.cases if (run := sweep.run(case.run)).path.is_dir()]
+    runs = runs_of(sweep, record)
     compiling, now = sweep.graph_runs(), time.time()
     sent = {run.name: JobsRecord.of(run).last for run in compiling}
     hours = [node_hours(run, load_attempts(run, "precompile"), True, now) for run in compiling]

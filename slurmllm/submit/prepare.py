@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from slurmllm.plan.fit_check import FitCheck
     from slurmllm.plan.search import Unsupported
 
-Precompile = Literal["auto", "always"]
+Precompile = Literal["auto", "always", "never"]
 _NEVER_STARTS = "Slurm can never start %s like this"
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ class RunRequest:
     run: RunDir | None = None  # the run to resume; None for a new one
     name: str | None = None  # name of a new run; None: the recipe's name with the next free number
     local: bool = False  # whether the nodes are launchers on this machine
-    precompile: Precompile = "auto"  # `always` compiles the graphs again whatever exists
+    precompile: Precompile = "auto"
+    # `always` compiles the graphs again whatever exists; `never` compiles the rest in training.
     force: bool = False  # whether a run that is predicted not to fit is only warned of
     dry_run: bool = False  # whether to write nothing; refusals are then returned
     check_layout: bool = True  # whether to compare the layout with the planner's
@@ -87,6 +88,10 @@ class RunRequest:
     @property
     def compiles(self) -> bool:
         return self.precompile == "always" or needs_precompile(self.config)
+
+    @property
+    def has_precompile(self) -> bool:
+        return self.compiles and self.precompile != "never"
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class PreparedRun:
     refusals: Sequence[str] = ()  # after a dry run: why the run cannot be trained
     missing_data: Sequence[str] = ()  # after a dry run: which data are missing
     limit_faults: Sequence[str] = ()  # after a dry run: why Slurm can never start the jobs
-    compiles: bool = True  # whether it has graphs, or a micro batch to measure
+    compiles: bool = True  # whether precompile has graphs, or a micro batch to measure
     graphs_from: str | None = None  # run whose graphs are used; None: precompile first
     is_new: bool = False  # whether `prepare` created the directory
     rederived: tuple[str, ...] = ()  # damaged files that were written again, with the reasons
@@ -139,6 +144,9 @@ def prepare(request: RunRequest) -> PreparedRun:
         RunError: the name is taken, or the initial weights are no checkpoint of this model.
     """
     _require_access(request)
+    if request.precompile == "never":
+        config = request.config.with_settings("train", incomplete_graphs="compile")
+        request = replace(request, config=config)
     folder = request.folder or request.root
     run = request.run or new_run(folder, request.name, request.config.recipe.name)
     request, mesh = _choose_layout(request, run)
@@ -150,17 +158,20 @@ def prepare(request: RunRequest) -> PreparedRun:
     fit, fit_refusals = _check_fit(request, run)
     refusals += fit_refusals
     if request.check_weights and recipe.train.init_from is not None:
+        from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified
         from slurmllm.checkpoint.state import require_model
 
-        source = Path(recipe.train.init_from).absolute()
-        require_model(source, recipe.model)
+        source = find_checkpoint(recipe.train.init_from, request.root)
+        if isinstance(source, RunDir):  # the workers verify the checksums
+            source, _ = newest_verified(source, checksums=False)
+        require_model(source := source.absolute(), recipe.model)
         config = config.with_settings("train", init_from=str(source))
     warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
     config, missing = _resolve_data(request, config)
     if request.dry_run:
         prepared = render_run(config, request.nodes, run)
         prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)
-        prepared = replace(prepared, compiles=request.compiles, missing_data=missing)
+        prepared = replace(prepared, compiles=request.has_precompile, missing_data=missing)
         return replace(prepared, fit=fit, refusals=refusals)
     if request.run is None:
         run = claim_run(folder, request.name, recipe.name, config.cluster)
@@ -175,7 +186,7 @@ def prepare(request: RunRequest) -> PreparedRun:
             render_run(config, request.nodes, run),
             fit=fit,
             warnings=warnings,
-            compiles=request.compiles,
+            compiles=request.has_precompile,
             graphs_from=graphs_from,
             is_new=request.run is None,
             rederived=_damaged_files(run) if run.jobs.is_file() else (),
@@ -283,6 +294,11 @@ def _setting_faults(request: RunRequest, mesh: Mesh) -> list[str]:
             "train.init_from: not set, and this recipe starts from trained weights "
             f"(train.finetune); {fix}"
         )
+    if request.precompile == "never" and mesh.unmeasured:
+        faults.append(
+            "train.micro_batch: auto: the precompile stage measures it; leave out --precompile "
+            "never, or set a number"
+        )
     profile, workers = recipe.profile, mesh.world_size
     if profile.steps is not None and max(profile.ranks) >= workers:
         fault = (
@@ -334,7 +350,7 @@ def _check_limits(
     if request.slurm is None:
         return (), []
     scripts = render_run(request.config, request.nodes, run).scripts
-    for stage in stages if request.compiles else stages[1:]:
+    for stage in stages if request.has_precompile else stages[1:]:
         limits = check_limits(read_options(scripts[stage]), request.slurm)
         texts = (f"{stage} job: {text}" for text in limits.faults)
         option = "--time " if stage == "train" else "--set slurm.precompile_time="

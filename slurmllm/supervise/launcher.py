@@ -21,10 +21,10 @@ from slurmllm.backends.environment import (
     BROADCAST,
     load_environment,
     make_cache_folder,
-    needs_precompile,
     node_disk,
     node_local_cache,
     remove_leftovers,
+    requires_graphs,
     worker_environment,
 )
 from slurmllm.config.variables import is_secret
@@ -144,7 +144,7 @@ class Launcher(Workers):
 
     def _install_graphs(self, installed: Path) -> None:
         fields: dict[str, object] = {}
-        if self.run.graphs_manifest.is_file() or needs_precompile(self.config):
+        if self.run.graphs_manifest.is_file() or requires_graphs(self.config):
             fields = self._unpack_graphs()
         remove_leftovers(self.planned_cache)  # of a staged environment too
         # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.

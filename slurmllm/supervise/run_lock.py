@@ -1,9 +1,9 @@
 """The lock of a run: one command at a time changes it.
 
-`submit`, `resume` and `cancel`, and a supervisor that replaces its job, read a run's state, submit
-or cancel jobs and record that. They hold `lock.json` meanwhile, for seconds, and never while a run
-trains. It is made by O_EXCL, which NFS and Lustre have without flock, and renewed by its time of
-change. A lock that was left behind is removed by the next command:
+`submit`, `resume`, `cancel` and `delete`, and a supervisor that replaces its job, read a run's
+state, submit or cancel jobs and record that. They hold `lock.json` meanwhile, for seconds, and
+never while a run trains. It is made by O_EXCL, which NFS and Lustre have without flock, and renewed
+by its time of change. A lock that was left behind is removed by the next command:
 
 - of a process of this machine: as soon as that process has ended;
 - of another machine: when it has not been renewed for two minutes.

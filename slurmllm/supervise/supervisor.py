@@ -23,8 +23,8 @@ from slurmllm.backends.environment import (
     BROADCAST,
     broadcast_path,
     make_cache_folder,
-    needs_precompile,
     node_local_cache,
+    requires_graphs,
 )
 from slurmllm.config.container import paths_of
 from slurmllm.config.load import load
@@ -324,7 +324,7 @@ class Supervisor:
             return {}
         started = time.monotonic()
         if not self.run.graphs_manifest.is_file():
-            if not needs_precompile(self.config):
+            if not requires_graphs(self.config):
                 return {}
             raise StorageError(
                 f"{self.run.graphs_manifest} is missing: the precompile stage did not finish; "

@@ -145,7 +145,12 @@ def test_a_run_s_checkpoint_in_transformers(
     assert latest.exit_code == 0
     assert "skipped a checkpoint that does not verify: step_00000020: __0_0" in latest.stderr
     same_logits(Path("c"), models[10])
-    named = run("export", "20", "--run", "a", "--out", "d")
+    for name in ("a", "a@latest", f"{directory.path}@latest"):
+        again = run("export", name, "--out", f"hub-{name.replace('/', '_')}")
+        assert "skipped a checkpoint that does not verify" in again.stderr
+        assert f"from {directory.checkpoint(10)}" in again.stdout
+    assert f"from {directory.checkpoint(10)}" in run("export", "a@10", "--out", "e").stdout
+    named = run("export", "a@20", "--out", "d")
     assert named.exit_code == 4
     assert "does not verify" in named.stderr
     assert not Path("d").exists()
@@ -209,10 +214,17 @@ def test_tokenizers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]], tmp_
     [
         (("import", "nowhere", "--out", "x"), 2, "config.json: is missing"),
         (("export", "nowhere", "--out", "x"), 2, "no checkpoint folder 'nowhere'"),
-        (("export", "latest", "--out", "x"), 2, "a step or latest needs --run RUN"),
+        (("export", "latest", "--out", "x"), 2, "no checkpoint folder 'latest', and no run"),
         (("export", ".", "--out", "x"), 2, "is not a checkpoint: it holds neither"),
         (("export", "7", "--run", "a", "--out", "x"), 2, "no checkpoint of step 7; it has: 10, 20"),
         (("export", "ten", "--run", "a", "--out", "x"), 2, "no checkpoint of step ten"),
+        (
+            ("export", "a@7", "--out", "x"),
+            2,
+            "no checkpoint of step 7; it has: 10, 20 (or use latest)",
+        ),
+        (("convert", "b@latest", "--to", "native", "--out", "x"), 2, "no run 'b'"),
+        (("verify", "a@ten"), 2, "no checkpoint of step ten"),
         (("export", "10", "--run", "b", "--out", "x"), 2, "no run 'b'"),
         (("export", "10", "--run", "a", "--out", "full"), 2, "full is not empty (held)"),
         (("export", "10", "--run", "a", "--out", "x", "--shard-size", "big"), 2, "such as 5GB"),
@@ -289,6 +301,8 @@ def test_list_and_verify(run: Run) -> None:
     assert "  shard_1 has 0 bytes instead of 1000" in done.stdout
     item = run("verify", folder.checkpoint(20), "--json")
     assert item.exit_code == 4
+    for name in ("a@20", "a@latest"):
+        assert run("verify", name, "--json").stdout == item.stdout
     (held,) = json.loads(item.stdout)["checkpoints"]
     assert held["verified"] is False
     assert held["faults"] == ["shard_1 has 0 bytes instead of 1000"]

@@ -104,6 +104,19 @@ def test_names_that_are_no_utf8() -> None:
     assert "/runs/caf\ufffd\n" in call("caf\udce9").stdout
 
 
+def test_several_are_a_list() -> None:
+    for name in ("a", "b", "c"):
+        make(name)
+    one, everything = json.loads(call("a", "--json").stdout), call("--json").stdout
+    assert (one["name"], "runs" in one) == ("a", False)
+    rows = {row["name"]: row for row in json.loads(everything)["runs"]}
+    shown = json.loads(call("c", "a", "c", "--json").stdout)
+    assert shown == {"runs": [rows["c"], rows["a"]]}
+    table = call("a", "b").stdout
+    assert [line.split()[0] for line in table.splitlines()[1:3]] == ["a", "b"]
+    assert "no run 'nosuch'" in call("a", "nosuch").stderr
+
+
 def test_only_active_ones() -> None:
     make("r")
     assert "none of the 1 runs" in call("--active").stdout

@@ -183,7 +183,7 @@ def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
         ("cluster.directives=['--gres=gpu:8 --uid=0']", "cluster.directives"),
         ("nonsense", "expected path=value"),
         ("train.activation_checkpointing=most", "must be none, selective or full, or a list of"),
-        ("train.activation_checkpointing=core", "or a list of core, mlp and norm"),
+        ("train.activation_checkpointing=corr", "or a list of core, mlp and norm"),
         ("train.activation_checkpointing=[]", "to recompute nothing, write none"),
         ("train.activation_checkpointing=[core, core]", "each part once"),
         ("train.activation_checkpointing=[attention]", "'attention' is not a part of a block"),
@@ -271,11 +271,38 @@ def test_config_yaml_reads_back_equal(tmp_path: Path) -> None:
     assert second.rows() == config.rows()
 
 
+def test_a_single_value_where_a_list_is_expected(tmp_path: Path) -> None:
+    overrides = [
+        "trackers=wandb",
+        "profile.ranks=3",
+        "profile.steps=[2, 3]",
+        "slurm.notify.on=end",
+    ]
+    overrides += ["slurm.notify.command=mail", "cluster.setup=module load cuda"]
+    config = resolve("tiny_neox", overrides=overrides)
+    recipe = config.recipe
+    assert (recipe.trackers, recipe.profile.ranks) == (("wandb",), (3,))
+    assert (recipe.slurm.notify.on, recipe.slurm.notify.command) == (("end",), ("mail",))
+    assert config.cluster.setup == ("module load cuda",)
+    assert config.origins["trackers"] == "--set trackers=wandb"
+    (tmp_path / "mine.yaml").write_text(
+        (recipes_dir() / "tiny_neox.yaml").read_text() + "trackers: mlflow\n"
+    )
+    assert resolve(str(tmp_path / "mine.yaml")).recipe.trackers == ("mlflow",)
+    for override, rule in (
+        ("trackers=wandbb", "trackers: 'wandbb' (--set trackers=wandbb): must be 'wandb' or"),
+        ("optim.betas=0.9", "optim.betas: 0.9 (--set optim.betas=0.9): must be a list"),
+        ("profile.ranks=-1", "profile.ranks: -1"),
+    ):
+        assert rule in faults(override)[0]
+
+
 @pytest.mark.parametrize(
     ("setting", "expected", "recomputed", "text"),
     [
         ("none", "none", (), "none"),
         ("[core]", "selective", ("core",), "selective"),
+        ("mlp", ("mlp",), ("mlp",), "mlp"),
         ("full", "full", ("block",), "full"),
         ("[norm, mlp]", ("mlp", "norm"), ("mlp", "norm"), "mlp+norm"),
     ],

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_slurm import FakeSlurm
+from made_records import save_manifest
 from submit.commands import call, call_json, fails, graph_manifest, submitted, submitted_run
 
+from slurmllm.backends.environment import requires_graphs
 from slurmllm.config.load import load
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import SlurmError
@@ -279,6 +281,7 @@ def test_resume_looks_at_other_weights_to_start_from(
     assert load(run.config).recipe.train.init_from is None
     assert len(fake.jobs) == jobs
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
     looked_at = []
     monkeypatch.setattr(
         "slurmllm.checkpoint.state.require_model", lambda source, model: looked_at.append(source)
@@ -288,6 +291,57 @@ def test_resume_looks_at_other_weights_to_start_from(
     call("cancel", "r")
     assert call("resume", "r").exit_code == 0
     assert looked_at == [tmp_path / "weights"]  # once: later it may be gone
+
+
+def test_weights_of_a_run_by_its_name(
+    fake: FakeSlurm, inputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = submitted_run(fake, inputs, "--name", "source")
+    for step in (10, 20, 30):
+        save_manifest(source, step)
+        (source.checkpoint(step) / "weights").touch()
+    (source.checkpoint(30) / "manifest.json").unlink()  # a save that did not finish
+    monkeypatch.setattr("slurmllm.checkpoint.state.require_model", lambda *_: None)
+    for name, step in (("source", 20), ("source@latest", 20), ("source@10", 10)):
+        config = load(submitted_run(fake, (*inputs, "--set", f"train.init_from={name}")).config)
+        assert config.recipe.train.init_from == str(source.checkpoint(step))
+    message = fails(2, "submit", "tiny_neox", *inputs, "--set", "train.init_from=source@7")
+    assert "run source has no checkpoint of step 7; it has: 10, 20, 30" in message
+
+
+def test_resume_dry_run_changes_nothing(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    run = submitted_run(fake, inputs, "--name", "r")
+    assert "is pending or running" in fails(2, "resume", "r", "--dry-run")
+    call("cancel", "r")
+    save_manifest(run, 10)
+    files = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    how = ("resume", "r", "-N", "2", "-t", "99", "--set", "train.log_every=5", "--dry-run")
+    shown = call(*how)
+    assert shown.exit_code == 0, shown.output
+    assert "# ── the run continues from step 10\n" in shown.stdout
+    assert "# ── changed: train.log_every, from 10 to 5\n" in shown.stdout
+    assert "#SBATCH --time=99\n" in shown.stdout
+    assert "nothing was written, nothing submitted" in shown.stderr
+    document = call_json(*how)
+    assert (document["from_step"], document["mesh"]["nodes"]) == (10, 2)
+    assert document["changes"] == {"train.log_every": [10, 5]}
+    assert call_json(*how, "--from-scratch")["from_step"] == 0
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == files
+    assert len(fake.jobs) == 2
+    assert "leave out --dry-run" in fails(2, *how, "--include", "n1")
+
+
+def test_several_runs_are_cancelled(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    runs = [submitted_run(fake, inputs, "--name", name) for name in ("a", "b", "c")]
+    assert "no run 'nosuch'" in fails(2, "cancel", "a", "nosuch")
+    assert {job.state for job in fake.jobs.values()} == {"PENDING"}
+    runs[1].jobs.write_text("{")
+    result = call("cancel", "a", "b", "c", "a")
+    assert result.exit_code == 4
+    assert "jobs.json" in result.stderr
+    assert result.stdout.count("cancelled ") == 2
+    states = {name: fake.jobs[name].state for name in ("2", "4", "6")}
+    assert states == {"2": "CANCELLED", "4": "PENDING", "6": "CANCELLED"}
 
 
 def compiled(run: RunDir, nodes: int = 4, *, complete: bool = True) -> None:
@@ -345,6 +399,25 @@ def test_a_run_without_graphs_has_no_precompile_job(
     assert resumed["jobs"]["precompile"] is not None
     fake.limits = {"MaxTime": "00:10:00"}  # of a precompile job that is not submitted
     assert submitted(fake, (*eager, "--time=9"))["jobs"]["precompile"] is None
+
+
+def test_precompile_never(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    never = ("--precompile", "never")
+    first = submitted(fake, inputs, "--name", "first", *never)
+    assert (first["jobs"], first["graphs_from"]) == ({"precompile": None, "train": "1"}, None)
+    assert fake.jobs["1"].after_ok is None
+    run = RunDir(Path(str(first["run_dir"])))
+    assert not requires_graphs(load(run.config))
+    text = call("submit", "tiny_neox", "--name", "second", *inputs, *never).stdout
+    assert "graphs     compiled in training; no precompile stage" in text
+    compiled(run)
+    assert submitted(fake, inputs, "--name", "third", *never)["graphs_from"] == "first"
+    auto = (*inputs, *never, "--set", "train.micro_batch=auto")
+    assert "the precompile stage measures it" in fails(2, "submit", "tiny_neox", *auto)
+    fake.limits = {"MaxTime": "00:10:00"}  # of a precompile job that is not submitted
+    assert submitted(fake, inputs, "--time=9", *never)["jobs"]["precompile"] is None
+    sweep = call_json("submit", "tiny_neox", *inputs, "--time=9", *never, "--sweep=train.seed=1,2")
+    assert [graphs["precompile_job"] for graphs in sweep["graphs"]] == []
 
 
 def test_resume_past_incomplete_graphs(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:

@@ -1,0 +1,140 @@
+"""The deletion of a run or a sweep: what goes, what stays, and why it may not be deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmllm.errors import RunError, StorageError
+from slurmllm.run.records import JobsRecord
+from slurmllm.run.rundir import RunDir, SweepDir, find_run_or_sweep, is_sweep
+from slurmllm.run.safe_files import os_error_text, user_name
+from slurmllm.slurm.client import SlurmClient
+from slurmllm.status.sweeps import runs_of
+from slurmllm.submit.resume import require_ended
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What is deleted of a run or a sweep."""
+
+    target: RunDir | SweepDir
+    paths: Sequence[Path]  # the directory; without its checkpoints all else, the records first
+    num_bytes: int  # that are freed
+    num_checkpoints: int
+    checkpoint_bytes: int
+    keeps_checkpoints: bool
+
+
+def find_deletable(name: str, root: Path) -> RunDir | SweepDir:
+    """Find a run, a sweep, or the checkpoints that the deletion of a run has left; RunError."""
+    for path in (root / name, Path(name).absolute()):
+        with suppress(OSError, ValueError):
+            left = RunDir(path)
+            steps = {left.checkpoint(step) for step in left.checkpoint_steps()}
+            if [*path.iterdir()] == [left.checkpoints] and steps == {*left.checkpoints.iterdir()}:
+                return left
+    return find_run_or_sweep(name, root)
+
+
+def plan_deletion(
+    target: RunDir | SweepDir, with_checkpoints: bool, client: SlurmClient
+) -> Deletion:
+    """Return what is deleted; RunError if it is in use, or not wholly this user's to delete."""
+    path, of_run = target.path, isinstance(target, RunDir)
+    if path.is_symlink():
+        raise RunError(f"{path} is a link to {path.resolve()}; name that folder instead")
+    if (owner := path.stat().st_uid) != os.geteuid():
+        raise RunError(f"{path} belongs to {user_name(owner)}, who can delete it")
+    if of_run and path.parent.name == "graphs" and is_sweep(path.parents[1]):
+        raise RunError(f"{path} compiles graphs for a sweep; delete {path.parents[1].name} instead")
+    runs = [target] if isinstance(target, RunDir) else [*runs_of(target), *target.graph_runs()]
+    _require_ended(runs, client)
+    with_steps = [run for run in runs if run.checkpoint_steps()]
+    keeps = bool(with_steps) and not with_checkpoints
+    paths = [*_all_but_checkpoints(path, with_steps)] if keeps else [path]
+    checkpoint_bytes = _freed_bytes(run.checkpoints for run in with_steps)
+    return Deletion(
+        target,
+        paths,
+        _freed_bytes(paths),
+        sum(len(run.checkpoint_steps()) for run in with_steps),
+        checkpoint_bytes,
+        keeps,
+    )
+
+
+def _require_ended(runs: Sequence[RunDir], client: SlurmClient) -> None:
+    """Raise RunError if a run is pending or running; Slurm is asked once."""
+    jobs: dict[str, RunDir] = {}
+    for run in runs:
+        last = JobsRecord.of(run).last
+        if last is None or last.local:
+            require_ended(run, client)
+        else:
+            jobs |= dict.fromkeys(last.own_jobs, run)
+    queue = client.queue(list(jobs)) if jobs else {}
+    for job, run in jobs.items():
+        if job in queue and queue[job].active:
+            raise RunError(
+                f"{run.name} is pending or running (job {job}); `slurmllm cancel {run.name}` first"
+            )
+
+
+def _all_but_checkpoints(path: Path, runs: Sequence[RunDir]) -> Iterator[Path]:
+    """Yield what is below a directory, except for the checkpoints of `runs`; records first."""
+    above = {folder for run in runs for folder in (run.path, *run.path.parents)}
+    entries = sorted(path.iterdir(), key=lambda entry: entry.suffix not in (".yaml", ".json"))
+    for entry in entries:
+        if entry in above:
+            yield from _all_but_checkpoints(entry, runs)
+        elif entry not in {run.checkpoints for run in runs}:
+            yield entry
+
+
+def _freed_bytes(paths: Iterable[Path]) -> int:
+    """Return the size of files whose last link is in `paths`; RunError if one cannot be removed."""
+    sizes, links = dict[tuple[int, int], tuple[int, int]](), Counter[tuple[int, int]]()
+    for path in paths:
+        is_folder = path.is_dir() and not path.is_symlink()
+        for folder, _, names in os.walk(path) if is_folder else [(path.parent, (), [path.name])]:
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise RunError(f"{folder} is not writable for you; nothing was deleted")
+            for name in names:
+                with suppress(FileNotFoundError):
+                    info = Path(folder, name).lstat()
+                    sizes[info.st_dev, info.st_ino] = (info.st_size, info.st_nlink)
+                    links[info.st_dev, info.st_ino] += 1
+    return sum(size for file, (size, count) in sizes.items() if links[file] >= count)
+
+
+def delete(deletion: Deletion) -> None:
+    """Delete what was planned; the caller holds the lock.
+
+    It is renamed first: whatever happens then, no other command takes a part of it for a run.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    path = deletion.target.path
+    hidden = path.with_name(f".{path.name}.removed")
+    try:
+        if hidden.exists():  # of a deletion that was killed
+            shutil.rmtree(hidden)
+        if not deletion.keeps_checkpoints:
+            path.rename(hidden)
+        else:
+            hidden.mkdir()
+            for number, part in enumerate(deletion.paths):
+                part.rename(hidden / f"{number}-{part.name}")
+        shutil.rmtree(hidden)
+    except OSError as error:
+        rest = hidden if hidden.exists() else path
+        raise StorageError(
+            f"cannot delete all of {path}: {os_error_text(error)}; `rm -r {rest}` removes the rest"
+        ) from error
