@@ -349,7 +349,12 @@ def run_options(time: str) -> Callable[[F], F]:
     )
     text = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
     options = (
-        click.argument("sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[-- SBATCH-OPTION...]"),
+        click.argument(
+            "sbatch",
+            nargs=-1,
+            type=click.UNPROCESSED,
+            metavar="[PATH=VALUE...] [-- SBATCH-OPTION...]",
+        ),
         job_options(" ".join((*_FIELDS, *_DIRECTIVES)), time=text),
         precompile,
         runs_dir,

@@ -30,7 +30,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "init_from": "/data/checkpoint",
         "seed": None,
         "precision": None,
-        "activation_checkpointing": None,
     },
     "optim": {"lr": None, "min_lr": None, "warmup_steps": None, "weight_decay": None},
     "eval": {"every_steps": 100},

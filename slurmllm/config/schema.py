@@ -36,12 +36,25 @@ def file_schema(kind: Kind) -> dict[str, Any]:
             section = schema["$defs"].get(part.get("$ref", "").rpartition("/")[2], {})
             if "required" in section:
                 whole["properties"][name] = {"required": section.pop("required")}
-    for section in (*schema["properties"].values(), *schema["$defs"].values()):
-        if section.get("type") == "object":
-            section["type"] = ["object", "null"]  # null takes a section out
+    for section in (schema, *schema["$defs"].values()):
+        for field in section.get("properties", {}).values():
+            _allow_null(field)
+    for section in schema["$defs"].values():
+        _allow_null(section)
     text = "A shipped one, or a .yaml file relative to this one; it has the values not set here."
     schema["properties"]["extends"] = {"type": "string", "description": text}
     return schema | {"if": {"not": {"required": ["extends"]}}, "then": whole}
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Allow null, which takes a value or section of the extended file out."""
+    if "anyOf" in schema:
+        schema["anyOf"].append({"type": "null"})
+    elif "type" in schema:
+        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        schema["type"] = list(dict.fromkeys([*kinds, "null"]))
+        if "enum" in schema:
+            schema["enum"].append(None)
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -122,7 +122,8 @@ def test_the_shipped_schemas_are_those_of_the_code(kind: str, option: tuple[str,
 
 
 def test_only_a_file_that_extends_no_other_must_be_whole() -> None:
-    assert schema_faults("recipe", "extends: tiny_llama\noptim: {min_lr: 0}") == []
+    text = "extends: tiny_llama\noptim: {min_lr: 0, decay: null}\nslurm: null\nparallel: null"
+    assert schema_faults("recipe", text) == []
     whole = schema_faults("recipe", "name: mine\noptim: {min_lr: 0}\ntrain: {}\nmodel: a.json")
     assert sorted(whole) == [
         "$.optim: 'lr' is a required property",
