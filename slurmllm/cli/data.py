@@ -107,7 +107,7 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_inputs
 
 
-@click.group()
+@click.group(cls=options.Verbs)
 def data() -> None:
     """Fetch, build and inspect the corpus that training reads."""
 

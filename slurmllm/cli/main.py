@@ -12,7 +12,7 @@ from typing import IO, Any
 import click
 
 from slurmllm import __version__
-from slurmllm.cli.options import open_outputs
+from slurmllm.cli.options import Verbs, open_outputs
 from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
 from slurmllm.format import printable
 from slurmllm.run.safe_files import os_error_text
@@ -22,6 +22,7 @@ EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 # worker, of which a run has thousands, reads few files of the environment.
 _VERBS = (
     *(
+        "init",
         "doctor",
         "health",
         "recipes",
@@ -79,7 +80,7 @@ class _Failure(click.ClickException):
         )
 
 
-class _Verbs(click.Group):
+class _Verbs(Verbs):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
+_SETTING = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=.*", re.DOTALL)  # PATH=VALUE
 # For terminals and files without Unicode (LC_ALL=C)
 _ASCII = str.maketrans(
     {"…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=", "×": "x", "·": "."}
@@ -111,6 +113,43 @@ def ignore_output_errors() -> None:
         sys.stdout.tolerant = True
 
 
+class Verbs(click.Group):
+    """A group whose verbs take PATH=VALUE among their arguments as --set PATH=VALUE."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, verb, rest = super().resolve_command(ctx, args)
+        if verb is not None and any(param.name == "overrides" for param in verb.params):
+            rest = _with_set_options(verb, rest, ctx.resilient_parsing)
+        return name, verb, rest
+
+
+def _with_set_options(verb: click.Command, arguments: list[str], lenient: bool) -> list[str]:
+    """Return arguments with --set before each PATH=VALUE that is no option's value.
+
+    Raises:
+        UserError: a field of a recipe is written as an option, unless `lenient`.
+    """
+    options = [param for param in verb.params if isinstance(param, click.Option)]
+    values = {name: 0 if option.is_flag else 1 for option in options for name in option.opts}
+    result, rest = list[str](), list(arguments)
+    while rest and rest[0] != "--":
+        argument = rest.pop(0)
+        option, equals, value = argument.partition("=")
+        if not lenient and option.startswith("--") and "." in option:
+            from slurmllm.errors import UserError
+
+            if not equals:
+                value = rest[0] if rest and not rest[0].startswith("-") else "VALUE"
+            setting = f"{option[2:].replace('-', '_')}={value}"
+            raise UserError(f"{option}: no option, but a field; write {shlex.quote(setting)}")
+        result += ["--set", argument] if _SETTING.fullmatch(argument) else [argument]
+        count = values.get(argument, 0)  # of the option's values, which may look like settings
+        result, rest = result + rest[:count], rest[count:]
+    return result + rest
+
+
 def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -> int | None:
     first = ctx.params.get("from_step")
     if first is not None and last is not None and first > last:
@@ -169,8 +208,8 @@ price = click.option(
     "(us-east-1/1y); or, with one profile, dollars for an hour of one node.  [default: on_demand]",
 )
 set_value = set_option(
-    help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4; repeatable. "
-    "env.NAME without a value passes on a variable of this shell."
+    help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4, also without "
+    "--set; repeatable. env.NAME without a value passes on a variable of this shell."
 )
 _profile = functools.partial(
     click.option, "--cluster", metavar="PROFILE", shell_complete=complete_recipe
@@ -348,7 +387,12 @@ def run_options(time: str) -> Callable[[F], F]:
     )
     text = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
     options = (
-        click.argument("sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[-- SBATCH-OPTION...]"),
+        click.argument(
+            "sbatch",
+            nargs=-1,
+            type=click.UNPROCESSED,
+            metavar="[PATH=VALUE...] [-- SBATCH-OPTION...]",
+        ),
         job_options(" ".join((*_FIELDS, *_DIRECTIVES)), time=text),
         precompile,
         runs_dir,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,18 +35,19 @@ def recipes(
 ) -> None:
     """List the recipes or the cluster profiles, or show the resolved configuration of NAME.
 
-    NAME is a shipped recipe or a .yaml file. --explain adds each value's source: file and line,
-    --set, or the built-in default. --explain, --set and --cluster need NAME. --clusters lists the
-    shipped profiles, and the file that --cluster names.
+    NAME is a shipped recipe or a .yaml file. What is printed is a recipe; the profile of --cluster
+    follows as comments. --explain adds each value's source: file and line, --set, or the built-in
+    default. --explain, --set and --cluster need NAME. --clusters lists the shipped profiles, and
+    the file that --cluster names.
     """
     from slurmllm.errors import UserError
 
     if schema:
-        from slurmllm.config.schema import cluster_schema, recipe_schema
+        from slurmllm.config.schema import file_schema
 
         if name is not None or explain or overrides or cluster:
             raise UserError("--schema prints a schema; leave out NAME, --explain, --set, --cluster")
-        options.echo_json(cluster_schema() if clusters else recipe_schema())
+        options.echo_json(file_schema("cluster" if clusters else "recipe"))
     elif clusters:
         if name is not None or explain or overrides:
             raise UserError("--clusters lists profiles; leave out NAME, --explain and --set")
@@ -159,9 +161,12 @@ def _show(
         return
     tree = _tree(config, "auto")
     if not explain:
-        import yaml
+        from slurmllm.config.yaml_source import write_yaml
 
-        click.echo(yaml.safe_dump(tree, sort_keys=False), nl=False)
+        profile = write_yaml({"cluster": tree.pop("cluster")})
+        click.echo(write_yaml(tree), nl=False)
+        if cluster is not None or any(text.startswith("cluster.") for text in overrides):
+            click.echo(textwrap.indent(profile, "# "), nl=False)
         return
     from slurmllm.config.yaml_source import flatten
     from slurmllm.display.tables import print_table

@@ -20,6 +20,8 @@ from slurmllm.config.families.family import REQUIRED, HuggingFaceModel
 from slurmllm.config.recipe import ModelConfig, RopeScaling
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import flatten
+from slurmllm.errors import ConfigError
+from slurmllm.format import format_plural
 from slurmllm.run.safe_files import read_limited
 
 CONFIG = "config.json"
@@ -45,6 +47,21 @@ class SourceConfig:
     architecture: str  # the model's class in transformers
     bos_token_id: int | None  # token at the beginning of a text, if known
     eos_token_id: int | list[int] | None  # token at its end; some models have several
+
+
+def read_model(path: Path) -> dict[str, Any]:
+    """Return the model section of a config.json, given by its path or its folder."""
+    folder, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
+    if not path.exists():
+        raise ConfigError(
+            f"model: {str(path)!r} does not exist; give the path of a Hugging Face config.json, or "
+            "of its folder"
+        )
+    source, faults = read_config(folder, name)
+    if source is None:
+        count = format_plural(len(faults), "error")
+        raise ConfigError(f"model: {path} cannot be used: {count}", faults)
+    return source.model.model_dump(mode="json")
 
 
 def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | None, list[str]]:

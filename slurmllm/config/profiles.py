@@ -1,4 +1,4 @@
-"""Files of settings by name, and cluster profiles that extend another."""
+"""Files of settings by name, and recipes and cluster profiles that extend another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from slurmllm.config.yaml_source import flatten, read_yaml
 from slurmllm.errors import ConfigError
 
-Level = tuple[dict[str, Any], dict[str, str]]  # a profile's values, and `file:line` of each
+Level = tuple[dict[str, Any], dict[str, str]]  # a file's values, and `file:line` of each
 
 # Figure of a data sheet → constants that were fitted with it: assumed if a profile changes it.
 _REACHED = {
@@ -21,7 +21,12 @@ _REACHED = {
     "network_gb_s": ("network_efficiency", "overlap"),
 }
 _MAKERS = {*_REACHED, "fp32_tflops", "memory_gib"}
-_FORM = "a cluster profile may be as short as `extends: PROFILE`, of `slurmllm recipes --clusters`"
+# Of a file that holds no settings, by kind.
+_FORMS = {
+    "recipe": "a recipe may be as short as `extends: RECIPE`, of `slurmllm recipes`",
+    "cluster profile": "a cluster profile may be as short as `extends: PROFILE`, of "
+    "`slurmllm recipes --clusters`",
+}
 _NODES = ("device", "devices_per_node")
 
 
@@ -65,12 +70,11 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 def read_profile(path: Path, folder: Path) -> Level:
     """Read a cluster profile with all that it extends: its values, and `file:line` of each.
 
-    `extends` names a shipped profile or a file, relative to the profile's own. The profile's values
-    replace the other's, section by section; null takes a value or section out. Figures of a maker
-    that it replaces leave what training reaches of them assumed (`hardware.assumed`), and make them
-    other nodes, as do another device and number of devices: then instance type and price are not
-    the other's. A price is never merged with the other's; null is no price, not even that which the
-    tables have for the instance type.
+    The profile's values replace the other's, section by section; null takes a value or section out.
+    Figures of a maker that it replaces leave what training reaches of them assumed
+    (`hardware.assumed`), and make them other nodes, as do another device and number of devices:
+    then instance type and price are not the other's. A price is never merged with the other's; null
+    is no price, not even that which the tables have for the instance type.
 
     Args:
         folder: The shipped profiles.
@@ -78,43 +82,67 @@ def read_profile(path: Path, folder: Path) -> Level:
     Raises:
         ConfigError: a file cannot be read, or profiles extend each other.
     """
-    chain: list[Path] = []
-    levels: list[Level] = []
-    following: Path | None = path
-    while following is not None:
-        if following.resolve() in (file.resolve() for file in chain):
-            names = " extends ".join(map(str, [*chain, following]))
-            raise ConfigError(
-                f"cluster profiles extend each other: {names}; remove one `extends`, or name a "
-                f"profile outside of the chain: {', '.join(available(folder))}"
-            )
-        chain.append(following)
-        values, origins = read_yaml(following, form=_FORM)
-        following = _base(values, origins, following, folder)
-        levels.append((values, origins))
-    if len(chain) > 1:
-        values_of_file, origins = levels[0]
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "profile"
-        levels[0] = {"name": name, **values_of_file}, {"name": path.name, **origins}
+    levels = [level for _, level in read_chain(path, folder, "cluster profile")]
     profile = levels.pop()
     while levels:
         profile = extended(profile, levels.pop())
     return profile
 
 
-def _base(values: dict[str, Any], origins: dict[str, str], path: Path, folder: Path) -> Path | None:
-    """Return the profile that one extends; None if it extends none."""
+def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Level]]:
+    """Read a recipe or cluster profile and all that it extends, the file itself first.
+
+    `extends` names a shipped file, or one relative to the file's own folder. A file that extends
+    another and sets no name has that of the file.
+
+    Args:
+        folder: The shipped files of this kind.
+        kind: `recipe` or `cluster profile`.
+
+    Raises:
+        ConfigError: a file cannot be read, or files extend each other.
+    """
+    noun = kind.split()[-1]
+    chain: list[tuple[Path, Level]] = []
+    following: Path | None = path
+    while following is not None:
+        files = [file for file, _ in chain]
+        if following.resolve() in (file.resolve() for file in files):
+            names = " extends ".join(map(str, [*files, following]))
+            raise ConfigError(
+                f"{kind}s extend each other: {names}; remove one `extends`, or name a {noun} "
+                f"outside of the chain: {', '.join(available(folder))}"
+            )
+        values, origins = read_yaml(following, form=_FORMS[kind])
+        chain.append((following, (values, origins)))
+        following = _base(values, origins, following, folder, kind)
+    if len(chain) > 1:
+        _, (values, origins) = chain[0]
+        chain[0] = path, ({"name": name_of(path, noun), **values}, {"name": path.name, **origins})
+    return chain
+
+
+def name_of(path: Path, default: str) -> str:
+    """Return the name of a recipe or profile of this file."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or default
+
+
+def _base(
+    values: dict[str, Any], origins: dict[str, str], path: Path, folder: Path, kind: str
+) -> Path | None:
+    """Return the file that this one extends; None if it extends none."""
     if "extends" not in values:
         return None
     name, where = values.pop("extends"), origins.pop("extends", path.name)
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"extends ({where}): {name!r}: must be a profile's name, such as p5, or a .yaml file"
+            f"extends ({where}): {name!r}: must be a {kind.split()[-1]}'s name, such as "
+            f"{'p5' if kind == 'cluster profile' else 'llama3_8b'}, or a .yaml file"
         )
     file = path.parent / name
     source = str(file) if file.suffix in (".yaml", ".yml") else name
     try:
-        return find_yaml(source, folder, "cluster profile", "its path is relative to this file's")
+        return find_yaml(source, folder, kind, "its path is relative to this file's")
     except ConfigError as error:
         raise ConfigError(f"extends ({where}): {error.title}") from None
 
@@ -144,15 +172,19 @@ def extended(base: Level, extension: Level) -> Level:
     if changed or other_nodes:
         dropped |= {"price", "instance_type"}
     values = {key: value for key, value in values.items() if key not in dropped}
-    merged = _merged(values, changes)
-    if changes.get("price", ...) is None:
-        merged["price"] = None  # not the tables' price either
-    sources = origins | new_origins
-    return merged, {path: sources[path] for path in flatten(merged) if path in sources}
+    merged, sources = merge((values, origins), (changes, new_origins))
+    if changes.get("price", ...) is None:  # not the tables' price either
+        merged["price"], sources["price"] = None, new_origins["price"]
+    return merged, sources
+
+
+def merge(base: Level, changes: Level) -> Level:
+    """Return the values of a file over those of the one that it extends; None takes one out."""
+    values, sources = _merged(base[0], changes[0]), base[1] | changes[1]
+    return values, {path: sources[path] for path in flatten(values) if path in sources}
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of nested mappings over others; None takes one out."""
     merged = dict(base)
     for key, value in changes.items():
         before = merged.get(key)

@@ -15,14 +15,22 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.data_sources import with_user_configuration
 from slurmllm.config.directives import may_be_in_file, parse_options, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
-from slurmllm.config.huggingface import CONFIG, read_config
+from slurmllm.config.huggingface import read_model
 from slurmllm.config.layouts import apply_layouts
-from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
+from slurmllm.config.profiles import (
+    Level,
+    did_you_mean,
+    find_yaml,
+    merge,
+    read_chain,
+    read_profile,
+    shipped_dir,
+)
 from slurmllm.config.recipe import ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.variables import MASK, TUNING, is_secret, is_secret_at, mask
 from slurmllm.config.variables import may_be_in_file as may_set_variable
-from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml, write_yaml
+from slurmllm.config.yaml_source import flatten, parse_scalar, write_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_plural
 from slurmllm.plugins import is_known
@@ -167,7 +175,7 @@ def resolve(
         ConfigError: with all faults of recipe, profile and overrides.
     """
     recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
-    values, origins = read_yaml(recipe_path)
+    values, origins = _read_recipe(recipe_path)
     chosen = cluster or os.environ.get("SLURMLLM_CLUSTER")
     if not chosen:
         default = values.get("default_cluster")
@@ -191,9 +199,6 @@ def resolve(
     tree: dict[str, Any] = {**values, "cluster": cluster_values}
     origins.update({f"cluster.{path}": source for path, source in cluster_origins.items()})
     faults: list[str] = []
-    if isinstance(values.get("model"), str):
-        file = recipe_path.parent / values["model"]
-        _assign(tree, "model", _model_of(file), str(file), origins, faults)
     if "cluster" in values:
         faults.append("cluster: belongs in a profile, not in a recipe; see --cluster")
     of_files = dict(origins)
@@ -209,12 +214,48 @@ def resolve(
     of_profile = {"partition"} if cluster_values.get("partition") else set[str]()
     with suppress(TypeError, ValueError):  # a fault that the validation reports
         of_profile |= parse_options(cluster_values.get("directives") or ()).keys()
+    leaves = flatten(tree)
     for name, value in user_defaults().items():
-        if f"slurm.{name}" not in origins and name not in of_profile:
-            _assign(tree, f"slurm.{name}", value, f"SBATCH_{name.upper()}", origins, faults)
+        path = f"slurm.{name}"
+        # A null in a file, such as `slurmllm recipes NAME` prints it, leaves the choice open.
+        is_open = leaves.get(path) is None and not origins.get(path, "").startswith("--set")
+        if is_open and name not in of_profile:
+            _assign(tree, path, value, f"SBATCH_{name.upper()}", origins, faults)
     config = validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
     # Those of other clusters are no part of the run.
     return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
+
+
+def _read_recipe(path: Path) -> Level:
+    """Read a recipe with all that it extends: its values, and the source of each.
+
+    Its values replace those of the recipe that it extends, section by section; null takes one out.
+    `parallel: auto` and the file of a published model replace the whole section.
+    """
+    (file, recipe), *extensions = reversed(read_chain(path, recipes_dir(), "recipe"))
+    _read_sections(file, recipe)
+    for file, changes in extensions:
+        replaced = _read_sections(file, changes)
+        base = {name: value for name, value in recipe[0].items() if name not in replaced}
+        recipe = merge((base, recipe[1]), changes)
+    return recipe
+
+
+def _read_sections(file: Path, recipe: Level) -> set[str]:
+    """Replace `parallel: auto` and `model: FILE` by their sections; returns these."""
+    values, origins = recipe
+    sections: dict[str, tuple[dict[str, Any], str]] = {}
+    if values.get("parallel") == "auto":
+        # A copy: `_assign` changes sections in place.
+        sections["parallel"] = dict(_AUTO), origins["parallel"]
+    if isinstance(values.get("model"), str):
+        model = file.parent / values["model"]
+        sections["model"] = read_model(model), str(model)
+    for name, (section, source) in sections.items():
+        values[name] = section
+        del origins[name]
+        origins.update(dict.fromkeys(flatten({name: section}), source))
+    return set(sections)
 
 
 def untrusted_fault(path: str, value: Any, source: str) -> str | None:
@@ -296,7 +337,7 @@ def _override(
         # An environment variable is text even if it looks like YAML: 1, true, 007, empty.
         value = text if dotted.startswith(("env.", "cluster.env.")) else parse_scalar(text)
         if dotted == "model" and isinstance(value, str):
-            value = _model_of(Path(value))
+            value = read_model(Path(value))
         secret = any(is_secret_at(path, leaf) for path, leaf in flatten({dotted: value}).items())
         settings.append((dotted, value, f"--set {dotted}={MASK if secret else text}"))
     # `parallel=auto` clears the section, so it comes before any degree that is set with it.
@@ -304,21 +345,6 @@ def _override(
     for dotted, value, source in settings:
         whole = (dotted, value) == ("parallel", "auto")
         _assign(tree, dotted, dict(_AUTO) if whole else value, source, origins, faults)
-
-
-def _model_of(path: Path) -> dict[str, Any]:
-    """Return the model section of a Hugging Face config.json, given by its path or its folder."""
-    folder, name = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
-    if not path.exists():
-        raise ConfigError(
-            f"model: {str(path)!r} does not exist; give the path of a Hugging Face config.json, or "
-            "of its folder"
-        )
-    source, faults = read_config(folder, name)
-    if source is None:
-        count = format_plural(len(faults), "error")
-        raise ConfigError(f"model: {path} cannot be used: {count}", faults)
-    return source.model.model_dump(mode="json")
 
 
 def _assign_options(

@@ -8,21 +8,67 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.families import CHOSEN
 from slurmllm.config.operation import Section
+from slurmllm.config.profiles import shipped_dir
 from slurmllm.config.recipe import Recipe
+
+_ANNOTATIONS = ("title", "default", "description")
+
+Kind = Literal["recipe", "cluster"]
+
+
+def schema_line(kind: Kind) -> str:
+    """Return the first line of a file that names its shipped schema to editors."""
+    path = shipped_dir() / "configs" / "schemas" / f"{kind}.json"
+    return f"# yaml-language-server: $schema={path.as_uri()}\n"
+
+
+def file_schema(kind: Kind) -> dict[str, Any]:
+    """Return the schema of a file, of which only one that extends no other must be whole."""
+    schema = recipe_schema() if kind == "recipe" else cluster_schema()
+    whole: dict[str, Any] = {"required": schema.pop("required"), "properties": {}}
+    for name, field in schema["properties"].items():
+        for part in (field, *field.get("anyOf", ())):
+            section = schema["$defs"].get(part.get("$ref", "").rpartition("/")[2], {})
+            if "required" in section:
+                whole["properties"][name] = {"required": section.pop("required")}
+    for section in (schema, *schema["$defs"].values()):
+        for field in section.get("properties", {}).values():
+            _allow_null(field)
+    for section in schema["$defs"].values():
+        _allow_null(section)
+    text = "A shipped one, or a .yaml file relative to this one; it has the values not set here."
+    schema["properties"]["extends"] = {"type": "string", "description": text}
+    return schema | {"if": {"not": {"required": ["extends"]}}, "then": whole}
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Allow null, which takes a value or section of the extended file out."""
+    if "anyOf" in schema:
+        schema["anyOf"].append({"type": "null"})
+    elif "type" in schema:
+        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        schema["type"] = list(dict.fromkeys([*kinds, "null"]))
+        if "enum" in schema:
+            schema["enum"].append(None)
 
 
 def recipe_schema() -> dict[str, Any]:
     """Return the schema of a recipe's file."""
     schema = _schema(Recipe)
     fields = schema["properties"]
-    # What `resolve` takes in place of the two sections.
+    # What `resolve` takes in place of the two sections, and in place of a degree.
     fields["model"] = {"anyOf": [{"type": "string"}, fields["model"]]}
     fields["parallel"] = {"anyOf": [{"const": "auto"}, fields["parallel"]]}
+    degrees = schema["$defs"]["ParallelConfig"]["properties"]
+    for name, degree in degrees.items():
+        if name != "auto":
+            kind = {key: degree.pop(key) for key in [*degree] if key not in _ANNOTATIONS}
+            degree["anyOf"] = [{"const": "auto"}, kind]
     model = schema["$defs"]["ModelConfig"]
     model["required"] = [name for name in model["required"] if name not in CHOSEN]
     return schema

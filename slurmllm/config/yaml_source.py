@@ -78,8 +78,11 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-def write_yaml(values: dict[str, Any]) -> str:
-    """Return YAML that `read_yaml` reads back unchanged."""
+def write_yaml(values: dict[str, Any], *, inline: bool = False) -> str:
+    """Return YAML that `read_yaml` reads back unchanged; `inline`: one line, for one key."""
+    if inline:
+        text: str = yaml.dump(values, Dumper=_Dumper, default_flow_style=True, width=1 << 30)
+        return text.strip()[1:-1]  # without the outer braces
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 

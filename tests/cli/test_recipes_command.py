@@ -80,7 +80,9 @@ def test_the_schemas_describe_every_field() -> None:
                 if "$ref" not in values and (part["title"] != "Recipe" or name == "name"):
                     assert values["description"].endswith("."), (part["title"], name)
     recipe = json.loads(call("--schema").stdout)
-    assert "rotary_pct" not in recipe["$defs"]["ModelConfig"]["required"]  # the family has it
+    required = recipe["then"]["properties"]["model"]["required"]
+    assert "num_layers" in required
+    assert "rotary_pct" not in required  # the family has it
     assert {"const": "auto"} in recipe["properties"]["parallel"]["anyOf"]
     slurm = recipe["$defs"]["SlurmConfig"]["properties"]
     assert "integer" in slurm["time"]["type"]  # a bare number counts minutes
