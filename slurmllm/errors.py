@@ -4,21 +4,22 @@
     ├── UserError                      2  user
     │   ├── ConfigError                2  user             recipe, --set, cluster profile, mesh
     │   ├── DataError                  2  user             corpus, tokenizer, input files
-    │   ├── RunError                   2  user             run names, run directories, metrics files
-    │   └── PluginError                2  user             a plugin's hook that raised
+    │   └── RunError                   2  user             run names, run directories, metrics files
     ├── InfrastructureError            3  infrastructure
     │   ├── SlurmError                 3  infrastructure   commands absent, failing or refusing
     │   ├── NodeError                  3  infrastructure   a node, its disk or the network
     │   └── StorageError               4  infrastructure   disk full, unreadable or damaged files
     │       └── CheckpointError        4  infrastructure   no checkpoint that verifies
     └── CodeError                     70  code
+        ├── PluginError               70  code             a plugin's hook that raised
         └── DivergenceError           71  code             a loss or norm that went wrong
             └── StaleGraphsError      71  code             at once, with graphs compiled before
 
-Two more exit codes are not errors: 1, a check that failed (`compare`: the runs differ; `evaluate`:
-some tasks were not scored), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work and is to
-be started again. 130 is an interrupt from the keyboard and 141 a closed output pipe, as in every
-shell.
+Three more exit codes are no class of ours: 1, a check that failed (`compare`: the runs differ;
+`evaluate`: some tasks were not scored); 72, a run out of memory, on a device or on the host, where
+the kernel or torch ends the worker; and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work
+and is to be started again. 130 is an interrupt from the keyboard and 141 a closed output pipe, as
+in every shell.
 
 A message names the value, the rule and the fix:
 "parallel.tensor 6 does not divide 64 attention heads; choose 1, 2, 4, 8, 16, 32 or 64".
@@ -33,6 +34,7 @@ Blame = Literal["user", "infrastructure", "code"]
 
 EXIT_OK = 0
 EXIT_NEGATIVE = 1
+EXIT_OUT_OF_MEMORY = 72
 EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
 
@@ -72,10 +74,6 @@ class RunError(UserError):
     """An unusable run name or run directory, or a metrics file without readable rows."""
 
 
-class PluginError(UserError):
-    """A hook of another package raised; its traceback is the user's to read."""
-
-
 class InfrastructureError(SlurmllmError):
     """The machines, the network, the disks or Slurm failed, not the user and not the code."""
 
@@ -106,6 +104,10 @@ class CodeError(SlurmllmError):
 
     exit_code = 70
     blame = "code"
+
+
+class PluginError(CodeError):
+    """A hook of another package raised."""
 
 
 class DivergenceError(CodeError):

@@ -375,7 +375,7 @@ def test_a_hook_that_raises_is_named(caplog: pytest.LogCaptureFixture) -> None:
         "it: `slurmllm resume r --set hooks.noisy=null`"
     )
     record = failure_record(raised.value, Worker(0, 1, 0, "n"), 4)
-    assert (record.exit_code, record.blame, record.error) == (2, "user", "PluginError")
+    assert (record.exit_code, record.blame, record.error) == (70, "code", "PluginError")
     assert "in before_step" in format_failure(record)
     assert str(hook) == "Noisy"
     hook.close()  # would hide how the training ended

@@ -24,6 +24,9 @@ _HEADINGS = (
     *("cache", "launch", "start-up", "first step", "verdict"),
 )
 
+_LONGEST = ("first_node", "", "advance_signal", *[""] * len(_HEADINGS[3:]))
+_Pause = contextlib.AbstractContextManager[None]
+
 
 @click.command()
 @click.argument("run", shell_complete=options.complete_run)
@@ -89,13 +92,22 @@ def drill(
             f"drill      {', '.join(plan.kinds)}: {plan.steps} steps each, a checkpoint every "
             f"{plan.every_steps}, {plan.nodes} node(s)\nreference  {source}"
         )
-    with _progress() as progress:
-        report = _run(Drill(plan, runner, client, tolerances, reason is None, progress), keep)
+        _echo_row(None)
+    with _progress() as (progress, pause):
+
+        def show(result: DrillResult) -> None:
+            with pause():
+                _echo_row(result)
+
+        shown = (lambda result: None) if as_json else show
+        drilling = Drill(plan, runner, client, tolerances, reason is None, progress, shown)
+        report = _run(drilling, keep)
     if as_json:
         summary = {"passed": report.passed, **report.model_dump(mode="json")}
-        options.echo_json(summary)
+        options.echo_json({**summary, "results": str(plan.results)})
     else:
         _print(report)
+        click.echo(f"results: {plan.results}")
     ctx.exit(0 if report.passed else EXIT_NEGATIVE)
 
 
@@ -134,21 +146,33 @@ def _run(drilling: Drill, keep: bool) -> DrillReport:
         if drilling.copies:
             names = ", ".join(copy.name for copy in drilling.copies)
             click.echo(f"runs of the drill that were not removed: {names}", err=True)
+        if drilling.plan.results.is_file():
+            click.echo(f"results so far: {drilling.plan.results}", err=True)
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A status line on a terminal; elsewhere a line when the status of a copy changes."""
+def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[], _Pause]]]:
+    """A status line on a terminal; elsewhere a line when the status of a copy changes.
+
+    Yields a function that shows a status, and one that hides the line while output is written.
+    """
     from rich.console import Console
     from rich.markup import escape
 
     terminal = Console(stderr=True, highlight=False)
     if terminal.is_terminal:
         with terminal.status("") as status:
-            yield lambda text: status.update(escape(text))
+
+            @contextlib.contextmanager
+            def pause() -> Iterator[None]:
+                status.stop()
+                yield
+                status.start()
+
+            yield (lambda text: status.update(escape(text))), pause
         return
     last = ""
 
@@ -159,16 +183,10 @@ def _progress() -> Iterator[Callable[[str], None]]:
             last = text
             click.echo(text, err=True)
 
-    yield echo
+    yield echo, contextlib.nullcontext
 
 
 def _print(report: DrillReport) -> None:
-    from slurmllm.display.tables import print_table
-
-    print_table(_HEADINGS, (_row(result) for result in report.drills), fold="verdict")
-    for result in report.drills:
-        for fault in result.faults:
-            click.echo(f"{result.kind}: {fault}")
     if report.kept:
         click.echo(f"kept: {', '.join(report.kept)}")
     if report.passed:
@@ -177,6 +195,20 @@ def _print(report: DrillReport) -> None:
     else:
         failed = [result.run for result in report.drills if not result.passed]
         click.echo(f"failed: see `slurmllm status {failed[0]}` and `slurmllm logs {failed[0]}`")
+
+
+def _echo_row(result: DrillResult | None) -> None:
+    """Print the row of a copy that has ended, with its faults; None: the headings."""
+    from slurmllm.display.tables import Column, fitted
+
+    # The widths are those of the longest usual row: the later rows are not known yet.
+    rows = [_LONGEST] if result is None else [_LONGEST, _row(result)]
+    heading, _, *lines = fitted([Column(name) for name in _HEADINGS], rows, 0).lines
+    if result is None:
+        click.echo(click.style(heading, bold=True))
+        return
+    for text in (*lines, *(f"{result.kind}: {fault}" for fault in result.faults)):
+        click.echo(text)
 
 
 def _row(result: DrillResult) -> tuple[str, ...]:

@@ -132,7 +132,8 @@ def cli() -> None:
 
     Exit codes: 0 done; 1 the check failed (compare: the runs differ; evaluate: some tasks were not
     scored); 2 invalid input or configuration; 3 Slurm or a node; 4 storage or a checkpoint; 70 an
-    internal error; 71 divergence; 75 stopped early, to be requeued; 130 interrupted.
+    error of code; 71 divergence; 72 out of memory; 75 stopped early, to be requeued; 130
+    interrupted.
     """
 
 

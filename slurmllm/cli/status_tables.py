@@ -14,6 +14,7 @@ from slurmllm.format import (
     format_bytes,
     format_duration,
     format_hours,
+    format_names,
     format_plural,
     format_time,
     printable,
@@ -110,13 +111,14 @@ def run_view(state: RunState, console: Console) -> list[Text]:
     ]
     if state.attempts:
         open_ending = "running" if state.state == "training" else "not recorded"
-        rows = [_attempt_row(attempt, open_ending) for attempt in state.attempts]
+        rows = [_attempt_row(attempt, open_ending, state.reason) for attempt in state.attempts]
         table, left_out = _table(_ATTEMPTS, rows, console)
         view += [table, *_no_room(left_out)]
     return view
 
 
-def _attempt_row(attempt: AttemptRecord, open_ending: str) -> tuple[str, ...]:
+def _attempt_row(attempt: AttemptRecord, open_ending: str, reason: str) -> tuple[str, ...]:
+    evidence = "; ".join(attempt.evidence)
     return (
         str(attempt.attempt),
         " ".join(attempt.nodes[:_SHOWN]) + (" …" if len(attempt.nodes) > _SHOWN else ""),
@@ -125,7 +127,7 @@ def _attempt_row(attempt: AttemptRecord, open_ending: str) -> tuple[str, ...]:
         format_duration(attempt.ended_at - attempt.started_at) if attempt.ended_at else "",
         attempt.ending or open_ending,
         attempt.action or "",
-        "; ".join(attempt.evidence),
+        "" if evidence in reason else evidence,  # the line `state` has it
     )
 
 
@@ -141,7 +143,10 @@ def _lines(state: RunState) -> Iterator[Line]:
     if state.eta_s is not None and state.finish_at is not None:
         step += f", {format_duration(state.eta_s)} left (until {format_time(state.finish_at)})"
     yield "step", step
-    if details is not None and details.workers is not None:
+    if details is not None and details.compiling_s is not None:
+        so_far = format_duration(details.compiling_s)
+        yield "workers", f"compiling the first step …, {so_far} so far" + _limit(details.workers)
+    elif details is not None and details.workers is not None:
         yield "workers", _progress(details.workers)
     if details is not None and details.mesh is not None:
         yield "batch", _batch(details.mesh, details.micro_batch)
@@ -191,9 +196,11 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
     if details.graphs is not None and details.graphs.reused_from is not None:
         yield "graphs", f"compiled by run {details.graphs.reused_from}"
     for line in details.uncompiled:
-        yield "uncompiled", line
-    for node, reason in list(details.unused_graphs.items())[:_SHOWN]:
-        yield "graphs", f"not used on {node}: {reason}"
+        if line not in state.reason:
+            yield "uncompiled", line
+    for reason in dict.fromkeys(details.unused_graphs.values()):
+        nodes = [node for node, text in details.unused_graphs.items() if text == reason]
+        yield "graphs", f"not used on {format_names(nodes, _SHOWN)}: {reason}"
     if state.attempts and state.attempts[-1].new_graphs:
         added = state.attempts[-1].new_graphs
         names = ", ".join(added[:_SHOWN]) + (" …" if len(added) > _SHOWN else "")
@@ -228,12 +235,17 @@ def _progress(workers: WorkerProgress) -> str:
     if workers.unchanged_s >= 10:
         what = "no step" if workers.phase == "stepping" else "no change"
         text += f", {what} for {format_duration(workers.unchanged_s)}"
-        if workers.limit_s is not None:
-            text += f" (limit {format_duration(workers.limit_s)})"
+        text += _limit(workers)
     if workers.behind:
         ranks = ", ".join(map(str, workers.behind[:8]))
         text += f"; behind the others: rank {ranks}" + (" …" if len(workers.behind) > 8 else "")
     return text
+
+
+def _limit(workers: WorkerProgress | None) -> str:
+    if workers is None or workers.limit_s is None:
+        return ""
+    return f" (limit {format_duration(workers.limit_s)})"
 
 
 def _table(

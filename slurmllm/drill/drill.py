@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import shutil
 import subprocess
 import time
@@ -21,7 +22,7 @@ from slurmllm.errors import CodeError, NodeError, RunError, StorageError
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.run.records import AttemptRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, write_atomic
-from slurmllm.run.safe_files import read_limited
+from slurmllm.run.safe_files import open_append, os_error_text, read_limited
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
 from slurmllm.supervise.allocation import node_command
@@ -32,7 +33,10 @@ INJECTOR_S = 30.0  # for the injector to end after its run
 
 
 class Drill:
-    """A drill of one run; `progress` is called with a status line."""
+    """A drill of one run.
+
+    `progress` is called with a status line, `show` with each result as its copy ends.
+    """
 
     def __init__(
         self,
@@ -42,9 +46,11 @@ class Drill:
         tolerances: Tolerances,
         own_reference: bool,
         progress: Callable[[str], None],
+        show: Callable[[DrillResult], None] = lambda result: None,
     ) -> None:
         self.plan, self.runner, self.client = plan, runner, client
-        self.tolerances, self.own_reference, self.progress = tolerances, own_reference, progress
+        self.tolerances, self.own_reference = tolerances, own_reference
+        self.progress, self.show = progress, show
         self.copies: list[RunDir] = []
 
     def run(self, keep: bool) -> DrillReport:
@@ -90,9 +96,17 @@ class Drill:
         self.progress(f"{kind}: comparing with the reference")
         state = run_state(run, self.client)
         text = f"{state.state} ({state.reason})" if state.reason else state.state
-        return check_recovery(
+        result = check_recovery(
             run, kind, injection, reference, self.plan.steps, self.tolerances, text
         )
+        self.show(result)
+        try:
+            with os.fdopen(open_append(self.plan.results), "a", encoding="utf-8") as stream:
+                stream.write(result.model_dump_json() + "\n")
+        except OSError as error:
+            message = f"cannot write {self.plan.results}: {os_error_text(error)}"
+            raise StorageError(message) from error
+        return result
 
     def _create(self, part: str, kind: FaultKind | None) -> RunDir:
         """The directory of a new copy, with only its configuration."""

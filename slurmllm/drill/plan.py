@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurmllm.config.resolve import RunConfig, change
 from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind, FaultSpec
@@ -38,6 +39,11 @@ class DrillPlan:
     steps: int
     every_steps: int  # steps between checkpoints
     seed: int  # decides steps and victims of the faults
+
+    @property
+    def results(self) -> Path:
+        """The file with a line for each copy that has ended, of which each is a `DrillResult`."""
+        return self.run.reports / f"drill-{self.number}.jsonl"
 
     def name(self, part: str) -> str:
         """The name of a copy: `reference`, or that of a kind of fault."""
@@ -118,8 +124,9 @@ def make_plan(
         values += ["optim.decay=constant", "optim.decay_start=null"]
     drilled = change(changed, None, values)
     make_mesh(drilled, nodes, reuse.measured_micro_batch(run))
-    pattern = re.compile(rf"{re.escape(run.name)}-drill-(\d+)-")
-    matches = (pattern.match(entry.name) for entry in run.path.parent.iterdir())
+    pattern = re.compile(rf"(?:{re.escape(run.name)}-)?drill-(\d+)[-.]")
+    entries = (*run.path.parent.iterdir(), *run.reports.glob("drill-*.jsonl"))
+    matches = (pattern.match(entry.name) for entry in entries)
     number = max((int(match.group(1)) for match in matches if match), default=0) + 1
     plan = DrillPlan(run, drilled, nodes, local, number, kinds, total, every, seed)
     longest = plan.name("first_node")

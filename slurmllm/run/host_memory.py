@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MEMINFO, _OWN_CGROUP = Path("/proc/meminfo"), Path("/proc/self/cgroup")
-_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS, _VMSTAT = Path("/sys/fs/cgroup"), Path("/proc/vmstat")
 
 
 class Memory(NamedTuple):
@@ -44,6 +44,14 @@ def host_memory(sharing: int) -> Memory:
 def free_memory() -> int:
     """Return the bytes that this process may still take."""
     return _machine()[1]
+
+
+def count_oom_kills() -> int:
+    """Return how many processes of this machine the kernel has ended for want of memory."""
+    with contextlib.suppress(OSError):
+        lines = _VMSTAT.read_text(encoding="ascii").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return 0
 
 
 def _machine() -> tuple[int, int]:

@@ -424,6 +424,7 @@ class NodeRecord(Record):
     exit_codes: dict[int, int] = Field(default_factory=dict)
     # The ranks that the launcher itself ended, after another's failure.
     stopped_ranks: tuple[int, ...] = ()
+    oom_kills: int = 0  # processes that the kernel ended meanwhile for want of memory
     error: str | None = None  # why the launcher itself failed
     error_code: int | None = None  # the exit code of that error's class
 

@@ -444,9 +444,12 @@ class SlurmClient:
         return dict(line.split("|", 1) for line in output.splitlines() if "|" in line)
 
 
-def step_options() -> list[str]:
-    """Return the options of each srun in this job; --mem=0, all memory, if none says how much."""
-    options = shlex.split(os.environ.get(SRUN_OPTIONS, ""))
+def step_options(options: Sequence[str] | None = None) -> list[str]:
+    """Return the options of each srun in this job; --mem=0, all memory, if none says how much.
+
+    `options` are the run's, by default of this job's environment.
+    """
+    options = [*(shlex.split(os.environ.get(SRUN_OPTIONS, "")) if options is None else options)]
     # A job's --mem-per-cpu would leave no memory to a second step.
     sized = any(re.match("--mem(-per-|=|$)", option) for option in options)
     return options if sized else ["--mem=0", *options]

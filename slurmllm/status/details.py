@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from slurmllm.backends.environment import load_environment
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
@@ -72,6 +73,7 @@ class Details:
     versions: dict[str, dict[str, str]]
     unequal_versions: str  # nodes with other versions; empty if all are equal
     excluded: tuple[ExcludedNode, ...]
+    compiling_s: float | None  # seconds since the first step began to compile; None if none does
     workers: WorkerProgress | None  # what the workers are doing; None if none are running
     evaluation: Event | None  # the newest one; None without one
     skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
@@ -80,9 +82,11 @@ class Details:
 
 
 def read_details(
-    run: RunDir, attempts: Sequence[AttemptRecord], training: bool, config: RunConfig
+    run: RunDir, attempts: Sequence[AttemptRecord], state: str, config: RunConfig
 ) -> Details:
     """Read the details of a run; `attempts` are those of the train stage, oldest first.
+
+    `state` is that of `runs.RunState`.
 
     Raises:
         StorageError: a record is damaged.
@@ -117,7 +121,15 @@ def read_details(
             first_steps = {
                 w.node: FirstStep(w.first_step_s, w.cache_hits, w.cache_misses) for w in workers
             }
-    running = training and bool(attempts) and attempts[-1].ended_at is None
+    running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
+    workers = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
+    compiling_s = None
+    if load_environment(config.backend).expects_graphs(config):
+        reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
+        if workers is not None and workers.phase == "first_step" and not reused:
+            compiling_s = workers.unchanged_s
+        for stage in load_attempts(run, "precompile")[-1:] if state == "precompiling" else ():
+            compiling_s = None if stage.ended_at else max(time.time() - stage.started_at, 0.0)
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
         first_steps=first_steps,
@@ -129,7 +141,8 @@ def read_details(
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
-        workers=read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None,
+        compiling_s=compiling_s,
+        workers=workers,
         evaluation=None if recipe.eval.every_steps is None else last_evaluation(run),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
         core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},

@@ -144,8 +144,7 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
             lists = _excluding(run, waiting, config.recipe.slurm.exclude, client)
             texts = [state.reason, *_node_texts(client, partition, state, waiting), *lists]
             state = replace(state, reason="; ".join(filter(None, texts)))
-        training = state.state == "training"
-        return replace(state, details=read_details(run, state.attempts, training, config))
+        return replace(state, details=read_details(run, state.attempts, state.state, config))
     except OSError as error:
         raise StorageError(_unreadable(run, error)) from error
 

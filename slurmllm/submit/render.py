@@ -24,6 +24,7 @@ from slurmllm.run.rundir import RunDir, Stage, root_of
 from slurmllm.slurm.client import SRUN_OPTIONS
 from slurmllm.slurm.container import CONTAINER, CONTAINER_PYTHON
 from slurmllm.slurm.setup import VERSION, limits_script, setup_script
+from slurmllm.supervise.allocation import launch_line
 
 
 def precompile_nodes(config: RunConfig, nodes: int) -> int:
@@ -71,6 +72,9 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
     lines += [f"#SBATCH {directive}" for directive in _directives(stage, config, run, count)]
     lines += ["", *limits_script(), "", *setup_script(config.cluster.setup, stop=False)]
     lines += ["# What the body below reads.", *_exports(config, run, python)]
+    count = count if count.isdecimal() and not slurm.spare_nodes else "N"
+    srun = launch_line(count, stage, _srun_options(config, run))
+    lines += ["", "# The supervisor starts the workers of attempt N by:", f"# {srun}"]
     body = (shipped_dir() / "sbatch" / f"{stage}.sbatch").read_text("utf-8")
     return "\n".join(lines) + "\n\n" + body
 
@@ -139,17 +143,28 @@ def shared_folders(config: RunConfig, run: RunDir) -> list[Path]:
     return [root_of(run), run.path, Path(config.cluster.node_local), *folders]
 
 
+def _container_prefix(config: RunConfig, run: RunDir) -> list[str]:
+    container = config.cluster.container
+    if container is None:
+        return []
+    return container_arguments(container, config.cluster.device, shared_folders(config, run))
+
+
+def _srun_options(config: RunConfig, run: RunDir) -> list[str]:
+    container, options = config.cluster.container, config.recipe.slurm.directives.srun
+    by_srun = container is not None and container.srun_runs_it
+    return [*(_container_prefix(config, run) if by_srun else ()), *as_arguments(options)]
+
+
 def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
-    cache, srun = node_local_cache(config, run), as_arguments(config.recipe.slurm.directives.srun)
+    cache, srun = node_local_cache(config, run), _srun_options(config, run)
     container, lines = config.cluster.container, list[str]()
     if container is not None:
-        prefix = container_arguments(container, config.cluster.device, shared_folders(config, run))
         lines.append(f"export {CONTAINER_PYTHON}={shlex.quote(container.python)}")
         # An image's passwd need not know the user, whose name is in paths.
         lines.append(f"export LOGNAME={shlex.quote(getpass.getuser())}")
-        if container.srun_runs_it:
-            srun = [*prefix, *srun]
-        else:
+        if not container.srun_runs_it:
+            prefix = _container_prefix(config, run)
             lines.append(f"export {CONTAINER}={shlex.quote(shlex.join(prefix))}")
     port = config.cluster.master_port
     lines = [

@@ -46,6 +46,11 @@ from slurmllm.slurm.environment import slurm_environment
 from slurmllm.slurm.setup import SETUP, SETUP_ERROR, VERSION, in_setup
 
 _STEP = "slurmllm-launch"  # name of the launchers' step
+# The only task of a node uses all of it; Slurm would bind it to one CPU. Without --cpus-per-task,
+# which is one number for all nodes, a step has all CPUs of each.
+_ONE_A_NODE = ("--ntasks-per-node=1", "--cpu-bind=none", "--input=none")
+# One launcher's failure ends the step on the other nodes too.
+_LAUNCH = ("--kill-on-bad-exit=1", f"--job-name={_STEP}")
 LOCAL_NODES = "SLURMLLM_LOCAL_NODES"
 LOCAL_RESTARTS = "SLURMLLM_LOCAL_RESTARTS"  # as SLURM_RESTART_COUNT
 HELD_NODES = "SLURMLLM_HELD_NODES"  # of the allocation that salloc holds, to be used
@@ -159,8 +164,7 @@ class SlurmAllocation(Allocation):
         self.nodes, self.restarted = nodes, True
 
     def launch(self, run_path: Path, stage: Stage, attempt: int) -> list[subprocess.Popen[bytes]]:
-        # One launcher's failure ends the step on the other nodes too.
-        options = ["--kill-on-bad-exit=1", f"--job-name={_STEP}"]
+        options = [*_LAUNCH]
         # An earlier step ends, for Slurm, when its lost node has ended it.
         options += ["--overlap"] if self.restarted else []
         return [self._srun(options, _launcher(run_path, stage, attempt), None)]
@@ -171,10 +175,7 @@ class SlurmAllocation(Allocation):
     def _srun(
         self, options: Sequence[str], command: Sequence[str], output: int | None
     ) -> subprocess.Popen[bytes]:
-        srun = ["srun", f"--nodes={len(self.nodes)}", f"--ntasks={len(self.nodes)}"]
-        # The only task of a node uses all of it; Slurm would bind it to one CPU. Without
-        # --cpus-per-task, which is one number for all nodes, a step has all CPUs of each.
-        srun += ["--ntasks-per-node=1", "--cpu-bind=none", "--input=none"]
+        srun = ["srun", f"--nodes={len(self.nodes)}", f"--ntasks={len(self.nodes)}", *_ONE_A_NODE]
         if self.all_nodes and self.nodes != self.all_nodes:
             srun.append(f"--nodelist={','.join(self.nodes)}")
         srun += [*options, *step_options(), *task_command(command)]
@@ -408,6 +409,13 @@ def export_site(config: RunConfig, folders: Sequence[Path], terminal: bool = Fal
 
 def _launcher(run_path: Path, stage: Stage, attempt: int) -> list[str]:
     return [*SLURMLLM, "launch", str(run_path), "--stage", stage, "--attempt", str(attempt)]
+
+
+def launch_line(nodes: str, stage: Stage, options: Sequence[str]) -> str:
+    """Return the srun of an attempt as a reader of the batch script may type it."""
+    srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", *_ONE_A_NODE, *_LAUNCH]
+    launcher = '"$SLURMLLM_PYTHON" -P -m slurmllm launch "$SLURMLLM_RUN"'
+    return f"{shlex.join([*srun, *step_options(options)])} {launcher} --stage {stage} --attempt N"
 
 
 def allocate_nodes(

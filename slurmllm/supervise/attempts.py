@@ -151,6 +151,8 @@ def ending_of_orphaned(
     )
     if state == "CANCELLED":
         return Ending("cancelled", evidence)
+    if state == "OUT_OF_MEMORY":
+        return Ending("out_of_memory", evidence)
     if state in ("TIMEOUT", "PREEMPTED"):
         return Ending("advance_signal", evidence)
     silent = tuple(name for name in record.nodes if not reported_all(reported.get(name)))

@@ -11,14 +11,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, StorageError
+from slurmllm.errors import EXIT_OK, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, StorageError
 from slurmllm.run.error_patterns import ENDINGS, cause_line, matches, meaning_of
 from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, LaunchFailure, NodeRecord
 
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 # Exit codes (errors.py) of workers that could not write a failure record, most specific first.
-_EXITS: Mapping[int, EndingClass] = {4: "storage_failure", 2: "bad_configuration", 71: "divergence"}
+_EXITS: Mapping[int, EndingClass] = {
+    **{4: "storage_failure", 2: "bad_configuration", 71: "divergence"},
+    EXIT_OUT_OF_MEMORY: "out_of_memory",
+}
 # The class of a launch that failed, by whose fault it is; a node_failure for all others.
 LAUNCH_ENDINGS: Mapping[str, EndingClass] = {
     **{"request": "bad_configuration", "user": "bad_configuration", "storage": "storage_failure"},
@@ -236,6 +239,8 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     out_of_memory = "OutOfMemory" in first.error or first.error == "MemoryError"
     if out_of_memory or matches(_text(first), "memory"):
         return Ending("out_of_memory", reason)
+    if first.error == "PluginError":  # its message is the plugin's, whatever it reads like
+        return Ending("code_error", reason)
     if first.exit_code == 4:
         return Ending("storage_failure", reason)
     if device_fault(first):
@@ -341,6 +346,9 @@ def _unexplained(worker: FailedWorker, evidence: Evidence) -> Ending | None:
         return Ending("code_error", (f"rank {rank} on {name} crashed with {how}",))
     if evidence.overran_s is not None:
         return None  # the supervisor may have sent the signal
+    if -code == signal.SIGKILL and (kills := evidence.nodes[name].oom_kills):
+        text = f"rank {rank} on {name} was ended by SIGKILL for want of host memory"
+        return Ending("out_of_memory", (f"{text} (the kernel's oom_kill there: {kills})",))
     text = f"rank {rank} on {name} was ended by {how} from outside"
     if -code == signal.SIGBUS:
         text = f"rank {rank} on {name}: SIGBUS: memory, or a file mapped into it, could not be read"

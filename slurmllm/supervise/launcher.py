@@ -149,7 +149,9 @@ class Launcher(Workers):
         remove_leftovers(self.planned_cache)  # of a staged environment too
         # Not of a backend whose graphs serve any node: Neuron's may take hours to compile.
         num_graphs = 0 if self.manifest is None else self.manifest.graphs
-        suspect = num_graphs > 0 and not fields["cache_reason"] and self.processor
+        reused = num_graphs > 0 and not fields["cache_reason"]
+        suspect = reused and self.processor
+        self.compiles = self.backend.expects_graphs(self.config) and not reused
         with node_disk(f"write {installed}"):
             partial = installed.with_name(f"{installed.name}.new")
             partial.write_text(REUSED if suspect else "", encoding="ascii")
@@ -226,8 +228,13 @@ class Launcher(Workers):
             with suppress(ProcessLookupError):
                 os.killpg(group, on_stop)
 
+        def stop() -> bool:
+            if self.node_rank == 0 and self.backend.expects_graphs(self.config):
+                self.compile_log.update()
+            return self.stop_requested
+
         try:
-            return run_command(list(command), lambda: self.stop_requested, send)
+            return run_command(list(command), stop, send)
         except OSError as error:
             raise NodeError(
                 f"{command[0]} cannot be started on {self.node}: {error.strerror or error}; it "

@@ -32,6 +32,7 @@ from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import (
     EXIT_NEGATIVE,
     EXIT_OK,
+    EXIT_OUT_OF_MEMORY,
     EXIT_REQUEUE,
     SlurmError,
     SlurmllmError,
@@ -85,7 +86,8 @@ RETURNS = ("requeue", "chain")  # actions that return a run to the queue
 STEPS_END_S, LOST_STEPS_END_S = 15.0, 2.0
 EXIT_FAILED = {  # by class of ending; 70 for the others
     **{"bad_configuration": 2, "storage_failure": 4, "divergence": 71, "stale_graphs": 71},
-    **{"cancelled": EXIT_NEGATIVE, "superseded": EXIT_NEGATIVE},
+    **{"out_of_memory": EXIT_OUT_OF_MEMORY, "cancelled": EXIT_NEGATIVE},
+    "superseded": EXIT_NEGATIVE,
 }
 
 log = logging.getLogger(__name__)

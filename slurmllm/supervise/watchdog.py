@@ -258,6 +258,7 @@ class Heartbeats:
         self._read_s = min(READ_S, self._write_s)
         self._written_at = self._read_at = -HEARTBEAT_S
         self._written: dict[int, WorkerPhase] = {}
+        self.phases: dict[int, WorkerPhase] = {}  # rank → phase, as last read
         self._heartbeat: int | None = None  # descriptor of the heartbeat
         self._heartbeat_bytes = 0
         # Remove the files of launchers that were killed: their locks are free. Not by process id:
@@ -309,13 +310,13 @@ class Heartbeats:
         self._read_at = now
         # A worker that has not imported slurmllm yet has no phase.
         read = ((rank, read_phase(self._file(rank))) for rank in ranks)
-        phases = {rank: phase for rank, phase in read if phase is not None}
+        self.phases = {rank: phase for rank, phase in read if phase is not None}
         waited_s = now - self._written_at
-        changed = phases != self._written and waited_s >= self._write_s
+        changed = self.phases != self._written and waited_s >= self._write_s
         if not changed and waited_s < HEARTBEAT_S:
             return
-        self._written, self._written_at = phases, now
-        heartbeat = Heartbeat(node=self._node, written_at=time.time(), ranks=phases)
+        self._written, self._written_at = self.phases, now
+        heartbeat = Heartbeat(node=self._node, written_at=time.time(), ranks=self.phases)
         self._write(heartbeat.model_dump_json().encode())
 
     def _write(self, content: bytes) -> None:

@@ -39,9 +39,11 @@ from slurmllm.control.rendezvous import (
     rendezvous_variables,
 )
 from slurmllm.errors import EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
+from slurmllm.format import format_duration
 from slurmllm.graphs.fingerprint import sharing, threads_of
 from slurmllm.log import setup_logging
 from slurmllm.plan.mesh import Mesh, load_mesh
+from slurmllm.run.host_memory import count_oom_kills
 from slurmllm.run.records import AttemptRecord, FailureRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.worker_files import STACKS_SIGNAL
@@ -63,7 +65,25 @@ CLEAR_GRACE_S, PEER_GRACE_S = 1.0, 5.0
 LOOK_S = 5.0  # interval between looks at the shared file system for the supervisor's files
 STACKS_S = 15.0  # for all nodes to notice a hang and to dump stacks
 STACKS_LOOK_S = 0.5
+COMPILE_LOG_S = 30.0  # interval between log lines while the first step compiles
 SAVE_RETRY_S = 15.0  # if the shared file system refuses the node's record
+
+
+class CompileLog:
+    """The log lines while the first step compiles: at once, then with the time so far."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+        self._next = 0.0
+
+    def update(self) -> None:
+        now = time.monotonic()
+        if self._begun is None:
+            self._begun, self._next = now, now + COMPILE_LOG_S
+            log.info("compiling the first step …")
+        elif now >= self._next:
+            self._next = now + COMPILE_LOG_S
+            log.info("compiling the first step …, %s so far", format_duration(now - self._begun))
 
 
 class Workers:
@@ -78,6 +98,8 @@ class Workers:
         self.watched = stage == "train"  # whether the watchdog reads this node's heartbeats
         self.node_rank = own_node_rank()
         self.node = os.environ.get(NODE_NAME) or self.record.nodes[self.node_rank]
+        self.compiles = False  # whether the first step of the train stage compiles graphs
+        self.compile_log = CompileLog()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.stop_requested = False
         self.node_record = NodeRecord(node=self.node)
@@ -86,6 +108,7 @@ class Workers:
         # Often enough for the watchdog's limits, however short these are.
         self._look_s = min(LOOK_S, max(self.config.recipe.watchdog.min_step_s / 8, 0.25))
         self._looked_at = 0.0
+        self._oom_kills = count_oom_kills()  # of the node, before the workers start
         self.logs = RankLogs(self.config, run, self.record, self.node, self._look_s)
 
     def watch_signals(self) -> None:
@@ -117,6 +140,7 @@ class Workers:
         The workers' logs come first: the supervisor reads them once it has all records.
         """
         self.logs.collect()
+        update["oom_kills"] = count_oom_kills() - self._oom_kills
         deadline = time.monotonic() + SAVE_RETRY_S
         while True:
             try:
@@ -224,6 +248,9 @@ class Workers:
                     worker.send_signal(WORKER_SIGNAL)  # to those that have not ended
             if self.heartbeats is not None and self.watched:
                 self.heartbeats.update(self._pids())
+                first = self.heartbeats.phases.get(0)
+                if self.compiles and first is not None and first.phase == "first_step":
+                    self.compile_log.update()
             self.logs.update()
             time.sleep(POLL_S)
         return bool(self._failed_ranks())

@@ -16,6 +16,7 @@ from slurmllm.backends.base import Worker
 from slurmllm.config.operation import leaving_s
 from slurmllm.errors import (
     EXIT_INTERRUPTED,
+    EXIT_OUT_OF_MEMORY,
     Blame,
     CodeError,
     NodeError,
@@ -98,7 +99,7 @@ def classify_error(error: BaseException) -> ErrorClass:
         name = "OutOfMemoryError"  # torch's name for it on a GPU
     if name == "OutOfMemoryError":
         fix = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
-        return ErrorClass(name, f"{message}; {fix}", CodeError.blame, CodeError.exit_code)
+        return ErrorClass(name, f"{message}; {fix}", CodeError.blame, EXIT_OUT_OF_MEMORY)
     if meaning in ("lost_peer", "device", "node", "port"):
         return ErrorClass(name, message, NodeError.blame, NodeError.exit_code)
     disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
@@ -114,10 +115,9 @@ def failure_record(error: BaseException, worker: Worker, step: int | None) -> Fa
 
 
 def format_failure(record: FailureRecord) -> str:
-    """Format a failure for the log, with the traceback if it is one of code, a plugin's too."""
+    """Format a failure for the log, with the traceback if it is one of code."""
     head = f"rank {record.rank} on {record.node}: "
     expected = ("DivergenceError", "StaleGraphsError", "OutOfMemoryError")
-    code = record.blame == "code" and record.error not in expected
-    if code or record.error == "PluginError":
+    if record.blame == "code" and record.error not in expected:
         head = f"{record.traceback.rstrip()}\n{head}{record.error}: "
     return f"{head}{record.message}"

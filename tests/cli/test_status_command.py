@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from io import StringIO
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,8 +19,10 @@ from slurmllm.cli.main import cli
 from slurmllm.cli.status_tables import runs_view
 from slurmllm.config.resolve import resolve
 from slurmllm.format import format_age
-from slurmllm.run.rundir import RunDir
+from slurmllm.run.records import Heartbeat, WorkerPhase
+from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.slurm import client
+from slurmllm.status import runs
 from slurmllm.status.runs import RunState, SavedCheckpoint
 
 
@@ -155,3 +159,37 @@ def test_ages() -> None:
         "2 h ago",
         "2 days ago",
     ]
+
+
+def compiling(stage: Stage) -> RunDir:
+    """A run whose attempt has compiled for a minute."""
+    run = make("r")
+    rmtree(run.attempt("train", 0).path)
+    run.config.write_text(resolve("tiny_neox", "local").to_yaml())
+    save_attempt(run, stage=stage, started_at=time.time() - 60)
+    return run
+
+
+@pytest.mark.parametrize("stage", ["precompile", "train"])
+def test_the_first_step_compiles_with_the_time_so_far(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = compiling(stage)
+    if stage == "train":
+        beat = WorkerPhase(phase="first_step", step=0, since=time.time() - 60)
+        heartbeat = Heartbeat(node="n1", written_at=time.time(), ranks={0: beat})
+        heartbeat.save(run.attempt("train", 0).heartbeat("n1"))
+    state = "training" if stage == "train" else "precompiling"
+    monkeypatch.setattr(runs, "derive_state", lambda *_: (state, ""))
+    text = call("r").output
+    assert re.search(r"workers +compiling the first step …, 0:01:0\d so far", text), text
+    assert 60 <= json.loads(call("r", "--json").stdout)["compiling_s"] < 70
+
+
+def test_no_message_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "derive_state", lambda *_: ("stopped", "code_error: rank 3"))
+    run = make("r", ended=False)
+    save_attempt(run, 1, ended_at=1900.0, ending="code_error", action="stop", evidence=("rank 3",))
+    text = call("r").output
+    assert "stopped  (code_error: rank 3)" in text
+    assert text.count("rank 3") == 1

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from amounts import amount
+from fake_slurm import FakeSlurm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import save_attempt
 
+from slurmllm.cli.drill import _echo_row
+from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.resolve import change, resolve
+from slurmllm.drill.checks import DrillResult
+from slurmllm.drill.drill import Drill
 from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds, why_no_reference
+from slurmllm.drill.runner import SlurmRunner
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
 from slurmllm.run.records import JobsRecord, Submission
@@ -115,6 +122,34 @@ def test_invalid_steps(tmp_path: Path, steps: int) -> None:
 def test_drills_are_numbered(tmp_path: Path) -> None:
     (tmp_path / "r-drill-7-save").mkdir()
     assert plan_of(tmp_path).name("worker") == "r-drill-8-worker"
+    (results := plan_of(tmp_path).results).parent.mkdir()
+    results.touch()  # of a drill whose copies are gone
+    assert plan_of(tmp_path).results.name == "drill-9.jsonl"
+
+
+def test_a_killed_drill_has_the_rows_of_the_copies_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = replace(plan_of(tmp_path), kinds=("worker", "time_limit", "hang"))
+    drill = Drill(plan, SlurmRunner(FakeSlurm()), FakeSlurm(), Tolerances(), True, print, _echo_row)
+
+    def run_to_end(run: RunDir, kind: FaultKind | None) -> None:
+        if kind == "hang":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(drill, "_run_to_end", run_to_end)
+    _echo_row(None)
+    with pytest.raises(KeyboardInterrupt):
+        drill.run(keep=False)
+    kinds = [
+        DrillResult.model_validate_json(line).kind for line in plan.results.read_text().splitlines()
+    ]
+    assert kinds == ["worker", "time_limit"]
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.endswith(("verdict", "failed"))]
+    assert [row.split()[0] for row in rows] == ["kind", "worker", "time_limit"]
+    assert {row.rindex("  ") for row in rows} == {rows[0].rindex("  ")}  # aligned
+    assert "worker: the fault injector never started on the node" in lines
 
 
 def test_a_hang_is_found_soon(tmp_path: Path) -> None:

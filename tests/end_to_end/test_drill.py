@@ -40,13 +40,13 @@ def test_a_run_that_would_not_survive_is_named_and_kept(bench: Bench, rehearsed:
     text = bench.call("drill", rehearsed, *arguments, code=1)
     assert "because --set changes values" in text
     assert "worker: did not finish: stopped" in text, text
-    assert "kept: rehearsed-drill-1-reference, rehearsed-drill-1-worker" in text
-    assert copies(bench, rehearsed) == ["rehearsed-drill-1-reference", "rehearsed-drill-1-worker"]
+    assert "kept: rehearsed-drill-2-reference, rehearsed-drill-2-worker" in text
+    assert copies(bench, rehearsed) == ["rehearsed-drill-2-reference", "rehearsed-drill-2-worker"]
 
 
 def test_ctrl_c_leaves_nothing_running(bench: Bench, rehearsed: str) -> None:
     process = bench.start("drill", rehearsed, "--kinds=worker")
-    name = "rehearsed-drill-2-worker"
+    name = "rehearsed-drill-3-worker"
     bench.until(lambda: bool(processes_with(str(bench.runs / name))), "no start")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=400)

@@ -161,6 +161,7 @@ def rows(*states: str) -> list[AccountingRow]:
         (("TIMEOUT", "RUNNING"), 0, "advance_signal"),
         (("PREEMPTED", "RUNNING"), 0, "advance_signal"),
         (("CANCELLED",), 0, "cancelled"),
+        (("OUT_OF_MEMORY",), 0, "out_of_memory"),
         (("NODE_FAIL", "PREEMPTED", "RUNNING"), 1, "advance_signal"),
         ((), 0, "node_failure"),
     ],

@@ -177,6 +177,20 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "out_of_memory",
         "CUDA",
     ),
+    "device memory, without a record": (seen(both(72, -9)), "out_of_memory", "exit code 72"),
+    "host memory, by the kernel's count": (
+        seen(
+            {"n1": node("n1", {0: 1}, stopped_ranks=(0,)), "n2": node("n2", {1: -9}, oom_kills=2)},
+            LOST,
+        ),
+        "out_of_memory",
+        "rank 1 on n2 was ended by SIGKILL for want of host memory",
+    ),
+    "a hook's error, with a device's text": (
+        seen(both(70, 3), failure(0, "PluginError", "raised KeyError: HBM UE", exit_code=70)),
+        "code_error",
+        "KeyError",
+    ),
     "memory of a Neuron device": (
         seen(
             both(70, 70),

@@ -10,11 +10,14 @@ from made_records import save_attempt
 
 from slurmllm.backends.environment import make_cache_folder
 from slurmllm.config.resolve import resolve
+from slurmllm.run import host_memory
 from slurmllm.run.records import NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.submit.prepare import render_run, write_run
 from slurmllm.supervise import launcher as launchers
+from slurmllm.supervise import workers
 from slurmllm.supervise.launcher import STOPPED_GRACE_S, Launcher
+from slurmllm.supervise.workers import CompileLog
 
 NODES = ("n0", "n1")
 
@@ -68,3 +71,26 @@ def test_a_node_that_submits_nothing_more_is_not_waited_for(
         record = NodeRecord(node="n1", pids={1: 5}, exit_codes={1: exit_code})
         record.save(path)
         assert second._has_failed("n1") is failed
+
+
+def test_the_time_of_the_first_step_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, lines = [50.0], CompileLog()
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    caplog.set_level("INFO")
+    for clock[0] in (50.0, 51.0, 80.0, 85.0, 110.0):
+        lines.update()
+    begin = "compiling the first step …"
+    assert caplog.messages == [begin, f"{begin}, 0:00:30 so far", f"{begin}, 0:01:00 so far"]
+
+
+def test_the_kernels_kills_during_an_attempt_are_recorded(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (vmstat := tmp_path / "vmstat").write_text("nr_free_pages 9\noom_kill 4\n")
+    monkeypatch.setattr(host_memory, "_VMSTAT", vmstat)
+    first = launcher(run, 0, monkeypatch)
+    vmstat.write_text("oom_kill 6\n")
+    first.save_with_retries()
+    assert NodeRecord.load(run.attempt("precompile", 0).node("n0")).oom_kills == 2

@@ -22,13 +22,13 @@ WORKER = Worker(3, 4, 1, "node-2")
         (DivergenceError("nan"), "DivergenceError", "code", 71),
         (KeyboardInterrupt(), "KeyboardInterrupt", "user", 130),
         (ValueError("oops"), "ValueError", "code", 70),
-        (MemoryError(), "OutOfMemoryError", "code", 70),
-        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError", "code", 70),
+        (MemoryError(), "OutOfMemoryError", "code", 72),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError", "code", 72),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
             "OutOfMemoryError",
             "code",
-            70,
+            72,
         ),
         (
             RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]"),
