@@ -72,6 +72,8 @@ class RunConfig:
         cluster["env"] = mask(self.cluster.env)
         return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
 
+    to_dict = values  # as other public records name it
+
     def secrets(self) -> dict[str, str]:
         """Return dotted path → value of the variables that hold secrets."""
         sections = {"cluster": {"env": self.cluster.env}, "env": self.recipe.env}

@@ -112,6 +112,12 @@ class PreparedRun:
         return STAGES if self.compiles and self.graphs_from is None else ("train",)
 
     @property
+    def shell_defaults(self) -> dict[str, str]:
+        """Variable of the user's shell → option of sbatch that it sets: nothing else of it does."""
+        sources = ((source, path.removeprefix("slurm.")) for path, _, source in self.config.rows())
+        return {source: name for source, name in sources if source.startswith("SBATCH_")}
+
+    @property
     def all_refusals(self) -> list[str]:
         return [*self.refusals, *self.limit_faults, *self.missing_data]
 
