@@ -6,6 +6,7 @@ import doctest
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from fake_slurm import FakeSlurm
 import slurmllm
 from slurmllm.cli.main import cli
 from slurmllm.errors import ConfigError, DivergenceError, RunError, UserError
+from slurmllm.slurm import client
 from slurmllm.submit import launch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,20 +111,36 @@ def test_tables(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         curves.to_pandas()
 
 
-def test_jobs_are_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdlib: tuple[Path, Path]
-) -> None:
-    from slurmllm.slurm import client
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdlib: tuple[Path, Path]) -> Path:
+    """The working directory, with the built-in data already made."""
+    shutil.copytree(stdlib[0].parent, tmp_path / "runs" / ".data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
-    cluster = FakeSlurm()
+
+def test_the_example_of_the_page_submits_jobs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeSlurm([f"n{number}" for number in range(8)])
+    cluster.partition, cluster.cpus, cluster.gres = "gpu", 192, "gpu:8"
     monkeypatch.setattr(client, "SlurmClient", lambda: cluster)
     monkeypatch.setattr(launch, "SlurmClient", lambda: cluster)
-    config = rehearsed(stdlib, **{"slurm.partition": "main"})
-    run = slurmllm.submit_run(config, 2, name="jobs", runs_dir=tmp_path)
-    assert run.sent is not None
+    variables: dict[str, Any] = {}
+    example = (ROOT / "docs" / "api.md").read_text().split("```python")[1].split("```")[0]
+    exec(example, variables)
+    run = variables["run"]
     assert run.to_dict()["jobs"]["train"] == run.sent.train_job
-    assert "--partition=main" in run.scripts["train"]
-    assert slurmllm.read_status("jobs", runs_dir=tmp_path).state == "queued"
+    assert "--partition=gpu" in run.scripts["train"]
+    assert run.prepared.mesh.tensor == variables["plan"].best(8).mesh.tensor
+    assert variables["state"] == "queued"
+    assert repr(run) == "<SubmittedRun first on 8 nodes>"
+    assert repr(variables["plan"]) == "<Plan of llama3_8b on p5, nodes 4, 8>"
+
+
+def test_a_folder_without_runs_is_an_empty_table(tmp_path: Path) -> None:
+    table = slurmllm.read_statuses(tmp_path / "none").to_pandas()
+    assert (len(table), {"name", "state", "loss"} - {*table.columns}) == (0, set())
 
 
 @pytest.mark.parametrize(
@@ -216,8 +234,7 @@ def test_what_is_public_is_documented() -> None:
 
 
 @pytest.mark.long
-def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_examples(folder: Path) -> None:
     variables: dict[str, Any] = {"slurmllm": slurmllm}
     runner = doctest.DocTestRunner()
     report: list[str] = []

@@ -186,6 +186,9 @@ class Comparison(Record):
     warnings: tuple[str, ...]
     plot: str | None = None  # path of the picture
 
+    def __repr__(self) -> str:
+        return f"<Comparison: {self.verdict}, {self.reason}>"
+
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON; a number that is not finite is None."""
         # pydantic writes NaN as null, which json does not.

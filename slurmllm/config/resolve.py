@@ -54,6 +54,9 @@ class RunConfig:
     # Dotted path → source of the value; paths left out are defaults.
     origins: Mapping[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<RunConfig {self.recipe.name} on {self.cluster.name}>"
+
     @property
     def backend(self) -> str:
         """The backend's name, `auto` resolved."""

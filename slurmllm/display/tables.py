@@ -160,11 +160,13 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return stream.getvalue()
 
 
-def data_frame(columns: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+def data_frame(
+    values: Mapping[str, Any] | Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None
+) -> pandas.DataFrame:
     """Return a data frame of columns by name, or of rows; raise UserError without pandas."""
     try:
         import pandas
     except ImportError as error:
         fix = "`pip install pandas`, or use `to_dict()`"
         raise UserError(f"to_pandas() needs pandas, which is not installed here; {fix}") from error
-    return pandas.DataFrame(columns)
+    return pandas.DataFrame(values, columns=columns)

@@ -108,6 +108,9 @@ class Curve:
     convention: Convention | None = None  # how it counts steps; None: format not recognized
     texts: tuple[str, ...] = ()  # names of the evaluated texts; the first is `val_loss`
 
+    def __repr__(self) -> str:
+        return f"<Curve {self.name}: {len(self.steps)} steps of {', '.join(self.columns)}>"
+
     def series(self, metric: str) -> tuple[Ints, Floats]:
         """Return the steps that have a metric, and its values; both empty if no row has it."""
         if metric not in self.columns:

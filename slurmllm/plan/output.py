@@ -49,6 +49,11 @@ class Plan:
 
     recipe_plan: RecipePlan
 
+    def __repr__(self) -> str:
+        plan = self.recipe_plan
+        counts = ", ".join(str(node_plan.nodes) for node_plan in plan.node_plans)
+        return f"<Plan of {plan.config.recipe.name} on {plan.config.cluster.name}, nodes {counts}>"
+
     def best(self, nodes: int | None = None) -> LayoutEstimate:
         """Return the best layout on a number of nodes, by default the fewest with one that fits.
 

@@ -52,8 +52,8 @@ _SHOWN = 3  # texts about nodes
 # ParallelCluster's codes of EC2's errors, such as InsufficientInstanceCapacity.
 _NO_CAPACITY = re.compile(r"\(Code:\w*(Capacity|Exceeded|InsufficientFreeAddresses|Spot)\w*\)")
 # Columns of a data frame of runs
-_TABLE = ("name", "recipe", "state", "reason", "nodes", "step", "steps", "loss", "tokens")
-_TABLE += ("seq_per_s", "eta_s", "restarts", "node_hours", "usd", "run_dir")
+_TABLE = ["name", "recipe", "state", "reason", "nodes", "step", "steps", "loss", "tokens"]
+_TABLE += ["seq_per_s", "eta_s", "restarts", "node_hours", "usd", "run_dir"]
 ACTIVE = ("queued", "waiting", "precompiling", "training", "requeued")
 
 
@@ -99,6 +99,9 @@ class RunState:
     attempts: list[AttemptRecord] = field(default_factory=list)  # attempts of the train stage
     details: Details | None = None  # only of a run that was read by itself
 
+    def __repr__(self) -> str:
+        return f"<RunState {self.name}: {self.state}, step {self.step} of {self.steps}>"
+
     @property
     def active(self) -> bool:
         """Whether the run is pending or running."""
@@ -132,8 +135,7 @@ class RunStates(tuple[RunState, ...]):
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a row for each run, without its attempts, jobs and metrics."""
-        rows = [state.to_dict() for state in self]
-        return data_frame([{k: v for k, v in row.items() if k in _TABLE} for row in rows])
+        return data_frame(self.to_dict()["runs"], _TABLE)
 
 
 def list_runs(root: Path) -> list[RunDir]:

@@ -51,6 +51,9 @@ class SubmittedRun:
     sent: Submission | None = None  # its jobs; None after a dry run
     exit_code: int | None = None  # of a run on this machine that has ended
 
+    def __repr__(self) -> str:
+        return f"<SubmittedRun {self.name} on {self.prepared.mesh.nodes} nodes>"
+
     @property
     def name(self) -> str:
         """The run's name, for `read_status` and the verbs of the command line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def test_it_uses_public_names_and_holds_no_output() -> None:
 
 
 @pytest.mark.long
-def test_it_runs(tmp_path: Path) -> None:
+def test_it_runs(tmp_path: Path, stdlib: tuple[Path, Path]) -> None:
+    shutil.copytree(stdlib[0].parent, tmp_path / "runs" / ".data")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of jupyter's own packages
         from nbclient import NotebookClient
