@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from slurmllm import errors
 
 if TYPE_CHECKING:
-    from slurmllm.compare.comparison import Comparison
+    from slurmllm.compare.comparison import BasisKind, Comparison
     from slurmllm.config.resolve import RunConfig
     from slurmllm.metrics.curves import Axis, Curve
     from slurmllm.plan.output import Plan
@@ -44,7 +44,7 @@ def load_recipe(
         settings: Dotted path → value, as of `--set`.
         data: `builtin` for a first trial, or a published data set, as of `--data`.
 
-    Example:
+    Examples:
         >>> config = slurmllm.load_recipe("llama3_8b", settings={"optim.lr": 1e-4})
         >>> config.recipe.optim.lr, config.to_dict()["model"]["num_layers"]
         (0.0001, 32)
@@ -75,7 +75,7 @@ def plan_run(
         price: As of `--price`: `1y`, `us-east-1/1y`, or dollars for a node hour.
         rank: `speed`, or `lower`: the lower end of the throughput's interval.
 
-    Example:
+    Examples:
         >>> config = slurmllm.load_recipe("llama3_8b", cluster="p5")
         >>> plan = slurmllm.plan_run(config, [4, 8])
         >>> plan.best(8).seq_per_s > plan.best(4).seq_per_s
@@ -122,7 +122,7 @@ def submit_run(
         dry_run: Write and submit nothing; scripts and warnings are returned.
         force: Submit even if the planner predicts that the run exceeds device memory.
 
-    Example:
+    Examples:
         >>> config = slurmllm.load_recipe("tiny_neox", settings={"train.steps": 20})
         >>> dry = slurmllm.submit_run(config, nodes=4, dry_run=True)
         >>> dry.scripts["train"].splitlines()[0]
@@ -165,7 +165,7 @@ def submit_run(
 def read_status(run: str, runs_dir: str | Path | None = None) -> RunState:
     """Return the state of a run: progress, attempts, checkpoints, cost, and why it waits or ended.
 
-    Example:
+    Examples:
         >>> state = slurmllm.read_status("first")
         >>> state.state, state.step, state.attempts[0].nodes
         ('done', 20, ('local0',))
@@ -180,7 +180,7 @@ def read_status(run: str, runs_dir: str | Path | None = None) -> RunState:
 def read_statuses(runs_dir: str | Path | None = None) -> RunStates:
     """Return the states of all runs, the newest last.
 
-    Example:
+    Examples:
         >>> slurmllm.read_statuses().to_pandas()[["name", "state"]].values.tolist()
         [['first', 'done']]
     """
@@ -205,7 +205,7 @@ def read_curves(
         tags: Of another framework's log: metric → tag, column or key that holds it.
         pattern: Of a text log: regular expression of a line, with a named group for each metric.
 
-    Example:
+    Examples:
         >>> curves = slurmllm.read_curves("first")
         >>> curves.to_pandas()["loss"].idxmin() > 10
         True
@@ -235,7 +235,7 @@ def compare_runs(
         by: What points are aligned by: `step`, `tokens` or `samples`.
         seeds: Runs as `a` with other seeds, whose spread is the tolerance.
 
-    Example:
+    Examples:
         >>> other = slurmllm.load_recipe("tiny_neox", settings={"train.steps": 20, "train.seed": 1})
         >>> second = slurmllm.submit_run(other, name="second", local=True)
         >>> result = slurmllm.compare_runs("first", "second")
@@ -253,5 +253,5 @@ def compare_runs(
         for run in (a, b, *seeds)
     )
     limits = Tolerances(exact=exact) if tolerance is None else Tolerances(loss=tolerance)
-    basis = None if tolerance is None else "tolerance"
+    basis: BasisKind | None = None if tolerance is None else "tolerance"
     return compare(first, second, limits, axis=by, seeds=others, basis=basis)
