@@ -4,6 +4,7 @@
 # make numerics  the numerical tests under four CPU settings: SSE, AVX2, MKL compatible, AVX-512
 # make check   ruff, mypy, shellcheck, the documentation
 # make docs    the documentation as a site in build/site
+# make dist    wheel and source archive in dist, checked by twine
 # make audit   installed packages with known vulnerabilities, by pip-audit; needs its database
 # make sbom    the installed packages as a CycloneDX list, build/sbom.json
 # make fuzz    hostile files for every reader, for an hour
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python tools/run_tests.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-all numerics check docs audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix install dev slurm browser clean
+.PHONY: demo test test-all numerics check docs dist audit sbom fuzz gpu trackers chaos chaos-part slurm-matrix install dev slurm browser clean
 
 demo: install
 	$(BIN)/python tools/demo.py
@@ -66,6 +67,12 @@ check: dev
 docs: dev
 	$(BIN)/python tools/docs_fields.py
 	$(BIN)/zensical build --strict
+
+# The wheel is built from the source archive.
+dist: dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/twine check --strict dist/*
 
 # Exit code 2 of tools/audit.py: not everything could be looked up.
 audit: dev

@@ -292,8 +292,7 @@ def _draw(
 
 
 def _echo_json(comparisons: Sequence[Comparison]) -> None:
-    # pydantic writes NaN as null, which json does not.
-    documents = [json.loads(comparison.model_dump_json()) for comparison in comparisons]
+    documents = [comparison.to_dict() for comparison in comparisons]
     match = all(comparison.match for comparison in comparisons)
     document = documents[0] if len(documents) == 1 else {"comparisons": documents, "match": match}
     click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from slurmllm.plan.prices import NodePrice, PriceChoice
     from slurmllm.plan.recipe_plan import Rank, RecipePlan
 
-_MOST_NODES = 65536
-
 
 @dataclass(frozen=True)
 class _Request:
@@ -135,6 +133,7 @@ def plan(**values: Any) -> None:
     cannot be written.
     """
     from slurmllm.errors import UserError
+    from slurmllm.plan.recipe_plan import node_counts
 
     request = _Request(**values)
     if [request.csv, request.markdown, "-" if request.as_json else None].count("-") > 1:
@@ -353,18 +352,3 @@ def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
     if locate(plan.config, runs_root()).missing:
         command.append("--fetch")
     return shlex.join(command)
-
-
-def node_counts(texts: Sequence[str]) -> list[int]:
-    """Return the counts of --nodes, each once, ascending; raise UserError if one is not a count."""
-    from slurmllm.errors import UserError
-
-    text = ",".join(texts)
-    parts = [part.strip() for part in text.split(",")]
-    counts = [int(part) for part in parts if part.isascii() and part.isdigit()]
-    if len(counts) < len(parts) or not all(1 <= count <= _MOST_NODES for count in counts):
-        raise UserError(
-            f"--nodes {text!r}: whole numbers from 1 to {_MOST_NODES} with commas between; write "
-            "for instance 16 or 4,8,16"
-        )
-    return sorted(set(counts))

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from slurmllm.run.records import Event
     from slurmllm.status.runs import RunState
     from slurmllm.status.sweeps import SweepState
 
@@ -85,14 +84,10 @@ class _ShownStates:
     def as_json(self, indent: int | None = None) -> str:
         import json
 
-        from pydantic_core import to_jsonable_python
-
-        runs = [_state_json(state) for state in self.states]
+        runs = [state.to_dict() for state in self.states]
         of_sweep = self.sweep.to_json() if self.sweep is not None else {}
         shown = runs[0] if self.empty_text is None else {**of_sweep, "runs": runs}
-        # JSON has no NaN and no infinity, such as in a loss; `to_json` refuses names that are no
-        # UTF-8.
-        return json.dumps(to_jsonable_python(shown, inf_nan_mode="null"), indent=indent)
+        return json.dumps(shown, indent=indent)
 
     def view(self, height: int | None = None) -> list[Text]:
         from rich.text import Text
@@ -203,27 +198,3 @@ def _refresh_until_ended(
         if not shown.active and not (was_active and shown.slurm_unreachable):
             return
         time.sleep(interval_s)
-
-
-def _state_json(state: RunState) -> dict[str, Any]:
-    values = dict(vars(state))
-    details = values.pop("details")
-    if details is not None:
-        graphs, unequal = details.graphs, details.unequal_versions
-        values |= vars(details) | {
-            "mesh": details.mesh and details.mesh.to_json(),
-            # The list of files would be longer than everything else together.
-            "graphs": graphs and graphs.model_dump(exclude={"files"}),
-            "evaluation": _evaluation_json(details.evaluation),
-            "warnings": [unequal] if unequal else [],
-        }
-    return values
-
-
-def _evaluation_json(event: Event | None) -> dict[str, Any] | None:
-    from slurmllm.metrics.evaluations import perplexity
-
-    if event is None:
-        return None
-    texts = {n: {"loss": v, "perplexity": perplexity(v)} for n, v in event.values.items()}
-    return {"step": event.step, "attempt": event.attempt, "seconds": event.seconds, "texts": texts}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
 
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
-    from slurmllm.run.records import Submission
+    from slurmllm.submit.launch import SubmittedRun
     from slurmllm.submit.prepare import PreparedRun, RunRequest
 
 
 @click.command(
     cls=options.GroupedCommand,
-    common="nodes name set cluster data fetch dry-run local",
+    common="nodes name set cluster data fetch smoke steps dry-run local",
 )
 @click.argument("recipe", shell_complete=options.complete_recipe)
 @options.nodes(
@@ -115,48 +114,37 @@ def _submit_run(
     ctx: click.Context, request: RunRequest, shared: RunOptions, allocation: str | None
 ) -> None:
     """Prepare a new run, then submit its jobs, run it here, or show what would be submitted."""
-    from slurmllm.submit.prepare import prepare
-    from slurmllm.supervise.run_lock import locked
+    from slurmllm.submit.launch import start_run
 
-    with contextlib.ExitStack() as locks:
-        claimed = lambda run: locks.enter_context(locked(run, "submit"))  # noqa: E731
-        prepared = prepare(replace(request, claimed=claimed))
-        print_warnings(prepared)
-        if request.dry_run:
-            _print_dry_run(prepared, shared.as_json)
-            prepared.require_startable()
-            return
-        sent = _start(prepared, shared.local or shared.in_allocation, allocation)
-    _finish(ctx, prepared, sent, shared.as_json)
+    run = start_run(request, allocation, print_warnings)
+    if request.dry_run:
+        _print_dry_run(run, shared.as_json)
+        run.prepared.require_startable()
+    else:
+        _finish(ctx, run, shared.as_json)
 
 
-def _start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> Submission:
-    """Submit the jobs of a run, or record that this process runs its stages."""
-    from slurmllm.submit.launch import record_local, submit_jobs
+def _start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> SubmittedRun:
+    from slurmllm.submit.launch import start
 
+    print_warnings(prepared)
     options.ignore_output_errors()
-    if at_once:
-        return record_local(prepared, allocation=allocation)
-    return submit_jobs(prepared)
+    return start(prepared, at_once, allocation)
 
 
-def _finish(ctx: click.Context, prepared: PreparedRun, sent: Submission, as_json: bool) -> None:
+def _finish(ctx: click.Context, run: SubmittedRun, as_json: bool) -> None:
     """Run a recorded run's stages here, or print the jobs that were submitted."""
-    if sent.local:
-        ctx.exit(run_and_report(prepared, as_json, sent.allocation))
-    print_submission(prepared, sent, as_json)
+    if run.sent is not None and run.sent.local:
+        ctx.exit(run_and_report(run, as_json))
+    print_submission(run, as_json)
 
 
 def _data_settings(data: str | None, fetch: bool) -> dict[str, tuple[str, Any]]:
-    """Return the settings of --data."""
-    from slurmllm.config.resolve import TRIAL
-    from slurmllm.submit.inputs import STDLIB
+    from slurmllm.submit.inputs import data_settings
 
-    if data != "builtin":
-        return {} if data is None else {"data.source": ("--data", data.split(","))}
-    if fetch:
+    if data == "builtin" and fetch:
         raise click.UsageError("--data builtin and --fetch exclude each other; give one of them")
-    return {f"data.{name}": (TRIAL, STDLIB) for name in ("corpus", "tokenizer")}
+    return data_settings(data)
 
 
 def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, int]:
@@ -181,35 +169,12 @@ def print_warnings(prepared: PreparedRun) -> None:
         click.echo(f"excluded: {names}, which failed the run; see status", err=True)
 
 
-def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
+def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     """Print what a resume changes, scripts, workers' environment, and backend's arguments."""
-    from slurmllm.backends.environment import load_environment, worker_environment
-    from slurmllm.checkpoint.catalogue import usable_steps
-
-    run, config, mesh = prepared.run, prepared.config, prepared.mesh
-    variables = worker_environment(config, run)
-    arguments = load_environment(config.backend).arguments(config, mesh)
+    prepared, summary = submitted.prepared, submitted.to_dict()
     for reason in prepared.refusals:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
-    # Of the user's shell: nothing else of it is an option of a job.
-    sources = ((source, path.removeprefix("slurm.")) for path, _, source in config.rows())
-    defaults = {source: name for source, name in sources if source.startswith("SBATCH_")}
-    from_step = 0 if prepared.from_scratch else max(usable_steps(run), default=0)
     if as_json:
-        environment = [{"name": name, **value._asdict()} for name, value in variables.items()]
-        summary = {
-            "run_dir": str(run.path),
-            "from_step": from_step,
-            "changes": prepared.changes,
-            "config": config.values(),
-            "mesh": mesh.to_json(),
-            "scripts": prepared.scripts,
-            "defaults": defaults,
-            "environment": environment,
-            "backend_arguments": arguments,
-            "planner": _planner_json(prepared),
-            "refusals": prepared.all_refusals,
-        }
         options.echo_json(summary, indent=None)
         return
     import yaml
@@ -218,31 +183,32 @@ def _print_dry_run(prepared: PreparedRun, as_json: bool) -> None:
 
     if prepared.fit is not None and prepared.fit.chosen:
         click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
-    if run.jobs.is_file():
-        click.echo(f"# ── the run continues from step {from_step}")
+    if prepared.run.jobs.is_file():
+        click.echo(f"# ── the run continues from step {summary['from_step']}")
     for path, (before, after) in prepared.changes.items():
         click.echo(f"# ── changed: {path}, from {before} to {after}")
-    for variable, name in defaults.items():
+    for variable, name in prepared.shell_defaults.items():
         click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     for stage, text in prepared.scripts.items():
-        click.echo(f"# ── {run.script(stage)}")
+        click.echo(f"# ── {prepared.run.script(stage)}")
         click.echo(text)
     click.echo("# ── the workers' environment")
-    rows = ((name, var.value or "''", var.source) for name, var in variables.items())
+    rows = ((row["name"], row["value"] or "''", row["source"]) for row in summary["environment"])
     print_table(("variable", "value", "source"), rows, fold="value")
-    if arguments:
-        click.echo(f"\n# ── arguments of backend {config.backend}")
+    if arguments := summary["backend_arguments"]:
+        click.echo(f"\n# ── arguments of backend {prepared.config.backend}")
         click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
     click.echo("dry run: nothing was written, nothing submitted", err=True)
 
 
-def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> None:
+def print_submission(submitted: SubmittedRun, as_json: bool) -> None:
     """Print job ids, directory, mesh and the next commands."""
-    run, mesh = prepared.run, prepared.mesh
     if as_json:
-        jobs = {"precompile": sent.precompile_job, "train": sent.train_job}
-        _echo_run_json(prepared, jobs=jobs, mesh=mesh.to_json())
+        options.echo_json(submitted.to_dict(), indent=None)
         return
+    prepared, sent = submitted.prepared, submitted.sent
+    run, mesh = prepared.run, prepared.mesh
+    assert sent is not None, "a dry run prints its scripts"
     first = f"precompile job {sent.precompile_job}, then " if sent.precompile_job else ""
     click.echo(f"run        {run.name}")
     click.echo(f"directory  {run.path}")
@@ -259,16 +225,6 @@ def print_submission(prepared: PreparedRun, sent: Submission, as_json: bool) -> 
     click.echo("next       " + f"slurmllm status {run.name}")
     for verb in ("logs -f", "cancel"):
         click.echo(f"           slurmllm {verb} {run.name}")
-
-
-def _planner_json(prepared: PreparedRun) -> dict[str, Any] | None:
-    return None if prepared.fit is None else prepared.fit.to_json()
-
-
-def _echo_run_json(prepared: PreparedRun, **more: Any) -> None:
-    run = {"run": prepared.run.name, "run_dir": str(prepared.run.path), **more}
-    planner = _planner_json(prepared)
-    options.echo_json({**run, "graphs_from": prepared.graphs_from, "planner": planner}, indent=None)
 
 
 def _print_choice(prepared: PreparedRun) -> None:
@@ -288,19 +244,19 @@ def _print_graphs(prepared: PreparedRun) -> None:
         click.echo(f"graphs     {what}; no precompile stage")
 
 
-def run_and_report(prepared: PreparedRun, as_json: bool, allocation: str | None = None) -> int:
+def run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     """Run the stages on this machine, or in an allocation; returns the exit code."""
     from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
-    from slurmllm.submit.launch import run_locally
 
-    run = prepared.run
+    prepared, run = submitted.prepared, submitted.prepared.run
     if not as_json:
         click.echo(f"run        {run.name}\ndirectory  {run.path}")
         _print_choice(prepared)
         _print_graphs(prepared)
-    code = run_locally(prepared, quiet=as_json, allocation=allocation)
+    submitted = submitted.run_to_end(quiet=as_json)
+    code = submitted.exit_code or EXIT_OK
     if as_json:
-        _echo_run_json(prepared, exit_code=code)
+        options.echo_json(submitted.to_dict(), indent=None)
     elif code == EXIT_OK:
         click.echo(
             f"done       slurmllm status {run.name}; curves in {run.path}/metrics, /tensorboard"
@@ -353,6 +309,7 @@ def resume(
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
+    from slurmllm.submit.launch import SubmittedRun
     from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.supervise.run_lock import locked
@@ -390,10 +347,10 @@ def resume(
         )
         changes = Changes(cluster, overrides, settings, from_scratch)
         prepared = prepare_resume(request, changes, last)
-        print_warnings(prepared)
         if shared.dry_run:
-            _print_dry_run(prepared, shared.as_json)
+            print_warnings(prepared)
+            _print_dry_run(SubmittedRun(prepared), shared.as_json)
             prepared.require_startable()
             return
-        sent = _start(prepared, at_once, allocation)
-    _finish(ctx, prepared, sent, shared.as_json)
+        submitted = _start(prepared, at_once, allocation)
+    _finish(ctx, submitted, shared.as_json)

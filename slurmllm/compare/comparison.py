@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from pydantic import Field
 
 from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.causes import Cause, Kind, describe_schedule_change, tokens_per_step
 from slurmllm.compare.statistics import Statistics
+from slurmllm.display.tables import data_frame
 from slurmllm.metrics.curves import Axis, Curve, Range, describe_ranges
 from slurmllm.run.records import Record
+
+if TYPE_CHECKING:
+    import pandas
 
 Verdict = Literal["identical", "match", "equivalent", "differ"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # from the strongest
@@ -180,6 +185,20 @@ class Comparison(Record):
     overlaps: dict[Literal["a", "b"], Overlap]
     warnings: tuple[str, ...]
     plot: str | None = None  # path of the picture
+
+    def __repr__(self) -> str:
+        return f"<Comparison: {self.verdict}, {self.reason}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON; a number that is not finite is None."""
+        # pydantic writes NaN as null, which json does not.
+        document: dict[str, Any] = json.loads(self.model_dump_json())
+        return document
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a row for each metric that decides the verdict."""
+        rows = [{"metric": name, **values} for name, values in self.to_dict()["metrics"].items()]
+        return data_frame(rows).set_index("metric")
 
 
 def curve_letter(position: int) -> str:

@@ -65,6 +65,9 @@ class RunConfig:
     # Dotted path → source of the value; paths left out are defaults.
     origins: Mapping[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<RunConfig {self.recipe.name} on {self.cluster.name}>"
+
     @property
     def backend(self) -> str:
         """The backend's name, `auto` resolved."""
@@ -82,6 +85,8 @@ class RunConfig:
         recipe, cluster = self.recipe.model_dump(mode="json"), self.cluster.model_dump(mode="json")
         cluster["env"] = mask(self.cluster.env)
         return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
+
+    to_dict = values  # as other public records name it
 
     def secrets(self) -> dict[str, str]:
         """Return dotted path → value of the variables that hold secrets."""

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from slurmllm.errors import UserError
 from slurmllm.format import printable
 
 if TYPE_CHECKING:
+    import pandas
     from rich.console import Console
     from rich.text import Text
 
@@ -156,3 +158,15 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return stream.getvalue()
+
+
+def data_frame(
+    values: Mapping[str, Any] | Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None
+) -> pandas.DataFrame:
+    """Return a data frame of columns by name, or of rows; raise UserError without pandas."""
+    try:
+        import pandas
+    except ImportError as error:
+        fix = "`pip install pandas`, or use `to_dict()`"
+        raise UserError(f"to_pandas() needs pandas, which is not installed here; {fix}") from error
+    return pandas.DataFrame(values, columns=columns)

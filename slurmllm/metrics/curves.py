@@ -6,16 +6,21 @@ spikes and report work on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from slurmllm.display.tables import data_frame
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.records import MetricsRow, SkippedBatches
+
+if TYPE_CHECKING:
+    import pandas
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -103,6 +108,9 @@ class Curve:
     convention: Convention | None = None  # how it counts steps; None: format not recognized
     texts: tuple[str, ...] = ()  # names of the evaluated texts; the first is `val_loss`
 
+    def __repr__(self) -> str:
+        return f"<Curve {self.name}: {len(self.steps)} steps of {', '.join(self.columns)}>"
+
     def series(self, metric: str) -> tuple[Ints, Floats]:
         """Return the steps that have a metric, and its values; both empty if no row has it."""
         if metric not in self.columns:
@@ -160,6 +168,21 @@ class Curve:
         """The first step of each attempt after the first."""
         steps: Ints = self.steps[1:][np.diff(self.attempts) != 0]
         return steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON; a value that a row lacks, or that is not finite, is None."""
+        columns = {
+            name: [value if math.isfinite(value) else None for value in column.tolist()]
+            for name, column in self.columns.items()
+        }
+        texts = {"name": self.name, "path": str(self.path), "warnings": list(self.warnings)}
+        rows = {"steps": self.steps.tolist(), "attempts": self.attempts.tolist()}
+        return {**texts, **rows, "metrics": columns, "settings": dict(self.settings)}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a row for each step, with its attempt and a column for each metric."""
+        columns = {"step": self.steps, "attempt": self.attempts, **self.columns}
+        return data_frame(columns).set_index("step")
 
 
 def signed_difference(a: Floats, b: Floats) -> Floats:

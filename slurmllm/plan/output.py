@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from slurmllm.config.cluster import GIB
-from slurmllm.display.tables import print_table
+from slurmllm.config.resolve import RunConfig, change
+from slurmllm.config.yaml_source import flatten
+from slurmllm.display.tables import data_frame, print_table
+from slurmllm.errors import ConfigError
 from slurmllm.format import format_count, format_days, format_number, format_plural
 from slurmllm.plan.estimate import LayoutEstimate
 from slurmllm.plan.evidence import evidence, evidence_lines, interval_text, network_range
 from slurmllm.plan.explain import describe, explain, explain_parts, figures, settings, why_too_large
+from slurmllm.plan.fit_check import changes
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.recipe_plan import (
     Forecaster,
@@ -25,6 +30,9 @@ from slurmllm.plan.recipe_plan import (
     plan_warnings,
 )
 
+if TYPE_CHECKING:
+    import pandas
+
 TOP = 10  # layouts shown by default
 _NEAREST = 3  # layouts that do not fit, at most
 
@@ -34,6 +42,45 @@ class PlanTable(NamedTuple):
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layouts of a recipe on each of several node counts, the best first."""
+
+    recipe_plan: RecipePlan
+
+    def __repr__(self) -> str:
+        plan = self.recipe_plan
+        counts = ", ".join(str(node_plan.nodes) for node_plan in plan.node_plans)
+        return f"<Plan of {plan.config.recipe.name} on {plan.config.cluster.name}, nodes {counts}>"
+
+    def best(self, nodes: int | None = None) -> LayoutEstimate:
+        """Return the best layout on a number of nodes, by default the fewest with one that fits.
+
+        Raises:
+            ConfigError: no layout fits there, or nothing was planned.
+        """
+        plans = [plan for plan in self.recipe_plan.node_plans if nodes in (None, plan.nodes)]
+        if not plans:
+            counts = ", ".join(str(plan.nodes) for plan in self.recipe_plan.node_plans)
+            raise ConfigError(f"nothing was planned on {nodes} nodes; choose one of {counts}")
+        for layout in filter(None, (plan.best for plan in plans)):
+            return layout
+        raise replace(self.recipe_plan, node_plans=tuple(plans)).no_fit_error()
+
+    def best_config(self, nodes: int | None = None) -> RunConfig:
+        """Return the recipe with the layout of `best`, for `submit_run`."""
+        config = self.recipe_plan.config
+        return change(config, None, changes(config, self.best(nodes)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON, as `slurmllm plan --json` prints it."""
+        return plan_json([self.recipe_plan], None, explained=False)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a row for each layout: throughput, memory, cost; nested keys are dotted."""
+        return data_frame([flatten(row) for row in self.to_dict()["candidates"]])
 
 
 def print_plan(plan: RecipePlan, top: int) -> None:

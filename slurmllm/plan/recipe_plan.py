@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import ConfigError
+from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import format_plural
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence, generations, runs_on
@@ -26,6 +26,7 @@ from slurmllm.plan.prices import Cost, NodePrice, cost
 from slurmllm.plan.search import VARIED, SearchResult, Unsupported, order, search
 
 Rank = Literal["speed", "lower"]
+_MOST_NODES = 65536
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,19 @@ def plan_warnings(plans: Sequence[RecipePlan]) -> list[str]:
             f"faster, so that their speeds cannot be compared: {years}"
         )
     return list(dict.fromkeys(warnings))
+
+
+def node_counts(texts: Iterable[str]) -> list[int]:
+    """Return the counts of --nodes, each once, ascending; raise UserError if one is not a count."""
+    text = ",".join(texts)
+    parts = [part.strip() for part in text.split(",")]
+    counts = [int(part) for part in parts if part.isascii() and part.isdigit()]
+    if len(counts) < len(parts) or not all(1 <= count <= _MOST_NODES for count in counts):
+        raise UserError(
+            f"--nodes {text!r}: whole numbers from 1 to {_MOST_NODES} with commas between; write "
+            "for instance 16 or 4,8,16"
+        )
+    return sorted(set(counts))
 
 
 def plan_recipe(

@@ -314,7 +314,7 @@ def _entries(folder: Path) -> list[Path]:
     return []
 
 
-def runs_root(option: str | None = None) -> Path:
+def runs_root(option: str | Path | None = None) -> Path:
     """Return the folder of all runs: the option, else $SLURMLLM_RUNS, else `runs` here."""
     return Path(option or os.environ.get("SLURMLLM_RUNS") or "runs").absolute()
 

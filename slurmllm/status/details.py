@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from slurmllm.backends.environment import load_environment
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
 from slurmllm.graphs.archive import faults
-from slurmllm.metrics.evaluations import last_evaluation
+from slurmllm.metrics.evaluations import last_evaluation, perplexity
 from slurmllm.plan.mesh import Mesh, load_mesh
 from slurmllm.run.artifact_records import GraphManifest, MicroBatchRecord
 from slurmllm.run.records import (
@@ -79,6 +80,22 @@ class Details:
     skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
     core_files: dict[str, int]  # core file of a killed process in the run's directory → bytes
     trial: bool  # whether the run reads the built-in texts in place of its recipe's data
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys of `slurmllm status RUN --json`."""
+        event, unequal = self.evaluation, self.unequal_versions
+        evaluation = None
+        if event is not None:
+            texts = {n: {"loss": v, "perplexity": perplexity(v)} for n, v in event.values.items()}
+            evaluation = event.model_dump(include={"step", "attempt", "seconds"})
+            evaluation["texts"] = texts
+        return vars(self) | {
+            "mesh": self.mesh and self.mesh.to_json(),
+            # The list of files would be longer than everything else together.
+            "graphs": self.graphs and self.graphs.model_dump(exclude={"files"}),
+            "evaluation": evaluation,
+            "warnings": [unequal] if unequal else [],
+        }
 
 
 def read_details(

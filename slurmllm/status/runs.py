@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_jsonable_python
 
 from slurmllm.checkpoint.catalogue import invalidation_reason, read_rollbacks
 from slurmllm.config.load import load, read_summary, summarize
+from slurmllm.display.tables import data_frame
 from slurmllm.errors import SlurmError, SlurmllmError, StorageError
 from slurmllm.format import format_names
 from slurmllm.metrics.row_reader import last_row, last_row_of
@@ -42,9 +45,15 @@ from slurmllm.status.run_state import (
 )
 from slurmllm.supervise.watchdog import read_heartbeats
 
+if TYPE_CHECKING:
+    import pandas
+
 _SHOWN = 3  # texts about nodes
 # ParallelCluster's codes of EC2's errors, such as InsufficientInstanceCapacity.
 _NO_CAPACITY = re.compile(r"\(Code:\w*(Capacity|Exceeded|InsufficientFreeAddresses|Spot)\w*\)")
+# Columns of a data frame of runs
+_TABLE = ["name", "recipe", "state", "reason", "nodes", "step", "steps", "loss", "tokens"]
+_TABLE += ["seq_per_s", "eta_s", "restarts", "node_hours", "usd", "run_dir"]
 ACTIVE = ("queued", "waiting", "precompiling", "training", "requeued")
 
 
@@ -90,6 +99,9 @@ class RunState:
     attempts: list[AttemptRecord] = field(default_factory=list)  # attempts of the train stage
     details: Details | None = None  # only of a run that was read by itself
 
+    def __repr__(self) -> str:
+        return f"<RunState {self.name}: {self.state}, step {self.step} of {self.steps}>"
+
     @property
     def active(self) -> bool:
         """Whether the run is pending or running."""
@@ -99,6 +111,31 @@ class RunState:
     def slurm_unreachable(self) -> bool:
         """Whether the state is unknown because slurmctld is unreachable."""
         return self.state == "unknown" and any(job.reason for job in self.jobs.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON; a number that is not finite is None."""
+        values = dict(vars(self))
+        details = values.pop("details")
+        # JSON has no NaN and no infinity, such as in a loss; `to_json` refuses names that are no
+        # UTF-8.
+        document: dict[str, Any] = to_jsonable_python(
+            values if details is None else values | details.to_dict(), inf_nan_mode="null"
+        )
+        return document
+
+
+class RunStates(tuple[RunState, ...]):
+    """The states of several runs, the newest last."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them for JSON."""
+        return {"runs": [state.to_dict() for state in self]}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a row for each run, without its attempts, jobs and metrics."""
+        return data_frame(self.to_dict()["runs"], _TABLE)
 
 
 def list_runs(root: Path) -> list[RunDir]:

@@ -6,17 +6,24 @@ import logging
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slurmllm import plugins
 from slurmllm.config.data_sources import read_source
-from slurmllm.config.resolve import RunConfig
+from slurmllm.config.resolve import TRIAL, RunConfig
 from slurmllm.errors import ConfigError, DataError
 from slurmllm.run.rundir import runs_root
 from slurmllm.run.safe_files import own_folder
 
 log = logging.getLogger(__name__)
 STDLIB = "stdlib"  # the built-in corpus and its tokenizer
+
+
+def data_settings(data: str | None) -> dict[str, tuple[str, Any]]:
+    """Return the settings of --data, as `resolve` takes them: `builtin`, or names of data sets."""
+    if data != "builtin":
+        return {} if data is None else {"data.source": ("--data", data.split(","))}
+    return {f"data.{name}": (TRIAL, STDLIB) for name in ("corpus", "tokenizer")}
 
 
 def data_folder(config: RunConfig, root: Path) -> Path:

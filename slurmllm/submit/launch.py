@@ -17,11 +17,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
+from slurmllm.backends.environment import load_environment, worker_environment
 from slurmllm.config.directives import as_arguments
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError, SlurmllmError
@@ -30,14 +32,116 @@ from slurmllm.run.rundir import STAGES, RunDir, Stage
 from slurmllm.run.safe_files import open_append
 from slurmllm.slurm.client import ENDED_STATES, SlurmClient, UnansweredError
 from slurmllm.slurm.environment import python_path
-from slurmllm.submit.prepare import PreparedRun
+from slurmllm.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.submit.render import precompile_nodes
 from slurmllm.submit.run_folder import remove_unsubmitted
 from slurmllm.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
 from slurmllm.supervise.attempts import process_identity
+from slurmllm.supervise.run_lock import locked
 from slurmllm.supervise.successor import choose_restart
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """A run that was submitted, has trained on this machine, or, after a dry run, could be."""
+
+    prepared: PreparedRun
+    sent: Submission | None = None  # its jobs; None after a dry run
+    exit_code: int | None = None  # of a run on this machine that has ended
+
+    def __repr__(self) -> str:
+        return f"<SubmittedRun {self.name} on {self.prepared.mesh.nodes} nodes>"
+
+    @property
+    def name(self) -> str:
+        """The run's name, for `read_status` and the verbs of the command line."""
+        return self.prepared.run.name
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self.prepared.run.path
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why it may be slow or start late."""
+        fit = self.prepared.fit
+        return [*(fit.warnings if fit is not None else ()), *self.prepared.warnings]
+
+    @property
+    def scripts(self) -> dict[Stage, str]:
+        """Text of each stage's batch script."""
+        return self.prepared.scripts
+
+    def run_to_end(self, quiet: bool = True) -> SubmittedRun:
+        """Run the recorded stages on this machine or in an allocation; `quiet`: without output."""
+        assert self.sent is not None, "recorded by `start`"
+        code = run_locally(self.prepared, quiet, allocation=self.sent.allocation)
+        return replace(self, exit_code=code)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON, as `slurmllm submit --json` prints it."""
+        prepared, run = self.prepared, self.prepared.run
+        planner = None if prepared.fit is None else prepared.fit.to_json()
+        if self.sent is None:
+            return {**_dry_run_json(prepared), "planner": planner}
+        result: dict[str, Any] = {"run": run.name, "run_dir": str(run.path)}
+        if self.sent.local:
+            result["exit_code"] = self.exit_code
+        else:
+            jobs = {"precompile": self.sent.precompile_job, "train": self.sent.train_job}
+            result |= {"jobs": jobs, "mesh": prepared.mesh.to_json()}
+        return {**result, "graphs_from": prepared.graphs_from, "planner": planner}
+
+
+def _dry_run_json(prepared: PreparedRun) -> dict[str, Any]:
+    config, mesh = prepared.config, prepared.mesh
+    variables = worker_environment(config, prepared.run)
+    return {
+        "run_dir": str(prepared.run.path),
+        "from_step": prepared.from_step,
+        "changes": prepared.changes,
+        "config": config.values(),
+        "mesh": mesh.to_json(),
+        "scripts": prepared.scripts,
+        "defaults": prepared.shell_defaults,
+        "environment": [{"name": name, **value._asdict()} for name, value in variables.items()],
+        "backend_arguments": load_environment(config.backend).arguments(config, mesh),
+        "refusals": prepared.all_refusals,
+    }
+
+
+def start_run(
+    request: RunRequest,
+    allocation: str | None = None,
+    on_prepared: Callable[[PreparedRun], object] = lambda _: None,
+) -> SubmittedRun:
+    """Prepare a new run, and submit its jobs or record that this process runs its stages.
+
+    Args:
+        allocation: Slurm job whose nodes run the stages, instead of jobs or this machine.
+        on_prepared: Called before anything is submitted.
+
+    Raises:
+        SlurmllmError: as `prepare` and `submit_jobs` do.
+    """
+    with contextlib.ExitStack() as locks:
+        claimed = lambda run: locks.enter_context(locked(run, "submit"))  # noqa: E731
+        prepared = prepare(replace(request, claimed=claimed))
+        on_prepared(prepared)
+        if request.dry_run:
+            return SubmittedRun(prepared)
+        at_once = request.local or allocation is not None
+        return start(prepared, at_once, allocation)
+
+
+def start(prepared: PreparedRun, at_once: bool, allocation: str | None) -> SubmittedRun:
+    """Submit the jobs of a run, or record that this process runs its stages."""
+    if at_once:
+        return SubmittedRun(prepared, record_local(prepared, allocation=allocation))
+    return SubmittedRun(prepared, submit_jobs(prepared))
 
 
 def record_cancellation(run: RunDir) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slurmllm.backends.environment import load_environment, needs_precompile
+from slurmllm.checkpoint.catalogue import usable_steps
 from slurmllm.config.container import paths_of
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig
@@ -119,6 +120,17 @@ class PreparedRun:
     @property
     def stages(self) -> tuple[Stage, ...]:
         return STAGES if self.compiles and self.graphs_from is None else ("train",)
+
+    @property
+    def from_step(self) -> int:
+        """The step from which the run continues."""
+        return 0 if self.from_scratch else max(usable_steps(self.run), default=0)
+
+    @property
+    def shell_defaults(self) -> dict[str, str]:
+        """Variable of the user's shell → option of sbatch that it sets: nothing else of it does."""
+        sources = ((source, path.removeprefix("slurm.")) for path, _, source in self.config.rows())
+        return {source: name for source, name in sources if source.startswith("SBATCH_")}
 
     @property
     def all_refusals(self) -> list[str]:

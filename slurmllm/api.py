@@ -1,0 +1,257 @@
+"""The functions of `import slurmllm`: what the verbs do, without their output, and without torch.
+
+They raise `SlurmllmError`. `runs_dir` is the folder of all runs, by default $SLURMLLM_RUNS, else
+`runs` here; a recipe is what `load_recipe` returns, or its name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slurmllm import errors
+
+if TYPE_CHECKING:
+    from slurmllm.compare.comparison import BasisKind, Comparison
+    from slurmllm.config.resolve import RunConfig
+    from slurmllm.metrics.curves import Axis, Curve
+    from slurmllm.plan.output import Plan
+    from slurmllm.plan.recipe_plan import Rank
+    from slurmllm.status.runs import RunState, RunStates
+    from slurmllm.submit.launch import SubmittedRun
+
+if "slurmllm.cli.main" not in sys.modules:
+    # Python prints warnings of a program that configures no logging, and so does our command line.
+    logging.getLogger("slurmllm").addHandler(logging.NullHandler())
+
+
+def load_recipe(
+    name: str,
+    cluster: str | None = None,
+    settings: Mapping[str, object] | None = None,
+    data: str | None = None,
+) -> RunConfig:
+    """Return a recipe with a cluster profile: every value, checked, with its source.
+
+    Args:
+        name: Name of `slurmllm recipes`, or a .yaml file.
+        cluster: Name or .yaml file of a profile; by default $SLURMLLM_CLUSTER, else the recipe's.
+        settings: Dotted path → value, as of `--set`.
+        data: `builtin` for a first trial, or a published data set, as of `--data`.
+
+    Examples:
+        >>> config = slurmllm.load_recipe("llama3_8b", settings={"optim.lr": 1e-4})
+        >>> config.recipe.optim.lr, config.to_dict()["model"]["num_layers"]
+        (0.0001, 32)
+    """
+    from slurmllm.config.resolve import resolve
+    from slurmllm.submit.inputs import data_settings
+
+    overrides = [
+        f"{path}={value if isinstance(value, str) else json.dumps(value)}"  # JSON is YAML
+        for path, value in (settings or {}).items()
+    ]
+    return resolve(name, cluster, overrides, data_settings(data))
+
+
+def plan_run(
+    recipe: RunConfig | str,
+    nodes: int | Sequence[int],
+    *,
+    tokens: str | None = None,
+    price: str | None = None,
+    rank: Rank = "speed",
+) -> Plan:
+    """Rank the parallel layouts of a recipe by predicted throughput, with memory, time and cost.
+
+    Args:
+        nodes: Number of nodes, or several.
+        tokens: Tokens to train on, such as 20B; by default the recipe's.
+        price: As of `--price`: `1y`, `us-east-1/1y`, or dollars for a node hour.
+        rank: `speed`, or `lower`: the lower end of the throughput's interval.
+
+    Examples:
+        >>> config = slurmllm.load_recipe("llama3_8b", cluster="p5")
+        >>> plan = slurmllm.plan_run(config, [4, 8])
+        >>> plan.best(8).seq_per_s > plan.best(4).seq_per_s
+        True
+        >>> plan.best_config(8).recipe.parallel.tensor == plan.best(8).mesh.tensor
+        True
+        >>> sorted(set(plan.to_pandas()["nodes"]))
+        [4, 8]
+    """
+    from slurmllm.backends.environment import load_environment
+    from slurmllm.plan.output import Plan
+    from slurmllm.plan.prices import parse_price, parse_tokens, select_price
+    from slurmllm.plan.recipe_plan import node_counts, plan_recipe
+
+    config = _config_of(recipe)
+    counts = node_counts(map(str, [nodes] if isinstance(nodes, int) else nodes))
+    node_price = select_price(config, None if price is None else parse_price(price))
+    count = None if tokens is None else parse_tokens(tokens)
+    unsupported = load_environment(config.backend).unsupported
+    return Plan(plan_recipe(config, counts, unsupported, node_price, count, rank))
+
+
+def _config_of(recipe: RunConfig | str) -> RunConfig:
+    return load_recipe(recipe) if isinstance(recipe, str) else recipe
+
+
+def submit_run(
+    recipe: RunConfig | str,
+    nodes: int = 1,
+    *,
+    name: str | None = None,
+    local: bool = False,
+    dry_run: bool = False,
+    force: bool = False,
+    runs_dir: str | Path | None = None,
+) -> SubmittedRun:
+    """Submit the jobs that train a recipe, or train it on this machine.
+
+    Args:
+        recipe: Settings of its section `slurm` are the options of the jobs.
+        nodes: Nodes of the train job.
+        name: The run's name; by default the recipe's with the next free number.
+        local: Train here, without Slurm, and return at the end; raise what ended a failed run.
+        dry_run: Write and submit nothing; scripts and warnings are returned.
+        force: Submit even if the planner predicts that the run exceeds device memory.
+
+    Examples:
+        >>> config = slurmllm.load_recipe("tiny_neox", settings={"train.steps": 20})
+        >>> dry = slurmllm.submit_run(config, nodes=4, dry_run=True)
+        >>> dry.scripts["train"].splitlines()[0]
+        '#!/bin/bash'
+        >>> run = slurmllm.submit_run(config, name="first", local=True)
+        >>> run.exit_code, run.path.name
+        (0, 'first')
+    """
+    from slurmllm.run.rundir import runs_root
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.submit.launch import start_run
+    from slurmllm.submit.prepare import RunRequest
+
+    if local and threading.current_thread() is not threading.main_thread():
+        raise errors.UserError("local=True: call it in the main thread, whose signals end the run")
+    request = RunRequest(
+        config=_config_of(recipe),
+        nodes=nodes,
+        root=runs_root(runs_dir),
+        name=name,
+        local=local,
+        force=force,
+        dry_run=dry_run,
+        slurm=None if local else SlurmClient(),
+    )
+    run = start_run(request)
+    if dry_run or not local:
+        return run
+    run = run.run_to_end()
+    code = run.exit_code or errors.EXIT_OK
+    if code not in (errors.EXIT_OK, errors.EXIT_INTERRUPTED, errors.EXIT_REQUEUE):
+        reason = read_status(str(run.path)).reason or f"exit code {code}"
+        fix = f"`slurmllm logs {run.name}` shows more, `slurmllm resume {run.name}` continues"
+        kinds = (errors.UserError, errors.InfrastructureError, errors.StorageError)
+        by_code = {kind.exit_code: kind for kind in (*kinds, errors.DivergenceError)}
+        raise by_code.get(code, errors.CodeError)(f"{run.name} stopped: {reason}; {fix}")
+    return run
+
+
+def read_status(run: str, runs_dir: str | Path | None = None) -> RunState:
+    """Return the state of a run: progress, attempts, checkpoints, cost, and why it waits or ended.
+
+    Examples:
+        >>> state = slurmllm.read_status("first")
+        >>> state.state, state.step, state.attempts[0].nodes
+        ('done', 20, ('local0',))
+    """
+    from slurmllm.run.rundir import find_run, runs_root
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import run_state
+
+    return run_state(find_run(run, runs_root(runs_dir)), SlurmClient())
+
+
+def read_statuses(runs_dir: str | Path | None = None) -> RunStates:
+    """Return the states of all runs, the newest last.
+
+    Examples:
+        >>> slurmllm.read_statuses().to_pandas()[["name", "state"]].values.tolist()
+        [['first', 'done']]
+    """
+    from slurmllm.run.rundir import runs_root
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.status.runs import RunStates, list_runs, run_states
+
+    return RunStates(run_states(list_runs(runs_root(runs_dir)), SlurmClient()))
+
+
+def read_curves(
+    run: str | Path,
+    *,
+    tags: Mapping[str, str] | None = None,
+    pattern: str | None = None,
+    runs_dir: str | Path | None = None,
+) -> Curve:
+    """Return the metrics of a run by step, or of another framework's log.
+
+    Args:
+        run: A run's name or directory, or a file or folder as `slurmllm compare` takes it.
+        tags: Of another framework's log: metric → tag, column or key that holds it.
+        pattern: Of a text log: regular expression of a line, with a named group for each metric.
+
+    Examples:
+        >>> curves = slurmllm.read_curves("first")
+        >>> curves.to_pandas()["loss"].idxmin() > 10
+        True
+    """
+    from slurmllm.metrics.source import locate, read_curve
+    from slurmllm.run.rundir import runs_root
+
+    return read_curve(locate(str(run), runs_root(runs_dir)), tags, lenient=True, pattern=pattern)
+
+
+def compare_runs(
+    a: str | Path | Curve,
+    b: str | Path | Curve,
+    *,
+    tolerance: float | None = None,
+    exact: bool = False,
+    by: Axis = "step",
+    seeds: Sequence[str | Path | Curve] = (),
+    runs_dir: str | Path | None = None,
+) -> Comparison:
+    """Compare the loss and gradient norm of two runs, or of what `read_curves` returned.
+
+    Args:
+        a: The reference.
+        tolerance: Relative tolerance of the loss; by default 1e-3, or what the precisions allow.
+        exact: Require bit-identical values.
+        by: What points are aligned by: `step`, `tokens` or `samples`.
+        seeds: Runs as `a` with other seeds, whose spread is the tolerance.
+
+    Examples:
+        >>> other = slurmllm.load_recipe("tiny_neox", settings={"train.steps": 20, "train.seed": 1})
+        >>> second = slurmllm.submit_run(other, name="second", local=True)
+        >>> result = slurmllm.compare_runs("first", "second")
+        >>> result.verdict, result.causes[0].kind, list(result.to_pandas().index)
+        ('differ', 'seed', ['loss', 'grad_norm'])
+    """
+    from slurmllm.compare.compare import compare
+    from slurmllm.compare.comparison import Tolerances
+    from slurmllm.metrics.curves import Curve
+
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise errors.UserError(f"tolerance {tolerance:g}: give 0 or more, such as 1e-3")
+    first, second, *others = (
+        run if isinstance(run, Curve) else read_curves(run, runs_dir=runs_dir)
+        for run in (a, b, *seeds)
+    )
+    limits = Tolerances(exact=exact) if tolerance is None else Tolerances(loss=tolerance)
+    basis: BasisKind | None = None if tolerance is None else "tolerance"
+    return compare(first, second, limits, axis=by, seeds=others, basis=basis)
