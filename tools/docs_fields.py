@@ -1,4 +1,4 @@
-"""Write the tables of all fields, which docs/recipes.md includes, into build/fields."""
+"""Write what pages include into build/fields: the tables of all fields, and README's start."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ from typing import Any
 
 from slurmllm.config.schema import cluster_schema, recipe_schema
 
-FOLDER = Path(__file__).resolve().parent.parent / "build" / "fields"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "fields"
 SCHEMAS = {"recipe": recipe_schema, "cluster": cluster_schema}
 
 
 def main() -> None:
-    """Write a file for each schema."""
+    """Write a file for each schema, and one for docs/index.md."""
     FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "start.md").write_text(start(), encoding="utf-8")
     for name, schema in SCHEMAS.items():
         (FOLDER / f"{name}.md").write_text(f"{table(schema())}\n", encoding="utf-8")
+
+
+def start() -> str:
+    """Return README.md up to its verbs, with paths as docs/index.md has them."""
+    text, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Verbs\n")
+    if not rest:
+        raise SystemExit("README.md: the heading 'Verbs', where docs/index.md ends, is missing")
+    return text.replace("](docs/", "](").replace('src="docs/', 'src="')
 
 
 def table(schema: Mapping[str, Any]) -> str:

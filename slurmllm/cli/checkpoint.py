@@ -168,8 +168,8 @@ def import_(
     """Import the Hugging Face model folder DIR as a checkpoint.
 
     DIR may be hf://ORG/NAME[@REVISION], a model of the hub, which is downloaded into its cache.
-    GPTNeoXForCausalLM, LlamaForCausalLM and GPT2LMHeadModel, with weights in safetensors files.
-    A run starts from the result by train.init_from=DIR.
+    GPTNeoXForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, GPT2LMHeadModel and families that you
+    added, with weights in safetensors files. A run starts from the result by train.init_from=DIR.
     """
     from slurmllm.checkpoint.folder import require_absent
     from slurmllm.checkpoint.formats.hub import model_folder

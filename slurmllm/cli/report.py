@@ -28,7 +28,11 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
     "sources", nargs=-1, required=True, metavar="SOURCE…", shell_complete=options.complete_run
 )
 @options.price
-@click.option("--out", metavar="FILE.html", help="Page (default: <run>/reports/report.html).")
+@click.option(
+    "--out",
+    metavar="FILE.html",
+    help="Page (default: reports/report.html of the run; of several runs report-A-B.html of A).",
+)
 @click.option("--no-html", is_flag=True, help="Write only the Markdown version.")
 @click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
 @options.tags

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from slurmllm.config.families import FAMILIES
-from slurmllm.config.families.family import REQUIRED, HuggingFaceModel
+from slurmllm.config.families.family import REQUIRED, Activation, HuggingFaceModel
 from slurmllm.config.recipe import ModelConfig, RopeScaling
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.yaml_source import flatten
@@ -25,18 +25,15 @@ from slurmllm.format import format_plural
 from slurmllm.run.safe_files import read_limited
 
 CONFIG = "config.json"
-# transformers has three names for GELU by tanh, which differ only in speed.
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
+# Ours → transformers' names, which are equal but for speed; an export writes the first.
+ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {
+    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+    "silu": ("silu", "swish"),
 }
+_ACTIVATIONS = {theirs: ours for ours, names in ACTIVATION_NAMES.items() for theirs in names}
 # Fields of `RopeScaling`, whose names are transformers'.
 _SCALING = tuple(name for name in RopeScaling.model_fields if name != "kind")
-_THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,7 @@ def write_config(
     resolved = {"num_kv_heads": model.kv_heads, "head_dim": model.head_width}
     for name, (key, _) in dialect.keys.items():
         values[key] = resolved.get(name, getattr(model, name))
-    values[dialect.keys["activation"][0]] = _THEIR_ACTIVATIONS[model.activation]
+    values[dialect.keys["activation"][0]] = ACTIVATION_NAMES[model.activation][0]
     values.update(dialect.written)
     values.update({key: getattr(model, name) for name, key in dialect.rotary_keys.items()})
     if FAMILIES[model.family].positions == "rotary":

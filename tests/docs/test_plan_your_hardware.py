@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from slurmllm.cli.main import cli
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan_your_hardware.md"
-_BLOCKS = re.findall(r"^```(yaml|)\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```(yaml|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def _shape(line: str) -> str:
@@ -23,7 +23,7 @@ def _shape(line: str) -> str:
 def test_every_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = 0
-    for language, text in _BLOCKS:
+    for language, text in _BLOCK.findall(PAGE.read_text("utf-8")):
         if language == "yaml":
             name = text.splitlines()[0].removeprefix("# ")
             # The comment is not a line of the file: messages name lines.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from slurmllm.config.families import FAMILIES, sharding_plan
+from slurmllm.config.families.family import Activation
+from slurmllm.config.huggingface import ACTIVATION_NAMES
 from slurmllm.config.profiles import available
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import recipes_dir, resolve
-from slurmllm.model.decoder import Decoder, build_model
+from slurmllm.model.decoder import ACTIVATIONS, Decoder, build_model
 from slurmllm.plan.parameters import parameter_shapes
 
 
@@ -23,6 +27,10 @@ def test_parameters_are_counted_exactly(recipe: str) -> None:
     config = resolve(recipe).recipe.model
     built = {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()}
     assert parameter_shapes(config) == built
+
+
+def test_each_activation_can_be_computed_and_exported() -> None:
+    assert set(get_args(Activation)) == set(ACTIVATIONS) == set(ACTIVATION_NAMES)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,0 +1,102 @@
+"""The commands of README.md and docs/: each can be typed as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from slurmllm.cli.main import cli
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"^```(bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXIT_CODE = re.compile(r"# exit code (\d)")
+# What stands for something else: an ellipsis, a name in capitals, a choice.
+PLACEHOLDER = re.compile(r"[…\[]|\b[A-Z]+\b")
+# Files, weights and packages that an example's page made; what a page shows to be refused.
+THEIRS = re.compile(r"my_|mine|muon|=weights|\.arrow|\.yaml|base/|trackers|notify|plugins|trn2")
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Yield the commands of slurmllm in the page's blocks, without comments, on one line each."""
+    for kind, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines():
+            if kind == "bash" or line.startswith("$ "):
+                command = re.sub(r"\s+# .*", "", line.removeprefix("$ ")).strip()
+                if command.startswith("slurmllm "):
+                    yield command
+
+
+EXAMPLES = [
+    pytest.param(command, id=f"{page.name}: {command}")
+    for page in PAGES
+    for command in commands(page)
+]
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_verb_and_options_exist(command: str) -> None:
+    words = shlex.split(command.replace("…", ""))[1:]
+    verb: click.Command | None = cli
+    while isinstance(verb, click.Group):
+        verb, words = verb.get_command(click.Context(verb), words[0]), words[1:]
+    assert verb is not None, "no such verb"
+    known = {option for parameter in verb.params for option in (*parameter.opts, "--")}
+    options = words[: words.index("--")] if "--" in words else words
+    used = {word.partition("=")[0] for word in options if re.match(r"--?[a-z-]", word)}
+    assert used <= known | {"-h", "--help"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        example
+        for example in EXAMPLES
+        if " submit " in str(example.values[0])
+        and not PLACEHOLDER.search(str(example.values[0]).replace("SLURMLLM", ""))
+        and not THEIRS.search(str(example.values[0]))
+    ],
+)
+def test_submit_would_be_accepted(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, [*shlex.split(command)[1:], "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "would refuse" not in result.stderr + caplog.text
+
+
+@pytest.mark.long  # test_submit_would_be_accepted sees its options
+def test_quick_start(tmp_path: Path) -> None:
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    lines = [line for _, block in BLOCK.findall(page) for line in block.splitlines()]
+    assert len(lines) > 15
+    for line in lines:
+        code = EXIT_CODE.search(line)
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        print(f"$ {line}\n{done.stdout}{done.stderr}")
+        # The last lines are for a cluster: without one, `doctor` says so.
+        allowed = {0, int(code[1])} if code else {0}
+        assert done.returncode in allowed, f"{line}\n{done.stdout}{done.stderr}"
