@@ -8,7 +8,7 @@ call; vectors, which are many and small, are joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,40 +58,35 @@ class MixedAdamW(torch.optim.Optimizer):
         step, factor = int(steps[0].item()), self.factor.float()
         for group in self.param_groups:
             row = coefficients(group, step, factor.device)
-            vectors = []
+            vectors: list[list[Tensor]] = []
             for parameter in group["params"]:
                 assert parameter.grad is not None
                 state, copy = self.state[parameter], self._weights.copies[parameter]
                 moments = state["exp_avg"], state["exp_avg_sq"]
-                tensors = parameter.detach(), *moments, copy, parameter.grad.contiguous()
+                tensors = [parameter.detach(), *moments, copy, parameter.grad.contiguous()]
                 if parameter.ndim == 1:
                     vectors.append(tensors)
                 else:
-                    self._update(*(tensor.view(-1) for tensor in tensors), row, factor)
+                    self._update([tensor.view(-1) for tensor in tensors], row, factor)
             if vectors:
-                *changed, gradients = (list(tensors) for tensors in zip(*vectors, strict=True))
-                joined = [torch.cat(tensors) for tensors in changed]
-                self._update(*joined, torch.cat(gradients), row, factor)
-                sizes = [len(gradient) for gradient in gradients]
-                for tensors, values in zip(changed, joined, strict=True):
-                    torch._foreach_copy_(tensors, values.split(sizes))
+                by_kind = [list(tensors) for tensors in zip(*vectors, strict=True)]
+                joined = [torch.cat(tensors) for tensors in by_kind]
+                self._update(joined, row, factor)
+                for tensors, values in zip(by_kind[:-1], joined, strict=False):
+                    torch._foreach_copy_(tensors, torch.split(values, [len(t) for t in tensors]))
         self._weights.copies_are_current()
 
 
-def update_(
-    weight: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    copy: Tensor,
-    gradient: Tensor,
-    row: Tensor,
-    factor: Tensor,
-) -> None:
-    """Make a step of AdamW in place; tensors have one dimension.
+def update_(tensors: Sequence[Tensor], row: Tensor, factor: Tensor) -> None:
+    """Make a step of AdamW in place.
 
-    Weight and moments are fp32; `copy` gets the weight in its own format. `row` are `coefficients`,
-    and `factor`, fp32 without dimensions, is the gradient's.
+    Args:
+        tensors: Weight and both moments in fp32, the copy that gets the weight in its own format,
+            and the gradient, of one dimension each.
+        row: `coefficients`.
+        factor: Of the gradient, fp32 without dimensions.
     """
+    weight, exp_avg, exp_avg_sq, copy, gradient = tensors
     w, m, v = adamw_step(weight, gradient.float() * factor, exp_avg, exp_avg_sq, row)
     weight.copy_(w)
     exp_avg.copy_(m)

@@ -217,8 +217,8 @@ def update_(
         weight, exp_avg, exp_avg_sq = (x.unsqueeze(0) for x in (weight, exp_avg, exp_avg_sq))
     bits = scramble(keys ^ columns)
     first, second = bits & 0xFFFF, (bits >> 16) & 0xFFFF
-    numbers = (tensor.float() for tensor in (weight, gradient, exp_avg, exp_avg_sq))
-    w, m, v = adamw_step(*numbers, coefficients)
+    w, g, m, v = (tensor.float() for tensor in (weight, gradient, exp_avg, exp_avg_sq))
+    w, m, v = adamw_step(w, g, m, v, coefficients)
     # The moments share their bits: each is unbiased, and the effect of their correlation is of the
     # order of 2⁻¹⁶. The weight has bits of its own.
     weight.copy_(round_to_bf16(w, second))
