@@ -176,11 +176,7 @@ def _pipeline_lines(candidate: LayoutEstimate) -> Iterator[str]:
 
 
 def _data_line(candidate: LayoutEstimate) -> str:
-    mesh, members, copies = (
-        candidate.mesh,
-        shard_group(candidate.mesh),
-        copies_group(candidate.mesh),
-    )
+    mesh, members = candidate.mesh, shard_group(candidate.mesh)
     if mesh.data == 1:
         return "data parallel: none, one copy of the model"
     sent, exposed_s = traffic(candidate), candidate.step.data
@@ -192,7 +188,7 @@ def _data_line(candidate: LayoutEstimate) -> str:
     if mesh.replicate > 1:
         between = (
             f", and {format_bytes(sent.copies)} of gradients between {mesh.replicate} copies at "
-            f"{rate(copies, hardware) / 1e9:.3g} GB/s"
+            f"{rate(copies_group(mesh), hardware) / 1e9:.3g} GB/s"
         )
     return (
         f"data parallel {_extent(members)}: a device sends {format_bytes(sent.data)} of gradients "

@@ -285,6 +285,8 @@ def changes(config: RunConfig, candidate: LayoutEstimate, chosen: bool = True) -
 
 
 def _yaml_text(value: object) -> str:
+    if value is None:
+        return "null"
     return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
 
 

@@ -245,11 +245,13 @@ def replicate_degree(config: RunConfig, nodes: int) -> int:
     options = shard_node_options(config, nodes)
     if parallel.shard_nodes in options:
         return nodes // (parallel.pipeline * parallel.shard_nodes)
-    stage = nodes * per_node // parallel.pipeline
+    stage, workers = nodes * per_node // parallel.pipeline, parallel.shard_nodes * per_node
+    rule = f"is not two or more data-parallel workers of parallel.tensor {parallel.tensor}"
+    if stage % workers:
+        rule = f"does not divide the {stage} workers of a pipeline stage"
     also = f"{choose(options)} with --set parallel.shard_nodes, or " if options else ""
     raise MeshError(
-        f"parallel.shard_nodes: {parallel.shard_nodes} × {per_node} workers must be two or more "
-        f"data-parallel workers, and divide the {stage} workers of a pipeline stage",
+        f"parallel.shard_nodes: {parallel.shard_nodes} ({format_plural(workers, 'worker')}) {rule}",
         f"{also}--set parallel.shard_nodes=null",
     )
 

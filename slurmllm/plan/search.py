@@ -170,10 +170,9 @@ def _layouts(
         if config.backend == "nxd":
             zeros = [0, 1]
         shards: list[int | None] = [None]
-        if config.backend != "nxd":
-            changed = config.with_settings("parallel", tensor=tensor, pipeline=pipeline)
-            options_of_mesh = shard_node_options(changed, nodes)
-            shards += [count for count in options_of_mesh if count * pipeline < nodes]
+        if config.backend != "nxd" and 0 not in values("parallel.zero", parallel.zero, zeros):
+            on_mesh = config.with_settings("parallel", tensor=tensor, pipeline=pipeline)
+            shards += [n for n in shard_node_options(on_mesh, nodes) if n * pipeline < nodes]
         modes: Sequence[Checkpointing] = CHECKPOINTING
         if smallest:
             shards = [None]

@@ -203,6 +203,7 @@ def test_recipes_shows_what_is_left_open(tmp_path: Path) -> None:
         "virtual_pipeline": "auto",
         "sequence": "auto",
         "zero": "auto",
+        "shard_nodes": "auto",
     }
     # What is printed is a recipe.
     del printed["cluster"]

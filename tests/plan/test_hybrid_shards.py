@@ -1,0 +1,166 @@
+"""Shards over some nodes and copies on the others: mesh, refusals, memory, time and the search."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from slurmllm.backends.environment import load_environment
+from slurmllm.config.resolve import resolve
+from slurmllm.errors import ConfigError
+from slurmllm.plan.estimate import LayoutEstimate, predict
+from slurmllm.plan.evidence import evidence
+from slurmllm.plan.explain import describe, explain, settings, traffic
+from slurmllm.plan.fit_check import choose_parallel, layout_text
+from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.search import search
+from slurmllm.plan.step import copies_group, rate, shard_group
+
+FULL = (
+    *("parallel.tensor=1", "parallel.pipeline=1", "parallel.zero=3", "train.micro_batch=2"),
+    *("train.global_batch=512", "train.precision=bf16_mixed"),
+)
+NO_LATENCY = [
+    f"cluster.hardware.{name}=0"
+    for name in ("network_latency_us", "node_link_latency_us", "overlap")
+]
+
+
+def layout(*overrides: str, nodes: int = 8, cluster: str = "p5") -> LayoutEstimate:
+    config = resolve("gpt3_1.3b", cluster, [*FULL, *overrides])
+    return predict(config, make_mesh(config, nodes))
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "shard_nodes"), [(1, 1, 2), (4, 2, 2), (8, 1, 4)])
+def test_a_copy_is_on_as_many_nodes(tensor: int, pipeline: int, shard_nodes: int) -> None:
+    degrees = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
+    mesh = layout(*degrees, f"parallel.shard_nodes={shard_nodes}").mesh
+    assert mesh.replicate * mesh.shard == mesh.data
+    assert mesh.replicate == 8 // pipeline // shard_nodes
+    copies: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    nodes: dict[tuple[int, int], set[int]] = {}
+    for rank in range(mesh.world_size):
+        copy = mesh.pipeline_rank(rank), mesh.data_rank(rank) // mesh.shard
+        copies.setdefault(copy, set()).add((mesh.shard_rank(rank), rank % tensor))
+        nodes.setdefault(copy, set()).add(rank // mesh.devices_per_node)
+    whole = set(itertools.product(range(mesh.shard), range(tensor)))
+    assert all(shards == whole for shards in copies.values())
+    assert all(len(of_copy) == shard_nodes for of_copy in nodes.values())
+    assert sum(map(len, nodes.values())) == 8, "no two copies share a node"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "fault"),
+    [
+        (
+            ("parallel.shard_nodes=3",),
+            8,
+            "parallel.shard_nodes: 3 (24 workers) does not divide the 64 workers of a pipeline "
+            "stage; choose 1, 2, 4 or 8 with --set parallel.shard_nodes, or --set "
+            "parallel.shard_nodes=null",
+        ),
+        (("parallel.shard_nodes=8", "parallel.pipeline=2"), 8, "the 32 workers of a pipeline"),
+        (
+            ("parallel.shard_nodes=1", "parallel.tensor=8"),
+            8,
+            "1 (8 workers) is not two or more data-parallel workers of parallel.tensor 8; choose 2",
+        ),
+        (
+            ("parallel.shard_nodes=1", "cluster.devices_per_node=1"),
+            8,
+            "1 (1 worker) is not two or more data-parallel workers of parallel.tensor 1; choose 2",
+        ),
+        (
+            ("parallel.shard_nodes=1", "parallel.pipeline=2"),
+            1,
+            "the 4 workers of a pipeline stage; --set parallel.shard_nodes=null",
+        ),
+        (
+            ("parallel.shard_nodes=2", "parallel.zero=0"),
+            8,
+            "parallel.shard_nodes: 2, but parallel.zero 0 shards nothing; set parallel.zero to 1",
+        ),
+    ],
+)
+def test_groups_of_nodes_that_are_refused(
+    overrides: tuple[str, ...], nodes: int, fault: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        layout(*overrides, nodes=nodes)
+    assert fault in "\n".join(caught.value.faults)
+
+
+def test_nxd_shards_over_all_workers() -> None:
+    config = resolve("llama2_7b", "trn1", ["parallel.shard_nodes=1", "parallel.zero=1"])
+    faults = load_environment("nxd").unsupported(config)
+    assert any(fault.startswith("parallel.shard_nodes: 1: neuronx-") for fault in faults)
+
+
+def test_all_nodes_are_one_copy() -> None:
+    plain, whole = layout(), layout("parallel.shard_nodes=8")
+    assert (plain.mesh, plain.step, plain.memory) == (whole.mesh, whole.step, whole.memory)
+
+
+def test_a_copy_holds_the_whole_state() -> None:
+    plain, hybrid = layout(), layout("parallel.shard_nodes=1")
+    before, after = plain.memory.parts, hybrid.memory.parts
+    for part in ("weights", "optimizer", "gradients"):
+        assert after[part] == pytest.approx(8 * before[part], rel=0.01)
+    assert after["activations"] == before["activations"]
+    assert hybrid.step.optimizer == pytest.approx(8 * plain.step.optimizer)
+    assert hybrid.step.data < plain.step.data, "gathered inside the node"
+    for part in ("compute", "recompute", "tensor", "bubble", "transfer", "overhead"):
+        assert hybrid.step.parts()[part] == pytest.approx(plain.step.parts()[part])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_bytes_within_a_copy_and_between_copies(accumulation: int) -> None:
+    batch = f"train.global_batch={128 * accumulation}"
+    hybrid = layout("parallel.shard_nodes=1", batch, *NO_LATENCY)
+    moved, mesh, hardware = traffic(hybrid), hybrid.mesh, hybrid.config.cluster.hardware
+    assert hardware is not None
+    # 1.3 billion parameters: twice gathered in bf16 and once scattered in fp32 by each micro batch;
+    # an eighth of the gradients, in fp32, to 7 of 8 copies and back, once a step.
+    passes = accumulation * (2 * 2 + 4)
+    assert moved.data == pytest.approx(1.31e9 * passes * 7 / 8, rel=0.01)
+    assert moved.copies == pytest.approx(1.31e9 / 8 * 4 * 2 * 7 / 8, rel=0.01)
+    seconds = moved.data / rate(shard_group(mesh), hardware)
+    seconds += moved.copies / rate(copies_group(mesh), hardware)
+    assert hybrid.step.data == pytest.approx(seconds)
+
+
+def test_the_search_ranks_them_and_explains() -> None:
+    """On a network so slow that parameters should not cross it in each micro batch."""
+    config = resolve("gpt3_1.3b", "p5", [*FULL, "cluster.hardware.network_gb_s=20"])
+    fixed = [f"parallel.{name}" for name in ("tensor", "pipeline", "zero")]
+    result = search(config, 8, load_environment(config.backend).unsupported, fixed)
+    best = result.fitting[0]
+    tried = {estimate.config.recipe.parallel.shard_nodes for estimate in result.fitting}
+    assert tried == {None, 1, 2, 4}
+    nodes = best.config.recipe.parallel.shard_nodes
+    assert nodes is not None
+    assert settings(best)["shard_nodes"] == nodes
+    assert f"over {nodes} node" in describe(best)
+    copies = f"({best.mesh.replicate} copies of {best.mesh.shard} shards)"
+    assert copies in layout_text(best)
+    (line,) = (line for line in explain([best], []) if "data parallel" in line)
+    assert f"of gradients between {best.mesh.replicate} copies at" in line
+    assert "no published run keeps copies of its shards (parallel.shard_nodes)" in (
+        evidence(best).reasons
+    )
+
+
+def test_auto_may_choose_them() -> None:
+    overrides = ["parallel=auto", *FULL[:3], FULL[-1], "cluster.hardware.network_gb_s=20"]
+    config = resolve("gpt3_1.3b", "p5", overrides)
+    unsupported = load_environment(config.backend).unsupported
+    chosen = choose_parallel(config, 8, unsupported)
+    assert chosen.recipe.parallel.shard_nodes is not None
+    assert make_mesh(chosen, 8).replicate > 1
+    assert "planner" in chosen.origins["parallel.shard_nodes"]
+    # A number of nodes that varies would not be divisible.
+    varying = config.with_settings("slurm", min_nodes=6)
+    assert choose_parallel(varying, 8, unsupported).recipe.parallel.shard_nodes is None
+    none = resolve("gpt3_1.3b", "p5", [*overrides, "parallel.shard_nodes=null"])
+    assert choose_parallel(none, 8, unsupported).recipe.parallel.shard_nodes is None
