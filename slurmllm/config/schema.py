@@ -14,15 +14,20 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.families import CHOSEN
 from slurmllm.config.operation import Section
 from slurmllm.config.recipe import Recipe
+from slurmllm.config.resolve import OPEN
 
 
 def recipe_schema() -> dict[str, Any]:
     """Return the schema of a recipe's file."""
     schema = _schema(Recipe)
     fields = schema["properties"]
-    # What `resolve` takes in place of the two sections.
+    # What `resolve` takes in place of sections and settings.
     fields["model"] = {"anyOf": [{"type": "string"}, fields["model"]]}
     fields["parallel"] = {"anyOf": [{"const": "auto"}, fields["parallel"]]}
+    schema["$defs"]["Layout"]["properties"]["parallel"] = fields["parallel"]
+    train = schema["$defs"]["TrainConfig"]["properties"]
+    for path in OPEN:  # null leaves them to the planner
+        train[path.removeprefix("train.")]["anyOf"].append({"type": "null"})
     model = schema["$defs"]["ModelConfig"]
     model["required"] = [name for name in model["required"] if name not in CHOSEN]
     return schema
