@@ -140,7 +140,8 @@ class FitCheck:
         recomputed = f", {train.checkpointing_text} checkpointing" if train.recomputed else ""
         return (
             f"{layout_text(layout)}{recomputed}: {_rate_text(layout)}, "
-            f"MFU {100 * layout.mfu:.0f} %, {format_gib(memory.peak)} of {format_gib(memory.limit)} GiB a worker"
+            f"MFU {100 * layout.mfu:.0f} %, {format_gib(memory.peak)} of "
+            f"{format_gib(memory.limit)} GiB a worker"
             f"{' (tight)' * memory.tight}"
             f"{', by rough figures' * self.rough}"
         )
