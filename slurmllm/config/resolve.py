@@ -473,10 +473,11 @@ def _import_family(family: Any, modules: Any) -> list[str]:
 def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:
     """Leave degrees that are `auto` (by `parallel.auto`) and null settings to the planner."""
     train = recipe_tree.get("train")
-    for section, _, name in (path.partition(".") for path in OPEN):
-        if isinstance(train, Mapping) and name in train and train[name] is None:
-            recipe_tree[section] = train = {k: v for k, v in train.items() if k != name}
-            origins.pop(f"{section}.{name}", None)
+    if isinstance(train, Mapping):
+        null = {path for path in OPEN if train.get(path.removeprefix("train."), ...) is None}
+        recipe_tree["train"] = {k: v for k, v in train.items() if f"train.{k}" not in null}
+        for path in null:
+            origins.pop(path, None)
     section = recipe_tree.get("parallel")
     if not isinstance(section, Mapping):
         return

@@ -15,6 +15,7 @@ from slurmllm.config.families import CHOSEN
 from slurmllm.config.operation import Section
 from slurmllm.config.profiles import shipped_dir
 from slurmllm.config.recipe import Recipe
+from slurmllm.config.resolve import OPEN
 
 _ANNOTATIONS = ("title", "default", "description")
 
@@ -49,7 +50,7 @@ def file_schema(kind: Kind) -> dict[str, Any]:
 def _allow_null(schema: dict[str, Any]) -> None:
     """Allow null, which takes a value or section of the extended file out."""
     if "anyOf" in schema:
-        schema["anyOf"].append({"type": "null"})
+        schema["anyOf"] += [{"type": "null"}] * ({"type": "null"} not in schema["anyOf"])
     elif "type" in schema:
         kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         schema["type"] = list(dict.fromkeys([*kinds, "null"]))
@@ -61,14 +62,18 @@ def recipe_schema() -> dict[str, Any]:
     """Return the schema of a recipe's file."""
     schema = _schema(Recipe)
     fields = schema["properties"]
-    # What `resolve` takes in place of the two sections, and in place of a degree.
+    # What `resolve` takes in place of sections and settings.
     fields["model"] = {"anyOf": [{"type": "string"}, fields["model"]]}
     fields["parallel"] = {"anyOf": [{"const": "auto"}, fields["parallel"]]}
+    schema["$defs"]["Layout"]["properties"]["parallel"] = fields["parallel"]
     degrees = schema["$defs"]["ParallelConfig"]["properties"]
     for name, degree in degrees.items():
         if name != "auto":
             kind = {key: degree.pop(key) for key in [*degree] if key not in _ANNOTATIONS}
             degree["anyOf"] = [{"const": "auto"}, kind]
+    train = schema["$defs"]["TrainConfig"]["properties"]
+    for path in OPEN:  # null leaves them to the planner
+        train[path.removeprefix("train.")]["anyOf"].append({"type": "null"})
     model = schema["$defs"]["ModelConfig"]
     model["required"] = [name for name in model["required"] if name not in CHOSEN]
     return schema

@@ -142,9 +142,12 @@ class FitCheck:
 
     def line(self) -> str:
         layout, memory = self.candidate, self.candidate.memory
+        train = layout.config.recipe.train
+        recomputed = f", {train.checkpointing_text} checkpointing" if train.recomputed else ""
         return (
-            f"{layout_text(layout)}: {_rate_text(layout)}, MFU {100 * layout.mfu:.0f} %, "
-            f"{format_gib(memory.peak)} of {format_gib(memory.limit)} GiB a worker"
+            f"{layout_text(layout)}{recomputed}: {_rate_text(layout)}, "
+            f"MFU {100 * layout.mfu:.0f} %, {format_gib(memory.peak)} of "
+            f"{format_gib(memory.limit)} GiB a worker"
             f"{' (tight)' * memory.tight}"
             f"{', by rough figures' * self.rough}"
         )
@@ -188,11 +191,12 @@ def check_fit(
     check = FitCheck(candidate, chosen, warnings=tuple(dense_mask_warning(config)))
     needs = why_too_large(candidate.memory, most=None)
     too_large = f"{layout_text(candidate)} is predicted to need {needs}"
-    if check.rough and chosen and not candidate.fits:
-        return replace(check, warnings=(*check.warnings, f"{too_large}, by rough figures"))
     # A rehearsal computes nothing and so holds no model.
-    if check.rough or config.backend == "rehearsal" or (chosen and candidate.fits):
+    if config.backend == "rehearsal" or (chosen and candidate.fits):
         return check
+    if check.rough:
+        warnings = (f"{too_large}, by rough figures",) if chosen else ()
+        return replace(check, warnings=(*check.warnings, *warnings))
     best = _best_layout(config, nodes, unsupported, _kept_training(config))
     check = replace(check, best=best)
     if not candidate.fits:

@@ -23,6 +23,8 @@ REHEARSED = (
     "--set=backend=rehearsal",
     "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.05",
     "--set=parallel.tensor=1",
+    "--set=parallel.pipeline=4",
+    "--set=train.micro_batch=1",
     "--set=parallel.sequence=false",
     "--set=train.global_batch=8",
     "--set=model.seq_len=128",
