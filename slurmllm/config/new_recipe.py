@@ -15,29 +15,25 @@ from slurmllm.config.yaml_source import flatten, write_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.run.rundir import write_bytes
 
-# Section → field → example, if the other recipe does not set the field; None: its default.
-_FIELDS: dict[str, dict[str, Any]] = {
-    "model": {"seq_len": None},
-    "data": {
-        "source": None,
-        "corpus": "/data/corpus",
-        "tokenizer": "/data/tokenizer.json",
-        "validation": 0.01,
-    },
-    "train": {
-        "steps": None,
-        "global_batch": None,
-        "init_from": "/data/checkpoint",
-        "seed": None,
-        "precision": None,
-    },
-    "optim": {"lr": None, "min_lr": None, "warmup_steps": None, "weight_decay": None},
-    "eval": {"every_steps": 100},
-    "checkpoint": {"every_steps": None, "keep": None},
-    "slurm": {"time": None},
+# Section → its fields that people change.
+_FIELDS = {
+    "model": "seq_len",
+    "data": "source corpus tokenizer validation",
+    "train": "steps global_batch seed precision init_from",
+    "optim": "lr min_lr warmup_steps weight_decay",
+    "eval": "every_steps",
+    "checkpoint": "every_steps keep",
+    "slurm": "time",
 }
-# Always examples. A layout belongs to hardware: the other recipe's may not suit another cluster.
-_EXAMPLES = {"parallel": "auto", "trackers": ["wandb"]}
+# In a comment, unless the other recipe sets the field.
+_EXAMPLES: dict[str, Any] = {
+    "data.corpus": "/data/corpus",
+    "data.tokenizer": "/data/tokenizer.json",
+    "data.validation": 0.01,
+    "train.init_from": "/data/checkpoint",
+}
+# Always in a comment: the other recipe's layout may not suit another cluster.
+_LAST = {"parallel": "auto", "trackers": ["wandb"]}
 
 
 def write_recipe(path: Path, base: str, *, force: bool = False) -> None:
@@ -57,11 +53,11 @@ def write_recipe(path: Path, base: str, *, force: bool = False) -> None:
     if path.exists() and (not force or path.samefile(file)):
         raise ConfigError(f"--recipe {path}: exists; name another file, or replace it with --force")
     extended = base if file.parent == recipes_dir() else os.path.relpath(file, path.parent)
-    text = recipe_text(config, path, extended)
+    text = _recipe_text(config, path, extended)
     write_bytes(path, text.encode(), f"cannot write {path}", "name another file with --recipe")
 
 
-def recipe_text(config: RunConfig, path: Path, extended: str) -> str:
+def _recipe_text(config: RunConfig, path: Path, extended: str) -> str:
     """Return the text of the file `path`, which extends the recipe of `config`."""
     docs, values = field_docstrings(), flatten(config.values())
     lines = [
@@ -71,23 +67,16 @@ def recipe_text(config: RunConfig, path: Path, extended: str) -> str:
         _field("name", name_of(path, "recipe")),
         _field("description", f"From {extended}"),
     ]
-    for section, fields in _FIELDS.items():
-        examples, texts = dict[str, Any](), docs[type(getattr(config.recipe, section)).__name__]
-        body: list[str] = []
-        for name, example in fields.items():
-            value = values[f"{section}.{name}"]
-            comment = _comment(re.split(r"(?<=\.)\s", texts[name])[0], "  ")
-            if config.is_set(f"{section}.{name}"):
-                body += [*comment, f"  {_field(name, value)}"]
-            elif (shown := value if example is None else example) is not None:
-                examples[name] = shown
-                body += [*comment, f"  #{_field(name, shown)}"]
-        if any(config.is_set(f"{section}.{name}") for name in fields):
-            lines += ["", f"{section}:", *body]
-        else:
-            lines += ["", *_comment(" ".join(texts[name] for name in examples))]
-            lines += [f"#{_field(section, examples)}"]
-    for name, example in _EXAMPLES.items():
+    for section, names in _FIELDS.items():
+        lines += ["", f"{section}:"]
+        texts = docs[type(getattr(config.recipe, section)).__name__]
+        for name in names.split():
+            field = f"{section}.{name}"
+            is_example = field in _EXAMPLES and not config.is_set(field)
+            value = _EXAMPLES[field] if is_example else values[field]
+            sentence = re.split(r"(?<=\.)\s", texts[name])[0]
+            lines += [*_comment(sentence, "  "), f"  {'#' * is_example}{_field(name, value)}"]
+    for name, example in _LAST.items():
         text = docs["Recipe"].get(name) or docs["ParallelConfig"]["auto"]
         lines += ["", *_comment(text), f"#{_field(name, example)}"]
     return schema_line("recipe") + "\n".join(lines) + "\n"
