@@ -38,7 +38,7 @@ class _CalibrationOptions:
         return command + ["--json"] * self.as_json
 
 
-@click.command()
+@click.command(cls=options.GroupedCommand, common="cluster nodes set local out plot json")
 @options.cluster
 @options.set_value
 @options.node_count(type=click.IntRange(1), help="Nodes to measure together.  [default: 1]")

@@ -43,8 +43,8 @@ def cancel(runs: tuple[str, ...], runs_dir: Path) -> None:
                 _cancel_sweep(target, client)
         except SlurmllmError as error:
             errors.append(error)
-    for error in errors[:-1]:
-        click.echo(f"error: {error}", err=True)
+    for earlier in errors[:-1]:
+        click.echo(f"error: {earlier}", err=True)
     if errors:
         raise errors[-1]
 

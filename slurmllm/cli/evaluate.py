@@ -43,7 +43,8 @@ def _repeatable(option: str, name: str, metavar: str, text: str) -> Callable[[An
 
 
 @click.command(
-    cls=options.GroupedCommand, common="suite task checkpoint limit shots device force fetch json"
+    cls=options.GroupedCommand,
+    common="suite task checkpoint limit shots device jobs force fetch json",
 )
 @click.argument("run", shell_complete=options.complete_run)
 @_repeatable("--suite", "suites", "NAME|FILE.yaml", "Suite: hlat, pythia, smoke, or your own file")

@@ -272,7 +272,7 @@ _JOB = {
 }
 
 # Of these headings in the help of a `GroupedCommand`
-_OF_SLURM = {*_JOB, "in-allocation", "slurm", "jobs", "cpus", "gpus"}
+_OF_SLURM = {*_JOB, "in-allocation", "slurm", "cluster", "cpus", "gpus"}
 _OF_SWEEPS = {"sweep", "sweep-file", "max-running", "yes"}
 
 

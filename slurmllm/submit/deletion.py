@@ -7,8 +7,8 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from slurmllm.errors import RunError, StorageError
 from slurmllm.run.records import JobsRecord
@@ -19,26 +19,30 @@ from slurmllm.status.sweeps import runs_of
 from slurmllm.submit.resume import require_ended
 
 
-@dataclass(frozen=True)
-class Deletion:
+class Deletion(NamedTuple):
     """What is deleted of a run or a sweep."""
 
     target: RunDir | SweepDir
-    paths: Sequence[Path]  # the directory; without its checkpoints all else, the records first
-    num_bytes: int  # that are freed
-    num_checkpoints: int
+    paths: Sequence[Path]  # the directory; or all in it but the checkpoints, records first
+    bytes: int  # that are freed
+    checkpoints: int
     checkpoint_bytes: int
     keeps_checkpoints: bool
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {"run": self.target.name, "run_dir": str(self.target.path), "bytes": self.bytes}
+        fields |= {name: getattr(self, name) for name in ("checkpoints", "checkpoint_bytes")}
+        return {**fields, "checkpoints_deleted": not self.keeps_checkpoints}
 
 
 def find_deletable(name: str, root: Path) -> RunDir | SweepDir:
     """Find a run, a sweep, or the checkpoints that the deletion of a run has left; RunError."""
-    for path in (root / name, Path(name).absolute()):
+    for run in (RunDir(root / name), RunDir(Path(name).absolute())):
         with suppress(OSError, ValueError):
-            left = RunDir(path)
-            steps = {left.checkpoint(step) for step in left.checkpoint_steps()}
-            if [*path.iterdir()] == [left.checkpoints] and steps == {*left.checkpoints.iterdir()}:
-                return left
+            steps = {run.checkpoint(step) for step in run.checkpoint_steps()}
+            entries = [*run.path.iterdir()]
+            if entries == [run.checkpoints] and steps == {*run.checkpoints.iterdir()}:
+                return run
     return find_run_or_sweep(name, root)
 
 
@@ -46,27 +50,21 @@ def plan_deletion(
     target: RunDir | SweepDir, with_checkpoints: bool, client: SlurmClient
 ) -> Deletion:
     """Return what is deleted; RunError if it is in use, or not wholly this user's to delete."""
-    path, of_run = target.path, isinstance(target, RunDir)
+    path = target.path
     if path.is_symlink():
         raise RunError(f"{path} is a link to {path.resolve()}; name that folder instead")
     if (owner := path.stat().st_uid) != os.geteuid():
         raise RunError(f"{path} belongs to {user_name(owner)}, who can delete it")
-    if of_run and path.parent.name == "graphs" and is_sweep(path.parents[1]):
+    if path.parent.name == "graphs" and is_sweep(path.parents[1]):
         raise RunError(f"{path} compiles graphs for a sweep; delete {path.parents[1].name} instead")
     runs = [target] if isinstance(target, RunDir) else [*runs_of(target), *target.graph_runs()]
     _require_ended(runs, client)
-    with_steps = [run for run in runs if run.checkpoint_steps()]
-    keeps = bool(with_steps) and not with_checkpoints
-    paths = [*_all_but_checkpoints(path, with_steps)] if keeps else [path]
-    checkpoint_bytes = _freed_bytes(run.checkpoints for run in with_steps)
-    return Deletion(
-        target,
-        paths,
-        _freed_bytes(paths),
-        sum(len(run.checkpoint_steps()) for run in with_steps),
-        checkpoint_bytes,
-        keeps,
-    )
+    steps = {run: len(run.checkpoint_steps()) for run in runs}
+    folders = [run.checkpoints for run in runs if steps[run]]
+    keeps = bool(folders) and not with_checkpoints
+    paths = [*_all_but(folders, path)] if keeps else [path]
+    sizes = _freed_bytes(paths), _freed_bytes(folders)
+    return Deletion(target, paths, sizes[0], sum(steps.values()), sizes[1], keeps)
 
 
 def _require_ended(runs: Sequence[RunDir], client: SlurmClient) -> None:
@@ -86,14 +84,12 @@ def _require_ended(runs: Sequence[RunDir], client: SlurmClient) -> None:
             )
 
 
-def _all_but_checkpoints(path: Path, runs: Sequence[RunDir]) -> Iterator[Path]:
-    """Yield what is below a directory, except for the checkpoints of `runs`; records first."""
-    above = {folder for run in runs for folder in (run.path, *run.path.parents)}
-    entries = sorted(path.iterdir(), key=lambda entry: entry.suffix not in (".yaml", ".json"))
-    for entry in entries:
-        if entry in above:
-            yield from _all_but_checkpoints(entry, runs)
-        elif entry not in {run.checkpoints for run in runs}:
+def _all_but(folders: Sequence[Path], path: Path) -> Iterator[Path]:
+    """Yield what is in a directory and not in `folders`, the records first."""
+    for entry in sorted(path.iterdir(), key=lambda file: file.suffix not in (".yaml", ".json")):
+        if any(entry in folder.parents for folder in folders):
+            yield from _all_but(folders, entry)
+        elif entry not in folders:
             yield entry
 
 
@@ -113,13 +109,10 @@ def _freed_bytes(paths: Iterable[Path]) -> int:
     return sum(size for file, (size, count) in sizes.items() if links[file] >= count)
 
 
-def delete(deletion: Deletion) -> None:
-    """Delete what was planned; the caller holds the lock.
+def delete_planned(deletion: Deletion) -> None:
+    """Delete what was planned; the caller holds the lock. Raises StorageError.
 
     It is renamed first: whatever happens then, no other command takes a part of it for a run.
-
-    Raises:
-        StorageError: the file system refused.
     """
     path = deletion.target.path
     hidden = path.with_name(f".{path.name}.removed")
