@@ -180,6 +180,7 @@ class Comparison(Record):
     overlaps: dict[Literal["a", "b"], Overlap]
     warnings: tuple[str, ...]
     plot: str | None = None  # path of the picture
+    html: str | None = None  # path of the page
 
 
 def curve_letter(position: int) -> str:
