@@ -37,6 +37,7 @@ class _Choices:
     to_step: int | None
     plot: str | None
     no_plot: bool
+    html: str | None
 
     @property
     def tolerances(self) -> dict[str, float]:
@@ -113,6 +114,7 @@ class _Choices:
 @options.to_step
 @options.plot(".  [default: <run A>/reports/compare-<A>-<B>.png]")
 @options.no_plot
+@click.option("--html", metavar="FILE.html", help="Also write a page, in the style of `report`.")
 @options.runs_dir
 @options.as_json
 @click.pass_context
@@ -157,6 +159,8 @@ def compare(
     comparisons = _compare(curves, seeds, choices)
     if not choices.no_plot:
         comparisons = _draw(curves, comparisons, seeds, choices)
+    if choices.html is not None:
+        comparisons = _write_page(curves, comparisons, choices.html, choices)
 
     from slurmllm.compare.comparison import VERDICTS, curve_letter
 
@@ -207,6 +211,9 @@ def _check(choices: _Choices, count: int) -> None:
             "--seed gives the tolerance; leave out --exact, --tolerance and --grad-norm-tolerance"
         )
     options.check_picture(choices.plot, choices.no_plot)
+    if choices.html is not None and Path(choices.html).suffix.lower() not in (".html", ".htm"):
+        page = f"{Path(choices.html).stem}.html"
+        raise UserError(f"--html {choices.html}: the page is HTML; name it {page}")
     _parse_shifts(choices.shifts, count)
 
 
@@ -291,6 +298,18 @@ def _draw(
     return [c.model_copy(update={"plot": str(path)}) for c in comparisons]
 
 
+def _write_page(
+    curves: Sequence[Curve], comparisons: Sequence[Comparison], page: str, choices: _Choices
+) -> list[Comparison]:
+    """Write the page of --html and record its path."""
+    from slurmllm.report.comparison_page import write_comparison
+    from slurmllm.report.tables import Table
+
+    tables = [Table.of(_metric_rows(comparison)) for comparison in comparisons]
+    write_comparison(curves, comparisons, tables, Path(page), **choices.steps)
+    return [c.model_copy(update={"html": page}) for c in comparisons]
+
+
 def _echo_json(comparisons: Sequence[Comparison]) -> None:
     documents = [comparison.to_dict() for comparison in comparisons]
     match = all(comparison.match for comparison in comparisons)
@@ -340,6 +359,8 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
         print_line(f"warning: {warning}")
     if comparison.plot is not None:
         print_line(f"picture: {comparison.plot}")
+    if comparison.html is not None:
+        print_line(f"page: {comparison.html}")
 
 
 def _describe_side(label: str, side: Side, overlap: Overlap) -> str:

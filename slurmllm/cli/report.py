@@ -100,7 +100,7 @@ def report(
     page = default_path(runs) if out is None else Path(out)
     if out is None and only_sweeps and len(rankings) == 1:
         page = rankings[0][0].sweep.reports / "report.html"
-    written, failure = _write(runs, None if no_files else page, not no_html)
+    written, failure = _write(runs, None if no_files else page, not no_html, rankings)
     if as_json:
         tables = {"sweeps": [ranking_json(*ranking) for ranking in rankings]} if rankings else {}
         click.echo(to_json(runs, written, **tables))
@@ -111,14 +111,25 @@ def report(
 
 
 def _write(
-    runs: Sequence[RunFacts], page: Path | None, html: bool
+    runs: Sequence[RunFacts], page: Path | None, html: bool, rankings: Rankings
 ) -> tuple[dict[str, str | None], StorageError | None]:
     """Write the page; returns the files, and the failure, before which the JSON is printed."""
+    from slurmllm.cli.sweep import ranking_rows
+    from slurmllm.format import format_names
+    from slurmllm.report.tables import Table
     from slurmllm.report.write import write_report
 
+    loss = "loss: mean over the last tenth of a run's steps"
+    sweeps = [
+        Table(*ranking_rows(state, ranked), f"{state.sweep.name}, {state.summary}; {loss}")
+        for state, ranked in rankings
+    ]
     nothing: dict[str, str | None] = {"html": None, "markdown": None}
     try:
-        return nothing if page is None else write_report(runs, page, html), None
+        heading = None
+        if rankings:
+            heading = f"Report of {format_names([state.sweep.name for state, _ in rankings])}"
+        return nothing if page is None else write_report(runs, page, html, sweeps, heading), None
     except StorageError as error:
         text = f"{error}; name another place with --out FILE.html, or --no-files"
         return nothing, StorageError(text)

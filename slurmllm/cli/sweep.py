@@ -214,12 +214,13 @@ def ranking_json(state: SweepState, ranked: Sequence[RankedRun]) -> dict[str, An
     return {**state.to_json(), "runs": runs}
 
 
-def print_ranking(state: SweepState, ranked: Sequence[RankedRun]) -> None:
-    from slurmllm.display.tables import print_table
+def ranking_rows(
+    state: SweepState, ranked: Sequence[RankedRun]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the headings and the rows of a sweep's runs, with the values that differ."""
     from slurmllm.format import format_hours
 
     labels = state.record.labels
-    click.echo(f"sweep {state.sweep.name}, {state.summary}")
     has_price = any(run.state.usd is not None for run in ranked)
 
     def shown(value: float | None, form: str) -> str:
@@ -236,7 +237,14 @@ def print_ranking(state: SweepState, ranked: Sequence[RankedRun]) -> None:
         for place, run in enumerate(ranked, 1)
     ]
     headings = ("rank", "run", *labels.values(), "state", "step", "loss", "last loss", "seq/s")
-    print_table((*headings, "node h", "restarts", *(["usd"] if has_price else [])), rows)
+    return (*headings, "node h", "restarts", *(["usd"] if has_price else [])), rows
+
+
+def print_ranking(state: SweepState, ranked: Sequence[RankedRun]) -> None:
+    from slurmllm.display.tables import print_table
+
+    click.echo(f"sweep {state.sweep.name}, {state.summary}")
+    print_table(*ranking_rows(state, ranked))
     click.echo("loss: mean over the last tenth of a run's steps")
     for run in ranked:
         if run.state.reason and run.state.state in ("stopped", "interrupted", "damaged"):

@@ -185,6 +185,7 @@ class Comparison(Record):
     overlaps: dict[Literal["a", "b"], Overlap]
     warnings: tuple[str, ...]
     plot: str | None = None  # path of the picture
+    html: str | None = None  # path of the page
 
     def __repr__(self) -> str:
         return f"<Comparison: {self.verdict}, {self.reason}>"

@@ -36,7 +36,7 @@ _MAX_POINTS = 1200  # of a line: one for each column of the picture
 _MAX_VALUE = 1e30  # matplotlib's axes overflow beyond it
 _MEANS = 300  # of a longer line, over its values, which are pale
 _METRIC_STYLES = {"loss": "-", "grad_norm": ":"}
-_LABELS = {"loss": "loss (nats)", "grad_norm": "gradient norm"}
+LABELS = {"loss": "loss (nats)", "grad_norm": "gradient norm"}
 
 
 class Drawn(NamedTuple):
@@ -54,6 +54,24 @@ def default_path(a: Curve, *others: Curve) -> Path:
     curves = (a, *others)
     runs = (curve.path for curve in curves if curve.path.is_dir() and curve.kind == "run")
     return report_path("compare", [curve.name for curve in curves], next(runs, None))
+
+
+def align(
+    a: Curve,
+    others: Sequence[Curve],
+    comparisons: Sequence[Comparison],
+    from_step: int | None,
+    to_step: int | None,
+) -> tuple[Curve, list[Drawn]]:
+    """Return A and the curves that it was compared with, their steps counted alike."""
+    axis, drawn = comparisons[0].alignment.axis, []
+    for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True)):
+        shifts = comparison.a.shift, comparison.b.shift
+        matched = match_steps(a, curve, shifts, by_step=axis == "step")
+        alignment = Alignment(matched[0].used, matched[1].used, axis, from_step, to_step)
+        color = _COLORS[i % len(_COLORS)]
+        drawn.append(Drawn(curve_letter(i + 1), matched[1].read, comparison, color, alignment))
+    return shift_steps(a, comparisons[0].a.shift), drawn
 
 
 @rc_context(fname=PICTURE_STYLE)
@@ -74,18 +92,10 @@ def draw(
     Raises:
         StorageError: the file cannot be written.
     """
-    axis = comparisons[0].alignment.axis
-    drawn = []
-    for i, (curve, comparison) in enumerate(zip(others, comparisons, strict=True)):
-        shifts = comparison.a.shift, comparison.b.shift
-        matched = match_steps(a, curve, shifts, by_step=axis == "step")
-        alignment = Alignment(matched[0].used, matched[1].used, axis, from_step, to_step)
-        color = _COLORS[i % len(_COLORS)]
-        drawn.append(Drawn(curve_letter(i + 1), matched[1].read, comparison, color, alignment))
-    shift = comparisons[0].a.shift
-    a = shift_steps(a, shift)
+    a, drawn = align(a, others, comparisons, from_step, to_step)
+    axis, shift = comparisons[0].alignment.axis, comparisons[0].a.shift
     band = SeedBand(a, [shift_steps(seed, shift) for seed in seeds], axis) if seeds else None
-    metrics = [name for name in _LABELS if any(name in each.metrics for each in comparisons)]
+    metrics = [name for name in LABELS if any(name in each.metrics for each in comparisons)]
     if len(drawn) == 1:
         reasons = f"{comparisons[0].verdict}: {comparisons[0].reason}".split("; ")
     else:
@@ -169,7 +179,7 @@ def _draw_curves(
         # The first steps of a long run would flatten the rest: they are cut off at the top.
         margin = 0.06 * float(np.ptp(finite)) or 1.0
         axes.set_ylim(float(finite.min()) - margin, float(finite.max()) + margin)
-    axes.set_ylabel(_LABELS[metric])
+    axes.set_ylabel(LABELS[metric])
     for each in drawn:
         color = _METRIC_COLORS[metric] if len(drawn) == 1 else each.color
         _mark_departure(axes, each, metric, color, span)
@@ -237,7 +247,7 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
             if not np.isfinite(shown).any():
                 continue
             smallest.append(float(np.nanmin(shown)))
-            label = _LABELS[metric].split(" (")[0]
+            label = LABELS[metric].split(" (")[0]
             style: dict[str, Any] = {"color": _METRIC_COLORS[metric], "label": label}
             if len(drawn) > 1:
                 style = {"color": each.color, "label": f"{each.label}, {label}"}
@@ -248,7 +258,7 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
         first = drawn[0].comparison
         tolerance = first.metrics[metric].tolerance if metric in first.metrics else 0.0
         if tolerance > 0 and first.band is None:
-            label = f"tolerance {in_figures(tolerance)}, {_LABELS[metric].split(' (')[0]}"
+            label = f"tolerance {in_figures(tolerance)}, {LABELS[metric].split(' (')[0]}"
             color, dashed = _METRIC_COLORS[metric], (0, (5, 3))
             axes.axhline(tolerance, color=color, linewidth=1.2, linestyle=dashed, label=label)
             smallest.append(tolerance)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slurmllm.format import ABSENT, format_names, format_plural
 from slurmllm.report import tables
@@ -13,6 +14,9 @@ from slurmllm.report.figures import PlotData
 from slurmllm.report.tables import Table
 from slurmllm.report.throughput import FIRST_STEPS, scaling_rows
 from slurmllm.spikes.analysis import NAMES
+
+if TYPE_CHECKING:
+    from slurmllm.compare.comparison import Comparison
 
 # Names of the Markdown's pictures
 CURVES, SCALING, UTILIZATION = "curves", "scaling", "utilization"
@@ -84,9 +88,16 @@ def title(runs: Sequence[RunFacts]) -> str:
     return "Report of " + format_names([facts.name for facts in runs], 4)
 
 
-def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[ReportSection]:
-    """Return the sections of a report; empty ones are left out."""
+def sections(
+    runs: Sequence[RunFacts], drawn: Sequence[PlotData], sweeps: Sequence[Table] = ()
+) -> list[ReportSection]:
+    """Return the sections of a report; empty ones are left out.
+
+    `sweeps` are the tables of sweeps: their runs by rank.
+    """
     contents = {
+        "loss": ("Loss", _loss(drawn)),
+        "sweep": ("Runs by rank", sweeps),
         "summary": ("Summary", _summary(runs)),
         "comparison": ("Comparison", _comparison(runs)),
         "setting": ("What ran where", _setting(runs)),
@@ -98,10 +109,13 @@ def sections(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> list[Report
         "spikes": ("Spikes", _spikes(runs)),
         "warnings": ("Warnings", _warnings(runs)),
     }
-    filled = (
-        ReportSection(name, title, list(blocks)) for name, (title, blocks) in contents.items()
-    )
-    return [section for section in filled if section.blocks]
+    return filled(contents)
+
+
+def filled(contents: Mapping[str, tuple[str, Iterable[Block]]]) -> list[ReportSection]:
+    """Return the sections that hold blocks, of name → title and blocks."""
+    made = (ReportSection(name, title, list(blocks)) for name, (title, blocks) in contents.items())
+    return [section for section in made if section.blocks]
 
 
 def _summary(runs: Sequence[RunFacts]) -> Iterator[Block]:
@@ -118,10 +132,14 @@ def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
             yield tables.attempts_table(facts)
 
 
+def _loss(drawn: Sequence[PlotData]) -> Iterator[Block]:
+    if plots := _plots(drawn, "loss"):
+        yield from (*plots, Picture(CURVES, "Curves"))
+
+
 def _curves(drawn: Sequence[PlotData]) -> Iterator[Block]:
-    plots = _plots(drawn, "curves")
-    yield from plots
-    if plots:
+    yield from (plots := _plots(drawn, "curves"))
+    if plots and not _plots(drawn, "loss"):
         yield Picture(CURVES, "Curves")
 
 
@@ -180,19 +198,29 @@ def _comparison(runs: Sequence[RunFacts]) -> Iterator[Block]:
     for comparison, (text, title) in zip(comparisons, comparison_texts(runs), strict=True):
         yield Paragraph(text, strong=title)
         if not isinstance(comparison, str) and comparison.causes:
-            causes = [(c.kind, c.confidence, str(c.step), c.evidence) for c in comparison.causes]
-            yield Table(("cause", "confidence", "step", "evidence"), causes)
-    settings_of = {f.name: f.curve.settings for f in runs if f.curve and f.curve.settings}
+            yield causes_table(comparison)
+    table = settings_table({f.name: f.curve.settings for f in runs if f.curve})
+    if table is not None:
+        yield Paragraph("of the runs whose settings are recorded", strong="settings that differ")
+        yield table
+
+
+def causes_table(comparison: Comparison) -> Table:
+    causes = [(c.kind, c.confidence, str(c.step), c.evidence) for c in comparison.causes]
+    return Table(("cause", "confidence", "step", "evidence"), causes)
+
+
+def settings_table(of_runs: Mapping[str, Mapping[str, object]]) -> Table | None:
+    """Return the settings that differ, of the runs with any; None if none do."""
+    settings_of = {name: settings for name, settings in of_runs.items() if settings}
     rows = []
     for key in sorted({key for settings in settings_of.values() for key in settings}):
         values = [settings.get(key) for settings in settings_of.values()]
         if any(value != values[0] for value in values):
             rows.append((key, *(ABSENT if value is None else str(value) for value in values)))
-    if rows:
-        yield Paragraph("of the runs whose settings are recorded", strong="settings that differ")
-        more = len(rows) - _SHOWN_SETTINGS
-        caption = f"… and {more} more" if more > 0 else ""
-        yield Table(("setting", *settings_of), rows[:_SHOWN_SETTINGS], caption)
+    more = len(rows) - _SHOWN_SETTINGS
+    caption = f"… and {more} more" if more > 0 else ""
+    return Table(("setting", *settings_of), rows[:_SHOWN_SETTINGS], caption) if rows else None
 
 
 def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:

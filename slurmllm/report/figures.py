@@ -50,12 +50,12 @@ class PlotData:
 
     name: str  # unique in the page
     title: str
-    section: Literal["curves", "throughput", "utilization", "evaluation"]
+    section: Literal["loss", "curves", "throughput", "utilization", "evaluation"]
     content: Json  # input of `report.js`
     note: str = ""
 
 
-class _Positions:
+class Positions:
     """The positions of a curve's rows on each of its axes: step, tokens, hours."""
 
     def __init__(self, curve: Curve | None) -> None:
@@ -75,21 +75,19 @@ class _Positions:
             self.axes["hours"] = np.cumsum(np.nan_to_num(taken)) / 3600.0
 
     def at(self, rows: Ints) -> Json:
-        return {name: _packed(values[rows]) for name, values in self.axes.items()}
+        return {name: packed(values[rows]) for name, values in self.axes.items()}
 
-    def at_steps(self, curve: Curve, steps: Sequence[int]) -> Json:
+    def at_steps(self, curve: Curve, steps: Sequence[int] | Ints) -> Json:
         # A step after the last row: its metrics were lost with the node.
         return self.at(np.minimum(np.searchsorted(curve.steps, steps), len(curve.steps) - 1))
 
     def pieces(self, most: int, rows: Ints | slice = _ALL) -> Json:
-        return {
-            name: _packed(piece_means(values[rows], most)) for name, values in self.axes.items()
-        }
+        return {name: packed(piece_means(values[rows], most)) for name, values in self.axes.items()}
 
 
 def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
     """Return all plots that have data, in the page's order."""
-    positions = [_Positions(facts.curve) for facts in runs]
+    positions = [Positions(facts.curve) for facts in runs]
     of_steps = (plots(runs, positions) for plots in (_curves, _stacks, _memory))
     others = (plots(runs) for plots in (_scaling, _utilization, _evaluation))
     return list(chain(*of_steps, *others))
@@ -150,7 +148,7 @@ def shown_metrics(runs: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
+def _curves(runs: Sequence[RunFacts], positions: Sequence[Positions]) -> Iterator[PlotData]:
     most = max(_FEWEST_ROWS, _MOST_ROWS // max(1, len(runs)))
     for metric, title, unit in shown_metrics(runs):
         lines: list[Json] = []
@@ -175,10 +173,13 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
                 markers.append({"run": number, "kind": "far", "x": where.at(far), "text": texts})
         content: Json = {"kind": "curve", "title": title, "unit": unit, "top": top}
         content |= {"series": lines, "marks": markers}
-        yield PlotData(metric, title, "curves", content)
+        if metric == "loss":
+            yield PlotData(metric, title, "loss", content | {"height": 420})
+        else:
+            yield PlotData(metric, title, "curves", content)
 
 
-def _lines(number: int, curve: Curve, where: _Positions, metric: str, most: int) -> Iterator[Json]:
+def _lines(number: int, curve: Curve, where: Positions, metric: str, most: int) -> Iterator[Json]:
     """Yield a run's lines in the plot of a metric: in that of the loss, validation losses too."""
     names = {metric: ""}
     if metric in ("loss", VAL_LOSS):
@@ -190,13 +191,13 @@ def _lines(number: int, curve: Curve, where: _Positions, metric: str, most: int)
         logged = _logged(curve, name)
         values = values[logged]
         rows = thin_rows(values, most)
-        x, y = where.at(logged[rows]), _packed(values[rows], "f4")
+        x, y = where.at(logged[rows]), packed(values[rows], "f4")
         line: Json = {"run": number, "x": x, "y": y}
         if label:
             line |= {"name": escape(label), "dash": _DASHES[list(names).index(name) % len(_DASHES)]}
         if len(rows) < len(values):
             pieces = max(1, most // 3)
-            means = _packed(piece_means(values, pieces), "f4")
+            means = packed(piece_means(values, pieces), "f4")
             line["mean"] = {"x": where.pieces(pieces, logged), "y": means}
         yield line
 
@@ -209,7 +210,7 @@ def _logged(curve: Curve, metric: str) -> Ints:
 
 
 def _marks(
-    number: int, facts: RunFacts, curve: Curve, where: _Positions, everything: bool
+    number: int, facts: RunFacts, curve: Curve, where: Positions, everything: bool
 ) -> Iterator[Json]:
     """Yield the markers of a run by kind: restarts, and with `everything` saves and spikes."""
     by_kind: dict[str, list[tuple[int, list[str]]]] = {"restart": [], "save": [], "spike": []}
@@ -242,12 +243,12 @@ def _marks(
             }
 
 
-def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
+def _stacks(runs: Sequence[RunFacts], positions: Sequence[Positions]) -> Iterator[PlotData]:
     """Yield the parts of each run's steps, for the first runs only."""
     split = [(i, parts) for i, f in enumerate(runs) if f.curve and (parts := step_parts(f.curve))]
     for number, parts in split[:_MOST_STACKS]:
         layers = [
-            {"name": name, "color": color, "y": _packed(piece_means(part, _MOST_PIECES), "f4")}
+            {"name": name, "color": color, "y": packed(piece_means(part, _MOST_PIECES), "f4")}
             for (name, color), part in zip(STEP_PARTS.items(), parts, strict=True)
             if part.any()
         ]
@@ -268,7 +269,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
         yield PlotData(f"parts-{number}", title, "curves", content, f"Of all steps: {shares}.")
 
 
-def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterator[PlotData]:
+def _memory(runs: Sequence[RunFacts], positions: Sequence[Positions]) -> Iterator[PlotData]:
     """Yield the peak memory of a worker, if the attempts measured it."""
     lines, limits = [], set()
     for number, facts in enumerate(runs):
@@ -278,7 +279,7 @@ def _memory(runs: Sequence[RunFacts], positions: Sequence[_Positions]) -> Iterat
         peaks = np.array([event.values["peak_bytes"] / 1e9 for event in measured])
         limits |= {e.values["limit_bytes"] / 1e9 for e in measured if "limit_bytes" in e.values}
         where = positions[number].at_steps(facts.curve, [event.step for event in measured])
-        lines.append({"run": number, "x": where, "y": _packed(peaks, "f4"), "points": True})
+        lines.append({"run": number, "x": where, "y": packed(peaks, "f4"), "points": True})
     if lines:
         content = {"kind": "curve", "title": "Memory", "unit": "GB", "series": lines, "marks": []}
         most = " or ".join(f"{limit:.2f}" for limit in sorted(limits))
@@ -364,7 +365,7 @@ def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
             yield PlotData(f"scores-{number}", f"Scores: {suite}", "evaluation", content)
 
 
-def _packed(values: npt.NDArray[Any], kind: Literal["f4", "f8"] = "f8") -> Json:
+def packed(values: npt.NDArray[Any], kind: Literal["f4", "f8"] = "f8") -> Json:
     """Return an array as base64 of its little-endian bytes, which `report.js` decodes."""
     with np.errstate(over="ignore"):
         raw = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()

@@ -31,7 +31,8 @@ const NATIVE = {
 };
 const MOST_LINES = 60;  // drawn through a plot at restarts
 const FEW_POINTS = 40;  // are drawn as such, on their line
-const state = {x: "step", smoothing: 0, log: new Set()};
+const state = {x: "step", smoothing: 0,
+  log: new Set(Object.keys(DATA.figures).filter((name) => DATA.figures[name].log))};
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 let printing = false;
 
@@ -61,7 +62,7 @@ function faded(color) {
   return `rgba(${part(1)},${part(3)},${part(5)},0.28)`;
 }
 
-function line(series, unit) {
+function line(series) {
   if (!(state.x in series.x)) return [];
   const run = DATA.runs[series.run], few = series.points || unpack(series.y).length <= FEW_POINTS;
   const named = (name) => series.name ? (DATA.runs.length > 1 ? `${name}, ${series.name}` : series.name) : name;
@@ -73,7 +74,8 @@ function line(series, unit) {
   };
   const told = (x) => ({
     x: unpack(x[state.x]), customdata: unpack(x.step),
-    hovertemplate: `%{y:.6g} ${unit} at step %{customdata:,.0f}<extra>${named(run.name)}</extra>`,
+    // A line of the box with all runs at a place: thinned curves have no values at some steps.
+    hovertemplate: "%{y:.6g} at step %{customdata:,.0f}",
   });
   const shown = {...base, ...told(series.x), y: unpack(series.y), line: {color: run.color, width: 1.3, dash: series.dash}};
   if (!state.smoothing || series.points) return [shown];
@@ -105,7 +107,7 @@ function mark(marks, figure, name) {
     visible: look.visible, x: x,
     y: Array.from(x, (place) => marks.kind === "far" && !state.log.has(name)
       ? 0.97 * figure.top : valueAt(series, place)),
-    text: marks.text, hovertemplate: "%{text}<extra></extra>",
+    text: marks.text, hovertemplate: "%{text}",
     marker: {symbol: look.symbol, size: look.size, color: run.color, line: {width: 1}},
   }];
 }
@@ -122,6 +124,12 @@ function restartLines(figure) {
     }
   }
   return found;
+}
+
+function limitLine(figure) {
+  const line = {color: "#8a8f94", width: 1.5, dash: "dash"};
+  return figure.limit ? [{type: "line", xref: "paper", yref: "y", x0: 0, x1: 1,
+    y0: figure.limit, y1: figure.limit, layer: "below", line: line}] : [];
 }
 
 // The range of a linear y axis: without outliers, or around a constant, which plotly draws as 0.
@@ -141,7 +149,7 @@ function range(name, figure, arrays) {
 }
 
 function curve(name, figure) {
-  const lines = figure.series.flatMap((series) => line(series, figure.unit));
+  const lines = figure.series.flatMap((series) => line(series));
   const marks = figure.marks.flatMap((one) => mark(one, figure, name));
   return {
     data: [...lines, ...marks],
@@ -149,7 +157,7 @@ function curve(name, figure) {
       xaxis: {title: {text: AXES[state.x]}},
       yaxis: {title: {text: figure.unit || figure.title},
         ...range(name, figure, lines.map((one) => one.y))},
-      shapes: restartLines(figure), hovermode: "closest",
+      shapes: [...restartLines(figure), ...limitLine(figure)], hovermode: "x unified", height: figure.height,
     },
   };
 }
@@ -192,7 +200,8 @@ function themed(layout, traces, width) {
     ...layout,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: {family: "system-ui, sans-serif", size: 12, color: text},
-    margin: {l: narrow ? 48 : 64, r: 16, t: narrow ? 10 : 34, b: 44},
+    // Above the legend are plotly's buttons.
+    margin: {l: narrow ? 48 : 64, r: 16, t: narrow ? 10 : entries > 1 ? 56 : 34, b: 44},
     height: (layout.height || 320) + (narrow ? 20 * entries : 0),
     legend: narrow
       ? {orientation: "v", y: -0.2, yanchor: "top", x: 0, font: {size: 11}, traceorder: "normal"}

@@ -87,6 +87,7 @@ def to_html(
         logarithmic={
             name for name, figure in data["figures"].items() if figure["kind"] in ("curve", "stack")
         },
+        log_first={name for name, figure in data["figures"].items() if figure.get("log")},
         css=Markup((_HERE / "report.css").read_text(encoding="utf-8")),  # noqa: S704 (a file of ours)
         script=Markup((_HERE / "report.js").read_text(encoding="utf-8")),  # noqa: S704 (likewise)
         data=Markup(re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE[match[0]], script_json)),  # noqa: S704 (escaped)
@@ -140,8 +141,16 @@ _LISTS = {"spikes": True, "not_finite": True}
 _EXCLUDED: Any = {**_LISTS, "grad_norm_spikes": _LISTS}
 
 
-def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, str | None]:
+def write_report(
+    runs: Sequence[RunFacts],
+    page: Path,
+    html: bool,
+    sweeps: Sequence[Table] = (),
+    heading: str | None = None,
+) -> dict[str, str | None]:
     """Write a report: the .html page (`html`), the Markdown next to it, and its pictures.
+
+    `sweeps` are the tables of sweeps, `heading` replaces the title that names the runs.
 
     Returns the paths of `html` and `markdown`; None: not requested.
     """
@@ -149,16 +158,17 @@ def write_report(runs: Sequence[RunFacts], page: Path, html: bool) -> dict[str, 
 
     runs = [replace(facts, name=_utf8(facts.name)) for facts in runs]
     drawn, made_at = figures(runs), format_utc(time.time())
-    content = sections(runs, drawn)
+    heading = heading or title(runs)
+    content = sections(runs, drawn, sweeps)
     if html:
-        text = to_html(title(runs), content, page_data(runs, drawn), made_at)
+        text = to_html(heading, content, page_data(runs, drawn), made_at)
         write_atomic(page, _utf8(text))
     markdown, folder = page.with_suffix(".md"), page.with_name(f"{page.stem}_files")
     pictures = {
         name: f"{quote(folder.name)}/{path.name}"
         for name, path in write_pictures(runs, drawn, folder).items()
     }
-    write_atomic(markdown, _utf8(to_markdown(title(runs), content, pictures, made_at)))
+    write_atomic(markdown, _utf8(to_markdown(heading, content, pictures, made_at)))
     return {"html": str(page) if html else None, "markdown": str(markdown)}
 
 

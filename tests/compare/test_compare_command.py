@@ -92,7 +92,7 @@ def test_json_holds_everything_and_nothing_else_is_printed(run_command, three_ru
     keys = (
         "verdict match reason causes data tolerance a b steps_compared first_step last_step "
         "only_in_a only_in_b metrics overlaps warnings alignment band basis diagnosis settings "
-        "statistics power bit_identical_to_step plot"
+        "statistics power bit_identical_to_step plot html"
     )
     assert set(answer) == set(keys.split())
     assert (answer["verdict"], answer["match"]) == ("differ", False)
@@ -197,6 +197,7 @@ def test_a_picture_nobody_asked_for_is_no_failure(run_command, three_runs) -> No
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        (("--html", "p.pdf"), r"--html p\.pdf: the page is HTML; name it p\.html"),
         (("--plot", "p.pdf"), r"--plot p\.pdf: pictures are PNG files; use p\.png"),
         (("--plot", "p.png", "--no-plot"), "exclude each other"),
         (("--tolerance", "-1"), "--tolerance -1: a tolerance is 0 or more"),

@@ -38,6 +38,11 @@ _PROBE = """
       ticks: Array.from(plot.querySelectorAll(".xtick text, .ytick text"), (t) => t.textContent),
       hover: (plot.data || []).flatMap((trace) => trace.text || []).join(" | "),
     }]));
+    const curve = document.getElementById("plot-loss");
+    if (curve) {
+      Plotly.Fx.hover(curve, {xval: curve.data[0].x[1]}); await tick();
+      seen.hovered = curve.querySelector(".hoverlayer").textContent;
+    }
     seen.buttons = Array.from(new Set(Array.from(document.querySelectorAll(".modebar-btn"),
       (button) => button.dataset.title)));
     const log = document.querySelector("button[data-log=loss]");

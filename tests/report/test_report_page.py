@@ -109,6 +109,26 @@ def test_the_page_in_a_browser(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> N
         assert part in markdown, part
 
 
+def test_a_comparison_as_a_page(tmp_path: Path) -> None:
+    rows = [make_row(step) for step in range(1, 61)]
+    changed = [row | {"loss": row["loss"] * (1.1 if row["step"] > 40 else 1)} for row in rows]
+    names = ("a", "b", "c")
+    for name, of_run in zip(names, (rows, rows, changed), strict=True):
+        write_rows(tmp_path / f"{name}.jsonl", of_run)
+    page = tmp_path / "page.html"
+    files = [str(tmp_path / f"{name}.jsonl") for name in names]
+    done = CliRunner().invoke(cli, ["compare", *files, "--no-plot", "--html", str(page)])
+    assert (done.exit_code, f"page: {page}" in done.output) == (1, True), done.output
+    opened = open_report(page, tmp_path)
+    require_sound(opened)
+    assert set(opened.seen["plots"]) >= {"loss", "grad_norm", "lr", "difference-loss"}
+    # All runs at a step, in one box.
+    assert re.search(r"A: a.*at step 2B: b.*at step 2C: c.*at step 2$", opened.seen["hovered"])
+    assert re.search(r"differ: loss diverges at step 41.*<th[^>]*>metric", opened.text, re.DOTALL)
+    assert "the tolerance, 0.001." in opened.text
+    assert "prefers-color-scheme: dark" in opened.text
+
+
 def test_a_log_on_a_narrow_page(tmp_path: Path) -> None:
     """A log from step 0, with a constant learning rate and a first step that compiles."""
     log = tmp_path / "gpt" / "lightning_logs" / "version_0" / "metrics.csv"

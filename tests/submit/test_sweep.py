@@ -157,6 +157,11 @@ def test_the_table_has_the_best_run_first(fake: FakeSlurm, inputs: tuple[str, ..
     report = json.loads(call("report", "s", "--no-files", "--json"))
     assert report["sweeps"][0]["runs"] == ranking["runs"]
     assert [run["name"] for run in report["runs"]][:2] == [NAMES[1], NAMES[0]]
+    call("report", "s")
+    page = (sweep.reports / "report.md").read_text()
+    assert page.startswith("# Report of s\n")
+    assert page.index("## Loss") < page.index("## Runs by rank") < page.index("## Summary")
+    assert f"| 1 | {NAMES[1]} | 3e-4 | 2 |" in page
     assert "no sweep" in call("compare", NAMES[0], code=2)
     assert "is a sweep" in call("logs", "s", code=2)
 

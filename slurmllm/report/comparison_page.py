@@ -1,0 +1,125 @@
+"""The page of `compare --html`: verdicts, curves and their differences, in the report's style."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from slurmllm.compare.comparison import Comparison
+from slurmllm.compare.plot import LABELS, Drawn, align
+from slurmllm.format import format_names, format_utc
+from slurmllm.metrics.curves import Curve, relative_difference, thin_rows
+from slurmllm.report.document import (
+    Block,
+    Bullets,
+    Paragraph,
+    Plot,
+    causes_table,
+    filled,
+    settings_table,
+)
+from slurmllm.report.facts import RunFacts
+from slurmllm.report.figures import Json, PlotData, Positions, figures, packed, page_data
+from slurmllm.report.tables import Table
+from slurmllm.report.write import to_html
+from slurmllm.run.rundir import write_atomic
+
+_MOST_ROWS = 3000  # of a line of differences
+
+
+def write_comparison(
+    curves: Sequence[Curve],
+    comparisons: Sequence[Comparison],
+    metrics: Sequence[Table],
+    page: Path,
+    *,
+    from_step: int | None = None,
+    to_step: int | None = None,
+) -> None:
+    """Write the page of A and the curves that it was compared with.
+
+    `metrics` has a table for each comparison; steps are those of the comparisons.
+
+    Raises:
+        StorageError: the page cannot be written.
+    """
+    a, drawn = align(curves[0], curves[1:], comparisons, from_step, to_step)
+    shown = [("A", a), *((each.label, each.curve) for each in drawn)]
+    runs = [
+        RunFacts(f"{label}: {curve.name}", curve.path, curve.kind, curve=curve)
+        for label, curve in shown
+    ]
+    of_runs = [plot for plot in figures(runs) if plot.section in ("loss", "curves")]
+    names = {name for each in comparisons for name in each.metrics}
+    made = [_difference(a, drawn, name) for name in LABELS if name in names]
+    differences = [plot for plot in made if plot.content["series"]]
+    identical: list[Block] = [
+        Paragraph("every difference is 0", strong=plot.title)
+        for plot in made
+        if not plot.content["series"]
+    ]
+
+    def plots(of: Sequence[PlotData], section: str) -> list[Block]:
+        return [Plot(p.name, p.title, p.note) for p in of if p.section == section]
+
+    settings = settings_table({f.name: c.settings for f, (_, c) in zip(runs, shown, strict=True)})
+    sections = filled(
+        {
+            "verdict": ("Verdict", _verdicts(runs, comparisons, metrics)),
+            "loss": ("Loss", plots(of_runs, "loss")),
+            "differences": ("Relative differences", plots(differences, "curves") + identical),
+            "settings": ("Settings that differ", [settings] if settings else []),
+            "curves": ("Curves", plots(of_runs, "curves")),
+        }
+    )
+    title = "Comparison of " + format_names([curve.name for curve in curves], 4)
+    data = page_data(runs, [*of_runs, *differences])
+    write_atomic(page, to_html(title, sections, data, format_utc(time.time())))
+
+
+def _verdicts(
+    runs: Sequence[RunFacts], comparisons: Sequence[Comparison], metrics: Sequence[Table]
+) -> Iterator[Block]:
+    for facts, comparison, table in zip(runs[1:], comparisons, metrics, strict=True):
+        title = f"{facts.name} compared with {runs[0].name}"
+        yield Paragraph(f"{comparison.verdict}: {comparison.reason}", strong=title)
+        yield table
+        if comparison.causes:
+            yield causes_table(comparison)
+        if comparison.data is not None:
+            same = "the same in both runs"
+            yield Paragraph("; ".join(comparison.data.differences) or same, strong="data")
+        if comparison.warnings:
+            yield Bullets(comparison.warnings)
+
+
+def _difference(a: Curve, drawn: Sequence[Drawn], metric: str) -> PlotData:
+    """Return the plot of the relative differences of a metric, with the tolerance."""
+
+    lines: list[Json] = []
+    for number, each in enumerate(drawn, 1):
+        points = each.alignment.of(metric)
+        values = relative_difference(points.a, points.b)
+        rows = thin_rows(values, _MOST_ROWS)
+        # 0 has no place on a logarithmic axis.
+        shown = np.where(values[rows] > 0, values[rows], np.nan)
+        if np.isfinite(shown).any():
+            where = Positions(a).at_steps(a, points.steps[rows])
+            lines.append({"run": number, "x": where, "y": packed(shown, "f4")})
+    title = LABELS[metric].split(" (")[0]
+    first = drawn[0].comparison
+    limit = first.metrics[metric].tolerance if metric in first.metrics else 0.0
+    content = {
+        "kind": "curve",
+        "title": title,
+        "unit": "relative difference",
+        "series": lines,
+        "marks": [],
+        "log": True,
+        "limit": limit if first.band is None else 0.0,
+    }
+    note = f"Dashed: the tolerance, {limit:.2g}." if content["limit"] else ""
+    return PlotData(f"difference-{metric}", title.capitalize(), "curves", content, note)
