@@ -22,6 +22,7 @@ EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 # worker, of which a run has thousands, reads few files of the environment.
 _VERBS = (
     *(
+        "init",
         "doctor",
         "health",
         "recipes",
@@ -86,6 +87,7 @@ def cli() -> None:
     """Train language models on a Slurm cluster: submit, requeue, resume, compare.
 
     \b
+    slurmllm init                          write a profile of this cluster
     slurmllm recipes                       list the recipes
     slurmllm plan neox_20b --nodes 4       choose a mesh; its speed and cost
     slurmllm submit tiny_neox --nodes 4    precompile, then train
