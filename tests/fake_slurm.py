@@ -13,7 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurmllm.errors import SlurmError
-from slurmllm.slurm.client import AccountingRow, BatchJob, PartitionNode, QueuedJob, SlurmClient
+from slurmllm.slurm.client import (
+    AccountingRow,
+    Association,
+    BatchJob,
+    PartitionNode,
+    QueuedJob,
+    SlurmClient,
+)
 
 
 @dataclass
@@ -61,6 +68,7 @@ class FakeSlurm(SlurmClient):
         may_requeue: Whether this user may requeue jobs.
         reasons: Drained node → reason.
         features: Node → its one feature.
+        accounts: Associations of this user.
     """
 
     def __init__(self, nodes: Sequence[str] = ("n1", "n2", "n3", "n4")) -> None:
@@ -81,6 +89,7 @@ class FakeSlurm(SlurmClient):
         self.may_drain, self.reasons = False, dict[str, str]()
         self.may_requeue = True
         self.features: dict[str, str] = {}
+        self.accounts: list[Association] = []
         self._ids = itertools.count(1)
 
     def submit(
@@ -300,6 +309,9 @@ class FakeSlurm(SlurmClient):
 
     def qos_flags(self) -> dict[str, str]:
         return dict(self.flags)
+
+    def associations(self) -> list[Association]:
+        return list(self.accounts)
 
     def _job(self, job_id: str) -> _Job:
         if job_id not in self.jobs:

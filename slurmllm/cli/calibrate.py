@@ -90,11 +90,12 @@ def _calibrate(request: _CalibrationOptions, job: Mapping[str, str | None]) -> N
     """Measure nodes, and write or print the cluster profile with their figures."""
     from slurmllm.calibrate.run import calibrate as measure
     from slurmllm.calibrate.run import check_target, profile_text, require_measurable, write_profile
-    from slurmllm.config.resolve import resolve
+    from slurmllm.config.resolve import local_cluster, resolve
     from slurmllm.supervise.allocation import allocate_nodes
 
+    cluster = local_cluster(request.cluster, request.local)
     # A profile is only resolved together with a recipe: precision, compilation and environment.
-    config = resolve("tiny_neox", request.cluster, request.overrides)
+    config = resolve("tiny_neox", cluster, request.overrides)
     require_measurable(config)
     out = request.out
     if out is not None:

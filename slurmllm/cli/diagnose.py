@@ -67,10 +67,11 @@ def health(
     Exit codes: 0 every node is healthy, possibly with warnings; 2 invalid input or configuration;
     3 a node or Slurm failed.
     """
-    from slurmllm.config.resolve import resolve
+    from slurmllm.config.resolve import local_cluster, resolve
     from slurmllm.diagnose.finding import exit_code
     from slurmllm.supervise.allocation import allocate_nodes
 
+    cluster = local_cluster(cluster, local)
     # A profile is resolved together with a recipe, of which only the backend is used here.
     config = resolve("tiny_neox", cluster, overrides)
     if bandwidth is None:
@@ -234,10 +235,16 @@ def doctor(
     Exit codes: 0 no check failed; 2 a fault of this installation; 3 a fault of Slurm or a node.
     """
     from slurmllm.config.resolve import resolve
+    from slurmllm.config.user_file import choose_cluster
     from slurmllm.diagnose.finding import exit_code
-    from slurmllm.diagnose.login_node import installation_findings, slurm_findings
+    from slurmllm.diagnose.login_node import (
+        container_findings,
+        installation_findings,
+        slurm_findings,
+    )
     from slurmllm.diagnose.storage import storage_findings
     from slurmllm.display.tables import print_table
+    from slurmllm.init.checks import profile_finding
     from slurmllm.slurm.client import COMMANDS, SlurmClient
 
     # A profile is resolved together with a recipe, which is not used here.
@@ -245,7 +252,9 @@ def doctor(
     client = SlurmClient()
     with_slurm = len(client.missing_commands()) < len(COMMANDS)
     findings = [
+        profile_finding(client, profile, choose_cluster(cluster)[1], partition),
         *installation_findings(profile),
+        *container_findings(profile, client),
         *slurm_findings(client, profile, partition),
         *storage_findings(runs_dir, profile, with_slurm),
     ]

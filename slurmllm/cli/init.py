@@ -1,16 +1,34 @@
-"""`slurmllm init`: write a recipe of one's own."""
+"""`slurmllm init`: write a profile of the cluster at hand, or a recipe of one's own."""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmllm.cli import options
 
+if TYPE_CHECKING:
+    from slurmllm.init.draft import Draft
+    from slurmllm.init.survey import Partition, Survey
+
+Confirm = Callable[[str, bool], bool]  # question, the answer without one → whether the user agrees
+
 
 @click.command()
+@click.option("-p", "--partition", help="The partition of the jobs.  [default: ask]")
+@click.option(
+    "--out",
+    metavar="FILE.yaml",
+    help="The profile to write.  [default: CLUSTER-PARTITION.yaml in ~/.config/slurmllm]",
+)
 @click.option("--recipe", metavar="FILE.yaml", help="Write a recipe that extends that of --from.")
 @click.option(
     "--from",
@@ -19,17 +37,199 @@ from slurmllm.cli import options
     shell_complete=options.complete_recipe,
     help="Recipe to extend: a name of `slurmllm recipes`, or a .yaml file.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing file.")
-def init(recipe: str | None, base: str | None, force: bool) -> None:
-    """Write a recipe of your own, with the fields that people change.
+@click.option("--yes", is_flag=True, help="Ask nothing: take the default answers.")
+@click.option("--force", is_flag=True, help="Replace an existing file and default cluster.")
+@click.option("--dry-run", is_flag=True, help="Only print the profile.")
+@options.as_json
+def init(
+    partition: str | None,
+    out: str | None,
+    recipe: str | None,
+    base: str | None,
+    yes: bool,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write a profile of this Slurm cluster and make it the default --cluster; or a recipe.
+
+    Asks Slurm (partitions, nodes, limits, accounts), looks at this machine (modules, disks,
+    interpreter, container runtimes), and shows both; submits no job. The profile has the hardware
+    figures of the nearest shipped one; `slurmllm calibrate` measures them.
+
+    --json asks nothing, as --yes.
 
     \b
+    slurmllm init
     slurmllm init --recipe mine.yaml --from llama3_8b
+
+    Exit codes: 0 done; 2 invalid options, or a file exists; 3 no Slurm here, or no answer.
     """
-    init_recipe(recipe, base, force)
+    from slurmllm.config.user_file import user_configuration
+    from slurmllm.errors import UserError
+    from slurmllm.init.draft import draft_profile
+    from slurmllm.init.survey import survey
+    from slurmllm.slurm.client import SlurmClient
+
+    if recipe is not None or base is not None:
+        _write_recipe(recipe, base, force)
+        return
+    options.check_folder("--out", out)
+    if out is not None and Path(out).suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {out}: a profile's name ends in .yaml; choose such a name")
+    site, asks = survey(SlurmClient()), not (yes or as_json or dry_run)
+    if not as_json:
+        _print_survey(site)
+    chosen = _choose(site, partition, asks)
+    folder = user_configuration().parent
+    path = Path(out).absolute() if out else folder / f"{site.name}-{chosen.name}.yaml"
+    draft = draft_profile(site, chosen, folder / "cluster.schema.json")
+
+    def confirm(question: str, default: bool) -> bool:
+        if force or not asks:
+            return force or default
+        return bool(_ask(lambda: click.confirm(question, default, err=True)))
+
+    if not as_json:
+        click.echo(f"{draft.text}\nfigures     {draft.figures.confidence}: {draft.figures.reason}")
+    written = not dry_run and _write(path, draft.text, confirm, asks)
+    is_default = written and _make_default(path, confirm)
+    if as_json:
+        options.echo_json(_as_json(site, chosen, draft, path, written, is_default))
+    elif written:
+        _print_written(path, is_default, draft)
 
 
-def init_recipe(recipe: str | None, base: str | None, force: bool) -> None:
+def _ask(prompt: Callable[[], Any]) -> Any:
+    from slurmllm.errors import UserError
+
+    try:
+        return prompt()
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        text = "no terminal to ask on; add --yes, and --partition NAME for another partition"
+        raise UserError(text) from None
+
+
+def _choose(site: Survey, name: str | None, asks: bool) -> Partition:
+    """Return the partition of that name, or the one that the user chooses, or the suggested one."""
+    from slurmllm.errors import UserError
+
+    if name is not None and name not in site.partitions:
+        names = ", ".join(site.partitions)
+        raise UserError(f"--partition {name}: unknown, empty or closed to you; choose of {names}")
+    default = site.suggested.name
+    if name is None and asks and len(site.partitions) > 1:
+        kind = click.Choice(list(site.partitions))
+        name = _ask(lambda: click.prompt("partition", default, False, type=kind, err=True))
+    return site.partitions[name or default]
+
+
+def _write(path: Path, text: str, confirm: Confirm, asks: bool) -> bool:
+    """Write profile and schema if the user agrees; returns whether they were written."""
+    from slurmllm.config.schema import extension_schema
+    from slurmllm.config.user_file import user_configuration
+    from slurmllm.errors import UserError
+    from slurmllm.run.rundir import write_atomic
+
+    exists = path.exists()
+    if not confirm(f"{'replace' if exists else 'write'} {path}?", not exists):
+        if asks:
+            return False
+        raise UserError(f"{path} exists; --force replaces it, --out FILE.yaml writes another")
+    schema = user_configuration().parent / "cluster.schema.json"
+    schema.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(schema, json.dumps(extension_schema(), indent=1) + "\n")
+    write_atomic(path, text)
+    return True
+
+
+def _make_default(path: Path, confirm: Confirm) -> bool:
+    """Name a profile in config.yaml, unless the user wants the other one that it names."""
+    from slurmllm.config.user_file import default_cluster, set_default_cluster
+
+    current = default_cluster()
+    question = f"the default cluster is {current}; make it this one?"
+    if current not in (None, str(path)) and not confirm(question, False):
+        return False
+    set_default_cluster(path)
+    return True
+
+
+def _print_survey(site: Survey) -> None:
+    from slurmllm.display.tables import print_table
+
+    machine, requeue = site.machine, site.settings.get("JobRequeue", "unknown")
+    accounts = [
+        f"{row.account}{' (default)' * row.default}, QOS {' '.join(row.qos)}"
+        for row in site.associations
+    ]
+    facts = {
+        "cluster": f"{site.name}, Slurm {site.settings['SLURM_VERSION']}, JobRequeue={requeue}",
+        "accounts": "; ".join(accounts) or "none: no accounting",
+        "machine": machine.host,
+        "modules": " ".join([machine.modules, *machine.loaded]),
+        "disks": ", ".join(machine.disks),
+        "python": f"{machine.python} ({machine.python_file_system})",
+        "containers": ", ".join(machine.containers),
+    }
+    for name, text in facts.items():
+        click.echo(f"{name:<11} {text or 'none'}")
+    click.echo()
+    rows = [
+        (
+            partition.name + ", the default" * partition.default + ", down" * (not partition.up),
+            partition.time_limit,
+            str(len(kind.nodes)),
+            str(kind.cpus),
+            f"{kind.memory_mb / 1024:.0f}",
+            f"{kind.gpus} {kind.gpu_type}" if kind.gpus else "-",
+            ",".join(kind.features) or "-",
+        )
+        for partition in site.partitions.values()
+        for kind in partition.kinds
+    ]
+    headings = ("partition", "time limit", "nodes", "CPUs", "GiB", "GPUs", "features")
+    print_table(headings, rows, fold="features")
+    click.echo()
+
+
+def _print_written(path: Path, is_default: bool, draft: Draft) -> None:
+    from slurmllm.config.user_file import user_configuration
+
+    click.echo(f"profile     {path}")
+    if is_default:
+        click.echo(f"default     by {user_configuration()}, before a recipe's default_cluster")
+    if name := os.environ.get("SLURMLLM_CLUSTER"):
+        click.echo(f"note        $SLURMLLM_CLUSTER={name} goes before it; `unset` it")
+    option = "" if is_default else f" --cluster {path}"
+    click.echo(f"next        slurmllm doctor{option}")
+    if draft.figures.confidence != "exact":
+        measure = f"slurmllm calibrate{option} --nodes {min(2, len(draft.kind.nodes))}"
+        click.echo(f"            {measure} --out measured.yaml   measure the figures")
+
+
+def _as_json(
+    site: Survey, chosen: Partition, draft: Draft, path: Path, written: bool, is_default: bool
+) -> dict[str, Any]:
+    figures = asdict(draft.figures)
+    partitions = site.partitions.values()
+    return {
+        "cluster": site.name,
+        "slurm_version": site.settings.get("SLURM_VERSION"),
+        "requeue": site.settings.get("JobRequeue") == "1",
+        "partitions": [{**asdict(row), "time_limit": row.time_limit} for row in partitions],
+        "associations": [asdict(row) for row in site.associations],
+        "machine": asdict(site.machine),
+        "partition": chosen.name,
+        "figures": {name: figures[name] for name in ("profile", "confidence", "reason")},
+        "profile": {"file": str(path), "text": draft.text, "written": written},
+        "default": is_default,
+    }
+
+
+def _write_recipe(recipe: str | None, base: str | None, force: bool) -> None:
     """Write the file of --recipe, and say what to do with it."""
     from slurmllm.config.new_recipe import write_recipe
     from slurmllm.errors import UserError

@@ -125,6 +125,7 @@ def cli() -> None:
     """Train language models on a Slurm cluster: submit, requeue, resume, compare.
 
     \b
+    slurmllm init                          write a profile of this cluster
     slurmllm recipes                       list the recipes
     slurmllm plan neox_20b --nodes 4       choose a mesh; its speed and cost
     slurmllm submit tiny_neox --nodes 4    precompile, then train

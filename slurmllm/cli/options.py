@@ -216,11 +216,11 @@ _profile = functools.partial(
 )
 cluster = _profile(
     help="Cluster profile, by name or .yaml file.  "
-    "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]"
+    "[default: $SLURMLLM_CLUSTER, else `init`'s, else the recipe's default_cluster]"
 )
 site = _profile(
     help="Cluster profile whose setup, interpreter and partition the Slurm jobs use.  "
-    "[default: $SLURMLLM_CLUSTER, else none]"
+    "[default: $SLURMLLM_CLUSTER, else `init`'s, else none]"
 )
 tags = click.option(
     "--tag",
@@ -313,7 +313,7 @@ def slurm_options(
     fields: Mapping[str, Any],
     directives: Mapping[str, str | bool] | None = None,
 ) -> SlurmOptions:
-    """Return options of an array, with what the profile `cluster`, or $SLURMLLM_CLUSTER, has.
+    """Return options of an array, with what the profile `cluster`, or the user's default one, has.
 
     Args:
         cluster: The profile's name or file.
@@ -324,11 +324,12 @@ def slurm_options(
         ConfigError: the profile, or a line of its cluster.setup, is faulty.
     """
     from slurmllm.config.directives import USER_DEFAULTS, parse_options, user_defaults
+    from slurmllm.config.user_file import choose_cluster
     from slurmllm.slurm.arrays import SlurmOptions
 
     places = dict[str, Any](user_defaults())
     values = {name: value for name, value in fields.items() if value is not None}
-    if cluster or os.environ.get("SLURMLLM_CLUSTER"):
+    if choose_cluster(cluster)[0]:
         from slurmllm.config.container import container_arguments
         from slurmllm.config.resolve import resolve
         from slurmllm.errors import ConfigError

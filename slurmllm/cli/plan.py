@@ -79,7 +79,7 @@ class _Request:
     multiple=True,
     shell_complete=options.complete_recipe,
     help="Cluster profile, by name or .yaml file; repeatable; all: every one with a price.  "
-    "[default: $SLURMLLM_CLUSTER, else the recipe's default_cluster]",
+    "[default: $SLURMLLM_CLUSTER, else `init`'s, else the recipe's default_cluster]",
 )
 @options.set_value
 @click.option(

@@ -68,7 +68,7 @@ def submit(
     the sweep's.
     """
     from slurmllm.cli.fetch import fetch_sources
-    from slurmllm.config.resolve import resolve
+    from slurmllm.config.resolve import local_cluster, resolve
     from slurmllm.config.smoke import STEPS, shorten
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.prepare import RunRequest
@@ -83,7 +83,7 @@ def submit(
     if not shared.dry_run:
         sweeps.confirm(len(cases), sweep.yes)
         options.ignore_output_errors()
-    allocation, count = None, nodes[1]
+    allocation, count, cluster = None, nodes[1], local_cluster(cluster, shared.local)
     if shared.in_allocation:
         refused = {"--local": shared.local, "--sweep": cases, **dict(settings.values())}
         is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT

@@ -7,21 +7,13 @@ the cluster profile has for it (`cluster.data`); what `slurmllm data fetch` has 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError
 
 from slurmllm.config.operation import PositiveInt, Section
-from slurmllm.config.profiles import (
-    Level,
-    available,
-    did_you_mean,
-    extended,
-    find_yaml,
-    shipped_dir,
-)
+from slurmllm.config.profiles import available, did_you_mean, find_yaml, shipped_dir
 from slurmllm.config.yaml_source import read_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.run.records import first_problem
@@ -121,27 +113,3 @@ def read_source(name: str) -> DataSource:
         return DataSource.model_validate(read_yaml(path, form=_FORM)[0])
     except ValidationError as error:
         raise ConfigError(f"data set {path}: {first_problem(error)}; {_FORM}") from error
-
-
-def user_configuration() -> Path:
-    """Return the file of this user's settings for every run, which need not exist."""
-    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    path = os.environ.get("SLURMLLM_CONFIG") or f"{base}/slurmllm/config.yaml"
-    return Path(path).expanduser()
-
-
-def with_user_configuration(profile: Level) -> Level:
-    """Return a cluster profile with the user's own settings of data in place of its own.
-
-    Raises:
-        ConfigError: the file may be another user's, is not YAML, or has other fields.
-    """
-    path = user_configuration()
-    if not path.is_file():
-        return profile
-    values, lines = read_yaml(path, trusted=True, form=_FORM)
-    if unknown := values.keys() - {"data", "data_folder", "data_mirrors"}:
-        fields = "data, data_folder and data_mirrors"
-        raise ConfigError(f"{path}: unknown field {min(unknown)!r}; it may set {fields}; {_FORM}")
-    where = {dotted: f"{path.parent.name}/{line}" for dotted, line in lines.items()}
-    return extended(profile, (values, where))

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
-from slurmllm.config.data_sources import with_user_configuration
 from slurmllm.config.directives import may_be_in_file, parse_options, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import read_model
@@ -28,6 +27,11 @@ from slurmllm.config.profiles import (
 )
 from slurmllm.config.recipe import ParallelConfig, Recipe, with_family
 from slurmllm.config.rules import broken_rules
+from slurmllm.config.user_file import (
+    choose_cluster,
+    user_configuration,
+    with_user_configuration,
+)
 from slurmllm.config.variables import MASK, TUNING, is_secret, is_secret_at, mask
 from slurmllm.config.variables import may_be_in_file as may_set_variable
 from slurmllm.config.yaml_source import flatten, parse_scalar, write_yaml
@@ -161,6 +165,12 @@ def _is_set(path: str, origins: Mapping[str, str]) -> bool:
     return source != "default" and not source.startswith(PLANNER)
 
 
+def local_cluster(cluster: str | None, local: bool) -> str | None:
+    """Return the profile's name; with --local not that of config.yaml, which is the cluster's."""
+    of_slurm = local and choose_cluster(cluster)[1] == str(user_configuration())
+    return "local" if of_slurm else cluster
+
+
 def resolve(
     recipe: str,
     cluster: str | None = None,
@@ -172,7 +182,7 @@ def resolve(
     Args:
         recipe: Name of a shipped recipe, or path of a YAML file.
         cluster: Name of a shipped profile, or path of a YAML file; if None, $SLURMLLM_CLUSTER,
-            else the recipe's `default_cluster`.
+            else that of the user's config.yaml, else the recipe's `default_cluster`.
         overrides: `a.b=value`, as given to --set; later ones win.
         options: Dotted path → (option's name, value), from options such as --partition.
 
@@ -181,7 +191,7 @@ def resolve(
     """
     recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
     values, origins = _read_recipe(recipe_path)
-    chosen = cluster or os.environ.get("SLURMLLM_CLUSTER")
+    chosen, _ = choose_cluster(cluster)
     if not chosen:
         default = values.get("default_cluster")
         # A default of another type is a fault that the validation reports.

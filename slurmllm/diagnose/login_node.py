@@ -19,7 +19,13 @@ from slurmllm.diagnose.finding import fail, ok, skipped, warn
 from slurmllm.errors import SlurmError
 from slurmllm.run.records import Finding
 from slurmllm.slurm.client import COMMANDS, PartitionNode, SlurmClient, count_gpus, explain_drain
-from slurmllm.slurm.limits import EQUAL_NODES, check_limits, describe_difference
+from slurmllm.slurm.container import container_faults
+from slurmllm.slurm.limits import (
+    EQUAL_NODES,
+    check_limits,
+    describe_difference,
+    suitable_nodes,
+)
 
 # The same as in constraints.txt: numerics and compiled graphs were checked on this version.
 TESTED_TORCH = "2.13.0"
@@ -48,7 +54,7 @@ _CONTROLLER_CHECKS = ("slurm version", "requeue", "accounting", "partition", *_N
 
 def installation_findings(cluster: Cluster) -> Iterator[Finding]:
     """Checks of this Python, for the backend of the profile's device."""
-    neuron = cluster.device == "neuron"
+    neuron = cluster.device == "neuron" and cluster.container is None
     python = f"{platform.python_version()}, {sys.executable}"
     lowest, highest = NEURON_PYTHON
     if neuron and not lowest <= sys.version_info[:2] <= highest:
@@ -57,6 +63,10 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
     else:
         yield ok("python", python)  # pip refuses to install slurmllm with a Python before 3.11
     yield packages_finding()
+    if cluster.container is not None:
+        for check in ("torch", "private APIs", "C++ compiler"):
+            yield skipped(check, "those of the container's image count")
+        return
     yield torch_finding(cluster)
     yield private_names_finding()
     if neuron:
@@ -64,6 +74,29 @@ def installation_findings(cluster: Cluster) -> Iterator[Finding]:
         yield skipped("C++ compiler", "the nxd backend compiles with neuronx-cc")
     else:
         yield compiler_finding()
+
+
+def container_findings(cluster: Cluster, client: SlurmClient) -> Iterator[Finding]:
+    """What is known here of `cluster.container`: its paths and its runtime."""
+    container = cluster.container
+    if container is None:
+        return
+    state = f"{container.runtime} {container.image}"
+    if faults := container_faults(cluster, local=False):
+        yield fail("container", "; ".join(faults), fix="correct the profile", blame="user")
+        return
+    if container.srun_runs_it:
+        try:
+            client.check_srun([f"--container-image={container.image}"])
+        except SlurmError as error:
+            fix = "pyxis must be installed on the cluster; else another runtime"
+            yield fail("container", f"{state}: {error}", fix=fix, blame="user")
+            return
+    elif shutil.which(container.runtime) is None:
+        fix = "nothing, if the nodes have it or cluster.setup loads it; else another runtime"
+        yield warn("container", f"{state}: no {container.runtime} on this PATH", fix=fix)
+        return
+    yield ok("container", f"{state}; the first attempt of a run starts it once")
 
 
 def installed_version(distribution: str) -> str | None:
@@ -298,11 +331,12 @@ def _partition_findings(
         yield status("limits", "; ".join(faults), fix=f"`scontrol show partition {name}`")
     else:
         yield ok("limits", "a node and the default time limit are within the partition's")
-    if difference := describe_difference(members):
+    suited = suitable_nodes(options, members, client) or members
+    if difference := describe_difference(suited):
         yield warn("equal nodes", difference, fix=EQUAL_NODES)
     else:
         yield ok("equal nodes", "CPUs, memory and GPUs are the same")
-    yield from _node_size_findings(members, cluster)
+    yield from _node_size_findings(suited, cluster)
 
 
 def _node_size_findings(nodes: Sequence[PartitionNode], cluster: Cluster) -> Iterator[Finding]:

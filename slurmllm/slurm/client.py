@@ -5,6 +5,7 @@ tests/fake_slurm.py has the same methods in memory; tests/slurm/ runs the same t
 
 from __future__ import annotations
 
+import getpass
 import logging
 import math
 import os
@@ -127,6 +128,17 @@ class PartitionNode:
     def in_service(self) -> bool:
         """Whether it may run a job before an administrator acts; `*`: it does not respond."""
         return not (_UNUSABLE.match(self.state) or self.state.endswith("*"))
+
+
+@dataclass(frozen=True)
+class Association:
+    """An account that a user may charge."""
+
+    account: str
+    default: bool  # whether jobs without --account charge it
+    partition: str  # the only one where it may be charged; empty: any
+    qos: tuple[str, ...]
+    default_qos: str = ""
 
 
 def count_gpus(gres: str) -> int:
@@ -442,6 +454,20 @@ class SlurmClient:
         except SlurmError:
             return {}
         return dict(line.split("|", 1) for line in output.splitlines() if "|" in line)
+
+    def associations(self) -> list[Association]:
+        """Return the accounts that this user may charge; empty without accounting."""
+        command = ["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser()]
+        fields = "format=defaultaccount,account,partition,qos,defaultqos"
+        try:
+            output = _run([*command, "withassoc", fields])
+        except SlurmError:
+            return []
+        rows = (line.split("|") for line in output.splitlines() if line.count("|") == 4)
+        return [
+            Association(account, account == default, partition, tuple(qos.split(",")), default_qos)
+            for default, account, partition, qos, default_qos in rows
+        ]
 
 
 def step_options(options: Sequence[str] | None = None) -> list[str]:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slurmllm.config.cluster import Cluster
+from slurmllm.config.container import paths_of
 from slurmllm.errors import ConfigError
 
 CONTAINER = "SLURMLLM_CONTAINER"  # the arguments that start it, the image last
@@ -55,6 +57,23 @@ def in_container(command: Sequence[str]) -> list[str]:
     if python is None:
         return list(command)
     return behind_prefix(shlex.split(os.environ.get(CONTAINER, "")), python, command)
+
+
+def container_faults(cluster: Cluster, local: bool) -> list[str]:
+    """Return the faults of `cluster.container` that are known on this machine."""
+    container, path = cluster.container, "cluster.container"
+    if container is None:
+        return []
+    missing = [str(file) for file in paths_of(container) if not file.exists()]
+    faults = [f"{path}: {file} does not exist; correct image and mounts" for file in missing]
+    if cluster.stage_environment:
+        faults.append(
+            f"{path}: stage_environment copies the host's environment; set it to false: the image "
+            "has the environment"
+        )
+    if local and container.srun_runs_it:
+        faults.append(f"{path}.runtime: pyxis needs srun; leave out --local, or set another one")
+    return faults
 
 
 def check_container(version: str, paths: Sequence[Path]) -> None:

@@ -95,6 +95,14 @@ def _check(
     return LimitCheck(faults, warnings)
 
 
+def suitable_nodes(
+    options: Options, nodes: Sequence[PartitionNode], client: SlurmClient
+) -> list[PartitionNode]:
+    """Return the nodes that have what the options require of each."""
+    suited = [fitting for _, _, fitting in _requirements(options, nodes, client)]
+    return [node for node in nodes if all(node in fitting for fitting in suited)]
+
+
 def describe_difference(nodes: Sequence[PartitionNode]) -> str:
     """Return `nodes differ: 3 × 4 CPUs, 1 × 2 CPUs (n4)`; empty if all are alike."""
     most = max((node.memory_mb for node in nodes), default=0)

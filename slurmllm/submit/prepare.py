@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slurmllm.backends.environment import load_environment, needs_precompile
 from slurmllm.checkpoint.catalogue import usable_steps
-from slurmllm.config.container import paths_of
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, StorageError
@@ -38,6 +37,7 @@ from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.rundir import STAGES, RunDir, Stage, write_atomic
 from slurmllm.run.safe_files import group_error, read_limited
 from slurmllm.slurm.client import SlurmClient
+from slurmllm.slurm.container import container_faults
 from slurmllm.slurm.limits import LimitCheck, check_limits, read_options
 from slurmllm.slurm.setup import setup_faults, setup_warnings
 from slurmllm.submit.inputs import locate, missing_data, resolve_inputs
@@ -421,7 +421,7 @@ def _most_nodes(config: RunConfig, nodes: int) -> int:
 def site_faults(config: RunConfig, local: bool) -> list[str]:
     """Return the faults of a run's settings for this site that are known on this machine."""
     notify, faults = config.recipe.slurm.notify, setup_faults(config.cluster.setup)
-    faults += _container_faults(config, local)
+    faults += container_faults(config.cluster, local)
     for warning in setup_warnings(config.cluster.setup):
         log.warning("%s", warning)
     if config.cluster.runs_group and (reason := group_error(config.cluster.runs_group)):
@@ -440,23 +440,6 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
         from slurmllm.track.trackers import missing
 
         faults += missing(config, config.recipe.trackers)
-    return faults
-
-
-def _container_faults(config: RunConfig, local: bool) -> list[str]:
-    container = config.cluster.container
-    if container is None:
-        return []
-    path = "cluster.container"
-    missing = [str(file) for file in paths_of(container) if not file.exists()]
-    faults = [f"{path}: {file} does not exist; correct image and mounts" for file in missing]
-    if config.cluster.stage_environment:
-        faults.append(
-            f"{path}: stage_environment copies the host's environment; set it to false: the image "
-            "has the environment"
-        )
-    if local and container.srun_runs_it:
-        faults.append(f"{path}.runtime: pyxis needs srun; leave out --local, or set another one")
     return faults
 
 

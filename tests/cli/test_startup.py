@@ -42,6 +42,7 @@ def loaded(*arguments: str, among: str, cwd: Path) -> str:
         ("submit", "tiny_neox", "--nodes", "4", "--dry-run"),
         ("status",),
         ("profile", "--help"),
+        ("init", "--help"),
     ],
 )
 def test_no_torch_on_the_login_node(arguments: tuple[str, ...], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from fake_slurm import FakeSlurm
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.resolve import resolve
@@ -153,3 +154,30 @@ def test_no_torch_in_this_process() -> None:
         "assert found['torch'] != 'fail', found\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_container_is_checked_in_place_of_this_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(login_node, "installed_version", lambda name: None)
+    monkeypatch.setattr(login_node, "packages_finding", lambda: login_node.ok("packages", ""))
+    image, slurm = tmp_path / "image.sif", FakeSlurm()
+    for device in ("trn1", "p5"):
+        container = {"runtime": "pyxis", "image": str(image)}
+        cluster = resolve("tiny_neox", device, [f"cluster.container={container}"]).cluster
+        states = {f.check: f.status for f in login_node.installation_findings(cluster)}
+        assert "fail" not in states.values()
+        assert states["torch"] == "skipped"
+    (finding,) = login_node.container_findings(cluster, slurm)
+    assert (finding.status, str(image) in str(finding.value)) == ("fail", True)
+    image.touch()
+    (finding,) = login_node.container_findings(cluster, slurm)
+    assert finding.status == "ok"
+    slurm.refuse_srun = "unrecognized option '--container-image'"
+    (finding,) = login_node.container_findings(cluster, slurm)
+    assert (finding.status, "pyxis must be installed" in finding.fix) == ("fail", True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    overrides = [f"cluster.container={container | {'runtime': 'apptainer'}}"]
+    cluster = resolve("tiny_neox", "p5", overrides).cluster
+    assert next(login_node.container_findings(cluster, slurm)).status == "warn"
+    assert not list(login_node.container_findings(resolve("tiny_neox").cluster, slurm))

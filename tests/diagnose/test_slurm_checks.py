@@ -153,3 +153,13 @@ def test_a_node_that_refused_a_second_copy_of_a_job_is_explained() -> None:
     assert "`scontrol update NodeName=n2 State=RESUME`" in found.fix
     slurm.reasons["n2"] = "bad disk"
     assert look(slurm)["nodes"].fix == "`sinfo --list-reasons`"
+
+
+def test_a_partition_of_several_kinds_is_judged_by_the_nodes_that_the_profile_requests() -> None:
+    slurm = FakeSlurm()
+    slurm.gres = "gpu:h100:8"
+    slurm.unequal = {"n1": {"gres": "gpu:h100:4", "cpus": 2}}
+    found = look(slurm, profile("p5", "cluster.cpus_per_node=4", "cluster.directives=[]"))
+    assert (found["devices"].status, found["equal nodes"].status) == ("fail", "warn")
+    found = look(slurm, profile("p5", "cluster.cpus_per_node=4"))
+    assert states({name: found[name] for name in ("devices", "equal nodes", "CPUs")}) == {"ok"}

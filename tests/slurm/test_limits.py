@@ -9,7 +9,7 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from slurmllm.slurm import client
-from slurmllm.slurm.limits import check_limits, describe_difference, read_options
+from slurmllm.slurm.limits import check_limits, describe_difference, read_options, suitable_nodes
 
 # As 22.05.8 and 24.11.5 print it: the later one has more fields, and others between them.
 OLD = (
@@ -199,3 +199,13 @@ def test_a_partition_whose_nodes_are_hidden_is_not_judged_by_them() -> None:
     assert check(slurm, nodes="9", mem="1T") == ([], [])
     slurm.limits = {"TotalNodes": "4"}
     assert check(slurm, nodes="9").faults
+
+
+def test_the_nodes_that_suit_all_options() -> None:
+    slurm = FakeSlurm()
+    slurm.gres = "gpu:8"
+    slurm.unequal = {"n1": {"gres": "gpu:4"}, "n2": {"cpus": 2}}
+    nodes = slurm.partition_nodes()
+    options = {"gpus-per-node": "8", "mincpus": "4"}
+    assert [node.name for node in suitable_nodes(options, nodes, slurm)] == ["n3", "n4"]
+    assert suitable_nodes({}, nodes, slurm) == nodes

@@ -184,7 +184,7 @@ def test_a_site_has_it_already(
     file.write_text(f"data_folder: {tmp_path}/site\n")
     assert files_of(call(*NEOX, "--json"))[0] == corpus
     for text, message in (
-        ("dta: {}\n", "unknown field 'dta'; it may set data, data_folder and data_mir"),
+        ("dta: {}\n", "unknown field 'dta'; it may set cluster, data, data_folder, data_mir"),
         ("data: {wikipedia: {corpus: x}}\n", "unknown data set; did you mean 'wikipedia_gpt2'?"),
         ("data: 3\n", "cluster.data: 3"),
     ):
