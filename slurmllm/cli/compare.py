@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -162,24 +162,31 @@ def compare(
     if choices.html is not None:
         comparisons = _write_page(curves, comparisons, choices.html, choices)
 
-    from slurmllm.compare.comparison import VERDICTS, curve_letter
+    from slurmllm.compare.comparison import curve_letter
 
-    letters = [curve_letter(place) for place in range(1, len(curves))]
+    by_letter = {curve_letter(place): row for place, row in enumerate(comparisons, start=1)}
     if as_json:
         _echo_json(comparisons)
     else:
-        for letter, comparison in zip(letters, comparisons, strict=True):
+        for letter, comparison in by_letter.items():
             _print(comparison, letter, alone=len(comparisons) == 1)
+    ctx.exit(0 if _meets_requirement(by_letter, choices) else EXIT_NEGATIVE)
+
+
+def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -> bool:
+    """Return whether no verdict is weaker than required; say which are, if the user requires it."""
+    from slurmllm.compare.comparison import VERDICTS
+
     require = "identical" if choices.exact else choices.require
     required = VERDICTS.index(require or "equivalent")
     weaker = [
         f"{letter} is {comparison.verdict}"
-        for letter, comparison in zip(letters, comparisons, strict=True)
+        for letter, comparison in by_letter.items()
         if VERDICTS.index(comparison.verdict) > required
     ]
     if require is not None and weaker:
         click.echo(f"--require {require} is not met: {', '.join(weaker)}", err=True)
-    ctx.exit(EXIT_NEGATIVE if weaker else 0)
+    return not weaker
 
 
 def _check(choices: _Choices, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
+    from slurmllm.config.resolve import RunConfig
     from slurmllm.submit.launch import SubmittedRun
     from slurmllm.submit.prepare import PreparedRun, RunRequest
 
@@ -69,9 +71,7 @@ def submit(
     """
     from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import local_cluster, resolve
-    from slurmllm.config.smoke import STEPS, shorten
-    from slurmllm.slurm.client import SlurmClient
-    from slurmllm.submit.prepare import RunRequest
+    from slurmllm.config.smoke import shorten
     from slurmllm.submit.sweep import resolve_cases
 
     if shared.local and nodes[0] is not None:
@@ -91,23 +91,31 @@ def submit(
     sources = (recipe, cluster, overrides, {**settings, **_data_settings(data, fetch)})
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if smoke or steps:
-        option = "--smoke" if steps is None else f"--steps {steps}"
-        configs = [shorten(config, steps or STEPS, option) for config in configs]
-    request = RunRequest(
-        config=configs[0],
-        nodes=count,
-        root=shared.runs_dir,
+        configs = [shorten(config, steps) for config in configs]
+    request = replace(
+        _request(configs[0], count, shared, local=shared.local),
         name=name,
-        local=shared.local,
-        precompile=shared.precompile,
-        force=shared.force,
-        dry_run=shared.dry_run,
         fetch=fetch_sources if fetch else None,
-        slurm=None if shared.local or shared.in_allocation else SlurmClient(),
     )
     if cases:
         ctx.exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
     _submit_run(ctx, request, shared, allocation)
+
+
+def _request(config: RunConfig, nodes: int, shared: RunOptions, *, local: bool) -> RunRequest:
+    from slurmllm.slurm.client import SlurmClient
+    from slurmllm.submit.prepare import RunRequest
+
+    return RunRequest(
+        config=config,
+        nodes=nodes,
+        root=shared.runs_dir,
+        local=local,
+        precompile=shared.precompile,
+        force=shared.force,
+        dry_run=shared.dry_run,
+        slurm=None if local or shared.in_allocation else SlurmClient(),
+    )
 
 
 def _submit_run(
@@ -310,7 +318,6 @@ def resume(
     from slurmllm.slurm.client import SlurmClient
     from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import SubmittedRun
-    from slurmllm.submit.prepare import RunRequest
     from slurmllm.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.supervise.run_lock import locked
 
@@ -333,24 +340,13 @@ def resume(
         if shared.in_allocation:
             before = most or (last.nodes if last else None)
             local, (allocation, count) = False, _held_nodes(before, {"--local": shared.local})
-        at_once = local or shared.in_allocation
-        request = RunRequest(
-            config=load(run_dir.config, trusted=True),
-            nodes=count,
-            root=shared.runs_dir,
-            run=run_dir,
-            local=local,
-            precompile=shared.precompile,
-            force=shared.force,
-            dry_run=shared.dry_run,
-            slurm=None if at_once else client,
-        )
+        request = _request(load(run_dir.config, trusted=True), count, shared, local=local)
         changes = Changes(cluster, overrides, settings, from_scratch)
-        prepared = prepare_resume(request, changes, last)
+        prepared = prepare_resume(replace(request, run=run_dir), changes, last)
         if shared.dry_run:
             print_warnings(prepared)
             _print_dry_run(SubmittedRun(prepared), shared.as_json)
             prepared.require_startable()
             return
-        submitted = _start(prepared, at_once, allocation)
+        submitted = _start(prepared, local or shared.in_allocation, allocation)
     _finish(ctx, submitted, shared.as_json)

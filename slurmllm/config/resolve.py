@@ -191,17 +191,7 @@ def resolve(
     """
     recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
     values, origins = _read_recipe(recipe_path)
-    chosen, _ = choose_cluster(cluster)
-    if not chosen:
-        default = values.get("default_cluster")
-        # A default of another type is a fault that the validation reports.
-        chosen = default if isinstance(default, str) else "local"
-        if Path(chosen).suffix in (".yaml", ".yml"):  # a profile's setup runs as the user
-            raise ConfigError(
-                f"default_cluster: {chosen!r} ({origins.get('default_cluster')}): a recipe, which "
-                "may be another user's file, names shipped profiles only; if you trust the profile,"
-                f" --cluster {chosen}"
-            )
+    chosen = choose_cluster(cluster)[0] or _default_cluster(values, origins)
     cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
     profile = read_profile(cluster_path, clusters_dir())
     cluster_values, cluster_origins = with_user_configuration(profile)
@@ -226,19 +216,39 @@ def resolve(
     untrusted = (untrusted_fault(path, leaves.get(path), origins[path]) for path in unchanged)
     faults += filter(None, untrusted)
     _assign_options(tree, options or {}, origins, faults)
-    of_profile = {"partition"} if cluster_values.get("partition") else set[str]()
+    _assign_user_defaults(tree, origins, faults)
+    config = validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
+    # Those of other clusters are no part of the run.
+    return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
+
+
+def _default_cluster(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """Return the profile that a recipe names, or `local`."""
+    # A default of another type is a fault that the validation reports.
+    chosen = values.get("default_cluster")
+    if not isinstance(chosen, str):
+        return "local"
+    if Path(chosen).suffix in (".yaml", ".yml"):  # a profile's setup runs as the user
+        raise ConfigError(
+            f"default_cluster: {chosen!r} ({origins.get('default_cluster')}): a recipe, which may "
+            "be another user's file, names shipped profiles only; if you trust the profile, "
+            f"--cluster {chosen}"
+        )
+    return chosen
+
+
+def _assign_user_defaults(tree: dict[str, Any], origins: dict[str, str], faults: list[str]) -> None:
+    """Set the options of sbatch that the user's shell has and nothing else sets."""
+    cluster, leaves = tree["cluster"], flatten(tree)
+    of_profile = {"partition"} if cluster.get("partition") else set[str]()
     with suppress(TypeError, ValueError):  # a fault that the validation reports
-        of_profile |= parse_options(cluster_values.get("directives") or ()).keys()
-    leaves = flatten(tree)
+        of_profile |= parse_options(cluster.get("directives") or ()).keys()
     for name, value in user_defaults().items():
         path = f"slurm.{name}"
         # A null in a file, such as `slurmllm recipes NAME` prints it, leaves the choice open.
         is_open = leaves.get(path) is None and not origins.get(path, "").startswith("--set")
         if is_open and name not in of_profile:
             _assign(tree, path, value, f"SBATCH_{name.upper()}", origins, faults)
-    config = validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
-    # Those of other clusters are no part of the run.
-    return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
 
 
 def _read_recipe(path: Path) -> Level:

@@ -6,22 +6,20 @@ from typing import Any
 
 from slurmllm.config.resolve import RunConfig, change
 
-STEPS = 20
+_STEPS = 20  # of --smoke
 _SAVES = 2  # at most, and as many evaluations
 
 
-def shorten(config: RunConfig, steps: int, option: str) -> RunConfig:
-    """Return a configuration that trains `steps` steps.
+def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
+    """Return a configuration that trains `steps` steps, by default those of --smoke.
 
     Warm-up, decay, saves, evaluations and the profiled steps are scaled, except what --set fixes.
-
-    Args:
-        option: The option that asks for it, the origin of what changes.
 
     Raises:
         ConfigError: what --set fixes is impossible in so few steps.
     """
-    recipe, optim = config.recipe, config.recipe.optim
+    option = "--smoke" if steps is None else f"--steps {steps}"
+    steps, recipe, optim = steps or _STEPS, config.recipe, config.recipe.optim
 
     def scaled(step: int, least: int = 1) -> int:
         return max(least, round(step * steps / recipe.train.steps))

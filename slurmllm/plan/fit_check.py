@@ -17,7 +17,7 @@ from slurmllm.plan.explain import figures, why_too_large
 from slurmllm.plan.memory import dense_mask_warning
 from slurmllm.plan.mesh import assumed_micro_batch, make_mesh, measures_micro_batch
 from slurmllm.plan.nearest import fitting_changes, memory_shortfall
-from slurmllm.plan.search import DEGREES, VARIED, Unsupported, order, search
+from slurmllm.plan.search import DEGREES, VARIED, SearchResult, Unsupported, order, search
 
 # A layout below this share of the best one's throughput gets a warning. Two predictions that are
 # 12 % off in opposite directions differ by as much.
@@ -65,23 +65,9 @@ def choose_parallel(
     if not layouts and (force or known_hardware(config).rough or config.backend == "rehearsal"):
         layouts = result.too_large[:1]
     if not layouts:
-        total = sum(result.refused.values())
-        reasons = list(result.refused.items())[:_MAX_REASONS]
-        why = [
-            f"{reason} ({count} of {format_plural(total, 'layout')})" for reason, count in reasons
-        ]
-        if result.too_large:
-            smallest = result.too_large[0]
-            needs = f"needs {why_too_large(smallest.memory)}"
-            why = [f"closest to fitting: {layout_text(smallest)}, {needs}"]
-        raise ConfigError(
-            f"no layout of {config.recipe.name} fits {where} of {config.cluster.name}",
-            [
-                *why,
-                *dense_mask_warning(config),
-                *_suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes),
-            ],
-        )
+        title = f"no layout of {config.recipe.name} fits {where} of {config.cluster.name}"
+        fixes = _suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)
+        raise ConfigError(title, [*_reasons(result), *dense_mask_warning(config), *fixes])
     best = layouts[0].config.recipe
     source = f"{PLANNER}best of {len(result.fitting)} layouts that fit {where}"
     if not result.fitting:
@@ -96,6 +82,17 @@ def choose_parallel(
     names = (path.partition(".")[2] for path in origins if path.startswith("train."))
     training = {name: getattr(best.train, name) for name in names}
     return config.with_settings("parallel", origins, **degrees).with_settings("train", **training)
+
+
+def _reasons(result: SearchResult) -> list[str]:
+    """Return why no layout fits: the smallest one's need, or the commonest refusals."""
+    if result.too_large:
+        smallest = result.too_large[0]
+        needs = f"needs {why_too_large(smallest.memory)}"
+        return [f"closest to fitting: {layout_text(smallest)}, {needs}"]
+    total = format_plural(sum(result.refused.values()), "layout")
+    reasons = list(result.refused.items())[:_MAX_REASONS]
+    return [f"{reason} ({count} of {total})" for reason, count in reasons]
 
 
 def _fixed_training(config: RunConfig) -> list[str]:

@@ -138,7 +138,8 @@ def _loss(drawn: Sequence[PlotData]) -> Iterator[Block]:
 
 
 def _curves(drawn: Sequence[PlotData]) -> Iterator[Block]:
-    yield from (plots := _plots(drawn, "curves"))
+    plots = _plots(drawn, "curves")
+    yield from plots
     if plots and not _plots(drawn, "loss"):
         yield Picture(CURVES, "Curves")
 

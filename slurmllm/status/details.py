@@ -130,26 +130,15 @@ def read_details(
             versions = {name: node.versions for name, node in nodes.items()}
             reasons = {name: node.cache_reason for name, node in nodes.items()}
             unused_graphs = {name: reason for name, reason in reasons.items() if reason}
-    first_steps: dict[str, FirstStep] = {}
-    with suppress(StorageError):
-        for folder in run.attempts("train")[-1:]:
-            paths = sorted(folder.worker(0).parent.glob("rank_*.json"))
-            workers = read_all(WorkerRecord.load, paths)
-            first_steps = {
-                w.node: FirstStep(w.first_step_s, w.cache_hits, w.cache_misses) for w in workers
-            }
     running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
-    workers = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
+    progress = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
     compiling_s = None
     if load_environment(config.backend).expects_graphs(config):
         reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
-        if workers is not None and workers.phase == "first_step" and not reused:
-            compiling_s = workers.unchanged_s
-        for stage in load_attempts(run, "precompile")[-1:] if state == "precompiling" else ():
-            compiling_s = None if stage.ended_at else max(time.time() - stage.started_at, 0.0)
+        compiling_s = _compiling_s(run, state, None if reused else progress)
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
-        first_steps=first_steps,
+        first_steps=_first_steps(run),
         mesh=mesh,
         micro_batch=measured,
         graphs=manifest,
@@ -159,12 +148,32 @@ def read_details(
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
         compiling_s=compiling_s,
-        workers=workers,
+        workers=progress,
         evaluation=None if recipe.eval.every_steps is None else last_evaluation(run),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
         core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},
         trial=config.is_trial,
     )
+
+
+def _first_steps(run: RunDir) -> dict[str, FirstStep]:
+    """Return the first step of the newest attempt by node, as far as records can be read."""
+    for folder in run.attempts("train")[-1:]:
+        with suppress(StorageError):
+            paths = sorted(folder.worker(0).parent.glob("rank_*.json"))
+            return {
+                w.node: FirstStep(w.first_step_s, w.cache_hits, w.cache_misses)
+                for w in read_all(WorkerRecord.load, paths)
+            }
+    return {}
+
+
+def _compiling_s(run: RunDir, state: str, progress: WorkerProgress | None) -> float | None:
+    """Return the time that the stage or the first step has compiled so far; None: it does not."""
+    for stage in load_attempts(run, "precompile")[-1:] if state == "precompiling" else ():
+        return None if stage.ended_at else max(time.time() - stage.started_at, 0.0)
+    compiles = progress is not None and progress.phase == "first_step"
+    return progress.unchanged_s if compiles and progress is not None else None
 
 
 def read_worker_progress(

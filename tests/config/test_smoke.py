@@ -18,7 +18,7 @@ from slurmllm.errors import ConfigError
 def test_every_recipe_can_be_shortened(name: str) -> None:
     config = resolve(name)
     for steps in (1, 2, 7, 20):
-        short = shorten(config, steps, "--smoke").recipe
+        short = shorten(config, steps).recipe
         assert short.train.steps == steps
         assert short.optim.warmup(steps) < steps
         assert short.checkpoint.every_steps in (max(1, steps // 2), (steps + 1) // 2)
@@ -31,14 +31,14 @@ def test_what_is_scaled_and_what_is_not() -> None:
     config = resolve("tiny_neox", overrides=settings)
     kept = ("eval.every_steps", "optim.decay_start", "profile.steps")
     unset = {path: source for path, source in config.origins.items() if path not in kept}
-    short = shorten(type(config)(config.recipe, config.cluster, unset), 40, "--smoke")
+    short = shorten(type(config)(config.recipe, config.cluster, unset), 40)
     assert short.recipe.optim.warmup_steps == 3  # of 10 in 120
     assert short.recipe.optim.decay_start == 20
     assert short.recipe.eval.every_steps == 10
     assert short.recipe.profile.steps == (38, 40)
     assert short.origins["optim.warmup_steps"] == "--smoke"
     with pytest.raises(ConfigError, match="1 error") as caught:
-        shorten(resolve("tiny_neox", overrides=["optim.warmup_steps=30"]), 20, "--smoke")
+        shorten(resolve("tiny_neox", overrides=["optim.warmup_steps=30"]), 20)
     assert caught.value.faults[0].startswith("optim.warmup_steps: 30 is not less than 20")
 
 
