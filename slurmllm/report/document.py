@@ -134,7 +134,8 @@ def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
 
 def _loss(drawn: Sequence[PlotData]) -> Iterator[Block]:
     if plots := _plots(drawn, "loss"):
-        yield from (*plots, Picture(CURVES, "Curves"))
+        yield from plots
+        yield Picture(CURVES, "Curves")
 
 
 def _curves(drawn: Sequence[PlotData]) -> Iterator[Block]:
