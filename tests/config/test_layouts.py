@@ -41,7 +41,8 @@ def test_the_profile_precedes_its_device(tmp_path: Path) -> None:
     p5 = resolve(path, "p5")
     assert values(p5) == (8, 4, "full")
     assert p5.open_settings() == [
-        f"parallel.{name}" for name in ("pipeline", "virtual_pipeline", "sequence", "zero")
+        f"parallel.{name}"
+        for name in ("pipeline", "virtual_pipeline", "sequence", "zero", "shard_nodes")
     ]
     assert p5.origins["train.micro_batch"].startswith("mine.yaml:")
     assert len(resolve(path, "trn1").open_settings()) == len(resolve(path, "local").open_settings())
