@@ -24,7 +24,9 @@ def recipe_schema() -> dict[str, Any]:
     # What `resolve` takes in place of sections and settings.
     fields["model"] = {"anyOf": [{"type": "string"}, fields["model"]]}
     fields["parallel"] = {"anyOf": [{"const": "auto"}, fields["parallel"]]}
-    schema["$defs"]["Layout"]["properties"]["parallel"] = fields["parallel"]
+    layout = schema["$defs"]["Layout"]["properties"]
+    layout["parallel"] = {**layout["parallel"], **fields["parallel"]}
+    layout["parallel"].pop("$ref", None)
     train = schema["$defs"]["TrainConfig"]["properties"]
     for path in OPEN:  # null leaves them to the planner
         train[path.removeprefix("train.")]["anyOf"].append({"type": "null"})
