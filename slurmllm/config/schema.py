@@ -65,7 +65,9 @@ def recipe_schema() -> dict[str, Any]:
     # What `resolve` takes in place of sections and settings.
     fields["model"] = {"anyOf": [{"type": "string"}, fields["model"]]}
     fields["parallel"] = {"anyOf": [{"const": "auto"}, fields["parallel"]]}
-    schema["$defs"]["Layout"]["properties"]["parallel"] = fields["parallel"]
+    layout = schema["$defs"]["Layout"]["properties"]
+    layout["parallel"] = {**layout["parallel"], **fields["parallel"]}
+    layout["parallel"].pop("$ref", None)
     degrees = schema["$defs"]["ParallelConfig"]["properties"]
     for name, degree in degrees.items():
         if name != "auto":

@@ -140,7 +140,8 @@ class FitCheck:
     def line(self) -> str:
         layout, memory = self.candidate, self.candidate.memory
         train = layout.config.recipe.train
-        recomputed = f", {train.checkpointing_text} checkpointing" if train.recomputed else ""
+        is_recomputed = self.chosen and train.recomputed
+        recomputed = f", {train.checkpointing_text} checkpointing" if is_recomputed else ""
         return (
             f"{layout_text(layout)}{recomputed}: {_rate_text(layout)}, "
             f"MFU {100 * layout.mfu:.0f} %, {format_gib(memory.peak)} of "

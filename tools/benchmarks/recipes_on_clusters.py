@@ -18,6 +18,7 @@ from slurmllm.backends.environment import load_environment
 from slurmllm.config.profiles import available
 from slurmllm.config.resolve import TRIAL, RunConfig, recipes_dir, resolve
 from slurmllm.errors import ConfigError
+from slurmllm.plan.fit_check import FitCheck
 from slurmllm.plan.search import search
 from slurmllm.submit.prepare import RunRequest, prepare
 
@@ -51,17 +52,17 @@ def configure(recipe: str, cluster: str) -> RunConfig:
 
 def submit(config: RunConfig, nodes: int) -> Outcome:
     """Return the outcome of a dry run."""
+    fit: FitCheck | None = None
     try:
         run = prepare(RunRequest(config, nodes, Path("runs"), dry_run=True))
-        assert run.fit is not None
-        refusals, speed = tuple(run.refusals), run.fit.candidate.seq_per_s
+        refusals, fit = tuple(run.refusals), run.fit
     except ConfigError as error:
-        refusals, speed = tuple(error.faults), 0.0
+        refusals = tuple(error.faults)
     best = search(config, nodes, load_environment(config.backend).unsupported).fitting
-    if refusals:
+    if refusals or fit is None:
         return Outcome(None, refusals, fits=bool(best))
-    assert run.fit is not None
-    return Outcome(speed / max(best[0].seq_per_s, speed), (), tuple(run.fit.warnings))
+    speed = fit.candidate.seq_per_s
+    return Outcome(speed / max(best[0].seq_per_s, speed), (), tuple(fit.warnings))
 
 
 def main() -> None:
