@@ -154,14 +154,7 @@ def prepare(request: RunRequest) -> PreparedRun:
     fit, fit_refusals = _check_fit(request, run)
     refusals += fit_refusals
     if request.check_weights and recipe.train.init_from is not None:
-        from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified
-        from slurmllm.checkpoint.state import require_model
-
-        source = find_checkpoint(recipe.train.init_from, request.root)
-        if isinstance(source, RunDir):  # the workers verify the checksums
-            source, _ = newest_verified(source, checksums=False)
-        require_model(source := source.absolute(), recipe.model)
-        config = config.with_settings("train", init_from=str(source))
+        config = _find_weights(config, recipe.train.init_from, request.root)
     warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
     config, missing = _resolve_data(request, config)
     if request.dry_run:
@@ -195,6 +188,18 @@ def prepare(request: RunRequest) -> PreparedRun:
             remove_unsubmitted(run)
         raise
     return prepared
+
+
+def _find_weights(config: RunConfig, name: str, root: Path) -> RunConfig:
+    """Return the configuration with the folder of the checkpoint that train.init_from names."""
+    from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified
+    from slurmllm.checkpoint.state import require_model
+
+    source = find_checkpoint(name, root)
+    if isinstance(source, RunDir):  # the workers verify the checksums
+        source, _ = newest_verified(source, checksums=False)
+    require_model(source := source.absolute(), config.recipe.model)
+    return config.with_settings("train", init_from=str(source))
 
 
 def _require_access(request: RunRequest) -> None:
