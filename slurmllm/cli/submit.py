@@ -13,11 +13,13 @@ from slurmllm.cli import sweep as sweeps
 from slurmllm.cli.nodes import include_nodes, include_option
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from slurmllm.cli.options import RunOptions
     from slurmllm.cli.sweep import SweepOptions
     from slurmllm.config.resolve import RunConfig
+    from slurmllm.run.rundir import RunDir
+    from slurmllm.slurm.client import SlurmClient
     from slurmllm.submit.launch import SubmittedRun
     from slurmllm.submit.prepare import PreparedRun, RunRequest
 
@@ -127,7 +129,6 @@ def _submit_run(
     run = start_run(request, allocation, print_warnings)
     if request.dry_run:
         _print_dry_run(run, shared.as_json)
-        run.prepared.require_startable()
     else:
         _finish(ctx, run, shared.as_json)
 
@@ -184,6 +185,7 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
         click.echo(f"warning: submit would refuse this: {reason}", err=True)
     if as_json:
         options.echo_json(summary, indent=None)
+        prepared.require_startable()
         return
     import yaml
 
@@ -207,6 +209,7 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
         click.echo(f"\n# ── arguments of backend {prepared.config.backend}")
         click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
     click.echo("dry run: nothing was written, nothing submitted", err=True)
+    prepared.require_startable()
 
 
 def print_submission(submitted: SubmittedRun, as_json: bool) -> None:
@@ -316,7 +319,6 @@ def resume(
     from slurmllm.config.load import load
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
-    from slurmllm.status.runs import is_active
     from slurmllm.submit.launch import SubmittedRun
     from slurmllm.submit.resume import Changes, prepare_resume, require_ended
     from slurmllm.supervise.run_lock import locked
@@ -326,13 +328,8 @@ def resume(
     run_dir, client, settings = find_run(run, shared.runs_dir), SlurmClient(), shared.settings
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
-    if included:
-        include_nodes(run_dir, client, included)
-        if is_active(run_dir, client):  # its pending job needs no other one
-            fields = {"run": run_dir.name, "run_dir": str(run_dir.path), "included": included}
-            if shared.as_json:
-                options.echo_json(fields, indent=None)
-            return
+    if included and _include_in_pending(run_dir, client, included, shared.as_json):
+        return
     with contextlib.nullcontext() if shared.dry_run else locked(run_dir, "resume"):
         last = require_ended(run_dir, client, shared.force)
         most, allocation = None if nodes is None else nodes[1], None
@@ -346,7 +343,21 @@ def resume(
         if shared.dry_run:
             print_warnings(prepared)
             _print_dry_run(SubmittedRun(prepared), shared.as_json)
-            prepared.require_startable()
             return
         submitted = _start(prepared, local or shared.in_allocation, allocation)
     _finish(ctx, submitted, shared.as_json)
+
+
+def _include_in_pending(
+    run: RunDir, client: SlurmClient, names: Sequence[str], as_json: bool
+) -> bool:
+    """End the exclusion of nodes; return whether a pending job uses them, so none is submitted."""
+    from slurmllm.status.runs import is_active
+
+    include_nodes(run, client, names)
+    if not is_active(run, client):
+        return False
+    if as_json:
+        fields = {"run": run.name, "run_dir": str(run.path), "included": names}
+        options.echo_json(fields, indent=None)
+    return True

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from slurmllm.backends.environment import load_environment, needs_precompile
 from slurmllm.checkpoint.catalogue import usable_steps
 from slurmllm.config.load import save
-from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.graphs import reuse
@@ -171,8 +170,7 @@ def prepare(request: RunRequest) -> PreparedRun:
     fit, fit_refusals = _check_fit(request, run)
     refusals += fit_refusals
     if request.check_weights and recipe.train.init_from is not None:
-        weights = _find_weights(recipe.train.init_from, request.root, recipe.model)
-        config = config.with_settings("train", init_from=str(weights))
+        config = _find_weights(config, recipe.train.init_from, request.root)
     warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
     config, missing = _resolve_data(request, config)
     if request.dry_run:
@@ -208,16 +206,16 @@ def prepare(request: RunRequest) -> PreparedRun:
     return prepared
 
 
-def _find_weights(name: str, root: Path, model: ModelConfig) -> Path:
-    """Return the folder of the weights to start from, which are of this model."""
+def _find_weights(config: RunConfig, name: str, root: Path) -> RunConfig:
+    """Return the configuration with the folder of the checkpoint that train.init_from names."""
     from slurmllm.checkpoint.catalogue import find_checkpoint, newest_verified
     from slurmllm.checkpoint.state import require_model
 
     source = find_checkpoint(name, root)
     if isinstance(source, RunDir):  # the workers verify the checksums
         source, _ = newest_verified(source, checksums=False)
-    require_model(source := source.absolute(), model)
-    return source
+    require_model(source := source.absolute(), config.recipe.model)
+    return config.with_settings("train", init_from=str(source))
 
 
 def _require_access(request: RunRequest) -> None:

@@ -56,7 +56,11 @@ def test_cached_scores_are_not_computed_again(learnt: Learnt, evaluate: Evaluate
     assert {path: path.stat().st_mtime_ns for path in learnt.run.evaluation_files()} == before
     assert Path(repeated["plot"]).read_bytes().startswith(b"\x89PNG")
     assert not list((learnt.run.path / "evaluations").glob(".export-*"))
-    table = evaluate(learnt.run, "--suite", "smoke", "--allow-code-execution", "--no-plot")
+    options = ("--suite", "smoke", "--allow-code-execution", "--no-plot")
+    step = json.loads(evaluate(Path(f"{learnt.run.path}@90"), *options, "--json").stdout)
+    assert (step["evaluated"], step["cached"]) == (0, 4)
+    assert scores(step, "smoke_choice") == {"90": scores(learnt.output, "smoke_choice")["90"]}
+    table = evaluate(learnt.run, *options)
     assert "smoke_choice" in table.stdout
     assert "0 tasks evaluated, 4 cached, 0 failed" in table.stdout
 
@@ -81,6 +85,10 @@ def test_a_damaged_checkpoint_is_skipped(
     assert scores(output, "smoke_choice") == {"180": whole["180"]}
     named = evaluate(copy, "--suite", "smoke", "--task", "smoke_choice", "--checkpoint", 90)
     assert named.exit_code == 4, named.output
+    (copy.checkpoint(90) / "manifest.json").unlink()
+    unfinished = evaluate(Path(f"{copy.path}@90"), "--suite", "smoke")
+    assert (unfinished.exit_code, "has no manifest.json" in unfinished.output) == (4, True)
+    assert "no checkpoint of step 7" in evaluate(Path(f"{copy.path}@7"), "--suite", "smoke").output
 
 
 def test_a_task_that_fails_does_not_end_the_others(
