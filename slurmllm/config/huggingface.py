@@ -209,7 +209,13 @@ def _rotary_fields(values: Mapping[str, Any], family: str) -> tuple[dict[str, An
 
 def config_faults(model: ModelConfig) -> list[str]:
     """Return the reasons why transformers' model of the family cannot be this one."""
-    return list(broken_rules(flatten(model.model_dump(), "model.")))
+    faults = list(broken_rules(flatten(model.model_dump(), "model.")))
+    if model.activation not in ACTIVATION_NAMES:
+        faults.append(
+            f"model.activation: {model.activation!r} has no name in transformers; add it to "
+            "ACTIVATION_NAMES in slurmllm/config/huggingface.py"
+        )
+    return faults
 
 
 def write_config(

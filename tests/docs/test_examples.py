@@ -78,6 +78,7 @@ def test_submit_would_be_accepted(
     assert "would refuse" not in result.stderr + caplog.text
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.long  # test_submit_would_be_accepted sees its options
 def test_quick_start(tmp_path: Path) -> None:
     (tmp_path / "docs").symlink_to(ROOT / "docs")

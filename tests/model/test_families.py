@@ -9,7 +9,7 @@ import torch
 
 from slurmllm.config.families import FAMILIES, sharding_plan
 from slurmllm.config.families.family import Activation
-from slurmllm.config.huggingface import ACTIVATION_NAMES
+from slurmllm.config.huggingface import ACTIVATION_NAMES, config_faults
 from slurmllm.config.profiles import available
 from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import recipes_dir, resolve
@@ -31,6 +31,15 @@ def test_parameters_are_counted_exactly(recipe: str) -> None:
 
 def test_each_activation_can_be_computed_and_exported() -> None:
     assert set(get_args(Activation)) == set(ACTIVATIONS) == set(ACTIVATION_NAMES)
+
+
+def test_an_activation_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = resolve("tiny_llama").recipe.model
+    assert config_faults(model) == []
+    monkeypatch.delitem(ACTIVATION_NAMES, "silu")
+    assert ["'silu' has no name in transformers" in fault for fault in config_faults(model)] == [
+        True
+    ]
 
 
 @pytest.mark.parametrize("tied", [True, False])
