@@ -168,8 +168,7 @@ def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, 
 
 
 def print_warnings(prepared: PreparedRun) -> None:
-    fit_warnings = prepared.fit.warnings if prepared.fit is not None else ()
-    for warning in (*fit_warnings, *prepared.warnings):
+    for warning in prepared.all_warnings:
         click.echo(f"warning: {warning}", err=True)
     for reason in prepared.rederived:
         click.echo(f"warning: {reason}; written again from config.yaml", err=True)

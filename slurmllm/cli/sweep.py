@@ -102,8 +102,8 @@ def submit(
     from slurmllm.submit.sweep import prepare_sweep, run_sweep_locally, submit_sweep
 
     prepared = prepare_sweep(request, cases, configs, max_running)
-    texts = ((*(run.fit.warnings if run.fit else ()), *run.warnings) for run in prepared.runs)
-    for warning in dict.fromkeys(chain.from_iterable(texts)):
+    texts = chain.from_iterable(run.all_warnings for run in prepared.runs)
+    for warning in dict.fromkeys(texts):
         click.echo(f"warning: {warning}", err=True)
     for run in prepared.runs:
         for refusal in run.refusals:

@@ -67,8 +67,7 @@ class SubmittedRun:
     @property
     def warnings(self) -> list[str]:
         """Why it may be slow or start late."""
-        fit = self.prepared.fit
-        return [*(fit.warnings if fit is not None else ()), *self.prepared.warnings]
+        return self.prepared.all_warnings
 
     @property
     def scripts(self) -> dict[Stage, str]:

@@ -133,6 +133,10 @@ class PreparedRun:
         return {source: name for source, name in sources if source.startswith("SBATCH_")}
 
     @property
+    def all_warnings(self) -> list[str]:
+        return [*(self.fit.warnings if self.fit is not None else ()), *self.warnings]
+
+    @property
     def all_refusals(self) -> list[str]:
         return [*self.refusals, *self.limit_faults, *self.missing_data]
 
