@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -83,7 +82,7 @@ def init(
     chosen = _choose(site, partition, asks)
     folder = user_configuration().parent
     path = Path(out).absolute() if out else folder / f"{site.name}-{chosen.name}.yaml"
-    draft = draft_profile(site, chosen, folder / "cluster.schema.json")
+    draft = draft_profile(site, chosen)
 
     def confirm(question: str, default: bool) -> bool:
         if force or not asks:
@@ -127,9 +126,7 @@ def _choose(site: Survey, name: str | None, asks: bool) -> Partition:
 
 
 def _write(path: Path, text: str, confirm: Confirm, asks: bool) -> bool:
-    """Write profile and schema if the user agrees; returns whether they were written."""
-    from slurmllm.config.schema import extension_schema
-    from slurmllm.config.user_file import user_configuration
+    """Write the profile if the user agrees; return whether it was written."""
     from slurmllm.errors import UserError
     from slurmllm.run.rundir import write_atomic
 
@@ -138,9 +135,7 @@ def _write(path: Path, text: str, confirm: Confirm, asks: bool) -> bool:
         if asks:
             return False
         raise UserError(f"{path} exists; --force replaces it, --out FILE.yaml writes another")
-    schema = user_configuration().parent / "cluster.schema.json"
-    schema.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(schema, json.dumps(extension_schema(), indent=1) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     return True
 

@@ -86,17 +86,6 @@ def cluster_schema() -> dict[str, Any]:
     return _schema(Cluster)
 
 
-def extension_schema() -> dict[str, Any]:
-    """Return the schema of a profile that extends another: no field is required, null removes."""
-    schema = cluster_schema()
-    text = "A shipped profile, or a .yaml file relative to this one, which has the other values."
-    for section in (schema, *schema["$defs"].values()):
-        section.pop("required", None)
-    fields = {name: {"anyOf": [f, {"type": "null"}]} for name, f in schema["properties"].items()}
-    schema["properties"] = {"extends": {"type": "string", "description": text}, **fields}
-    return schema
-
-
 def _schema(model: type[Section]) -> dict[str, Any]:
     schema = model.model_json_schema()
     docs = field_docstrings()

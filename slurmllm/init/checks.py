@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.directives import parse_options
@@ -42,7 +41,7 @@ def profile_finding(
     name = partition or cluster.partition or default
     if name not in site.partitions:
         return ok("profile", state)
-    draft = draft_profile(site, site.partitions[name], Path())
+    draft = draft_profile(site, site.partitions[name])
     if not (changes := list(_changes(cluster, draft))):
         return ok("profile", f"{state}; as `init` would write it for partition {name}")
     fix = f"`slurmllm init --partition {name}` writes a profile; --dry-run shows it"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.profiles import Level, extended
+from slurmllm.config.schema import schema_line
 from slurmllm.config.yaml_source import parse_yaml, write_yaml
 from slurmllm.format import format_plural
 from slurmllm.init.figures import Figures, nearest_figures, shipped_values
@@ -34,12 +34,12 @@ class Draft:
         return Cluster.model_validate({**extended(base, (values, {}))[0], "name": "draft"})
 
 
-def draft_profile(survey: Survey, partition: Partition, schema: Path) -> Draft:
-    """Return the profile of a partition; `schema`: the JSON schema that its first line names."""
+def draft_profile(survey: Survey, partition: Partition) -> Draft:
+    """Return the profile of a partition."""
     kind, machine = partition.kinds[0], survey.machine
     figures = nearest_figures(kind)
     header = [
-        f"# yaml-language-server: $schema={schema}",
+        schema_line("cluster").strip(),
         f"# By `slurmllm init` on {machine.host}, {date.today()}. Check the lines with a comment.",
     ]
     lines = _lines(survey, partition, kind, figures)

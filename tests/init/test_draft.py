@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def draft(fake: FakeSlurm, **machine: Any) -> Draft:
     found = survey(fake)
     found = replace(found, machine=replace(found.machine, **machine))
-    return draft_profile(found, found.partitions["main"], Path("schema.json"))
+    return draft_profile(found, found.partitions["main"])
 
 
 def kind(gpu_type: str, features: str = "", gpus: int = 8) -> NodeKind:
