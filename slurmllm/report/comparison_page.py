@@ -22,7 +22,7 @@ from slurmllm.report.document import (
     settings_table,
 )
 from slurmllm.report.facts import RunFacts
-from slurmllm.report.figures import Json, PlotData, Positions, figures, packed, page_data
+from slurmllm.report.figures import CurvePositions, Json, PlotData, figures, packed, page_data
 from slurmllm.report.tables import Table
 from slurmllm.report.write import to_html
 from slurmllm.run.rundir import write_atomic
@@ -107,7 +107,7 @@ def _difference(a: Curve, drawn: Sequence[Drawn], metric: str) -> PlotData:
         # 0 has no place on a logarithmic axis.
         shown = np.where(values[rows] > 0, values[rows], np.nan)
         if np.isfinite(shown).any():
-            where = Positions(a).at_steps(a, points.steps[rows])
+            where = CurvePositions(a).at_steps(a, points.steps[rows])
             lines.append({"run": number, "x": where, "y": packed(shown, "f4")})
     title = LABELS[metric].split(" (")[0]
     first = drawn[0].comparison

@@ -95,7 +95,7 @@ def sections(
 
     `sweeps` are the tables of sweeps: their runs by rank.
     """
-    contents = {
+    contents: dict[str, tuple[str, Iterable[Block]]] = {
         "loss": ("Loss", _loss(drawn)),
         "sweep": ("Runs by rank", sweeps),
         "summary": ("Summary", _summary(runs)),
@@ -134,7 +134,8 @@ def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
 
 def _loss(drawn: Sequence[PlotData]) -> Iterator[Block]:
     if plots := _plots(drawn, "loss"):
-        yield from (*plots, Picture(CURVES, "Curves"))
+        yield from plots
+        yield Picture(CURVES, "Curves")
 
 
 def _curves(drawn: Sequence[PlotData]) -> Iterator[Block]:

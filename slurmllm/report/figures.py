@@ -55,7 +55,7 @@ class PlotData:
     note: str = ""
 
 
-class Positions:
+class CurvePositions:
     """The positions of a curve's rows on each of its axes: step, tokens, hours."""
 
     def __init__(self, curve: Curve | None) -> None:
@@ -87,7 +87,7 @@ class Positions:
 
 def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
     """Return all plots that have data, in the page's order."""
-    positions = [Positions(facts.curve) for facts in runs]
+    positions = [CurvePositions(facts.curve) for facts in runs]
     of_steps = (plots(runs, positions) for plots in (_curves, _stacks, _memory))
     others = (plots(runs) for plots in (_scaling, _utilization, _evaluation))
     return list(chain(*of_steps, *others))
@@ -148,7 +148,7 @@ def shown_metrics(runs: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _curves(runs: Sequence[RunFacts], positions: Sequence[Positions]) -> Iterator[PlotData]:
+def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
     most = max(_FEWEST_ROWS, _MOST_ROWS // max(1, len(runs)))
     for metric, title, unit in shown_metrics(runs):
         lines: list[Json] = []
@@ -179,7 +179,9 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[Positions]) -> Iterato
             yield PlotData(metric, title, "curves", content)
 
 
-def _lines(number: int, curve: Curve, where: Positions, metric: str, most: int) -> Iterator[Json]:
+def _lines(
+    number: int, curve: Curve, where: CurvePositions, metric: str, most: int
+) -> Iterator[Json]:
     """Yield a run's lines in the plot of a metric: in that of the loss, validation losses too."""
     names = {metric: ""}
     if metric in ("loss", VAL_LOSS):
@@ -210,7 +212,7 @@ def _logged(curve: Curve, metric: str) -> Ints:
 
 
 def _marks(
-    number: int, facts: RunFacts, curve: Curve, where: Positions, everything: bool
+    number: int, facts: RunFacts, curve: Curve, where: CurvePositions, everything: bool
 ) -> Iterator[Json]:
     """Yield the markers of a run by kind: restarts, and with `everything` saves and spikes."""
     by_kind: dict[str, list[tuple[int, list[str]]]] = {"restart": [], "save": [], "spike": []}
@@ -243,7 +245,7 @@ def _marks(
             }
 
 
-def _stacks(runs: Sequence[RunFacts], positions: Sequence[Positions]) -> Iterator[PlotData]:
+def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
     """Yield the parts of each run's steps, for the first runs only."""
     split = [(i, parts) for i, f in enumerate(runs) if f.curve and (parts := step_parts(f.curve))]
     for number, parts in split[:_MOST_STACKS]:
@@ -269,7 +271,7 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[Positions]) -> Iterato
         yield PlotData(f"parts-{number}", title, "curves", content, f"Of all steps: {shares}.")
 
 
-def _memory(runs: Sequence[RunFacts], positions: Sequence[Positions]) -> Iterator[PlotData]:
+def _memory(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
     """Yield the peak memory of a worker, if the attempts measured it."""
     lines, limits = [], set()
     for number, facts in enumerate(runs):

@@ -122,14 +122,8 @@ def read_details(
                 w.node: FirstStep(w.first_step_s, w.cache_hits, w.cache_misses) for w in workers
             }
     running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
-    workers = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
-    compiling_s = None
-    if load_environment(config.backend).expects_graphs(config):
-        reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
-        if workers is not None and workers.phase == "first_step" and not reused:
-            compiling_s = workers.unchanged_s
-        for stage in load_attempts(run, "precompile")[-1:] if state == "precompiling" else ():
-            compiling_s = None if stage.ended_at else max(time.time() - stage.started_at, 0.0)
+    progress = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
+    reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
         first_steps=first_steps,
@@ -141,13 +135,27 @@ def read_details(
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
-        compiling_s=compiling_s,
-        workers=workers,
+        compiling_s=_compiling_s(run, state, config, None if reused else progress),
+        workers=progress,
         evaluation=None if recipe.eval.every_steps is None else last_evaluation(run),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
         core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},
         trial=config.is_trial,
     )
+
+
+def _compiling_s(
+    run: RunDir, state: str, config: RunConfig, progress: WorkerProgress | None
+) -> float | None:
+    """Return the time of a first step that compiles; of precompile, that of its whole attempt."""
+    if not load_environment(config.backend).expects_graphs(config):
+        return None
+    if state == "precompiling":
+        open_attempts = [a for a in load_attempts(run, "precompile")[-1:] if a.ended_at is None]
+        return max((time.time() - a.started_at for a in open_attempts), default=None)
+    if progress is None or progress.phase != "first_step":
+        return None
+    return progress.unchanged_s
 
 
 def read_worker_progress(
