@@ -86,8 +86,6 @@ def read_details(
 ) -> Details:
     """Read the details of a run; `attempts` are those of the train stage, oldest first.
 
-    `state` is that of `runs.RunState`.
-
     Raises:
         StorageError: a record is damaged.
     """
