@@ -159,9 +159,7 @@ def compare(
     comparisons = _compare(curves, seeds, choices)
     if not choices.no_plot:
         comparisons = _draw(curves, comparisons, seeds, choices)
-    if choices.html is not None:
-        comparisons = _write_page(curves, comparisons, choices.html, choices)
-
+    comparisons = _write_page(curves, comparisons, choices)
     from slurmllm.compare.comparison import curve_letter
 
     by_letter = {curve_letter(place): row for place, row in enumerate(comparisons, start=1)}
@@ -306,15 +304,17 @@ def _draw(
 
 
 def _write_page(
-    curves: Sequence[Curve], comparisons: Sequence[Comparison], page: str, choices: _Choices
+    curves: Sequence[Curve], comparisons: list[Comparison], choices: _Choices
 ) -> list[Comparison]:
-    """Write the page of --html and record its path."""
+    """Write the page of --html, if any, and record its path."""
+    if choices.html is None:
+        return comparisons
     from slurmllm.report.comparison_page import write_comparison
     from slurmllm.report.tables import Table
 
     tables = [Table.of(_metric_rows(comparison)) for comparison in comparisons]
-    write_comparison(curves, comparisons, tables, Path(page), **choices.steps)
-    return [c.model_copy(update={"html": page}) for c in comparisons]
+    write_comparison(curves, comparisons, tables, Path(choices.html), **choices.steps)
+    return [c.model_copy(update={"html": choices.html}) for c in comparisons]
 
 
 def _echo_json(comparisons: Sequence[Comparison]) -> None:

@@ -95,7 +95,7 @@ def sections(
 
     `sweeps` are the tables of sweeps: their runs by rank.
     """
-    contents = {
+    contents: dict[str, tuple[str, Iterable[Block]]] = {
         "loss": ("Loss", _loss(drawn)),
         "sweep": ("Runs by rank", sweeps),
         "summary": ("Summary", _summary(runs)),

@@ -103,8 +103,6 @@ def read_details(
 ) -> Details:
     """Read the details of a run; `attempts` are those of the train stage, oldest first.
 
-    `state` is that of `runs.RunState`.
-
     Raises:
         StorageError: a record is damaged.
     """
@@ -132,10 +130,7 @@ def read_details(
             unused_graphs = {name: reason for name, reason in reasons.items() if reason}
     running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
     progress = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
-    compiling_s = None
-    if load_environment(config.backend).expects_graphs(config):
-        reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
-        compiling_s = _compiling_s(run, state, None if reused else progress)
+    reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
         first_steps=_first_steps(run),
@@ -147,7 +142,7 @@ def read_details(
         versions=versions,
         unequal_versions=unequal_versions(versions),
         excluded=tuple(excluded(run)),
-        compiling_s=compiling_s,
+        compiling_s=_compiling_s(run, state, config, None if reused else progress),
         workers=progress,
         evaluation=None if recipe.eval.every_steps is None else last_evaluation(run),
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
@@ -168,12 +163,18 @@ def _first_steps(run: RunDir) -> dict[str, FirstStep]:
     return {}
 
 
-def _compiling_s(run: RunDir, state: str, progress: WorkerProgress | None) -> float | None:
-    """Return the time that the stage or the first step has compiled so far; None: it does not."""
-    for stage in load_attempts(run, "precompile")[-1:] if state == "precompiling" else ():
-        return None if stage.ended_at else max(time.time() - stage.started_at, 0.0)
-    compiles = progress is not None and progress.phase == "first_step"
-    return progress.unchanged_s if compiles and progress is not None else None
+def _compiling_s(
+    run: RunDir, state: str, config: RunConfig, progress: WorkerProgress | None
+) -> float | None:
+    """Return the time of a first step that compiles; of precompile, that of its whole attempt."""
+    if not load_environment(config.backend).expects_graphs(config):
+        return None
+    if state == "precompiling":
+        open_attempts = [a for a in load_attempts(run, "precompile")[-1:] if a.ended_at is None]
+        return max((time.time() - a.started_at for a in open_attempts), default=None)
+    if progress is None or progress.phase != "first_step":
+        return None
+    return progress.unchanged_s
 
 
 def read_worker_progress(
