@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -34,6 +34,7 @@ LARGEST = 4096  # nodes
 _LARGEST_MICRO_BATCH = 64
 # A tight layout is ranked as if it were slower by this: the next one is preferred if it costs less.
 TIGHT_COST = 0.03
+_LEAST_DATA = 0.03  # of the step: data-parallel communication from which on copies are tried
 # Tensor-parallel degrees of AWS's training examples on trn1, and none. For others (2 is valid too)
 # no published run exists to validate a prediction; they are predicted if fixed.
 _NEURON_TENSOR = (1, 8, 32)
@@ -92,6 +93,8 @@ def search(
             candidate = predict(layout.with_settings("train", micro_batch=size), mesh)
             if candidate.fits:
                 fitting.append(candidate)
+                if "parallel.shard_nodes" not in fixed:
+                    fitting += _faster_with_copies(candidate)
             elif not overflows:
                 too_large.append(candidate)
                 overflows = True
@@ -102,6 +105,24 @@ def search(
         tuple(sorted(too_large, key=lambda layout: layout.memory.peak)),
         dict(refused.most_common()),
     )
+
+
+def _faster_with_copies(plain: LayoutEstimate) -> list[LayoutEstimate]:
+    """Return a layout with copies of its shards on groups of nodes, where that is faster and fits.
+
+    They can save no more than the time of data-parallel communication.
+    """
+    parallel, mesh = plain.config.recipe.parallel, plain.mesh
+    small = plain.step.data < _LEAST_DATA * plain.step.total
+    if small or parallel.zero == 0 or plain.config.backend == "nxd":
+        return []
+    faster = []
+    for count in shard_node_options(plain.config, mesh.nodes):
+        config = plain.config.with_settings("parallel", shard_nodes=count)
+        copies = predict(config, replace(mesh, replicate=replicate_degree(config, mesh.nodes)))
+        if copies.fits and copies.seq_per_s > plain.seq_per_s:
+            faster.append(copies)
+    return faster
 
 
 def order(candidate: LayoutEstimate) -> tuple[float, int]:
@@ -169,13 +190,8 @@ def _layouts(
         zeros = [1] if data == 1 or pipeline > 1 else [1, 2, 3]
         if config.backend == "nxd":
             zeros = [0, 1]
-        shards: list[int | None] = [None]
-        if config.backend != "nxd" and 0 not in values("parallel.zero", parallel.zero, zeros):
-            on_mesh = config.with_settings("parallel", tensor=tensor, pipeline=pipeline)
-            shards += [n for n in shard_node_options(on_mesh, nodes) if n * pipeline < nodes]
         modes: Sequence[Checkpointing] = CHECKPOINTING
         if smallest:
-            shards = [None]
             chunks, sequences, modes = [1], sequences[:1], modes[-1:]
             # ZeRO-1 gives the only data-parallel worker a copy of the weights, and saves nothing.
             zeros = zeros if data == 1 else zeros[-1:]
@@ -183,7 +199,7 @@ def _layouts(
             values("parallel.virtual_pipeline", parallel.virtual_pipeline, chunks),
             values("parallel.sequence", parallel.sequence, sequences),
             values("parallel.zero", parallel.zero, zeros),
-            values("parallel.shard_nodes", parallel.shard_nodes, shards),
+            values("parallel.shard_nodes", parallel.shard_nodes, [None]),
             values("train.activation_checkpointing", train.activation_checkpointing, modes),
         )
         for *degrees, mode in product([tensor], [pipeline], *options):

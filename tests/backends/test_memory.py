@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from amounts import sample
@@ -32,9 +34,10 @@ def stored(backend: NativeBackend) -> dict[str, int]:
 @pytest.mark.parametrize(
     "mesh",
     sample(
-        2,
+        3,
         [
             ("neox", 1, 1, 3, "train.global_batch=6", "train.precision=bf16_sr"),
+            ("llama", 1, 1, 4, "cluster.devices_per_node=2", "parallel.shard_nodes=1"),
             ("llama", 2, 2, 1, "train.precision=bf16_mixed", "parallel.virtual_pipeline=2"),
             ("neox", 2, 1, 2, "train.micro_batch=4"),
             ("gpt3", 1, 2, 2, "train.precision=bf16_mixed"),
@@ -43,7 +46,9 @@ def stored(backend: NativeBackend) -> dict[str, int]:
     ids=str,
 )
 def test_at_rest(pool: MeshPool, mesh: tuple[str, int, int, int]) -> None:
-    case = Case(small(*mesh), last=1, after=stored)
+    config = small(*mesh)
+    nodes = math.prod(mesh[1:4]) // config.cluster.devices_per_node
+    case = Case(config, nodes, last=1, after=stored)
     for rank, outcome in enumerate(pool.run(case)):
         predicted = worker_memory(case.config, case.mesh, rank)
         assert outcome.after == {"weights": predicted.weights, "optimizer": predicted.optimizer}

@@ -34,6 +34,7 @@ INTERLEAVED = "parallel.virtual_pipeline=2"
 MESHES = {
     "tp2-pp2 tied": small("gpt3", 2, 2, 1, FEW, INTERLEAVED),
     "tp2-dp2 bf16": small("llama", 2, 1, 2, FEW, "train.precision=bf16_sr"),
+    "copies": small("llama", 1, 1, 4, "cluster.devices_per_node=2", "parallel.shard_nodes=1"),
     "dp4": small("llama", 1, 1, 4),
     "tp2-dp2": small("neox", 2, 1, 2, FEW),
     "tp4": small("llama", 4, 1, 1, FEW),
@@ -78,7 +79,8 @@ def whole(path: Path, out: Path) -> Any:
 
 @pytest.mark.parametrize("config", sample(3, MESHES.values()), ids=MESHES)
 def test_the_checkpoint_is_dcp_s(pool: MeshPool, tmp_path: Path, config: RunConfig) -> None:
-    trained = pool.run(Case(config, last=1, after=partial(save_both_ways, tmp_path)))
+    nodes = 4 // config.cluster.devices_per_node
+    trained = pool.run(Case(config, nodes, last=1, after=partial(save_both_ways, tmp_path)))
     expected = load(tmp_path / "dcp")
     metadata = load(tmp_path / "ours_0")
     assert metadata.state_dict_metadata == expected.state_dict_metadata

@@ -137,7 +137,7 @@ def test_the_search_ranks_them_and_explains() -> None:
     result = search(config, 8, load_environment(config.backend).unsupported, fixed)
     best = result.fitting[0]
     tried = {estimate.config.recipe.parallel.shard_nodes for estimate in result.fitting}
-    assert tried == {None, 1, 2, 4}
+    assert {None, 1} < tried <= {None, 1, 2, 4}
     nodes = best.config.recipe.parallel.shard_nodes
     assert nodes is not None
     assert settings(best)["shard_nodes"] == nodes
