@@ -168,6 +168,7 @@ def compare(
     else:
         for letter, comparison in by_letter.items():
             _print(comparison, letter, alone=len(comparisons) == 1)
+        _print_files(comparisons)
     ctx.exit(0 if _meets_requirement(by_letter, choices) else EXIT_NEGATIVE)
 
 
@@ -364,10 +365,17 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
         print_line(f"  {', '.join(kinds)}: {'by the same evidence' if repeated else evidence}")
     for warning in comparison.warnings:
         print_line(f"warning: {warning}")
-    if comparison.plot is not None:
-        print_line(f"picture: {comparison.plot}")
-    if comparison.html is not None:
-        print_line(f"page: {comparison.html}")
+
+
+def _print_files(comparisons: Sequence[Comparison]) -> None:
+    """Print the files, of all comparisons, that were written."""
+    for name, paths in {
+        "picture": [c.plot for c in comparisons],
+        "page": [c.html for c in comparisons],
+    }.items():
+        for path in dict.fromkeys(paths):
+            if path is not None:
+                click.echo(f"{name}: {path}")
 
 
 def _describe_side(label: str, side: Side, overlap: Overlap) -> str:

@@ -71,7 +71,7 @@ def drill(
 
     Injects faults into short copies of RUN. The copies are runs in the same folder, with RUN's
     configuration and number of nodes, one after the other; their curves must be bit-identical
-    to that of a copy without a fault. RUN itself is only read.
+    to that of a copy without a fault. RUN gets a report, and is otherwise only read.
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
