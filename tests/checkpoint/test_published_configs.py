@@ -15,6 +15,7 @@ from slurmllm.config.recipe import ModelConfig
 from slurmllm.config.resolve import recipes_dir, resolve
 from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import predict
+from slurmllm.plan.fit_check import choose_parallel
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import parameters
 
@@ -67,7 +68,10 @@ def test_the_recipe_is_of_the_published_model(name: str) -> None:
 )
 def test_the_recipe_s_layout_fits(name: str, nodes: int) -> None:
     config = resolve(name)
-    assert load_environment(config.backend).unsupported(config) == []
+    unsupported = load_environment(config.backend).unsupported
+    assert unsupported(config) == []
+    if config.open_settings():
+        config = choose_parallel(config, nodes, unsupported)
     assert predict(config, make_mesh(config, nodes)).fits
 
 
