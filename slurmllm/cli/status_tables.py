@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -111,7 +112,11 @@ def run_view(state: RunState, console: Console) -> list[Text]:
     ]
     if state.attempts:
         open_ending = "running" if state.state == "training" else "not recorded"
-        rows = [_attempt_row(attempt, open_ending, state.reason) for attempt in state.attempts]
+        last = state.attempts[-1]
+        rows = [
+            _attempt_row(attempt, open_ending, state.reason if attempt is last else "")
+            for attempt in state.attempts
+        ]
         table, left_out = _table(_ATTEMPTS, rows, console)
         view += [table, *_no_room(left_out)]
     return view
@@ -145,7 +150,8 @@ def _lines(state: RunState) -> Iterator[Line]:
     yield "step", step
     if details is not None and details.compiling_s is not None:
         so_far = format_duration(details.compiling_s)
-        yield "workers", f"compiling the first step …, {so_far} so far" + _limit(details.workers)
+        compiling = f"compiling the first step …, {so_far} so far"
+        yield "workers", compiling + _limit_and_others(details.workers)
     elif details is not None and details.workers is not None:
         yield "workers", _progress(details.workers)
     if details is not None and details.mesh is not None:
@@ -235,17 +241,19 @@ def _progress(workers: WorkerProgress) -> str:
     if workers.unchanged_s >= 10:
         what = "no step" if workers.phase == "stepping" else "no change"
         text += f", {what} for {format_duration(workers.unchanged_s)}"
-        text += _limit(workers)
+        return text + _limit_and_others(workers)
+    return text + _limit_and_others(replace(workers, limit_s=None))
+
+
+def _limit_and_others(workers: WorkerProgress | None) -> str:
+    """` (limit 0:10:00); behind the others: rank 3`, as far as it is so."""
+    if workers is None:
+        return ""
+    text = "" if workers.limit_s is None else f" (limit {format_duration(workers.limit_s)})"
     if workers.behind:
         ranks = ", ".join(map(str, workers.behind[:8]))
         text += f"; behind the others: rank {ranks}" + (" …" if len(workers.behind) > 8 else "")
     return text
-
-
-def _limit(workers: WorkerProgress | None) -> str:
-    if workers is None or workers.limit_s is None:
-        return ""
-    return f" (limit {format_duration(workers.limit_s)})"
 
 
 def _table(

@@ -14,7 +14,7 @@ from slurmllm.config.resolve import RunConfig, change
 from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind, FaultSpec
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
-from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.mesh import adapt_to_nodes, make_mesh
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RUN_NAME, RunDir
 from slurmllm.supervise.attempts import load_attempts
@@ -123,6 +123,7 @@ def make_plan(
     if optim.decay_start is not None and optim.decay_start >= total:
         values += ["optim.decay=constant", "optim.decay_start=null"]
     drilled = change(changed, None, values)
+    drilled = adapt_to_nodes(drilled, nodes)
     make_mesh(drilled, nodes, reuse.measured_micro_batch(run))
     pattern = re.compile(rf"(?:{re.escape(run.name)}-)?drill-(\d+)[-.]")
     entries = (*run.path.parent.iterdir(), *run.reports.glob("drill-*.jsonl"))

@@ -248,7 +248,7 @@ def replicate_degree(config: RunConfig, nodes: int) -> int:
     stage, workers = nodes * per_node // parallel.pipeline, parallel.shard_nodes * per_node
     rule = f"is not two or more data-parallel workers of parallel.tensor {parallel.tensor}"
     if stage % workers:
-        rule = f"does not divide the {stage} workers of a pipeline stage"
+        rule = f"does not divide the {format_plural(stage, 'worker')} of a pipeline stage"
     also = f"{choose(options)} with --set parallel.shard_nodes, or " if options else ""
     raise MeshError(
         f"parallel.shard_nodes: {parallel.shard_nodes} ({format_plural(workers, 'worker')}) {rule}",
@@ -270,11 +270,18 @@ def shard_node_options(config: RunConfig, nodes: int) -> list[int]:
     ]
 
 
-def divide_micro_batch(config: RunConfig, nodes: int) -> RunConfig:
-    """Return a configuration whose micro batch divides the share of a worker on so many nodes.
+def adapt_to_nodes(config: RunConfig, nodes: int) -> RunConfig:
+    """Return a configuration in which what the planner chose suits another number of nodes.
 
-    It is the largest up to one that the planner chose; one that was set is kept.
+    The shards of copies are the smallest ones over as many nodes or more, and the micro batch is
+    the largest up to the planner's that divides a worker's share. What was set is kept.
     """
+    shards = config.recipe.parallel.shard_nodes
+    options = shard_node_options(config, nodes)
+    planned = config.origins.get("parallel.shard_nodes", "").startswith(PLANNER)
+    if planned and shards is not None and shards not in options:
+        fitting = min((count for count in options if count >= shards), default=None)
+        config = config.with_settings("parallel", shard_nodes=fitting)
     micro_batch = config.recipe.train.micro_batch
     if micro_batch == "auto" or not config.origins.get("train.micro_batch", "").startswith(PLANNER):
         return config

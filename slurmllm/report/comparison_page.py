@@ -54,12 +54,17 @@ def write_comparison(
     ]
     of_runs = [plot for plot in figures(runs) if plot.section in ("loss", "curves")]
     names = {name for each in comparisons for name in each.metrics}
-    made = [_difference(a, drawn, name) for name in LABELS if name in names]
+    shown_names = [name for name in LABELS if name in names]
+    made = [_difference(a, drawn, name) for name in shown_names]
     differences = [plot for plot in made if plot.content["series"]]
-    identical: list[Block] = [
-        Paragraph("every difference is 0", strong=plot.title)
-        for plot in made
+    identical = {
+        plot.title: all(c.metrics[name].bit_identical for c in comparisons if name in c.metrics)
+        for plot, name in zip(made, shown_names, strict=True)
         if not plot.content["series"]
+    }
+    texts: list[Block] = [
+        Paragraph("every difference is 0" if same else "none is a finite number above 0", strong=t)
+        for t, same in identical.items()
     ]
 
     def plots(of: Sequence[PlotData], section: str) -> list[Block]:
@@ -70,7 +75,7 @@ def write_comparison(
         {
             "verdict": ("Verdict", _verdicts(runs, comparisons, metrics)),
             "loss": ("Loss", plots(of_runs, "loss")),
-            "differences": ("Relative differences", plots(differences, "curves") + identical),
+            "differences": ("Relative differences", plots(differences, "curves") + texts),
             "settings": ("Settings that differ", [settings] if settings else []),
             "curves": ("Curves", plots(of_runs, "curves")),
         }

@@ -47,11 +47,28 @@ def free_memory() -> int:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes of this machine the kernel has ended for want of memory."""
-    with contextlib.suppress(OSError):
-        lines = _VMSTAT.read_text(encoding="ascii").splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    """Return how many processes of this control group the kernel has ended for want of memory.
+
+    Of the machine, where the group has no such count.
+    """
+    counts = [group / name for group, name in _memory_groups("memory.events", "memory.oom_control")]
+    for path in (*counts, _VMSTAT):
+        with contextlib.suppress(OSError):
+            for line in path.read_text(encoding="ascii").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
     return 0
+
+
+def _memory_groups(unified: str, older: str) -> Iterator[tuple[Path, str]]:
+    """Yield this process's control groups that limit memory, each with its version's name."""
+    with contextlib.suppress(OSError):
+        for line in _OWN_CGROUP.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                yield _CGROUPS / path.strip("/"), unified
+            elif "memory" in controllers.split(","):
+                yield _CGROUPS / "memory" / path.strip("/"), older
 
 
 def _machine() -> tuple[int, int]:

@@ -26,7 +26,7 @@ from slurmllm.graphs.archive import load_manifest
 from slurmllm.plan.mesh import (
     Mesh,
     MeshError,
-    divide_micro_batch,
+    adapt_to_nodes,
     load_mesh,
     make_mesh,
     possible_nodes,
@@ -248,7 +248,7 @@ def _choose_layout(request: RunRequest, run: RunDir) -> tuple[RunRequest, Mesh]:
         config = _resolve_open(request, unsupported)
     nodes = _most_nodes(config, nodes)
     try:
-        config = divide_micro_batch(config, nodes)
+        config = adapt_to_nodes(config, nodes)
         # A value that Slurm would misread is refused before data are fetched.
         mesh = render_run(config, nodes, run).mesh
     except MeshError as error:
@@ -289,7 +289,7 @@ def _resolve_open(request: RunRequest, unsupported: Unsupported) -> RunConfig:
         with suppress(ConfigError):  # shards are the largest on the fewest nodes
             fit = check_fit(chosen, fewest, unsupported, chosen=True)
             if fit is not None and fit.refusals:
-                return divide_micro_batch(choose(fewest), nodes)
+                return adapt_to_nodes(choose(fewest), nodes)
     return chosen
 
 

@@ -241,6 +241,9 @@ def _by_failure(evidence: Evidence) -> Ending | None:
         return Ending("out_of_memory", reason)
     if first.error == "PluginError":  # its message is the plugin's, whatever it reads like
         return Ending("code_error", reason)
+    node = evidence.nodes.get(first.node)
+    if node is not None and node.oom_kills and "killed by signal 9" in first.message:
+        return Ending("out_of_memory", reason)  # a process that reads data
     if first.exit_code == 4:
         return Ending("storage_failure", reason)
     if device_fault(first):
@@ -315,7 +318,11 @@ def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending |
     for worker in workers:
         cause = cause_line(evidence.log_tails.get(worker.rank, ()))
         if cause is None:
-            unexplained = unexplained or _unexplained(worker, evidence)
+            by_signal = _unexplained(worker, evidence)
+            # Which of several was killed first, nobody knows.
+            if by_signal is not None and by_signal.ending == "out_of_memory":
+                return by_signal
+            unexplained = unexplained or by_signal
             continue
         line, meaning = cause
         text = f"rank {worker.rank} on {worker.node} {how_ended(worker.code)}: "

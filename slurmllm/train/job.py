@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,7 @@ from slurmllm.data.spec import StreamSpec
 from slurmllm.data.state import State, merge_states
 from slurmllm.data.stream import PackedStream, check_data
 from slurmllm.errors import ConfigError, StorageError
-from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh
+from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh, one_pass_adamw
 from slurmllm.run.artifact_records import MicroBatchRecord
 from slurmllm.run.records import SkippedBatches
 from slurmllm.run.rundir import RunDir, Stage
@@ -260,7 +260,10 @@ def precompile_mesh(config: RunConfig, nodes: int, measured: int | None = None) 
     batch = data * micro * pipeline
     if load_environment(config.backend).graphs_depend_on_accumulation(config):
         batch = recipe.train.global_batch
-    return Mesh(nodes, per_node, tensor, pipeline, data, batch, micro, virtual, unmeasured)
+    mesh = Mesh(nodes, per_node, tensor, pipeline, data, batch, micro, virtual, unmeasured)
+    # The optimizer's graph takes the sum of several gradients in another format than one.
+    accumulates = recipe.train.global_batch > batch and one_pass_adamw(config, mesh)
+    return replace(mesh, global_batch=2 * batch) if accumulates else mesh
 
 
 def open_job(job: Job) -> None:

@@ -7,13 +7,13 @@ import itertools
 import pytest
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.config.resolve import resolve
+from slurmllm.config.resolve import PLANNER, resolve
 from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence
 from slurmllm.plan.explain import describe, explain, settings, traffic
 from slurmllm.plan.fit_check import choose_parallel, layout_text
-from slurmllm.plan.mesh import make_mesh
+from slurmllm.plan.mesh import adapt_to_nodes, make_mesh
 from slurmllm.plan.search import search
 from slurmllm.plan.step import copies_group, rate, shard_group
 
@@ -30,6 +30,14 @@ NO_LATENCY = [
 def layout(*overrides: str, nodes: int = 8, cluster: str = "p5") -> LayoutEstimate:
     config = resolve("gpt3_1.3b", cluster, [*FULL, *overrides])
     return predict(config, make_mesh(config, nodes))
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [(8, 4), (12, 4), (6, 6), (2, None)])
+def test_what_the_planner_chose_follows_the_nodes(nodes: int, expected: int | None) -> None:
+    config = resolve("gpt3_1.3b", "p5", [*FULL, "parallel.shard_nodes=4"])
+    assert adapt_to_nodes(config, nodes) == config
+    planned = config.with_settings("parallel", {"parallel.shard_nodes": f"{PLANNER}best"})
+    assert adapt_to_nodes(planned, nodes).recipe.parallel.shard_nodes == expected
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "shard_nodes"), [(1, 1, 2), (4, 2, 2), (8, 1, 4)])

@@ -186,6 +186,19 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
         "out_of_memory",
         "rank 1 on n2 was ended by SIGKILL for want of host memory",
     ),
+    "host memory, of the node that is read last": (
+        seen({"n1": node("n1", {0: -9}), "n2": node("n2", {1: -9}, oom_kills=1)}),
+        "out_of_memory",
+        "rank 1 on n2 was ended by SIGKILL for want of host memory",
+    ),
+    "host memory, of a process that reads data": (
+        seen(
+            {"n1": node("n1", {0: 3}, oom_kills=1), "n2": node("n2", {1: 1}, stopped_ranks=(1,))},
+            failure(0, "NodeError", "data worker (pid 7) was killed by signal 9; the kernel kills"),
+        ),
+        "out_of_memory",
+        "killed by signal 9",
+    ),
     "a hook's error, with a device's text": (
         seen(both(70, 3), failure(0, "PluginError", "raised KeyError: HBM UE", exit_code=70)),
         "code_error",

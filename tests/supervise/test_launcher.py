@@ -85,12 +85,19 @@ def test_the_time_of_the_first_step_is_logged(
     assert caplog.messages == [begin, f"{begin}, 0:00:30 so far", f"{begin}, 0:01:00 so far"]
 
 
+@pytest.mark.parametrize("file", ["job/memory.events", "memory/job/memory.oom_control", "vmstat"])
 def test_the_kernels_kills_during_an_attempt_are_recorded(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
 ) -> None:
-    (vmstat := tmp_path / "vmstat").write_text("nr_free_pages 9\noom_kill 4\n")
-    monkeypatch.setattr(host_memory, "_VMSTAT", vmstat)
+    group = "4:memory:/job\n" if "oom_control" in file else "0::/job\n"
+    (tmp_path / "cgroup").write_text(group)
+    monkeypatch.setattr(host_memory, "_OWN_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_VMSTAT", tmp_path / "vmstat")
+    (tmp_path / "vmstat").write_text("oom_kill 100\n")  # of the machine
+    (counts := tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    counts.write_text("oom 9\noom_kill 4\n")
     first = launcher(run, 0, monkeypatch)
-    vmstat.write_text("oom_kill 6\n")
+    counts.write_text("oom 9\noom_kill 6\n")
     first.save_with_retries()
     assert NodeRecord.load(run.attempt("precompile", 0).node("n0")).oom_kills == 2
