@@ -35,28 +35,32 @@ def load_recipe(
     cluster: str | None = None,
     settings: Mapping[str, object] | None = None,
     data: str | None = None,
+    *,
+    local: bool = False,
 ) -> RunConfig:
     """Return a recipe with a cluster profile: every value, checked, with its source.
 
     Args:
         name: Name of `slurmllm recipes`, or a .yaml file.
-        cluster: Name or .yaml file of a profile; by default $SLURMLLM_CLUSTER, else the recipe's.
+        cluster: Name or .yaml file of a profile; by default $SLURMLLM_CLUSTER, else that of
+            config.yaml (`slurmllm init`), else the recipe's.
         settings: Dotted path → value, as of `--set`.
         data: `builtin` for a first trial, or a published data set, as of `--data`.
+        local: For a run on this machine, to which config.yaml's profile does not apply.
 
     Examples:
         >>> config = slurmllm.load_recipe("llama3_8b", settings={"optim.lr": 1e-4})
         >>> config.recipe.optim.lr, config.to_dict()["model"]["num_layers"]
         (0.0001, 32)
     """
-    from slurmllm.config.resolve import resolve
+    from slurmllm.config.resolve import local_cluster, resolve
     from slurmllm.submit.inputs import data_settings
 
-    overrides = [
-        f"{path}={value if isinstance(value, str) else json.dumps(value)}"  # JSON is YAML
+    overrides = [  # JSON is YAML
+        f"{path}={value if isinstance(value, str) else json.dumps(value, default=str)}"
         for path, value in (settings or {}).items()
     ]
-    return resolve(name, cluster, overrides, data_settings(data))
+    return resolve(name, local_cluster(cluster, local), overrides, data_settings(data))
 
 
 def plan_run(
@@ -92,14 +96,16 @@ def plan_run(
 
     config = _config_of(recipe)
     counts = node_counts(map(str, [nodes] if isinstance(nodes, int) else nodes))
-    node_price = select_price(config, None if price is None else parse_price(price))
-    count = None if tokens is None else parse_tokens(tokens)
+    if rank not in ("speed", "lower"):
+        raise errors.UserError(f"rank {rank!r}: give speed or lower")
+    node_price = select_price(config, None if price is None else parse_price(str(price)))
+    count = None if tokens is None else parse_tokens(str(tokens))
     unsupported = load_environment(config.backend).unsupported
     return Plan(plan_recipe(config, counts, unsupported, node_price, count, rank))
 
 
-def _config_of(recipe: RunConfig | str) -> RunConfig:
-    return load_recipe(recipe) if isinstance(recipe, str) else recipe
+def _config_of(recipe: RunConfig | str, local: bool = False) -> RunConfig:
+    return load_recipe(recipe, local=local) if isinstance(recipe, str) else recipe
 
 
 def submit_run(
@@ -123,7 +129,7 @@ def submit_run(
         force: Submit even if the planner predicts that the run exceeds device memory.
 
     Examples:
-        >>> config = slurmllm.load_recipe("tiny_neox", settings={"train.steps": 20})
+        >>> config = slurmllm.load_recipe("tiny_neox", None, {"train.steps": 20}, local=True)
         >>> dry = slurmllm.submit_run(config, nodes=4, dry_run=True)
         >>> dry.scripts["train"].splitlines()[0]
         '#!/bin/bash'
@@ -139,7 +145,7 @@ def submit_run(
     if local and threading.current_thread() is not threading.main_thread():
         raise errors.UserError("local=True: call it in the main thread, whose signals end the run")
     request = RunRequest(
-        config=_config_of(recipe),
+        config=_config_of(recipe, local),
         nodes=nodes,
         root=runs_root(runs_dir),
         name=name,

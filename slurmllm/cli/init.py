@@ -71,6 +71,8 @@ def init(
     from slurmllm.slurm.client import SlurmClient
 
     if recipe is not None or base is not None:
+        if partition or out or dry_run or as_json:
+            raise UserError("--recipe goes with --from and --force only; it asks nothing of Slurm")
         _write_recipe(recipe, base, force)
         return
     options.check_folder("--out", out)

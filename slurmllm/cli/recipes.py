@@ -63,7 +63,7 @@ def _list(as_json: bool) -> None:
     from slurmllm.config.resolve import recipes_dir, resolve
     from slurmllm.plan.parameters import parameters
 
-    recipes = (resolve(name).recipe for name in available(recipes_dir()))
+    recipes = (resolve(name, "local").recipe for name in available(recipes_dir()))
     counted = ((recipe, parameters(recipe.model)) for recipe in recipes)
     ordered = sorted(counted, key=lambda row: (row[0].name.partition("_")[0], row[1], row[0].name))
     if as_json:
@@ -163,6 +163,8 @@ def _show(
     if not explain:
         from slurmllm.config.yaml_source import write_yaml
 
+        if cluster is None and not any(text.startswith("parallel") for text in overrides):
+            _restore_layouts(tree, config, name)
         profile = write_yaml({"cluster": tree.pop("cluster")})
         click.echo(write_yaml(tree), nl=False)
         if cluster is not None or any(text.startswith("cluster.") for text in overrides):
@@ -173,6 +175,22 @@ def _show(
 
     rows = ((path, str(value), sources[path]) for path, value in flatten(tree).items())
     print_table(("field", "value", "source"), rows, fold="value")
+
+
+def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None:
+    """Replace what a layout has set by the recipe's layouts, so that it is for any cluster."""
+    from slurmllm.config.layouts import LAYOUT
+    from slurmllm.config.resolve import read_layouts
+
+    paths = [path for path, source in config.origins.items() if source.startswith(LAYOUT)]
+    for path in paths:
+        section, _, field = path.partition(".")
+        if section in tree and section != "parallel":
+            del tree[section][field]
+    if any(path.startswith("parallel") for path in paths):
+        del tree["parallel"]
+    if paths:
+        tree["layouts"] = read_layouts(name)
 
 
 def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:

@@ -198,9 +198,11 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
         click.echo(f"# ── changed: {path}, from {before} to {after}")
     for variable, name in prepared.shell_defaults.items():
         click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
-    for stage, text in prepared.scripts.items():
+    if "precompile" not in prepared.stages:
+        click.echo("# ── no precompile stage")
+    for stage in prepared.stages:
         click.echo(f"# ── {prepared.run.script(stage)}")
-        click.echo(text)
+        click.echo(prepared.scripts[stage])
     click.echo("# ── the workers' environment")
     rows = ((row["name"], row["value"] or "''", row["source"]) for row in summary["environment"])
     print_table(("variable", "value", "source"), rows, fold="value")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+LAYOUT = "layout of "  # prefix of the origins of what a layout sets
 # What a layout sets; `parallel` as a whole.
 _SETTINGS = ("parallel", "train.micro_batch", "train.activation_checkpointing")
 
@@ -15,7 +16,8 @@ def apply_layouts(
     """Move the settings for a cluster from a recipe's `layouts` to their sections, in place.
 
     The layout of the profile precedes that of the device, and what the recipe sets itself both. On
-    other clusters the planner chooses. What is no setting of a layout is left, for the validation.
+    other clusters, and with `parallel: auto`, the planner chooses. What is no setting of a layout
+    is left, for the validation.
 
     Args:
         cluster: The profile's values.
@@ -23,18 +25,21 @@ def apply_layouts(
     layouts = values.get("layouts")
     if not isinstance(layouts, dict):
         return
+    parallel = values.get("parallel")
+    leaves_all_open = parallel == "auto" or (isinstance(parallel, dict) and parallel.get("auto"))
     for name in (str(cluster.get("name")), str(cluster.get("device"))):
-        for path in _SETTINGS:
-            _move(path, layouts.get(name), f"layouts.{name}.", values, origins)
+        for path in () if leaves_all_open else _SETTINGS:
+            _move(path, layouts.get(name), name, values, origins)
     if "parallel" not in values:
         values["parallel"] = "auto"
         origins["parallel"] = f"no layout for {cluster.get('name')}"
 
 
 def _move(
-    path: str, layout: Any, prefix: str, values: dict[str, Any], origins: dict[str, str]
+    path: str, layout: Any, cluster: str, values: dict[str, Any], origins: dict[str, str]
 ) -> None:
     """Set one setting to a layout's, if the recipe does not set it."""
+    prefix = f"layouts.{cluster}."
     section, _, name = path.rpartition(".")
     source, target = layout, values
     if section:
@@ -43,7 +48,9 @@ def _move(
     if not isinstance(source, dict) or name not in source or not isinstance(target, dict):
         return
     places = [p for p in origins if p == f"{prefix}{path}" or p.startswith(f"{prefix}{path}.")]
-    moved = {place.removeprefix(prefix): origins.pop(place) for place in places}
+    moved = {
+        place.removeprefix(prefix): f"{LAYOUT}{cluster}, {origins.pop(place)}" for place in places
+    }
     value = source.pop(name)
     if name not in target:
         target[name] = value

@@ -15,7 +15,7 @@ from slurmllm.config.cluster import Cluster
 from slurmllm.config.directives import may_be_in_file, parse_options, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import read_model
-from slurmllm.config.layouts import apply_layouts
+from slurmllm.config.layouts import LAYOUT, apply_layouts
 from slurmllm.config.profiles import (
     Level,
     did_you_mean,
@@ -191,8 +191,10 @@ def resolve(
     """
     recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
     values, origins = _read_recipe(recipe_path)
-    chosen = choose_cluster(cluster)[0] or _default_cluster(values, origins)
-    cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", "--cluster FILE.yaml")
+    chosen, source = choose_cluster(cluster)
+    fix = "--cluster FILE.yaml" if chosen == cluster else f"correct {source}, which names it"
+    chosen = chosen or _default_cluster(values, origins)
+    cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", fix)
     profile = read_profile(cluster_path, clusters_dir())
     cluster_values, cluster_origins = with_user_configuration(profile)
     apply_layouts(values, origins, cluster_values)
@@ -220,6 +222,12 @@ def resolve(
     config = validate(tree, origins, faults, f"{recipe_path.name} with {cluster_path.name}")
     # Those of other clusters are no part of the run.
     return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
+
+
+def read_layouts(recipe: str) -> dict[str, Any]:
+    """Return the layouts of a recipe's file and of what it extends."""
+    path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
+    return dict(_read_recipe(path)[0].get("layouts", {}))
 
 
 def _default_cluster(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -370,6 +378,10 @@ def _override(
     for dotted, value, source in settings:
         whole = (dotted, value) == ("parallel", "auto")
         _assign(tree, dotted, dict(_AUTO) if whole else value, source, origins, faults)
+        for path in OPEN if whole else ():  # a layout's are the planner's now
+            if origins.get(path, "").startswith(LAYOUT):
+                group, _, name = path.partition(".")
+                tree[group].pop(name), origins.pop(path)
 
 
 def _assign_options(

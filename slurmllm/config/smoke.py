@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slurmllm.config.resolve import RunConfig, change
+from slurmllm.errors import ConfigError
 
 _STEPS = 20  # of --smoke
 _SAVES = 2  # at most, and as many evaluations
@@ -16,9 +17,13 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
     Warm-up, decay, saves, evaluations and the profiled steps are scaled, except what --set fixes.
 
     Raises:
-        ConfigError: what --set fixes is impossible in so few steps.
+        ConfigError: --set fixes the steps, or what is impossible in so few.
     """
     option = "--smoke" if steps is None else f"--steps {steps}"
+    if config.origins.get("train.steps", "").startswith("--set"):
+        raise ConfigError(
+            f"{option} and --set train.steps exclude each other; leave out the latter"
+        )
     steps, recipe, optim = steps or _STEPS, config.recipe, config.recipe.optim
 
     def scaled(step: int, least: int = 1) -> int:

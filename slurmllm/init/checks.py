@@ -56,8 +56,9 @@ def _changes(cluster: Cluster, draft: Draft) -> Iterator[str]:
         if before != after and (name, before) != ("cpus_per_node", None):
             yield f"{name} {before} to {after}"
     options, new_options = (parse_options(profile.directives) for profile in (cluster, new))
+    gpus = new_options.get("gpus-per-node", new.devices_per_node)
     if new.device == "cuda" and not options.keys() & {*_REQUESTS}:
-        yield f"directives to request GPUs (--gpus-per-node={new_options['gpus-per-node']})"
+        yield f"directives to request GPUs (--gpus-per-node={gpus})"
     if "mem" in new_options and not any(option.startswith("mem") for option in options):
         yield "directives to request all memory (--mem=0)"
     hardware, nearest = cluster.hardware, new.hardware

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -64,7 +64,8 @@ def _lines(
     yield f"cpus_per_node: {kind.cpus}", "by Slurm"
     yield from _disk_line(survey, figures, base)
     yield "exclusive: true", "whole nodes; false: also give --cpus-per-task and --mem"
-    yield from _directive_lines(survey, partition, kind)
+    inherited = () if kind.gpus else base.get("directives", ())  # a list replaces the other one
+    yield from _directive_lines(survey, partition, kind, inherited)
     if machine.modules:
         loaded = f"; loaded now: {' '.join(machine.loaded)}" if machine.loaded else ""
         yield "# setup:", f"lines of shell for each job; {machine.modules}{loaded}"
@@ -95,9 +96,9 @@ def _disk_line(survey: Survey, figures: Figures, base: dict[str, Any]) -> Iterat
 
 
 def _directive_lines(
-    survey: Survey, partition: Partition, kind: NodeKind
+    survey: Survey, partition: Partition, kind: NodeKind, inherited: Iterable[str]
 ) -> Iterator[tuple[str, str]]:
-    options = dict[str, str]()
+    options = dict.fromkeys(inherited, "")
     if kind.gpus:
         others = sum(len(other.nodes) for other in partition.kinds[1:])
         count = f"{kind.gpu_type}:{kind.gpus}" if others and kind.gpu_type else str(kind.gpus)

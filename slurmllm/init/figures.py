@@ -73,5 +73,5 @@ def _by_gpu(text: str) -> tuple[str, str | None]:
     gpu = next((gpu for gpu in _GPUS if re.search(rf"\b{gpu}\b", text)), None)
     if gpu is None:
         return _OTHER_GPU, None
-    name = _SMALL_A100 if gpu == "a100" and re.search(r"\b40gb\b", text) else _GPUS[gpu]
+    name = _SMALL_A100 if gpu == "a100" and re.search(r"\b40(gb)?\b", text) else _GPUS[gpu]
     return name, None if _UNLIKE.search(text) else gpu

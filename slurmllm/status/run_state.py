@@ -262,7 +262,7 @@ def is_process_alive(sent: Submission) -> bool:
     # Its identity names the boot of a machine: a shared file system shows runs of others, too.
     if sent.pid is None or sent.pid == os.getpid():
         return False
-    return is_running(sent.pid, sent.process, b"slurmllm")
+    return is_running(sent.pid, sent.process, b"")
 
 
 def host_elsewhere(sent: Submission, jobs: _Jobs) -> str | None:
@@ -297,7 +297,7 @@ def sweep_process(run: RunDir) -> str | None:
         sweep = SweepRecord.find(SweepDir(run.path.parent).record)
         if sweep is None or sweep.pid is None:
             return None
-        if is_running(sweep.pid, sweep.process, b"slurmllm"):
+        if is_running(sweep.pid, sweep.process, b""):
             return f"process {sweep.pid}"
         runs = (RunDir(run.path.parent / case.run) for case in sweep.cases)
         writes = (time.time() - last_written(other) < SILENT_S for other in runs)

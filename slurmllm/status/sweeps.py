@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,17 @@ def runs_of(target: RunDir | SweepDir, record: SweepRecord | None = None) -> lis
     if isinstance(target, RunDir):
         return [target]
     cases = (record or SweepRecord.load(target.record)).cases
-    return [run for case in cases if (run := target.run(case.run)).path.is_dir()]
+    runs = [target.run(case.run) for case in cases]
+    return [run for run in runs if run.path.is_dir() and not only_checkpoints(run)]
+
+
+def only_checkpoints(run: RunDir) -> bool:
+    """Whether a folder has what the deletion of a run leaves: complete checkpoints alone."""
+    with suppress(OSError, ValueError):
+        steps = {run.checkpoint(step) for step in run.checkpoint_steps()}
+        entries = [*run.path.iterdir()]
+        return entries == [run.checkpoints] and steps == {*run.checkpoints.iterdir()}
+    return False
 
 
 def read_sweep(sweep: SweepDir, client: SlurmClient) -> SweepState:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmllm.errors import RunError, StorageError
-from slurmllm.run.records import JobsRecord
+from slurmllm.run.records import JobsRecord, SweepRecord
 from slurmllm.run.rundir import RunDir, SweepDir, find_run_or_sweep, is_sweep
 from slurmllm.run.safe_files import os_error_text, user_name
 from slurmllm.slurm.client import SlurmClient
-from slurmllm.status.sweeps import runs_of
+from slurmllm.status.sweeps import only_checkpoints, runs_of
 from slurmllm.submit.resume import require_ended
 
 
@@ -36,14 +36,22 @@ class Deletion(NamedTuple):
 
 
 def find_deletable(name: str, root: Path) -> RunDir | SweepDir:
-    """Find a run, a sweep, or the checkpoints that the deletion of a run has left; RunError."""
-    for run in (RunDir(root / name), RunDir(Path(name).absolute())):
-        with suppress(OSError, ValueError):
-            steps = {run.checkpoint(step) for step in run.checkpoint_steps()}
-            entries = [*run.path.iterdir()]
-            if entries == [run.checkpoints] and steps == {*run.checkpoints.iterdir()}:
-                return run
+    """Find a run, a sweep, or the checkpoints that a deletion has left; RunError."""
+    for path in (root / name, Path(name).absolute()):
+        if path != root.absolute() and _left_runs(path):
+            return RunDir(path)
     return find_run_or_sweep(name, root)
+
+
+def _left_runs(path: Path) -> list[RunDir]:
+    """Return the runs, of a sweep too, whose deletion has left nothing but checkpoints here."""
+    if only_checkpoints(RunDir(path)):
+        return [RunDir(path)]
+    with suppress(OSError):
+        runs = [RunDir(entry) for entry in path.iterdir()]
+        if all(map(only_checkpoints, runs)):
+            return runs
+    return []
 
 
 def plan_deletion(
@@ -57,7 +65,12 @@ def plan_deletion(
         raise RunError(f"{path} belongs to {user_name(owner)}, who can delete it")
     if path.parent.name == "graphs" and is_sweep(path.parents[1]):
         raise RunError(f"{path} compiles graphs for a sweep; delete {path.parents[1].name} instead")
-    runs = [target] if isinstance(target, RunDir) else [*runs_of(target), *target.graph_runs()]
+    if isinstance(target, RunDir):
+        runs = _left_runs(path) or [target]
+    else:
+        cases = [target.run(case.run) for case in SweepRecord.load(target.record).cases]
+        left = [run for run in cases if only_checkpoints(run)]
+        runs = [*runs_of(target), *left, *target.graph_runs()]
     _require_ended(runs, client)
     steps = {run: len(run.checkpoint_steps()) for run in runs}
     folders = [run.checkpoints for run in runs if steps[run]]

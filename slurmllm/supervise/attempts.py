@@ -62,7 +62,10 @@ def process_identity(pid: int) -> str | None:
 
 
 def is_running(pid: int, identity: str | None, text: bytes) -> bool:
-    """Whether a recorded process still runs, with `text` in its command line."""
+    """Whether a recorded process still runs, with `text` in its command line.
+
+    A run that Python submitted has a process of any name.
+    """
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

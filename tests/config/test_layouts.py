@@ -44,7 +44,7 @@ def test_the_profile_precedes_its_device(tmp_path: Path) -> None:
         f"parallel.{name}"
         for name in ("pipeline", "virtual_pipeline", "sequence", "zero", "shard_nodes")
     ]
-    assert p5.origins["train.micro_batch"].startswith("mine.yaml:")
+    assert p5.origins["train.micro_batch"].startswith("layout of cuda, mine.yaml:")
     assert len(resolve(path, "trn1").open_settings()) == len(resolve(path, "local").open_settings())
     assert "layouts" not in yaml.safe_load(p5.to_yaml())
     run = tmp_path / "config.yaml"
@@ -73,7 +73,7 @@ def test_null_leaves_a_setting_to_the_planner(tmp_path: Path) -> None:
         ("layouts: 3\n", "layouts: 3 (mine.yaml:"),
         ("layouts: {cuda: {optim: {lr: 1}}}\n", "layouts.cuda.optim: unknown field"),
         ("layouts: {neuron: {train: {steps: 1}}}\n", "layouts.neuron.train.steps: unknown field"),
-        ("layouts: {cuda: {parallel: {tensor: x}}}\n", "parallel.tensor: 'x' (mine.yaml:"),
+        ("layouts: {cuda: {parallel: {tensor: x}}}\n", "parallel.tensor: 'x' (layout of cuda, mine.yaml:"),
         ("layouts: {cuda: {parallel: {pipeline: 3}}}\n", "parallel.pipeline: 3 does not divide"),
         ("layouts: {cpu: {parallel: {tensor: x}}}\n", "layouts.cpu.parallel.tensor: 'x'"),
     ],

@@ -129,7 +129,7 @@ def test_order_of_the_default_cluster(
     ("text", "message"),
     [
         ("cluster: 5\n", "cluster: 5 must be a profile's name or a .yaml file"),
-        ("cluster: gone.yaml\n", "gone.yaml'; --cluster FILE.yaml"),
+        ("cluster: gone.yaml\n", "config.yaml, which names it"),
         ("clusters: p5\n", "unknown field 'clusters'; it may set cluster, data,"),
     ],
 )
