@@ -30,7 +30,7 @@ def delete(
     is no run, or the run is pending or running. Replicas of checkpoints, what trackers have, and
     caches on the nodes' own disks stay.
     """
-    from slurmllm.errors import UserError
+    from slurmllm.errors import RunError, UserError
     from slurmllm.format import format_bytes, format_plural
     from slurmllm.run.rundir import RunDir
     from slurmllm.slurm.client import SlurmClient
@@ -53,10 +53,13 @@ def delete(
         raise UserError(f"nothing was deleted: --yes deletes {total}")
     if not yes:
         click.confirm(f"delete {total}?", abort=True, err=True)
-    for target in targets:
-        with locked(RunDir(target.path), "delete"):
+    for plan in plans:
+        with locked(RunDir(plan.target.path), "delete"):
             # Again, under the lock: a `resume` may have come between.
-            delete_planned(plan_deletion(target, checkpoints, client))
+            latest = plan_deletion(plan.target, checkpoints, client)
+            if latest[3:] != plan[3:]:
+                raise RunError(f"{plan.target.path} has changed meanwhile; it was not deleted")
+            delete_planned(latest)
     if as_json:
         options.echo_json({"deleted": [plan.to_json() for plan in plans]})
     else:

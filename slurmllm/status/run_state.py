@@ -297,7 +297,7 @@ def sweep_process(run: RunDir) -> str | None:
         sweep = SweepRecord.find(SweepDir(run.path.parent).record)
         if sweep is None or sweep.pid is None:
             return None
-        if is_running(sweep.pid, sweep.process, b""):
+        if is_running(sweep.pid, sweep.process, b"slurmllm"):
             return f"process {sweep.pid}"
         runs = (RunDir(run.path.parent / case.run) for case in sweep.cases)
         writes = (time.time() - last_written(other) < SILENT_S for other in runs)

@@ -48,7 +48,8 @@ def _left_runs(path: Path) -> list[RunDir]:
     if only_checkpoints(RunDir(path)):
         return [RunDir(path)]
     with suppress(OSError):
-        runs = [RunDir(entry) for entry in path.iterdir()]
+        # Without the lock of this deletion.
+        runs = [RunDir(entry) for entry in path.iterdir() if entry != RunDir(path).lock]
         if all(map(only_checkpoints, runs)):
             return runs
     return []

@@ -39,6 +39,7 @@ def test_what_recipes_prints_is_the_recipe(name: str, tmp_path: Path) -> None:
     before, after = resolve(name), resolve(str(path))
     assert after.recipe == before.recipe
     assert after.open_settings() == before.open_settings()
+    assert resolve(str(path), "p5").recipe == resolve(name, "p5").recipe
     assert schema_faults("recipe", path.read_text()) == []
     # With a profile too, and when the planner is to choose.
     path.write_text(call("recipes", name, "--cluster", "p5", "parallel=auto").stdout)

@@ -52,6 +52,15 @@ def test_the_profile_precedes_its_device(tmp_path: Path) -> None:
     assert load(run).recipe == p5.recipe
 
 
+@pytest.mark.parametrize(("text", "overrides"), [("parallel: auto\n", []), ("", ["parallel=auto"])])
+def test_auto_leaves_all_of_a_layout_to_the_planner(
+    tmp_path: Path, text: str, overrides: list[str]
+) -> None:
+    config = resolve(recipe(tmp_path, LAYOUTS + text, micro_batch=None), "p4d", overrides)
+    assert "train.activation_checkpointing" in config.open_settings()
+    assert len(config.open_settings()) == 8
+
+
 def test_what_the_recipe_sets_precedes_layouts(tmp_path: Path) -> None:
     path = recipe(tmp_path, f"{LAYOUTS}parallel: {{tensor: 2}}\n", micro_batch=2)
     config = resolve(path, "p4d")
@@ -73,7 +82,10 @@ def test_null_leaves_a_setting_to_the_planner(tmp_path: Path) -> None:
         ("layouts: 3\n", "layouts: 3 (mine.yaml:"),
         ("layouts: {cuda: {optim: {lr: 1}}}\n", "layouts.cuda.optim: unknown field"),
         ("layouts: {neuron: {train: {steps: 1}}}\n", "layouts.neuron.train.steps: unknown field"),
-        ("layouts: {cuda: {parallel: {tensor: x}}}\n", "parallel.tensor: 'x' (layout of cuda, mine.yaml:"),
+        (
+            "layouts: {cuda: {parallel: {tensor: x}}}\n",
+            "parallel.tensor: 'x' (layout of cuda, mine.yaml:",
+        ),
         ("layouts: {cuda: {parallel: {pipeline: 3}}}\n", "parallel.pipeline: 3 does not divide"),
         ("layouts: {cpu: {parallel: {tensor: x}}}\n", "layouts.cpu.parallel.tensor: 'x'"),
     ],

@@ -37,6 +37,8 @@ def test_what_is_scaled_and_what_is_not() -> None:
     assert short.recipe.eval.every_steps == 10
     assert short.recipe.profile.steps == (38, 40)
     assert short.origins["optim.warmup_steps"] == "--steps 40"
+    with pytest.raises(ConfigError, match=r"--smoke and --set train.steps exclude each other"):
+        shorten(resolve("tiny_neox", overrides=["train.steps=30"]))
     with pytest.raises(ConfigError, match="1 error") as caught:
         shorten(resolve("tiny_neox", overrides=["optim.warmup_steps=30"]), 20)
     assert caught.value.faults[0].startswith("optim.warmup_steps: 30 is not less than 20")

@@ -121,7 +121,17 @@ def test_sweeps(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     assert [path for path in sweep.rglob("*") if path.is_file()] == [
         first.checkpoint(10) / "manifest.json"
     ]
+    # What is left is deleted only if that is asked for.
+    assert call("delete", "s", "--yes").exit_code == 0
+    assert first.checkpoint(10).is_dir()
+    assert call("delete", "s", "--yes", "--checkpoints").exit_code == 0
+    assert not sweep.exists()
     submitted(fake, inputs, "--name", "t", "--sweep", "train.seed=1,2")
     call("cancel", "t")
+    save_manifest(RunDir(Path("runs/t/t-seed1").absolute()), 10)
+    assert call("delete", "runs/t/t-seed1", "--yes").exit_code == 0
+    assert [run["name"] for run in call_json("status", "t")["runs"]] == ["t-seed2"]
+    done = call("delete", "runs/t/t-seed1", "--yes", "--checkpoints")
+    assert done.exit_code == 0, done.output
     assert call("delete", "t", "--yes").exit_code == 0
     assert not Path("runs/t").exists()

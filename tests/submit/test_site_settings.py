@@ -136,7 +136,7 @@ def test_a_range_of_nodes(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     few = ("--set", "train.global_batch=8", *inputs)
     run = Path(str(submitted(fake, few, "--name", "r", "--nodes", "2-5")["run_dir"]))
     assert "#SBATCH --nodes=2-4\n" in (run / "scripts" / "train.sbatch").read_text()
-    assert "ntasks-per-node" not in (run / "scripts" / "train.sbatch").read_text()
+    assert "#SBATCH --ntasks-per-node" not in (run / "scripts" / "train.sbatch").read_text()
     assert "#SBATCH --nodes=1\n" in (run / "scripts" / "precompile.sbatch").read_text()
     assert load(RunDir(run).config).recipe.slurm.min_nodes == 2
     assert "3 is not possible with this mesh and global batch; 4 is" in fails(
