@@ -95,6 +95,12 @@ class Survey:
         )
 
 
+_ELSEWHERE = (
+    "run `slurmllm init` on a login node of the cluster. Without Slurm no profile is needed: "
+    "`slurmllm submit RECIPE --local`"
+)
+
+
 def survey(client: SlurmClient) -> Survey:
     """Return what Slurm and this machine tell.
 
@@ -102,11 +108,11 @@ def survey(client: SlurmClient) -> Survey:
         SlurmError: no Slurm here, no answer, or no partition for this user.
     """
     if "scontrol" in client.missing_commands():
-        raise SlurmError(
-            "no Slurm here: scontrol is not on the PATH; run `slurmllm init` on a login node of "
-            "the cluster. Without Slurm no profile is needed: `slurmllm submit RECIPE --local`"
-        )
-    settings, fields = client.settings(), client.partitions()
+        raise SlurmError(f"no Slurm here: scontrol is not on the PATH; {_ELSEWHERE}")
+    try:
+        settings, fields = client.settings(), client.partitions()
+    except SlurmError as error:
+        raise SlurmError(f"{error}; {_ELSEWHERE}") from error
     members: dict[str, list[PartitionNode]] = {}
     for node in client.partition_nodes():
         members.setdefault(node.partition, []).append(node)
