@@ -149,10 +149,10 @@ class Bench:
             assert time.monotonic() < deadline, failure
             time.sleep(every_s)
 
-    def compare_exactly(self, one: str, other: str) -> dict[str, Any]:
+    def compare_exactly(self, one: str, other: str, steps: int = 40) -> dict[str, Any]:
         found = dict(json.loads(self.look("compare", one, other, "--exact", "--json")))
         assert found["verdict"] == "identical"
-        assert found["steps_compared"] == found["last_step"] == 40
+        assert found["steps_compared"] == found["last_step"] == steps
         assert not found["only_in_a"]
         assert not found["only_in_b"]
         return found

@@ -72,7 +72,7 @@ def test_a_node_that_dies(bench: Bench, broken: str) -> None:
     for fresh in set(after) - set(before):
         assert bench.node(broken, 1, fresh)["cache"] == "broadcast"
     # Steps that were made on both sets of nodes.
-    overlap = bench.compare_exactly(broken, broken)["overlaps"]["b"]
+    overlap = bench.compare_exactly(broken, broken, STEPS)["overlaps"]["b"]
     assert overlap["identical"] or overlap["rows"] == 0  # it may die right after a checkpoint
 
 

@@ -52,7 +52,7 @@ def test_tiny_recipes_stay_on_this_machine(recipe: str) -> None:
 def test_a_source_s_layout_is_for_its_hardware_alone() -> None:
     trn1, p5 = (resolve("llama3_8b", cluster) for cluster in ("trn1", "p5"))
     assert trn1.recipe.parallel.tensor == 32
-    assert trn1.origins["parallel.tensor"].startswith("llama3_8b.yaml:")
+    assert trn1.origins["parallel.tensor"].startswith("layout of neuron, llama3_8b.yaml:")
     assert trn1.recipe.train.activation_checkpointing == "selective"
     assert trn1.open_settings() == []
     assert "train.micro_batch" in p5.open_settings()
