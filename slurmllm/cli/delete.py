@@ -42,11 +42,11 @@ def delete(
     plans = [plan_deletion(target, checkpoints, client) for target in targets]
     for plan in [] if as_json else plans:
         count = format_plural(plan.checkpoints, "checkpoint")
-        what = f"with {count}"
+        what = f"including {count}"
         if plan.keeps_checkpoints:
             size = format_bytes(plan.checkpoint_bytes)
-            what = f"without {count} ({size}), which --checkpoints deletes too"
-        click.echo(f"{plan.target.path}: {format_bytes(plan.bytes)}, {what}")
+            what = f"not {count} ({size}), for which add --checkpoints"
+        click.echo(f"{plan.target.path}: deletes {format_bytes(plan.bytes)}, {what}")
     total = f"{', '.join(plan.target.name for plan in plans)}: "
     total += format_bytes(sum(plan.bytes for plan in plans))
     if not yes and not sys.stdin.isatty():

@@ -15,9 +15,9 @@ def apply_layouts(
 ) -> None:
     """Move the settings for a cluster from a recipe's `layouts` to their sections, in place.
 
-    The layout of the profile precedes that of the device, and what the recipe sets itself both. On
-    other clusters, and with `parallel: auto`, the planner chooses. What is no setting of a layout
-    is left, for the validation.
+    The recipe's own value has precedence over the layout of the profile, and that over the layout
+    of the device. Without any of them, and with `parallel: auto`, the planner chooses. What is
+    no setting of a layout is left, for the validation.
 
     Args:
         cluster: The profile's values.

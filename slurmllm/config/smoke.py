@@ -22,7 +22,7 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
     option = "--smoke" if steps is None else f"--steps {steps}"
     if config.origins.get("train.steps", "").startswith("--set"):
         raise ConfigError(
-            f"{option} and --set train.steps exclude each other; leave out the latter"
+            f"{option} and --set train.steps exclude each other; leave out train.steps"
         )
     steps, recipe, optim = steps or _STEPS, config.recipe, config.recipe.optim
 

@@ -161,7 +161,7 @@ def fsdp_disabled(config: RunConfig, mesh: Mesh) -> bool:
 
 
 def one_pass_adamw(config: RunConfig, mesh: Mesh) -> bool:
-    """Whether the optimizer takes gradients and writes weights in bf16, beside those in fp32.
+    """Whether the optimizer reads bf16 gradients, and updates fp32 weights and their bf16 copy.
 
     The native backend's `mixed_adamw.py`, with torch 2.10 or later.
     """
@@ -271,10 +271,11 @@ def shard_node_options(config: RunConfig, nodes: int) -> list[int]:
 
 
 def adapt_to_nodes(config: RunConfig, nodes: int) -> RunConfig:
-    """Return a configuration in which what the planner chose suits another number of nodes.
+    """Adapt what the planner chose to another number of nodes; what the user set stays.
 
-    The shards of copies are the smallest ones over as many nodes or more, and the micro batch is
-    the largest up to the planner's that divides a worker's share. What was set is kept.
+    `parallel.shard_nodes` becomes the smallest possible value that is not below the planner's, and
+    the micro batch the largest one, up to the planner's, that divides each worker's part of the
+    global batch.
     """
     shards = config.recipe.parallel.shard_nodes
     options = shard_node_options(config, nodes)

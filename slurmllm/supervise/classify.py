@@ -354,7 +354,7 @@ def _unexplained(worker: FailedWorker, evidence: Evidence) -> Ending | None:
     if evidence.overran_s is not None:
         return None  # the supervisor may have sent the signal
     if -code == signal.SIGKILL and (kills := evidence.nodes[name].oom_kills):
-        text = f"rank {rank} on {name} was ended by SIGKILL for want of host memory"
+        text = f"rank {rank} on {name} was ended by SIGKILL: out of host memory"
         return Ending("out_of_memory", (f"{text} (the kernel's oom_kill there: {kills})",))
     text = f"rank {rank} on {name} was ended by {how} from outside"
     if -code == signal.SIGBUS:

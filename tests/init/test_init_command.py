@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,7 +195,8 @@ def test_a_real_site_with_gpus(
     assert "no terminal to ask on; add --yes" in init(text="").stderr
     done = init(text="gpu\ny\n")
     assert done.exit_code == 0, done.output
-    assert ") [gpu]: " in done.stderr  # the partition where all nodes have GPUs
+    (choices,) = re.findall(r"partition \((.*)\) \[gpu\]: ", done.stderr)
+    assert {*choices.split(", ")} == {"main", "gpu", "urgent"}
     runs = f"--runs-dir={tmp_path}"
     checks = {c["name"]: c for c in json.loads(call("doctor", "--json", runs).stdout)["checks"]}
     assert {checks[name]["state"] for name in ("profile", "limits", "CPUs", "devices")} == {"ok"}

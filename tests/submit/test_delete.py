@@ -55,7 +55,7 @@ def test_the_checkpoints_stay(run: RunDir) -> None:
 def test_with_checkpoints_nothing_stays(run: RunDir) -> None:
     everything = size(run.path)
     shown = call("delete", "r", "--checkpoints", "--yes")
-    assert "with 2 checkpoints" in shown.stdout
+    assert "including 2 checkpoints" in shown.stdout
     assert [*run.path.parent.iterdir()] == []
     assert f"{everything / 1000:.1f} kB" in shown.stdout
 

@@ -184,12 +184,12 @@ ROWS: dict[str, tuple[Evidence, EndingClass, str]] = {
             LOST,
         ),
         "out_of_memory",
-        "rank 1 on n2 was ended by SIGKILL for want of host memory",
+        "rank 1 on n2 was ended by SIGKILL: out of host memory",
     ),
     "host memory, of the node that is read last": (
         seen({"n1": node("n1", {0: -9}), "n2": node("n2", {1: -9}, oom_kills=1)}),
         "out_of_memory",
-        "rank 1 on n2 was ended by SIGKILL for want of host memory",
+        "rank 1 on n2 was ended by SIGKILL: out of host memory",
     ),
     "host memory, of a process that reads data": (
         seen(

@@ -21,7 +21,7 @@ from slurmllm.config.recipe import OptimConfig
 
 
 class MixedAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW with the clipping of gradients, and with a copy of the weights in bf16.
+    """torch.optim.AdamW that also clips the gradients and writes the bf16 weights of the next step.
 
     The state has the names and shapes of AdamW's. Gradients are bf16 or fp32.
 
