@@ -295,7 +295,7 @@ def sweep_process(run: RunDir) -> str | None:
     """Return the process of the local sweep that a run is in, if it runs or may run elsewhere."""
     with suppress(StorageError):
         sweep = SweepRecord.find(SweepDir(run.path.parent).record)
-        if sweep is None or sweep.pid is None:
+        if sweep is None or sweep.pid in (None, os.getpid()):
             return None
         if is_running(sweep.pid, sweep.process, b"slurmllm"):
             return f"process {sweep.pid}"
