@@ -114,7 +114,7 @@ def _matching(run: RunDir, command: CommandConfig) -> Iterator[tuple[Path, int |
     pairs = [special.get(piece) or (glob.escape(piece), re.escape(piece)) for piece in pieces]
     pattern, expression = ("".join(part) for part in zip(*pairs, strict=True))
     base = Path(command.folder or "/")
-    for name in glob.glob(pattern, root_dir=base):
+    for name in glob.glob(pattern, root_dir=base):  # noqa: PTH207 - the pattern may be absolute
         if match := re.fullmatch(expression, name):
             yield base / name, int(match["step"]) if _STEP in command.checkpoints else None
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel
 
 from slurmllm.config.operation import PositiveInt, Section
 from slurmllm.errors import ConfigError
@@ -165,6 +165,7 @@ def _absent(section: type[S], name: str) -> S:
             )
         raise AttributeError(field)
 
-    empty = type(f"_No{section.__name__}", (section,), {"__getattr__": refuse}).model_construct()
+    kind: type[S] = type(f"_No{section.__name__}", (section,), {"__getattr__": refuse})
+    empty = kind.model_construct()
     empty.__dict__.clear()
     return empty

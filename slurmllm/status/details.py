@@ -22,6 +22,7 @@ from slurmllm.run.records import (
     AttemptRecord,
     Event,
     ExcludedNode,
+    NodeRecord,
     Phase,
     SkippedBatches,
     SkipsRecord,

@@ -307,7 +307,7 @@ def timeline(
     record: AttemptRecord,
     ended_at: float,
     first_symptom_at: float | None,
-    config: RunConfig,
+    config: RunConfig | None = None,
 ) -> Timeline:
     """Reconstruct the timeline of a train attempt.
 
@@ -363,13 +363,13 @@ def timeline(
 
 
 def saved_by(
-    run: RunDir, record: AttemptRecord, config: RunConfig, ended_at: float | None = None
+    run: RunDir, record: AttemptRecord, config: RunConfig | None, ended_at: float | None = None
 ) -> list[int]:
     """Return the steps of the existing checkpoints that an attempt wrote.
 
     Of a trainer whose checkpoints are not watched, all steps that it trained count as saved.
     """
-    attempt, command = record.attempt, config.recipe.command
+    attempt, command = record.attempt, config.recipe.command if config else None
     if command is not None and command.checkpoints is None:
         with suppress(RunError, OSError):
             last = last_row_of(run.metrics(attempt))

@@ -131,7 +131,7 @@ class TrainerLauncher(Launcher):
             self.observer.observe()
 
     def exit_codes(self) -> dict[int, int]:
-        """Rank → exit code; a worker that ends after it was asked to has left, whatever its code."""
+        """Rank → exit code; who ends after being asked to has left, whatever its own code."""
         for rank, worker in self.processes.items():
             code = worker.poll()
             if code is not None and rank not in self._codes:
@@ -203,7 +203,7 @@ class TrainerObserver:
         if step is not None and step != self._step:
             self._step = step
             self._phases.begin("stepping", step)
-        if self._missing != "" and step is not None or now >= self._judged_at:
+        if (self._missing != "" and step is not None) or now >= self._judged_at:
             self._judged_at = now + _MISSING_S
             self._save_missing()
         if now >= self._next_look:

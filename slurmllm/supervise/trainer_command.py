@@ -175,4 +175,3 @@ def _exceptions(lines: Iterable[OutputLine]) -> Iterable[tuple[OutputLine, str, 
             pending = line, match["name"], match["message"] or ""
     if pending is not None:
         yield pending
-

@@ -173,7 +173,12 @@ class Watchdog:
     """Watches one train attempt for the supervisor; `first_only`: only rank 0 reports phases."""
 
     def __init__(
-        self, run: RunDir, record: AttemptRecord, config: WatchdogConfig, *, first_only: bool
+        self,
+        run: RunDir,
+        record: AttemptRecord,
+        config: WatchdogConfig,
+        *,
+        first_only: bool = False,
     ) -> None:
         self.run, self.record, self.config = run, record, config
         self._heartbeats: dict[str, Heartbeat] = {}
