@@ -110,6 +110,13 @@ LINES: dict[str, tuple[str, int, dict[str, float]]] = {
         1,
         {"loss": 8.1234, "grad_norm": 1.2345},
     ),
+    "NeMo or NxD Training": (
+        "[default0]:Training epoch 0, iteration {step}/19 | lr: 2.999e-07 | global_batch_size: 512 "
+        "| global_step: {step} | reduced_train_loss: 11.03 | train_step_timing in s: 7.549 | "
+        "consumed_samples: 1024",
+        0,
+        {"loss": 11.03, "lr": 2.999e-7, "step_time_s": 7.549, "samples": 1024},
+    ),
     "Megatron-LM": (
         " [2025-01-02 03:04:05.500000] iteration {step:8d}/     100 | consumed samples:          "
         "320 | elapsed time per iteration (ms): 545.2 | throughput per GPU (TFLOP/s/GPU): 100.2 | "
