@@ -75,7 +75,7 @@ class TextRows:
     """The rows in lines of text."""
 
     def __init__(self, pattern: str | None = None, log_format: LogFormat | None = None) -> None:
-        self._text = TextReader(pattern, log_format and log_format.name)
+        self._text = TextReader(pattern, None if log_format is None else log_format.name)
         self._queues = [_RowQueue() for _ in self._text.readers]
         for reader, queue in zip(self._text.readers, self._queues, strict=True):
             reader.rows = queue

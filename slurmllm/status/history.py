@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from slurmllm.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.metrics.attempt_metrics import read_attempts
-from slurmllm.metrics.merge import FileRows
+from slurmllm.metrics.merge import FileRows, RowBlock
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.run.records import WAITS, AttemptRecord, Event, JobsRecord, Submission
 from slurmllm.run.rundir import STAGES, RunDir, Stage, read_all
@@ -26,6 +26,8 @@ from slurmllm.slurm.client import AccountingRow, SlurmClient, to_unix
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+_MOST_STEPS = 50_000_000
 _LONGEST_S = 1e10  # longer durations and later Unix times are damage
 _SLACK_S = 60.0  # between the clocks of the login node and of slurmctld
 
@@ -167,13 +169,39 @@ def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
         )
         for name in ("step_time_s", "time")
     )
+    if numbers.size and (untimed := _lacks("step_time_s", parts)).any():  # another trainer's
+        measured = seconds[np.isfinite(seconds)]
+        seconds[untimed] = np.median(measured) if measured.size else 0.0
     timed = (seconds >= 0) & (seconds < _LONGEST_S) & (ends >= 0) & (ends < _LONGEST_S)
     if not timed.all():
         rows = int(np.count_nonzero(~timed))
         warnings.append(
             f"{path}: ignoring {rows} rows: step_time_s or time is not a number of seconds"
         )
-    return Steps(numbers[timed], seconds[timed], ends[timed])
+    return _each_step(numbers[timed], seconds[timed], ends[timed])
+
+
+def _lacks(name: str, parts: Sequence[RowBlock]) -> Flags:
+    return np.concatenate(
+        [
+            part.absent.get(name, np.full(len(part.steps), name not in part.columns))
+            for part in parts
+        ]
+    )
+
+
+def _each_step(numbers: Ints, seconds: Floats, ends: Floats) -> Steps:
+    """Return every step where rows are, as other trainers log, of each tenth step, say."""
+    intervals = np.diff(numbers)
+    if not len(intervals) or np.median(intervals) <= 1 or numbers[-1] > _MOST_STEPS:
+        return Steps(numbers, seconds, ends)
+    once = np.append(intervals != 0, True)  # a row that was written again
+    numbers, seconds, ends = numbers[once], seconds[once], ends[once]
+    intervals = np.diff(numbers)
+    counts = np.clip(np.append(min(intervals[0], numbers[0]), intervals), 1, None)
+    rows = np.repeat(np.arange(len(numbers)), counts)
+    back = np.cumsum(counts)[rows] - 1 - np.arange(len(rows))  # steps before the row's
+    return Steps(numbers[rows] - back, seconds[rows], ends[rows] - back * seconds[rows])
 
 
 def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:
