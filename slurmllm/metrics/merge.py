@@ -200,8 +200,8 @@ def with_evaluations(
     `val_loss/NAME`. Those of steps without a row are left out, or get a row: another trainer may
     not log the steps at which it evaluates.
     """
-    if add_rows and evaluations:
-        curve = _with_rows(curve, sorted(evaluations.keys() - set(curve.steps.tolist())))
+    if add_rows and (others := sorted(evaluations.keys() - set(curve.steps.tolist()))):
+        curve = _with_rows(curve, others)
     names = dict.fromkeys(name for event in evaluations.values() for name in event.values)
     columns, absent = dict(curve.columns), dict(curve.absent)
     for name in names:
@@ -220,18 +220,15 @@ def with_evaluations(
 def _with_rows(curve: Curve, steps: Sequence[int]) -> Curve:
     """Return a curve with rows without metrics at further steps."""
     places: Ints = np.searchsorted(curve.steps, np.array(steps, dtype=np.int64))
-    missing = np.zeros(len(curve.steps), dtype=bool)
-    nearest = curve.attempts[np.minimum(places, len(curve.steps) - 1)]
+    present = np.zeros(len(curve.steps), dtype=bool)
+    absent = {name: curve.absent.get(name, present) for name in curve.columns}
+    attempts = curve.attempts[np.minimum(places, len(curve.steps) - 1)]
     return replace(
         curve,
         steps=np.insert(curve.steps, places, steps),
-        attempts=np.insert(curve.attempts, places, nearest),
+        attempts=np.insert(curve.attempts, places, attempts),
         columns={name: np.insert(c, places, np.nan) for name, c in curve.columns.items()},
-        absent={
-            name: np.insert(curve.absent.get(name, missing), places, True) for name in curve.columns
-        }
-        if len(steps)
-        else curve.absent,
+        absent={name: np.insert(flags, places, True) for name, flags in absent.items()},
     )
 
 

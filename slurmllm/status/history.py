@@ -90,12 +90,14 @@ def read_history(
         warnings += faults
         attempts += [] if attempt is None else [attempt]
     steps: dict[int, Steps] = {}
+    resumed = {a.attempt: a.checkpoint_before or 0 for a in attempts if a.stage == "train"}
     files, metrics = run.metrics_files(), dict(metrics or {})
     with suppress(RunError):  # all together: small files by themselves are read line by line
         read_attempts([path for path in files if path not in metrics], True, metrics)
     for path in files:
+        number = int(path.stem.removeprefix("attempt_"))
         if len(steps_of_file := _read_steps(path, metrics, warnings)):
-            steps[int(path.stem.removeprefix("attempt_"))] = steps_of_file
+            steps[number] = _each_step(steps_of_file, resumed.get(number, 0))
     waited_s: dict[int, float] = {}
     evaluated_s: dict[int, float] = {}
     saves: list[tuple[float, float]] = []
@@ -178,7 +180,7 @@ def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
         warnings.append(
             f"{path}: ignoring {rows} rows: step_time_s or time is not a number of seconds"
         )
-    return _each_step(numbers[timed], seconds[timed], ends[timed])
+    return Steps(numbers[timed], seconds[timed], ends[timed])
 
 
 def _lacks(name: str, parts: Sequence[RowBlock]) -> Flags:
@@ -190,15 +192,20 @@ def _lacks(name: str, parts: Sequence[RowBlock]) -> Flags:
     )
 
 
-def _each_step(numbers: Ints, seconds: Floats, ends: Floats) -> Steps:
-    """Return every step where rows are, as other trainers log, of each tenth step, say."""
-    intervals = np.diff(numbers)
-    if not len(intervals) or np.median(intervals) <= 1 or numbers[-1] > _MOST_STEPS:
-        return Steps(numbers, seconds, ends)
+def _each_step(steps: Steps, resumed: int) -> Steps:
+    """Return all steps after `resumed` if the rows are of every tenth, say, as of other trainers.
+
+    A row has the mean time of the steps since the row before.
+    """
+    intervals = np.diff(steps.numbers)
+    if not len(intervals) or np.median(intervals) <= 1 or steps.numbers.max() > _MOST_STEPS:
+        return steps
     once = np.append(intervals != 0, True)  # a row that was written again
-    numbers, seconds, ends = numbers[once], seconds[once], ends[once]
+    numbers, seconds, ends = steps.numbers[once], steps.seconds[once], steps.ends[once]
     intervals = np.diff(numbers)
-    counts = np.clip(np.append(min(intervals[0], numbers[0]), intervals), 1, None)
+    first = min(intervals[0], numbers[0])
+    first = numbers[0] - resumed if 0 < numbers[0] - resumed < first else first
+    counts = np.clip(np.append(first, intervals), 1, None)
     rows = np.repeat(np.arange(len(numbers)), counts)
     back = np.cumsum(counts)[rows] - 1 - np.arange(len(rows))  # steps before the row's
     return Steps(numbers[rows] - back, seconds[rows], ends[rows] - back * seconds[rows])
