@@ -291,6 +291,16 @@ def test_a_trainer_that_prints_nothing_known(run: RunDir, tmp_path: Path) -> Non
     assert (follower.step, follower.missing()) == (2, "")
 
 
+def test_rows_without_the_trainers_progress_bar_are_numbered(run: RunDir) -> None:
+    lines = [f"{{'loss': '{loss}', 'epoch': '0.1'}}\n" for loss in (3.5, 3.25, 3.0)]
+    bars = "Writing model shards: 100%|█| 1/1 [00:00]\n"
+    follower = TrainerProgress(run, 0)
+    follower.feed(bars.join(lines).encode())
+    follower.close()
+    assert read_curve(run.path).steps.tolist() == [1, 2, 3]
+    assert "numbered 1, 2, …: give `progress` the trainer's trainer_state" in follower.missing()
+
+
 @pytest.mark.parametrize(
     "text",
     [
