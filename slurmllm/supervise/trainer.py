@@ -47,6 +47,7 @@ from slurmllm.supervise.worker_output import WorkerOutput
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
 _MISSING_S = 60.0  # after which it is said that no steps are known
+_REAPED_S = 2.0  # for killed processes to be gone
 _OUTPUT_S = 1.0  # interval at which output counts as a sign of life before the first step
 
 log = logging.getLogger(__name__)
@@ -268,7 +269,9 @@ def _kill_children(except_for: Iterable[int]) -> None:
     """Kill all processes below this one, but for some that end by themselves."""
     spared = set(except_for)
     with suppress(psutil.Error):
-        for child in psutil.Process().children(recursive=True):
-            if child.pid not in spared:
-                with suppress(psutil.Error):
-                    child.kill()
+        children = psutil.Process().children(recursive=True)
+        children = [child for child in children if child.pid not in spared]
+        for child in children:
+            with suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=_REAPED_S)
