@@ -190,6 +190,7 @@ class Watchdog:
         first_only: bool = False,
     ) -> None:
         self.run, self.record, self.config = run, record, config
+        self._first_only = first_only
         self._heartbeats: dict[str, Heartbeat] = {}
         # Node → time after which it wrote its last heartbeat: that of the reading before.
         self._alive_at: dict[str, float] = {}
@@ -232,7 +233,11 @@ class Watchdog:
         )
         nodes = {rank: name for name, ranks in self._ranks.items() for rank in ranks}
         progress = AttemptProgress(self._phases, nodes, unchanged_s, unresponsive)
-        slow_s = slow_step_s(recent_step_times(self.run))
+        times = recent_step_times(self.run)
+        slow_s = slow_step_s(times)
+        if self._first_only and slow_s is not None:
+            # Its evaluations show no phase: twice the longest so far is no hang.
+            slow_s = max(slow_s, 2 * max(times) / self.config.step_factor)
         return find_hang(progress, self.config, slow_s, time.time())
 
     def _merge_phases(self) -> None:
