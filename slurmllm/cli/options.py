@@ -121,19 +121,28 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, verb, rest = super().resolve_command(ctx, args)
         if verb is not None and any(param.name == "overrides" for param in verb.params):
-            rest = _with_set_options(verb, rest, ctx.resilient_parsing)
+            before, positional = _with_set_options(verb, rest, ctx.resilient_parsing)
+            after = rest[rest.index("--") + 1 :] if "--" in rest else []
+            if after and any(param.name == "command" for param in verb.params):
+                from slurmllm.cli.command_line import with_command
+
+                rest = with_command(before, positional, after)
+            else:
+                rest = [*before, "--", *after] if after else before
         return name, verb, rest
 
 
-def _with_set_options(verb: click.Command, arguments: list[str], lenient: bool) -> list[str]:
-    """Return arguments with --set before each PATH=VALUE that is no option's value.
+def _with_set_options(
+    verb: click.Command, arguments: list[str], lenient: bool
+) -> tuple[list[str], list[str]]:
+    """Return arguments up to `--` with --set before each PATH=VALUE, and the positional ones.
 
     Raises:
         UserError: a field of a recipe is written as an option, unless `lenient`.
     """
     options = [param for param in verb.params if isinstance(param, click.Option)]
     values = {name: 0 if option.is_flag else 1 for option in options for name in option.opts}
-    result, rest = list[str](), list(arguments)
+    result, positional, rest = list[str](), list[str](), list(arguments)
     while rest and rest[0] != "--":
         argument = rest.pop(0)
         option, equals, value = argument.partition("=")
@@ -144,10 +153,12 @@ def _with_set_options(verb: click.Command, arguments: list[str], lenient: bool) 
                 value = rest[0] if rest and not rest[0].startswith("-") else "VALUE"
             setting = f"{option[2:].replace('-', '_')}={value}"
             raise UserError(f"{option}: no option, but a field; write {shlex.quote(setting)}")
-        result += ["--set", argument] if _SETTING.fullmatch(argument) else [argument]
+        is_setting = _SETTING.fullmatch(argument)
+        result += ["--set", argument] if is_setting else [argument]
+        positional += [] if is_setting or argument.startswith("-") else [argument]
         count = values.get(argument, 0)  # of the option's values, which may look like settings
         result, rest = result + rest[:count], rest[count:]
-    return result + rest
+    return result, positional
 
 
 def _after_from_step(ctx: click.Context, _: click.Parameter, last: int | None) -> int | None:

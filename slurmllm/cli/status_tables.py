@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slurmllm.plan.mesh import Mesh
     from slurmllm.run.artifact_records import MicroBatchRecord
     from slurmllm.run.records import AttemptRecord
-    from slurmllm.status.details import Details, WorkerProgress
+    from slurmllm.status.details import Details, TrainerDetails, WorkerProgress
     from slurmllm.status.runs import RunState
 
 Line = tuple[str, str]  # its heading and its text
@@ -91,7 +91,7 @@ def _run_row(state: RunState) -> tuple[str, ...]:
     return (
         state.name,
         state.state,
-        f"{state.step}/{state.steps}",
+        state.step_text,
         _number(state.loss, ".4f"),
         _number(state.seq_per_s, ".1f"),
         format_duration(state.eta_s),
@@ -144,7 +144,7 @@ def _lines(state: RunState) -> Iterator[Line]:
     if details is not None and details.trial:
         yield "data", "trial: texts that ship with Python (--data builtin), not the recipe's data"
     yield "state", state.state + (f"  ({state.reason})" if state.reason else "")
-    step = f"{state.step}/{state.steps}"
+    step = state.step_text
     if state.eta_s is not None and state.finish_at is not None:
         step += f", {format_duration(state.eta_s)} left (until {format_time(state.finish_at)})"
     yield "step", step
@@ -154,7 +154,9 @@ def _lines(state: RunState) -> Iterator[Line]:
         yield "workers", compiling + _limit_and_others(details.workers)
     elif details is not None and details.workers is not None:
         yield "workers", _progress(details.workers)
-    if details is not None and details.mesh is not None:
+    if details is not None and details.trainer is not None:
+        yield from _trainer_lines(details.trainer)
+    elif details is not None and details.mesh is not None:
         yield "batch", _batch(details.mesh, details.micro_batch)
     if state.metrics:
         yield from _metric_lines(state)
@@ -170,6 +172,14 @@ def _lines(state: RunState) -> Iterator[Line]:
     yield "cost so far", f"{format_hours(state.node_hours)} node hours{usd}"
     if details is not None:
         yield from _detail_lines(state, details)
+
+
+def _trainer_lines(trainer: TrainerDetails) -> Iterator[Line]:
+    yield "command", trainer.command
+    if trainer.missing:
+        yield "progress", trainer.missing
+    if trainer.incomplete:
+        yield "incomplete", f"{', '.join(trainer.incomplete)}: half-written, not resumed from"
 
 
 def _metric_lines(state: RunState) -> Iterator[Line]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     common="nodes name set cluster data fetch smoke steps dry-run local",
 )
 @click.argument("recipe", shell_complete=options.complete_recipe)
+@click.option("--command", hidden=True)  # what follows `--`, if it is no option
 @options.nodes(
     help="Nodes of the train job; 2-4: at least 2, at most 4.", default="1", show_default=True
 )
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 def submit(
     ctx: click.Context,
     recipe: str,
+    command: str | None,
     nodes: tuple[int | None, int],
     name: str | None,
     overrides: tuple[str, ...],
@@ -70,7 +72,11 @@ def submit(
 
     With --sweep or --sweep-file several runs are submitted, in a directory of their own; NAME is
     the sweep's.
+
+    With `-- COMMAND …` in place of RECIPE, or after trainers/NAME, a trainer of another project is
+    supervised: `slurmllm submit --nodes 4 -- torchrun train.py --out {run}/out`.
     """
+    from slurmllm.cli.command_line import command_settings
     from slurmllm.cli.fetch import fetch_sources
     from slurmllm.config.resolve import local_cluster, resolve
     from slurmllm.config.smoke import shorten
@@ -90,7 +96,12 @@ def submit(
         refused = {"--local": shared.local, "--sweep": cases, **dict(settings.values())}
         is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT
         allocation, count = _held_nodes(None if is_default else count, refused)
-    sources = (recipe, cluster, overrides, {**settings, **_data_settings(data, fetch)})
+    sources = (
+        recipe,
+        cluster,
+        overrides,
+        {**settings, **_data_settings(data, fetch)} | command_settings(command),
+    )
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if smoke or steps:
         configs = [shorten(config, steps) for config in configs]

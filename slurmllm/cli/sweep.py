@@ -229,7 +229,7 @@ def ranking_rows(
     rows = [
         (
             *(str(place), run.state.name, *(run.values.get(path, "") for path in labels)),
-            *(run.state.state, f"{run.state.step}/{run.state.steps}", shown(run.loss, ".4f")),
+            *(run.state.state, run.state.step_text, shown(run.loss, ".4f")),
             *(shown(run.state.loss, ".4f"), shown(run.state.seq_per_s, ".1f")),
             *(format_hours(run.state.node_hours), str(run.state.restarts)),
             *([shown(run.state.usd, ",.2f")] if has_price else []),

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.command import CommandConfig
 from slurmllm.config.recipe import Recipe
 from slurmllm.config.resolve import RunConfig, validate
 from slurmllm.config.variables import MASK
@@ -160,14 +161,16 @@ class ConfigSummary:
     """The values of a configuration that a list of runs shows."""
 
     recipe: str
-    steps: int  # optimizer steps to the run's end
+    steps: int | None  # optimizer steps to the run's end; None if a command does not say
     usd_per_node_hour: float | None  # on-demand price by the cluster profile; None without a price
+    command: CommandConfig | None = None  # of a trainer of another project
 
 
 def summarize(config: RunConfig) -> ConfigSummary:
     price = config.cluster.price
     usd = price.on_demand if price is not None else None
-    return ConfigSummary(config.recipe.name, config.recipe.train.steps, usd)
+    recipe = config.recipe
+    return ConfigSummary(recipe.name, recipe.steps, usd, recipe.command)
 
 
 def read_summary(path: Path) -> ConfigSummary:

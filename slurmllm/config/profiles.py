@@ -27,6 +27,7 @@ _FORMS = {
     "cluster profile": "a cluster profile may be as short as `extends: PROFILE`, of "
     "`slurmllm recipes --clusters`",
 }
+TRAINERS = "trainers"  # folder of adapters, beside that of the recipes; part of their names
 _NODES = ("device", "devices_per_node")
 
 
@@ -48,6 +49,8 @@ def available(folder: Path) -> list[str]:
 def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
     """Return a shipped file by its name, or a file by its path; raise ConfigError without one."""
     path = Path(name)
+    if path.parent.name == TRAINERS and (adapter := folder.parent / f"{name}.yaml").is_file():
+        return adapter
     if path.suffix in (".yaml", ".yml"):
         if path.is_file():
             return path
@@ -55,6 +58,8 @@ def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
     names = available(folder)
     if name in names:
         return folder / f"{name}.yaml"
+    if kind == "recipe" and (path.parent.name == TRAINERS or name == TRAINERS):
+        names = [f"{TRAINERS}/{trainer}" for trainer in available(folder.parent / TRAINERS)]
     raise ConfigError(
         f"unknown {kind} {name!r}; {did_you_mean(name, names)}choose one of {', '.join(names)}, "
         "or a .yaml file"

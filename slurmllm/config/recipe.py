@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from slurmllm.config.command import CommandConfig, without_training
 from slurmllm.config.data_sources import SourceName
 from slurmllm.config.families import BUILT_IN, FAMILIES, Activation, FamilyName, gate_block
 from slurmllm.config.operation import (
@@ -456,6 +457,8 @@ class Recipe(Section):
     """One line for `slurmllm recipes`."""
     default_cluster: str = "local"
     """Cluster profile if neither --cluster nor $SLURMLLM_CLUSTER is given."""
+    command: CommandConfig | None = None
+    """A trainer of another project, in place of the sections from model to parallel."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     train: TrainConfig
@@ -483,9 +486,25 @@ class Recipe(Section):
     """Modules that register hooks, optimizers, model families or data sources:
     `[my_package.my_module]`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_command_or_training(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("command") is None:
+            return values
+        return without_training(
+            values, {"model": ModelConfig, "train": TrainConfig, "optim": OptimConfig}
+        )
+
+    @property
+    def steps(self) -> int | None:
+        """Steps to the end; None if a command does not say."""
+        return self.train.steps if self.command is None else self.command.steps
+
     @property
     def plugin_refs(self) -> list[PluginRef]:
         """The parts of other packages that the recipe names."""
+        if self.command is not None:
+            return []
         refs = [PluginRef("hooks", name, f"hooks.{name}") for name in self.hooks]
         if self.optim.name != ADAMW:
             refs.append(PluginRef("optimizers", self.optim.name, "optim.name"))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.command import REFUSED
 from slurmllm.config.directives import may_be_in_file, parse_options, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import read_model
@@ -74,10 +75,18 @@ class RunConfig:
 
     @property
     def backend(self) -> str:
-        """The backend's name, `auto` resolved."""
+        """The backend's name, `auto` resolved; `command` for a trainer of another project."""
+        if self.recipe.command is not None:
+            return "command"
         if self.recipe.backend != "auto":
             return self.recipe.backend
         return "nxd" if self.cluster.device == "neuron" else "native"
+
+    @property
+    def workers_per_node(self) -> int:
+        """Processes that a launcher starts: one for each device, or one that starts the others."""
+        command = self.recipe.command
+        return 1 if command and command.one_per_node else self.cluster.devices_per_node
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """Return (dotted path, value, source) of every value, in the models' order."""
@@ -86,7 +95,9 @@ class RunConfig:
 
     def values(self) -> dict[str, Any]:
         """Return the nested values, as stored in config.yaml: secrets are masked."""
-        recipe, cluster = self.recipe.model_dump(mode="json"), self.cluster.model_dump(mode="json")
+        unused = {"command"} if self.recipe.command is None else {*REFUSED, "backend"}
+        recipe = self.recipe.model_dump(mode="json", exclude=unused)
+        cluster = self.cluster.model_dump(mode="json")
         cluster["env"] = mask(self.cluster.env)
         return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
 
@@ -136,6 +147,8 @@ class RunConfig:
         With `parallel.auto` they are the degrees and settings of `OPEN` that are not set; without,
         the micro batch alone.
         """
+        if self.recipe.command is not None:
+            return []
         auto, micro_batch = self.recipe.parallel.auto, self.recipe.train.micro_batch
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
         paths = (*degrees, *OPEN) if auto else ("train.micro_batch",) * (micro_batch == "auto")

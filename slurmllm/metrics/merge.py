@@ -68,6 +68,11 @@ def merge_rows(
     all_attempts = np.concatenate([block.attempts for block in blocks])
     used, replaced, winners = select_latest(all_steps, all_attempts)
     steps, attempts = all_steps[used], all_attempts[used]
+    if replaced.size:  # a row that is written again, with more of the step, is no overlap
+        after = (replaced + 1) % len(all_steps)
+        anew = all_steps[after] == all_steps[replaced]
+        anew &= all_attempts[after] == all_attempts[replaced]
+        replaced, winners = replaced[~anew], winners[~anew]
     # Steps that were undone by a roll-back are computed again with other data: they must differ.
     for skip in skips if replaced.size else ():
         undone = all_steps[replaced] > (skip.roll_back_to or 0)

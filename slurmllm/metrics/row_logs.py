@@ -64,7 +64,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         lines = _table_lines(stream, path, warnings)
         header = next(lines, "")
         delimiter = "\t" if log_suffix(path) == ".tsv" else max(",;\t", key=header.count)
-        names = _column_names(header, delimiter, path, tags)
+        names = column_names(header, delimiter, path, tags)
         reader = csv.reader(lines, delimiter=delimiter)
         try:
             for cells in reader:
@@ -107,7 +107,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     return rows.log(path, "csv", tags, warnings)
 
 
-def _column_names(
+def column_names(
     header_line: str, delimiter: str, path: Path, tags: Mapping[str, str]
 ) -> list[str]:
     """Return the names of a table's columns; raise RunError if it has none.

@@ -131,6 +131,15 @@ def read_curve(
         ) from error
 
 
+def read_log(source: Path, tags: Mapping[str, str]) -> Log:
+    """Read a log of another framework; raises as `read_curve`, and OSError."""
+    is_file = source.is_file()
+    log = _read_file(source, tags, None) if is_file else _read_folder(source, tags)
+    if log is None:
+        raise RunError(f"{source} holds the metrics of slurmllm itself; give the trainer's log")
+    return log
+
+
 def _read_file(source: Path, tags: Mapping[str, str], pattern: str | None) -> Log | None:
     """Read a file of another framework; None if it is one of ours."""
     suffix = log_suffix(source)

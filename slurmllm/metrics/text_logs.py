@@ -10,13 +10,12 @@ import calendar
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import BinaryIO
 
 from slurmllm.errors import RunError, UserError
 from slurmllm.format import printable
@@ -58,19 +57,13 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
         RunError: no line has a known format, or none matches the pattern.
         OSError: the file cannot be read.
     """
-    if pattern is None:
-        readers = _format_readers()
-    else:
-        check_pattern(pattern)
-        readers = [_LineReader(None, [LineFormat(head=pattern)])]
+    text = TextReader(pattern)
+    readers = text.readers
     warnings: list[str] = []
-    latest = readers[0]
     with open_log(path, warnings) as stream:
-        for number, line in _text_lines(stream, readers, all_lines=pattern is not None):
-            for reader in (latest, *readers):
-                if reader.read(line, number):
-                    latest = reader
-                    break
+        for chunk in iter(partial(stream.read, _CHUNK_BYTES), b""):
+            text.read(chunk)
+        text.read(b"", last=True)
     for reader in readers:
         reader.finish(path, warnings)
         if len(reader.rows):
@@ -88,19 +81,50 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
     )
 
 
-def _text_lines(
-    stream: BinaryIO, readers: Sequence[_LineReader], all_lines: bool
-) -> Iterator[tuple[int, str]]:
-    """Yield the lines that a reader may read, with their numbers from 1."""
-    number, rest = 1, b""
-    for chunk in chain(iter(partial(stream.read, _CHUNK_BYTES), b""), [b""]):
-        lines = (rest + chunk).splitlines(keepends=True)
-        rest = lines.pop()[-_MAX_LINE_BYTES:] if chunk else b""
+class TextReader:
+    """The readers of a text, which comes in pieces; the first one that has rows is used.
+
+    Args:
+        pattern: The user's, with a named group for each metric.
+        framework: Only this one's lines, if it has lines of its own.
+    """
+
+    def __init__(self, pattern: str | None = None, framework: str | None = None) -> None:
+        if pattern is None:
+            self.readers = _format_readers()
+        else:
+            check_pattern(pattern)
+            self.readers = [_LineReader(None, [LineFormat(head=pattern)])]
+        if framework is not None:
+            fitting = [r for r in self.readers if r.format and r.format.name == framework]
+            self.readers = fitting or self.readers
+        self._latest = self.readers[0]
+        self._all_lines = pattern is not None
+        self._number, self._rest = 1, b""
+
+    def read(self, chunk: bytes, last: bool = False) -> None:
+        """Read the lines that are complete, at the `last` call also one without an end."""
+        lines = (self._rest + chunk).splitlines(keepends=True)
+        # A newline may follow a carriage return.
+        whole = last or not lines or lines[-1].endswith(b"\n")
+        self._rest = b"" if whole else lines.pop()[-_MAX_LINE_BYTES:]
         for line in lines:
-            if _HINT.search(line) or all_lines or any(reader.row for reader in readers):
-                text = line.decode("utf-8-sig", errors="replace").rstrip("\r\n")
-                yield number, printable(text)
-            number += line.endswith(b"\n")
+            if _HINT.search(line) or self._all_lines or any(reader.row for reader in self.readers):
+                text = printable(line.decode("utf-8-sig", errors="replace").rstrip("\r\n"))
+                for reader in (self._latest, *self.readers):
+                    if reader.read(text, self._number):
+                        self._latest = reader
+                        break
+            self._number += line.endswith(b"\n")
+
+    def settle(self, last: bool = False) -> None:
+        """Add rows that more lines could complete: the output pauses, or this is the `last`."""
+        # A progress bar is drawn without an end of its line.
+        if last or self._rest.rstrip().endswith(b"]"):
+            self.read(b"", last=True)
+        for reader in self.readers:
+            reader.end_row()
+            reader.settle(last)
 
 
 def to_float(text: str) -> float:
@@ -166,6 +190,11 @@ class _LineReader:
         if row:
             self.rows.add(row.items(), self._number)
 
+    def settle(self, last: bool = False) -> None:
+        """Add rows that later lines do not change, while the log grows; `last`: all of them."""
+        if last:
+            self.end_row()
+
     def finish(self, path: Path, warnings: list[str]) -> None:
         """Add rows that depend on lines after them."""
         self.end_row()
@@ -183,6 +212,7 @@ class _TrainerReader(_LineReader):
         self._count = math.nan
         self._found: list[tuple[Numbers, int]] = []  # rows, and the number of the line
         self._open = False  # the last row's bar has not come yet
+        self._logged = 0.0  # rows with a loss that have been settled
 
     def read(self, line: str, number: int) -> bool:
         if bar := _BAR.search(line):
@@ -200,6 +230,19 @@ class _TrainerReader(_LineReader):
         if "train_runtime" not in row and any("loss" in name for name in row):
             self._found.append(({**row, "bar": self._count}, self._number))
             self._open = True
+
+    def settle(self, last: bool = False) -> None:
+        super().settle(last)
+        while self._found and (last or not (self._open and self._total) or len(self._found) > 1):
+            row, number = self._found.pop(0)
+            count = row.pop("bar")
+            self._logged += "loss" in row
+            if step_keys(row, {}):
+                self.format = None  # another framework's
+            else:
+                row["step"] = self._logged if math.isnan(count) else count
+            self.rows.add(row.items(), number)
+        self._open = self._open and bool(self._found)
 
     def finish(self, path: Path, warnings: list[str]) -> None:
         self.end_row()
@@ -257,8 +300,8 @@ def _format_readers() -> list[_LineReader]:
     return readers
 
 
-def check_pattern(pattern: str) -> None:
-    """Validate `--pattern`.
+def check_pattern(pattern: str, option: str = "--pattern") -> None:
+    """Validate the pattern of an option.
 
     Raises:
         UserError: it does not compile, lacks the group `step` or `loss`, or has a group whose name
@@ -268,13 +311,13 @@ def check_pattern(pattern: str) -> None:
         groups = re.compile(pattern).groupindex
     except re.error as error:
         raise UserError(
-            f"--pattern '{pattern}' is not a regular expression: {error}; give one such as "
+            f"{option} '{pattern}' is not a regular expression: {error}; give one such as "
             f"{_EXAMPLE}"
         ) from error
     for name in groups:
-        check_metric(name, f"--pattern '{pattern}'")
+        check_metric(name, f"{option} '{pattern}'")
     for needed in ("step", "loss"):
         if needed not in groups:
             raise UserError(
-                f"--pattern '{pattern}' has no group (?P<{needed}>…); give one such as {_EXAMPLE}"
+                f"{option} '{pattern}' has no group (?P<{needed}>…); give one such as {_EXAMPLE}"
             )

@@ -425,6 +425,7 @@ class NodeRecord(Record):
     # The ranks that the launcher itself ended, after another's failure.
     stopped_ranks: tuple[int, ...] = ()
     oom_kills: int = 0  # processes that the kernel ended meanwhile for want of memory
+    progress_missing: str = ""  # why no steps of another project's trainer are known
     error: str | None = None  # why the launcher itself failed
     error_code: int | None = None  # the exit code of that error's class
 

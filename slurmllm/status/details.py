@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmllm.backends.environment import load_environment
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints
+from slurmllm.config.command import CommandConfig
 from slurmllm.config.operation import WatchdogConfig
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import StorageError
@@ -20,6 +22,7 @@ from slurmllm.run.records import (
     AttemptRecord,
     Event,
     ExcludedNode,
+    NodeRecord,
     Phase,
     SkippedBatches,
     SkipsRecord,
@@ -60,6 +63,15 @@ class FirstStep:
 
 
 @dataclass(frozen=True)
+class TrainerDetails:
+    """What is known of a trainer of another project."""
+
+    command: str  # as the recipe has it
+    missing: str  # why no steps are known, and what would show them; empty if they are
+    incomplete: tuple[str, ...]  # half-written checkpoints
+
+
+@dataclass(frozen=True)
 class Details:
     """Details of one run; also keys of `slurmllm status RUN --json`."""
 
@@ -80,6 +92,7 @@ class Details:
     skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
     core_files: dict[str, int]  # core file of a killed process in the run's directory → bytes
     trial: bool  # whether the run reads the built-in texts in place of its recipe's data
+    trainer: TrainerDetails | None = None  # of another project
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys of `slurmllm status RUN --json`."""
@@ -91,6 +104,7 @@ class Details:
             evaluation["texts"] = texts
         return vars(self) | {
             "mesh": self.mesh and self.mesh.to_json(),
+            "trainer": self.trainer and vars(self.trainer),
             # The list of files would be longer than everything else together.
             "graphs": self.graphs and self.graphs.model_dump(exclude={"files"}),
             "evaluation": evaluation,
@@ -130,6 +144,7 @@ def read_details(
             unused_graphs = {name: reason for name, reason in reasons.items() if reason}
     running = state == "training" and bool(attempts) and attempts[-1].ended_at is None
     progress = read_worker_progress(run, attempts[-1], recipe.watchdog) if running else None
+    evaluates = recipe.command is not None or recipe.eval.every_steps is not None
     reused = manifest is not None and manifest.graphs > 0 and not unused_graphs
     return Details(
         cold_first_step_s=manifest.cold_first_step_s if manifest is not None else None,
@@ -144,11 +159,27 @@ def read_details(
         excluded=tuple(excluded(run)),
         compiling_s=_compiling_s(run, state, config, None if reused else progress),
         workers=progress,
-        evaluation=None if recipe.eval.every_steps is None else last_evaluation(run),
+        evaluation=last_evaluation(run) if evaluates else None,
         skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
         core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},
         trial=config.is_trial,
+        trainer=_trainer_details(run, attempts, recipe.command),
     )
+
+
+def _trainer_details(
+    run: RunDir, attempts: Sequence[AttemptRecord], command: CommandConfig | None
+) -> TrainerDetails | None:
+    if command is None:
+        return None
+    missing = ""
+    with suppress(StorageError):
+        for last in attempts[-1:]:
+            node = NodeRecord.find(run.attempt("train", last.attempt).node(last.nodes[0]))
+            missing = "" if node is None else node.progress_missing
+    entries = list_trainer_checkpoints(run, command)
+    incomplete = tuple(str(entry.path) for entry in entries if not entry.complete)
+    return TrainerDetails(command.run, missing, incomplete)
 
 
 def _first_steps(run: RunDir) -> dict[str, FirstStep]:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_jsonable_python
 
 from slurmllm.checkpoint.catalogue import invalidation_reason, read_rollbacks
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints, newest_complete
+from slurmllm.config.command import CommandConfig
 from slurmllm.config.load import load, read_summary, summarize
 from slurmllm.display.tables import data_frame
 from slurmllm.errors import SlurmError, SlurmllmError, StorageError
@@ -79,7 +81,7 @@ class RunState:
     reason: str = ""  # one line that explains the state; empty if nothing needs to be explained
     nodes: int = 0
     step: int = 0  # last trained step, of `steps`
-    steps: int = 0
+    steps: int | None = 0  # None: a command's, which does not say
     metrics: dict[str, Any] = field(default_factory=dict)  # the last row of metrics, as stored
     loss: float | None = None  # the loss of that row; None if it is not finite
     tokens: int | None = None  # tokens trained so far
@@ -100,7 +102,12 @@ class RunState:
     details: Details | None = None  # only of a run that was read by itself
 
     def __repr__(self) -> str:
-        return f"<RunState {self.name}: {self.state}, step {self.step} of {self.steps}>"
+        return f"<RunState {self.name}: {self.state}, step {self.step_text}>"
+
+    @property
+    def step_text(self) -> str:
+        """`41/120`, or `41` if the end is not known."""
+        return str(self.step) if self.steps is None else f"{self.step}/{self.steps}"
 
     @property
     def active(self) -> bool:
@@ -297,12 +304,13 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         reason = "; ".join(filter(None, (text, reason)))
     row, pace = last_row(run) or {}, read_pace(run, attempts)
     step, eta_s = int(row.get("step", 0)), None
-    if state == "training" and pace is not None:
+    total = records.config.steps
+    if state == "training" and pace is not None and total is not None:
         last, resumed = records.last, step
         # An attempt without a step of its own first recomputes what followed its checkpoint.
         if last is not None and last.ended_at is None and row.get("attempt", -1) != last.attempt:
             resumed = last.checkpoint_before or 0
-        eta_s = pace.seconds(max(records.config.steps - resumed, 0))
+        eta_s = pace.seconds(max(total - resumed, 0))
     tokens = finite_number(row, "tokens")
     running = state in ("precompiling", "training")
     hours = node_hours(run, [*records.precompiles, *attempts], running, now)
@@ -315,7 +323,7 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         reason=reason,
         nodes=records.sent.nodes if records.sent else 0,
         step=step,
-        steps=records.config.steps,
+        steps=total,
         metrics=row,
         loss=finite_number(row, "loss"),
         tokens=None if tokens is None else int(tokens),
@@ -323,8 +331,8 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         seq_per_s=pace.seq_per_s if pace else finite_number(row, "seq_per_s"),
         eta_s=eta_s,
         finish_at=None if eta_s is None else now + eta_s,
-        last_checkpoint=_last_checkpoint(run, now),
-        checkpoints=run.checkpoint_steps(),
+        last_checkpoint=_last_checkpoint(run, records.config.command, now),
+        checkpoints=_checkpoint_steps(run, records.config.command),
         restarts=max(len(attempts) - 1, 0),
         node_hours=hours,
         usd=None if usd is None else hours * usd,
@@ -358,7 +366,20 @@ def _unreadable(run: RunDir, error: OSError) -> str:
     )
 
 
-def _last_checkpoint(run: RunDir, now: float) -> SavedCheckpoint | None:
+def _checkpoint_steps(run: RunDir, command: CommandConfig | None) -> list[int]:
+    if command is None:
+        return run.checkpoint_steps()
+    return [checkpoint.step for checkpoint in list_trainer_checkpoints(run, command)]
+
+
+def _last_checkpoint(
+    run: RunDir, command: CommandConfig | None, now: float
+) -> SavedCheckpoint | None:
+    if command is not None:
+        newest = newest_complete(list_trainer_checkpoints(run, command))
+        if newest is None:
+            return None
+        return SavedCheckpoint(newest.step, newest.changed_at, max(now - newest.changed_at, 0.0))
     rollbacks = read_rollbacks(run)
     for step in reversed(run.checkpoint_steps()):
         with suppress(StorageError):  # a save that is running, or was interrupted

@@ -154,6 +154,23 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
     return config
 
 
+def with_folder(config: RunConfig) -> RunConfig:
+    """Make the working directory of a command an absolute path.
+
+    Raises:
+        ConfigError: it is not a folder.
+    """
+    command = config.recipe.command
+    assert command is not None
+    folder = Path(command.folder or ".").expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{config.recipe.name} cannot start",
+            [f"command.folder: {folder} is not a folder; name one that all nodes can read"],
+        )
+    return config.with_settings("command", folder=str(folder))
+
+
 def _require_file(option: str, path: str) -> None:
     # A tokenized corpus may be named by the common prefix of its two files.
     prefix, rest = plugins.split_prefix(path)

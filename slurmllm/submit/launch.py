@@ -91,7 +91,7 @@ class SubmittedRun:
             result["exit_code"] = self.exit_code
         else:
             jobs = {"precompile": self.sent.precompile_job, "train": self.sent.train_job}
-            result |= {"jobs": jobs, "mesh": prepared.mesh.to_json()}
+            result |= {"jobs": jobs, "mesh": prepared.mesh_json()}
         return {**result, "graphs_from": prepared.graphs_from, "planner": planner}
 
 
@@ -103,7 +103,7 @@ def _dry_run_json(prepared: PreparedRun) -> dict[str, Any]:
         "from_step": prepared.from_step,
         "changes": prepared.changes,
         "config": config.values(),
-        "mesh": mesh.to_json(),
+        "mesh": prepared.mesh_json(),
         "scripts": prepared.scripts,
         "defaults": prepared.shell_defaults,
         "environment": [{"name": name, **value._asdict()} for name, value in variables.items()],

@@ -40,7 +40,7 @@ from slurmllm.slurm.client import SlurmClient
 from slurmllm.slurm.container import container_faults
 from slurmllm.slurm.limits import LimitCheck, check_limits, read_options
 from slurmllm.slurm.setup import setup_faults, setup_warnings
-from slurmllm.submit.inputs import locate, missing_data, resolve_inputs
+from slurmllm.submit.inputs import locate, missing_data, resolve_inputs, with_folder
 from slurmllm.submit.plugins import plugin_faults, warn_if_changed
 from slurmllm.submit.render import render
 from slurmllm.submit.run_folder import (
@@ -126,6 +126,12 @@ class PreparedRun:
         """The step from which the run continues."""
         return 0 if self.from_scratch else max(usable_steps(self.run), default=0)
 
+    def mesh_json(self) -> dict[str, Any]:
+        """Return the mesh for JSON; of a trainer of another project its size alone."""
+        mesh = self.mesh.to_json()
+        size = ("nodes", "devices_per_node", "world_size")
+        return mesh if self.config.recipe.command is None else {name: mesh[name] for name in size}
+
     @property
     def shell_defaults(self) -> dict[str, str]:
         """Variable of the user's shell → option of sbatch that it sets: nothing else of it does."""
@@ -160,23 +166,30 @@ def prepare(request: RunRequest) -> PreparedRun:
         RunError: the name is taken, or the initial weights are no checkpoint of this model.
     """
     _require_access(request)
-    if request.precompile == "never":
+    is_command = request.config.recipe.command is not None
+    if request.precompile == "never" and not is_command:
         config = request.config.with_settings("train", incomplete_graphs="compile")
         request = replace(request, config=config)
     folder = request.folder or request.root
     run = request.run or new_run(folder, request.name, request.config.recipe.name)
     request, mesh = _choose_layout(request, run)
     config, recipe = request.config, request.config.recipe
-    title = f"backend {config.backend} cannot train {recipe.name} like this"
-    refusals = _refuse(request, title, _setting_faults(request, mesh))
     title = f"{recipe.name}: these settings cannot be used here"
-    refusals += _refuse(request, title, site_faults(config, request.local))
-    fit, fit_refusals = _check_fit(request, run)
-    refusals += fit_refusals
-    if request.check_weights and recipe.train.init_from is not None:
-        config = _find_weights(config, recipe.train.init_from, request.root)
+    refusals = _refuse(request, title, site_faults(config, request.local))
+    fit: FitCheck | None = None
+    if not is_command:
+        title = f"backend {config.backend} cannot train {recipe.name} like this"
+        refusals += _refuse(request, title, _setting_faults(request, mesh))
+        fit, fit_refusals = _check_fit(request, run)
+        refusals += fit_refusals
+        if request.check_weights and recipe.train.init_from is not None:
+            config = _find_weights(config, recipe.train.init_from, request.root)
     warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
-    config, missing = _resolve_data(request, config)
+    missing: Sequence[str] = ()
+    if is_command:
+        config = with_folder(config)
+    else:
+        config, missing = _resolve_data(request, config)
     if request.dry_run:
         prepared = render_run(config, request.nodes, run)
         prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)

@@ -80,7 +80,8 @@ class AttemptMonitor:
         limits = config.recipe.watchdog
         self._watchdog: Watchdog | None = None
         if record.stage == "train" and limits.enabled:
-            self._watchdog = Watchdog(run, record, limits)
+            first_only = config.recipe.command is not None
+            self._watchdog = Watchdog(run, record, limits, first_only=first_only)
         self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
         self._next_look = time.monotonic() + self._look_s
         self._failed_at: float | None = None

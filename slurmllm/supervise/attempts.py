@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints, saved_steps
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import free_ports
@@ -174,7 +175,7 @@ def open_attempt(
     run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
 ) -> AttemptRecord:
     """Begin the next attempt and write its record; raises StorageError if that is impossible."""
-    steps = run.checkpoint_steps()
+    steps = saved_steps(run, config)
     while True:
         number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1
         folder = run.attempt(stage, number).path
@@ -198,7 +199,7 @@ def open_attempt(
         process=process_identity(os.getpid()),
         nodes=allocation.nodes,
         spare_nodes=allocation.size - len(allocation.given_up) - len(allocation.nodes),
-        world_size=len(allocation.nodes) * config.cluster.devices_per_node,
+        world_size=len(allocation.nodes) * config.workers_per_node,
         master_addr=allocation.master_addr,
         master_port=master_port,
         control_port=control_port,
@@ -233,9 +234,9 @@ def close_attempt(
     and `in_allocation` are as in `policy.decide`. Raises a StorageError if the run directory cannot
     be read or written.
     """
-    end, times = ended_at or time.time(), Timeline()
+    config, end, times = load(run.config), ended_at or time.time(), Timeline()
     if record.stage == "train":
-        times = timeline(run, record, end, first_symptom_at)
+        times = timeline(run, record, end, first_symptom_at, config)
     earlier = load_attempts(run, record.stage)
     phases = _phases(run, record, phases_s or {}, times, queue_s(record, earlier, row))
     nodes = node_records(run, record).values()
@@ -248,7 +249,7 @@ def close_attempt(
             "launch_failure": ending.launch,
             "first_step": times.first_step,
             "last_step": times.last_step,
-            "checkpoint_after": max(run.checkpoint_steps(), default=record.checkpoint_before),
+            "checkpoint_after": max(saved_steps(run, config), default=record.checkpoint_before),
             "steps_gained": times.steps_gained,
             "steps_lost": times.steps_lost,
             "phases_s": {name: round(seconds, 3) for name, seconds in phases.items()},
@@ -261,7 +262,7 @@ def close_attempt(
     closed = decide(
         closed,
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],
-        load(run.config).recipe,
+        config.recipe,
         rolled_back=any(skip.attempt == closed.attempt for skip in skips.skips),
         started=ending.started,
         restart_mode=restart_mode,
@@ -302,14 +303,18 @@ class Timeline:
 
 
 def timeline(
-    run: RunDir, record: AttemptRecord, ended_at: float, first_symptom_at: float | None
+    run: RunDir,
+    record: AttemptRecord,
+    ended_at: float,
+    first_symptom_at: float | None,
+    config: RunConfig | None = None,
 ) -> Timeline:
     """Reconstruct the timeline of a train attempt.
 
     `record` has the phases before the launchers' start; `ended_at` and `first_symptom_at`, when the
     supervisor saw the first sign of the end, are Unix times.
     """
-    steps = saved_by(run, record.attempt)
+    steps = saved_by(run, record, config, ended_at)
     first, last = None, None
     with suppress(RunError, OSError):
         path = run.metrics(record.attempt)
@@ -357,8 +362,23 @@ def timeline(
     )
 
 
-def saved_by(run: RunDir, attempt: int) -> list[int]:
-    """Return the steps of the existing checkpoints that an attempt wrote."""
+def saved_by(
+    run: RunDir, record: AttemptRecord, config: RunConfig | None, ended_at: float | None = None
+) -> list[int]:
+    """Return the steps of the existing checkpoints that an attempt wrote.
+
+    Of a trainer whose checkpoints are not watched, all steps that it trained count as saved.
+    """
+    attempt, command = record.attempt, config.recipe.command if config else None
+    if command is not None and command.checkpoints is None:
+        with suppress(RunError, OSError):
+            last = last_row_of(run.metrics(attempt))
+            return [] if last is None else [int(last["step"])]
+    if command is not None:
+        end = ended_at or record.ended_at or time.time()
+        entries = list_trainer_checkpoints(run, command)
+        inside = (e for e in entries if e.complete and record.started_at <= e.changed_at <= end)
+        return [entry.step for entry in inside]
     steps = []
     for step in run.checkpoint_steps():
         with suppress(StorageError):

@@ -27,6 +27,7 @@ from slurmllm.backends.environment import (
     requires_graphs,
     worker_environment,
 )
+from slurmllm.config.load import load
 from slurmllm.config.variables import is_secret
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.graphs import archive as graph_cache
@@ -294,4 +295,8 @@ def launch(run: RunDir, stage: Stage, attempt: int) -> int:
     """Entry of the hidden verb `launch`."""
     if "SLURMLLM_CACHE" not in os.environ:
         raise NodeError("SLURMLLM_CACHE is not set: `launch` is started by the job scripts")
+    if load(run.config, trusted=True).recipe.command is not None:
+        from slurmllm.supervise.trainer import TrainerLauncher
+
+        return TrainerLauncher(run, stage, attempt).main()
     return Launcher(run, stage, attempt).main()

@@ -71,7 +71,7 @@ class Notifier:
             "event": event,
             "run": self._run.name,
             "run_dir": str(self._run.path),
-            "steps": self._config.recipe.train.steps,
+            "steps": self._config.recipe.steps,
             "time": time.time(),
             **record.model_dump(mode="json", by_alias=True, include=_FIELDS),
         }

@@ -170,9 +170,16 @@ def _place(worker: WorkerPhase) -> tuple[int, int, int]:
 
 
 class Watchdog:
-    """Watches one train attempt for the supervisor."""
+    """Watches one train attempt for the supervisor; `first_only`: only rank 0 reports phases."""
 
-    def __init__(self, run: RunDir, record: AttemptRecord, config: WatchdogConfig) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        record: AttemptRecord,
+        config: WatchdogConfig,
+        *,
+        first_only: bool = False,
+    ) -> None:
         self.run, self.record, self.config = run, record, config
         self._heartbeats: dict[str, Heartbeat] = {}
         # Node → time after which it wrote its last heartbeat: that of the reading before.
@@ -184,7 +191,9 @@ class Watchdog:
             for index, name in enumerate(record.nodes)
         }
         self._starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
-        self._phases = dict.fromkeys(range(per_node * len(record.nodes)), self._starting)
+        # Of a trainer of another project, rank 0 alone shows phases.
+        reporting = range(1 if first_only else per_node * len(record.nodes))
+        self._phases = dict.fromkeys(reporting, self._starting)
         self._merged: dict[str, Heartbeat] = {}  # node → the heartbeat that these phases are of
         self._lowest: Phase = "starting"  # phase of the workers furthest behind
         self._changed = self._looked = self._read_at = time.monotonic()
@@ -224,7 +233,7 @@ class Watchdog:
             if self._merged.get(name) is heartbeat:
                 continue
             self._merged[name], changed = heartbeat, True
-            for rank in self._ranks[name]:
+            for rank in self._phases.keys() & self._ranks[name]:
                 self._phases[rank] = heartbeat.ranks.get(rank, self._starting)
         if changed:
             self._lowest = min(self._phases.values(), key=_place).phase
@@ -353,7 +362,7 @@ class Heartbeats:
         if not waiting:
             time.sleep(0.2)  # for a dump that has begun to end
         for rank, pid in running.items():
-            dump = self._read_dump(rank) or _inspect_process(pid)
+            dump = self._read_dump(rank) or f"no answer; {inspect_process(pid)}"
             path = self._attempt.stacks(rank)
             with suppress(OSError):
                 # The other nodes count these files.
@@ -376,12 +385,12 @@ class Heartbeats:
         return self.folder / f"{name}"
 
 
-def _inspect_process(pid: int) -> str:
-    """What /proc and py-spy show of a process that dumps nothing: stopped, or in the kernel."""
+def inspect_process(pid: int) -> str:
+    """Return what /proc and py-spy show of a process: its state, where it waits, its stack."""
     states = [line for line in _read_proc(pid, "status").splitlines() if "State" in line]
     # "State:	T (stopped)" → "T (stopped)"
     state = states[0].partition(":")[2].strip() if states else "?"
-    head = f"no answer; state {state}, waits in {_read_proc(pid, 'wchan')}\n"
+    head = f"state {state}, waits in {_read_proc(pid, 'wchan')}\n"
     spy = shutil.which("py-spy")
     if spy is None:
         return head

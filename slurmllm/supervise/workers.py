@@ -129,8 +129,7 @@ class Workers:
 
     def save(self, **update: object) -> None:
         if self.processes:
-            running = self.processes.items()
-            update["exit_codes"] = {r: w.returncode for r, w in running if w.poll() is not None}
+            update["exit_codes"] = self.exit_codes()
         self.node_record = self.node_record.model_copy(update=update)
         self.node_record.save(self.attempt.node(self.node))
 
@@ -158,28 +157,14 @@ class Workers:
         log.error("%s", error)
 
     def start(self) -> None:
-        per_node = self.config.cluster.devices_per_node
+        per_node = self.config.workers_per_node
         self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog)
-        self._start_relay(per_node)
+        self.start_services(self.heartbeats, per_node)
         mesh = load_mesh(self.run.plan)
-        if self.watched:
-            self.heartbeats.copy_run(self.run)
-        command = [worker_python(), "-P", "-m", "slurmllm", "worker", str(self.run.path)]
-        command += ["--stage", self.stage, "--attempt", str(self.attempt.number)]
         for local_rank in range(per_node):
             rank = self.node_rank * per_node + local_rank
-            # Rank 0 inherits the stage's log; the others have a file each.
-            output = None if rank == 0 else self.logs.open(rank)
-            self.processes[rank] = subprocess.Popen(
-                command,
-                env={**os.environ, **self._environment(mesh, rank, local_rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
-                preexec_fn=prepare_child,
-            )
-            if output is not None:
-                os.close(output)
+            environment = {**os.environ, **self.environment(mesh, rank, local_rank)}
+            self.processes[rank] = self.start_worker(rank, environment)
         variables = {**os.environ, **interface_variables(self.record.master_addr)}
         variables = mask({**variables, **self.config.worker_secrets()})
         names = [*worker_environment(self.config, self.run), *INTERFACES]
@@ -188,27 +173,49 @@ class Workers:
             environment={name: variables[name] for name in names if name in variables},
         )
 
-    def _start_relay(self, per_node: int) -> None:
-        """Start this node's part of the control plane; a single worker has none."""
+    def start_worker(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        command = [worker_python(), "-P", "-m", "slurmllm", "worker", str(self.run.path)]
+        command += ["--stage", self.stage, "--attempt", str(self.attempt.number)]
+        # Rank 0 inherits the stage's log; the others have a file each.
+        output = None if rank == 0 else self.logs.open(rank)
+        worker = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            preexec_fn=prepare_child,
+        )
+        if output is not None:
+            os.close(output)
+        return worker
+
+    def start_services(self, heartbeats: Heartbeats, per_node: int) -> None:
+        """Start this node's part of the control plane, which a single worker has none of.
+
+        Copy what all workers read, too.
+        """
         record = self.record
+        if self.watched:
+            heartbeats.copy_run(self.run)
         if record.world_size == 1:
             return
-        assert self.heartbeats is not None
-        if self.heartbeats.folder is None:
+        if heartbeats.folder is None:
             raise NodeError(
                 f"{self.node} has no memory disk for the control plane's socket: neither /dev/shm "
                 "nor the folder for temporary files is writable; free space there"
             )
         self.relay = Relay(
             Position(self.node_rank, record.nodes, per_node),
-            self.heartbeats.folder / "control",
+            heartbeats.folder / "control",
             (record.master_addr, record.control_port),
             own_secret(),
         )
         self.relay.start()
 
-    def _environment(self, mesh: Mesh, rank: int, local_rank: int) -> dict[str, str]:
-        per_node = self.config.cluster.devices_per_node
+    def environment(self, mesh: Mesh, rank: int, local_rank: int) -> dict[str, str]:
+        """Return the variables of a worker, beyond this process's."""
+        per_node = self.config.workers_per_node
         # Compiled CPU graphs contain the number of threads: precompile must use train's.
         on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
         cpus = self.config.cluster.cpus_per_node or int(on_node)
@@ -244,16 +251,24 @@ class Workers:
                 return True
             if self.stop_requested and time.monotonic() - signalled_at >= REPEAT_SIGNAL_S:
                 signalled_at = time.monotonic()
-                for worker in self.processes.values():
-                    worker.send_signal(WORKER_SIGNAL)  # to those that have not ended
-            if self.heartbeats is not None and self.watched:
-                self.heartbeats.update(self._pids())
-                first = self.heartbeats.phases.get(0)
-                if self.compiles and first is not None and first.phase == "first_step":
-                    self.compile_log.update()
-            self.logs.update()
+                self.ask_to_stop()
+            self.observe()
             time.sleep(POLL_S)
         return bool(self._failed_ranks())
+
+    def ask_to_stop(self) -> None:
+        """Ask the workers that have not ended to save and leave; repeated until they have."""
+        for worker in self.processes.values():
+            worker.send_signal(WORKER_SIGNAL)
+
+    def observe(self) -> None:
+        """Forward what the workers do, a few times a second."""
+        if self.heartbeats is not None and self.watched:
+            self.heartbeats.update(self.pids())
+            first = self.heartbeats.phases.get(0)
+            if self.compiles and first is not None and first.phase == "first_step":
+                self.compile_log.update()
+        self.logs.update()
 
     def _end_peers(self, failed: Sequence[int]) -> None:
         """End the peers of failed workers, which wait in a collective for ever.
@@ -261,16 +276,21 @@ class Workers:
         They fail only when they lose the connection, and get some time to record why.
         """
         self.logs.copy(failed)  # at once: `logs --failed` shows them
+        self.record_failures()
         cause_known = False
         for rank in failed:
             with suppress(StorageError):  # it left no failure record
-                cause_known = cause_known or self.processes[rank].returncode < 0
+                cause_known = cause_known or self.exit_codes()[rank] < 0
                 failure = self.attempt.failure(rank)
                 cause_known = cause_known or not is_echo(FailureRecord.load(failure))
         deadline = time.monotonic() + (CLEAR_GRACE_S if cause_known else PEER_GRACE_S)
-        while self._pids() and time.monotonic() < deadline:
+        while self.pids() and time.monotonic() < deadline:
             time.sleep(POLL_S)
+        self.record_failures()
         self.end()
+
+    def record_failures(self) -> None:
+        """Record why workers failed; ours do so themselves."""
 
     def _must_end(self) -> bool:
         """Whether the supervisor has found a hang, or a newer attempt has taken over."""
@@ -280,7 +300,7 @@ class Workers:
             return False
         self._looked_at = time.monotonic()
         if self.attempt.hang.is_file():
-            self.heartbeats.dump_stacks(self._pids())
+            self.dump_stacks(self.heartbeats)
             # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.
             folder, deadline = self.attempt.stacks(0).parent, time.monotonic() + STACKS_S
             while time.monotonic() < deadline:
@@ -292,25 +312,35 @@ class Workers:
         # The folder of the next attempt: another supervisor has begun it (see newer_attempt).
         return self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
 
-    def _pids(self) -> dict[int, int]:
+    def dump_stacks(self, heartbeats: Heartbeats) -> None:
+        heartbeats.dump_stacks(self.pids())
+
+    def exit_codes(self) -> dict[int, int]:
+        """Rank → exit code of the workers that have ended; negative: by that signal."""
+        running = self.processes.items()
+        return {r: w.returncode for r, w in running if w.poll() is not None}
+
+    def pids(self) -> dict[int, int]:
         """Rank → process id of the running workers."""
         return {r: worker.pid for r, worker in self.processes.items() if worker.poll() is None}
 
     def _failed_ranks(self) -> list[int]:
-        codes = {rank: worker.poll() for rank, worker in self.processes.items()}
-        return [rank for rank, code in codes.items() if code not in (None, 0, EXIT_REQUEUE)]
+        return [r for r, code in self.exit_codes().items() if code not in (0, EXIT_REQUEUE)]
 
     def end(self) -> None:
         """Kill the running workers: a peer of a failed rank waits in a collective for ever."""
         if not self.processes:
             return
         # SIGKILL: a worker that waits in a collective never returns to Python to handle SIGTERM.
-        running = list(self._pids())
-        for rank in running:
-            self.processes[rank].kill()
+        running = list(self.pids())
+        self.kill(running)
         for rank in running:
             self.processes[rank].wait()
         self.node_record = self.node_record.model_copy(update={"stopped_ranks": tuple(running)})
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.processes[rank].kill()
 
     def run_to_end(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Run the workers and record their exits; returns whether one failed.
@@ -325,6 +355,7 @@ class Workers:
                 self.end()  # first: workers that lose their relay would record failures
                 raise
             failed = self.wait()
+            self.record_failures()
             self.save_with_retries()
         finally:
             if self.relay is not None:

@@ -1,0 +1,40 @@
+"""`slurmllm submit … -- COMMAND`: a trainer's command line among the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from slurmllm.config.profiles import TRAINERS
+
+
+def with_command(
+    before: Sequence[str], positional: Sequence[str], after: Sequence[str]
+) -> list[str]:
+    """Return arguments with the command line among those after `--` as the option --command.
+
+    After a RECIPE, words of which the first begins with a dash are options of sbatch, all of them.
+    Without one, or after an adapter, options of sbatch are written `--name=value`, and the command
+    begins with the first other word.
+    """
+    options = list(takewhile(lambda word: word.startswith("-"), after))
+    is_adapter = bool(positional) and positional[0].startswith(f"{TRAINERS}/")
+    if (options and positional and not is_adapter) or len(options) == len(after):
+        return [*before, "--", *after]
+    from slurmllm.config.command import join_words, name_of_command
+
+    words = after[len(options) :]
+    # Without a RECIPE the name is that of the program.
+    added = [] if positional else [f"{TRAINERS}/plain", f"--set=name={name_of_command(words)}"]
+    return [
+        *added,
+        *before,
+        f"--command={join_words(words)}",
+        *(["--", *options] if options else []),
+    ]
+
+
+def command_settings(command: str | None) -> dict[str, tuple[str, Any]]:
+    """Return the setting of --command, as `resolve` takes it."""
+    return {} if command is None else {"command.run": ("command line", command)}

@@ -1,0 +1,171 @@
+"""The section `command` of a recipe: a trainer of another project, which slurmllm only supervises.
+
+Such a recipe has none of the sections that describe a training; who reads one is told so.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel
+
+from slurmllm.config.operation import PositiveInt, Section
+from slurmllm.errors import ConfigError
+
+S = TypeVar("S", bound=BaseModel)
+
+# What is filled into a command's texts; anything else in braces is left as it is.
+PLACEHOLDERS = ("run", "attempt", "step", "checkpoint", "nodes", "devices")
+_PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
+_SPLIT = re.compile(rf"({_PLACEHOLDER.pattern.replace('(', '(?:')})")
+_LAUNCHERS = {
+    *("torchrun", "accelerate", "deepspeed", "composer", "mpirun", "mpiexec", "colossalai"),
+    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+}
+# Sections of our own trainers that a recipe with a command does not have.
+_ABSENT = ("model", "train", "optim")
+REFUSED = (*_ABSENT, "data", "eval", "parallel", "layouts", "guard", "profile", "hooks", "plugins")
+
+
+def _save_signal(name: str) -> str:
+    short = name.upper().removeprefix("SIG")
+    if short != "NONE" and f"SIG{short}" not in signal.Signals.__members__:
+        raise ValueError("must be none, or a signal such as USR1 or TERM")
+    return "none" if short == "NONE" else short
+
+
+def _checkpoints(pattern: str) -> str:
+    if pattern.count("{step}") > 1:
+        raise ValueError("must have {step} once; write * for the other parts that vary")
+    return pattern
+
+
+def _one_line(text: str) -> str:
+    if not text.strip() or "\x00" in text:
+        raise ValueError("must not be empty")
+    return text
+
+
+class CommandConfig(Section):
+    """How a trainer is started, continued and observed."""
+
+    run: Annotated[str, AfterValidator(_one_line)]
+    """The command line, for bash; {run}, {attempt}, {step}, {checkpoint}, {nodes} and {devices} are
+    filled in: the run's directory, the attempt's number from 0, step and path of the newest
+    complete checkpoint, nodes, devices of a node."""
+    start: Literal["auto", "device", "node"] = "auto"
+    """device: a process for each device, with torchrun's variables; node: one on each node, which
+    starts the others itself; auto: node for torchrun, accelerate, deepspeed, composer and mpirun,
+    else device."""
+    folder: str | None = None
+    """Working directory; by default that of `submit`."""
+    resume: str | None = None
+    """Added to the command from the second attempt on; with {checkpoint} or {step} in it, only if
+    there is a complete checkpoint. Left out: the trainer resumes by itself."""
+    save_signal: Annotated[str, AfterValidator(_save_signal)] = "none"
+    """Sent slurm.signal_lead_s before the time limit, for the trainer to save and exit; none: it is
+    ended then, and continues from its newest checkpoint."""
+    checkpoints: Annotated[str, AfterValidator(_checkpoints)] | None = None
+    """Its checkpoints: a path with {step}, and * for other parts; they are only read, unless
+    checkpoint.keep is set."""
+    completion_file: str | None = None
+    """File in a checkpoint that completes it. Left out: a checkpoint is complete when it has not
+    changed for half a minute."""
+    progress: str | None = None
+    """Where its steps are read: a format of text (torchtitan, megatron, …) or a regular expression
+    with the groups step and loss, for the output of rank 0; or a file or folder of metrics. By
+    default any known format in the output."""
+    steps: PositiveInt | None = None
+    """Steps to the end, if known: for the time left."""
+
+    @property
+    def one_per_node(self) -> bool:
+        """Whether it is started once on each node."""
+        return self.start == "node" or (self.start == "auto" and _starts_others(self.run))
+
+    @property
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal that asks it to save; None if it has none."""
+        return None if self.save_signal == "none" else signal.Signals[f"SIG{self.save_signal}"]
+
+
+def _starts_others(text: str) -> bool:
+    """Whether a command line begins with a program that starts the workers of a node."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return False
+    words = [word for word in words if not re.match(r"[A-Za-z_]\w*=", word)]
+    return bool(_LAUNCHERS & {Path(word).name for word in (*words[:1], *words[2:3])})
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Return the words of a command line as one text for bash; a single word is one already."""
+    if len(words) == 1:
+        return words[0]
+    return " ".join(
+        "".join(part if _PLACEHOLDER.fullmatch(part) else shlex.quote(part) for part in parts)
+        for parts in (list(filter(None, _SPLIT.split(word))) or [""] for word in words)
+    )
+
+
+def fill(text: str, values: Mapping[str, object], *, quote: bool = False) -> str:
+    """Replace placeholders that have a value; `quote`: for a shell."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in values:
+            return match[0]
+        filled = str(values[match[1]])
+        return shlex.quote(filled) if quote else filled
+
+    return _PLACEHOLDER.sub(value, text)
+
+
+def name_of_command(words: Sequence[str]) -> str:
+    """Return a recipe's name for a command line: that of its script or module."""
+    scripts = [word for word in words if word.endswith((".py", ".sh"))]
+    modules = [after for word, after in pairwise(words) if word == "-m"]
+    name = Path((scripts or modules or words[:1])[0]).name
+    name = name.removesuffix(".py").removesuffix(".sh")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "command"
+
+
+def without_training(values: Mapping[str, Any], sections: Mapping[str, type[BaseModel]]) -> Any:
+    """Return the sections of a recipe with a command, with absent ones for those of a training.
+
+    Raises:
+        ValueError: the recipe sets one of these.
+    """
+    set_too = [name for name in REFUSED if values.get(name) and not is_absent(values[name])]
+    if set_too:
+        names = ", ".join(set_too)
+        raise ValueError(f"a recipe with a command has no section {names}; leave it out")
+    return {**values, **{name: _absent(sections[name], name) for name in _ABSENT}}
+
+
+def is_absent(section: object) -> bool:
+    """Whether a section is a recipe's that has a command instead."""
+    return isinstance(section, BaseModel) and type(section).__name__.startswith("_No")
+
+
+def _absent(section: type[S], name: str) -> S:
+    """Return a section without values; who reads one gets a ConfigError."""
+
+    def refuse(self: BaseModel, field: str) -> Any:
+        if field in section.model_fields:
+            raise ConfigError(
+                f"this needs {name}.{field}, and the recipe has a command in place of the section "
+                f"{name}: its trainer is not slurmllm's"
+            )
+        raise AttributeError(field)
+
+    kind: type[S] = type(f"_No{section.__name__}", (section,), {"__getattr__": refuse})
+    empty = kind.model_construct()
+    empty.__dict__.clear()
+    return empty

@@ -1,0 +1,419 @@
+"""Logs of other frameworks that grow: the rows that are new since the last look.
+
+Their readers and names are those of `source.read_curve`, so that a run that was followed has the
+curve of its log. What a file holds at the first look is of earlier attempts, and is skipped. A
+`*` in a path stands for a part of a name that each attempt may have anew (`version_*`).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from slurmllm.errors import RunError
+from slurmllm.metrics.log_series import Log, RowCollector, log_suffix
+from slurmllm.metrics.row_logs import column_names, json_numbers
+from slurmllm.metrics.row_reader import parse_row
+from slurmllm.metrics.source import read_log
+from slurmllm.metrics.tags import (
+    LogFormat,
+    TagChoice,
+    choose_tags,
+    log_formats,
+    per_device,
+    step_keys,
+)
+from slurmllm.metrics.tensorboard_logs import event_files, event_folders
+from slurmllm.metrics.text_logs import Numbers, TextReader, to_float
+from slurmllm.run.safe_files import LONGEST_LINE, open_regular
+
+PATTERN_EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
+TEXTS = (".log", ".txt", ".out", ".err")
+TABLES = (".csv", ".tsv")
+JSON_LINES = (".jsonl", ".ndjson")
+_FILES = (*TEXTS, *TABLES, *JSON_LINES, ".json", ".wandb")
+_CHUNK_BYTES = 1 << 20
+_POLL_S = 1.0
+_PAUSE_S = 2.0  # without output, after which a row of several lines counts as complete
+# What can only be read as a whole: the time between two readings, and their share of it.
+_REREAD_S, _REREAD_SHARE = 10.0, 0.05
+_MAX_WAITING = 10_000  # rows before the first with a loss
+
+
+class Lines(Protocol):
+    """The reader of a file's lines."""
+
+    format: LogFormat | None  # if the lines have shown it
+
+    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]: ...
+
+
+class _RowQueue(RowCollector):
+    """Rows that wait until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Numbers] = []
+        self._count = 0
+
+    def add(self, row: Iterable[tuple[str, float]], line: int = 0) -> None:
+        self.waiting.append(dict(row))
+        self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class TextRows:
+    """The rows in lines of text."""
+
+    def __init__(self, pattern: str | None = None, log_format: LogFormat | None = None) -> None:
+        self._text = TextReader(pattern, log_format and log_format.name)
+        self._queues = [_RowQueue() for _ in self._text.readers]
+        for reader, queue in zip(self._text.readers, self._queues, strict=True):
+            reader.rows = queue
+        self.format = self._named = log_format
+
+    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
+        self._text.read(chunk)
+        for reader in self._text.readers:
+            reader.settle()
+        return self.settle(last) if last else self._take()
+
+    def settle(self, last: bool = False) -> list[Numbers]:
+        """Return rows that only more lines could complete: none have come for a while."""
+        self._text.settle(last)
+        return self._take()
+
+    def _take(self) -> list[Numbers]:
+        for reader, queue in zip(self._text.readers, self._queues, strict=True):
+            if len(queue):  # as in a whole log, the first format that has rows counts
+                self.format, rows = reader.format or self._named, queue.waiting
+                for each in self._queues:
+                    each.waiting = []
+                for row in rows:
+                    row.pop("time", None)  # of a time zone that it does not name
+                return rows
+        return []
+
+
+class JsonRows:
+    """The rows of JSON lines; other lines are skipped."""
+
+    format: LogFormat | None = None
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
+        lines, self._rest = _split(self._rest + chunk, last)
+        rows = (parse_row(line) for line in lines if line.strip())
+        return [dict(json_numbers(row)) for row in rows if isinstance(row, dict)]
+
+
+class TableRows:
+    """The rows of a table; a cell that is not a number is a missing value."""
+
+    format: LogFormat | None = None
+
+    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
+        self._path, self._tags = path, tags
+        self._rest, self._columns = b"", list[str]()
+        self._delimiter = ","
+
+    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
+        lines, self._rest = _split(self._rest + chunk, last)
+        rows: list[Numbers] = []
+        for line in lines:
+            text = line.decode("utf-8-sig", "replace").replace("\0", "")
+            if not self._columns:
+                tabs = log_suffix(self._path) == ".tsv"
+                self._delimiter = "\t" if tabs else max(",;\t", key=text.count)
+                self._columns = column_names(text, self._delimiter, self._path, self._tags)
+                continue
+            cells: list[str] = []
+            with suppress(csv.Error):
+                cells = next(csv.reader([text], delimiter=self._delimiter), [])
+            row = Numbers()
+            for name, cell in zip(self._columns, cells, strict=False):
+                with suppress(ValueError, IndexError):
+                    comma = "," in cell and self._delimiter != ","
+                    row[name] = to_float(cell) if comma else float(cell)
+            if row and len(cells) >= len(self._columns):
+                rows.append(row)
+        return rows
+
+
+def _split(text: bytes, last: bool) -> tuple[list[bytes], bytes]:
+    """Split a text to its whole lines, at its end all of them, and the rest."""
+    *lines, rest = text.split(b"\n")
+    return ([*lines, rest], b"") if last else (lines, rest[-LONGEST_LINE:])
+
+
+class Source(Protocol):
+    """What is followed."""
+
+    @property
+    def format(self) -> LogFormat | None: ...
+
+    def read(self, last: bool = False) -> list[Numbers]:
+        """Return the new rows, without looking too often, at the `last` call incomplete ones too.
+
+        Raises:
+            OSError: a file cannot be read.
+            RunError: it is not such a file.
+        """
+
+
+class FollowedOutput:
+    """The output of a process."""
+
+    def __init__(self, text: TextRows) -> None:
+        self._text, self._rows = text, list[Numbers]()
+        self._fed_at = math.inf
+
+    @property
+    def format(self) -> LogFormat | None:
+        return self._text.format
+
+    def feed(self, output: bytes) -> None:
+        self._fed_at = time.monotonic()
+        self._rows += self._text.read(output)
+
+    def read(self, last: bool = False) -> list[Numbers]:
+        if last or time.monotonic() - self._fed_at > _PAUSE_S:
+            self._rows += self._text.settle(last)
+            self._fed_at = math.inf
+        rows, self._rows = self._rows, []
+        return rows
+
+
+class FollowedFile:
+    """A file of lines, which may not exist yet, and may be written again from its beginning."""
+
+    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
+        self._path, self._tags = path, tags
+        self._file: tuple[Path, int] | None = None  # its inode
+        self._offset = self._rows = 0  # what was read of it
+        self._head, self._next = b"", 0.0
+        self._lines: Lines = JsonRows()
+        with suppress(OSError):
+            self._look(skip=True)
+
+    @property
+    def format(self) -> LogFormat | None:
+        return self._lines.format
+
+    def read(self, last: bool = False) -> list[Numbers]:
+        now = time.monotonic()
+        if now < self._next and not last:
+            return []
+        self._next = now + _POLL_S
+        return self._look(last=last)
+
+    def _look(self, last: bool = False, skip: bool = False) -> list[Numbers]:
+        path = newest(self._path)
+        if path is None:
+            return []
+        rows: list[Numbers] = []
+        with open_regular(path) as stream:
+            size = stream.seek(0, 2)
+            stream.seek(0)
+            head = stream.readline(LONGEST_LINE) if log_suffix(path) in TABLES else b""
+            before = 0
+            file = (path, path.stat().st_ino)
+            if head != self._head and self._head and file == self._file:
+                before = self._rows  # Lightning's CSVLogger writes all again with a new column
+            if file != self._file or size < self._offset or head != self._head:
+                self._file, self._head = file, head if head.endswith(b"\n") else b""
+                self._offset = self._rows = 0
+                self._lines = self._reader(path)
+            stream.seek(self._offset)
+            while chunk := stream.read(_CHUNK_BYTES):
+                rows += self._lines.read(chunk)
+            paused, self._offset = self._offset == size, stream.tell()
+        if paused and isinstance(self._lines, TextRows):
+            rows += self._lines.settle()
+        rows += self._lines.read(b"", last=True) if last else []
+        self._rows += len(rows)
+        return [] if skip else rows[before:]
+
+    def _reader(self, path: Path) -> Lines:
+        suffix = log_suffix(path)
+        if suffix in TEXTS:
+            return TextRows()
+        return TableRows(path, self._tags) if suffix in TABLES else JsonRows()
+
+
+class RereadLog:
+    """A log that is only readable as a whole, such as a folder of events; read at a low rate."""
+
+    format: LogFormat | None = None
+
+    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
+        self._path, self._tags = path, tags
+        self._next = 0.0
+        self._seen: object = None
+        self._rows: list[Numbers] = []  # as last read
+        with suppress(OSError, RunError):
+            self.read()
+
+    def read(self, last: bool = False) -> list[Numbers]:
+        now, path = time.monotonic(), newest(self._path)
+        if path is None or (now < self._next and not last):
+            return []
+        self._next = now + _REREAD_S
+        folders = [] if path.is_file() else [path, *event_folders(path)]
+        files = [path, *(file for folder in folders for file in event_files(folder))]
+        seen = {(file, (info := file.stat()).st_size, info.st_mtime_ns) for file in files}
+        if seen == self._seen and (path.is_file() or len(files) > 1):
+            return []
+        log = read_log(path, self._tags)
+        self._next += (time.monotonic() - now) / _REREAD_SHARE
+        before, self._rows, self._seen = self._rows, list(_rows_of(log)), seen
+        # A resume may have cut what a document held, and its files count anew.
+        pairs = zip(before, self._rows, strict=False)
+        same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(before))
+        return self._rows[same:]
+
+
+def _rows_of(log: Log) -> Iterator[Numbers]:
+    rows: dict[int, Numbers] = {}  # by position
+    for tag, series in log.series.items():
+        times = series.values if series.times is None else series.times
+        columns = (series.order, series.steps, series.values, times)
+        for order, step, value, moment in zip(*(c.tolist() for c in columns), strict=True):
+            row = rows.setdefault(order, {"step": step})
+            row[tag] = value
+            if series.times is not None:
+                row["time"] = moment
+    return (rows[order] for order in sorted(rows))
+
+
+def newest(path: Path) -> Path | None:
+    """Return a path if it exists; of those that a path with `*` matches, the newest."""
+    if "*" not in str(path):
+        return path if path.exists() else None
+    parts = path.parts
+    first = next(number for number, part in enumerate(parts) if "*" in part)
+    paths = Path(*parts[:first]).glob("/".join(parts[first:]))
+    return max(paths, key=lambda each: each.stat().st_mtime_ns, default=None)
+
+
+def follow(progress: str | None, tags: Mapping[str, str]) -> Source:
+    """Return the source of `progress`: the output (by a format or pattern), or a path."""
+    if progress is None or "(?P<" in progress:
+        return FollowedOutput(TextRows(progress))
+    if not is_path(progress):
+        return FollowedOutput(TextRows(log_format=find_format(progress)))
+    path = Path(progress)
+    lines = log_suffix(path) in (*TEXTS, *TABLES, *JSON_LINES)
+    return FollowedFile(path, tags) if lines else RereadLog(path, tags)
+
+
+def is_path(text: str) -> bool:
+    path = Path(text)
+    return "/" in text or path.suffix in _FILES or "tfevents" in path.name
+
+
+def find_format(text: str) -> LogFormat:
+    """Return the format of a name; case, `_`, `-` and spaces are equal, and its end may be missing.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
+    formats = {_plain(name): log_format for name, log_format in log_formats().items()}
+    if (name := _plain(text)) in formats:
+        return formats[name]
+    begun = [f for f in log_formats().values() if name and name in _beginnings(f.name)]
+    fitting = [f for f in begun if f.lines] or begun
+    if len(fitting) != 1:
+        names = [f.name for f in fitting or log_formats().values()]
+        raise ValueError(
+            f"progress {text!r} is {'several formats' if fitting else 'no known format'}; give one "
+            f"of {', '.join(names)}; a pattern such as {PATTERN_EXAMPLE}; or the path of a file of "
+            f"metrics ({', '.join(_FILES)}) or of a folder of TensorBoard events"
+        )
+    return fitting[0]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+def _beginnings(name: str) -> set[str]:
+    """Return the plain first words of a name: `hugging`, `huggingface`; of each of `A or B`."""
+    parts = (re.split(r"[\s_-]+", part) for part in name.split(" or "))
+    return {_plain("".join(words[:n])) for words in parts for n in range(1, len(words) + 1)}
+
+
+class MetricNames:
+    """Which names of a log's rows are which metrics, by its rows so far.
+
+    Attributes:
+        problem: Why no row has a metric; empty if one has.
+        format: The framework, once recognized.
+    """
+
+    def __init__(self, tags: Mapping[str, str], source: Path, devices: int) -> None:
+        self.problem = ""
+        self.format: LogFormat | None = None
+        self._tags, self._source, self._devices = tags, source, devices
+        self._counts: Counter[str] = Counter()
+        self._total, self._chosen_at, self._names = 0, 0, 0
+        self._choice: TagChoice | None = None
+        self._step = ""
+        self._waiting: list[Numbers] = []  # rows from before a loss was there
+
+    def convert(
+        self, rows: list[Numbers], log_format: LogFormat | None
+    ) -> Iterator[tuple[int, Numbers]]:
+        """Yield the step of each row, from 1, and its metrics."""
+        for row in rows:
+            self._counts.update(row.keys())
+        self._total += len(rows)
+        if self._total >= 2 * self._chosen_at or len(self._counts) > self._names:
+            self._choose(log_format)
+        if self._choice is None:
+            self._waiting = (self._waiting + rows)[-_MAX_WAITING:]
+            return
+        rows, self._waiting = self._waiting + rows, []
+        first = self.format.steps_from if self.format and self.format.counts == "steps" else 1
+        for row in rows:
+            step = row.get(self._step, -1.0)
+            if not 0 <= step < 2**53 or step != int(step):
+                continue
+            metrics = {}
+            for metric, tag in self._choice.tags.items():
+                if tag in row:
+                    metrics[metric] = self._value(metric, tag, row[tag])
+            yield int(step) + (first == 0), metrics
+
+    def _choose(self, log_format: LogFormat | None) -> None:
+        self._chosen_at, self._names = self._total, len(self._counts)
+        candidates = step_keys(self._counts, self._tags)
+        most = max((self._counts[key] for key in candidates), default=0)
+        steps = [key for key in candidates if 2 * self._counts[key] >= most]
+        if not steps:
+            self.problem = "its rows have no step: name its key in `tags`"
+            return
+        counts = {tag: count for tag, count in self._counts.items() if tag != steps[0]}
+        try:
+            self._choice = choose_tags(counts, self._tags, self._source, log_format)
+        except RunError as error:
+            self.problem = str(error) if self._total else ""
+            return
+        self._step, self.problem, self.format = steps[0], "", self._choice.format
+
+    def _value(self, metric: str, tag: str, value: float) -> float:
+        if metric == "step_time_s" and tag.endswith(("_ms", "(ms)")):
+            return value / 1e3
+        rate = metric in ("seq_per_s", "tokens_per_s") and per_device(tag)
+        return value * self._devices if rate else value

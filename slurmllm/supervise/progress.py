@@ -1,0 +1,202 @@
+"""Progress of a trainer that is not ours: its steps, as its output or its files show them.
+
+They become the attempt's metrics, in the form that our own trainer writes, with steps from 1 and
+without what the trainer does not log. Validation losses become events. A row's time is that of the
+log if it is Unix time, else that of its arrival; rows that arrive together share the time since
+the row before by their steps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from slurmllm.errors import RunError, UserError
+from slurmllm.metrics.curves import VAL_LOSS
+from slurmllm.metrics.following import (
+    PATTERN_EXAMPLE,
+    FollowedOutput,
+    MetricNames,
+    find_format,
+    follow,
+    is_path,
+)
+from slurmllm.metrics.tags import log_formats
+from slurmllm.metrics.text_logs import Numbers, check_pattern
+from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import open_append, os_error_text
+from slurmllm.run.worker_files import EventLog
+
+log = logging.getLogger(__name__)
+
+_AHEAD_S = 60.0  # that another node's clock may be ahead
+_TIMES = ("time", "step_time_s")  # not what a step's values are
+
+
+def check_progress(text: str) -> None:
+    """Validate `progress` of a recipe: a format, a pattern or a path.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if "(?P<" in text:
+        try:
+            check_pattern(text, "progress")
+        except UserError as error:
+            raise ValueError(str(error)) from error
+    elif not is_path(text):
+        find_format(text)
+
+
+class TrainerProgress:
+    """A trainer's steps, written as the attempt's metrics.
+
+    Attributes:
+        step: The newest step that was read; None before the first.
+        rows: Number of rows written.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        progress: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        devices: int = 1,
+    ) -> None:
+        """Begin before the workers do: what a file holds now is of earlier attempts.
+
+        Args:
+            run: Gets the metrics and events.
+            attempt: Number of the train attempt.
+            progress: As in the recipe, `{run}` and others filled in; None: rank 0's output.
+            tags: Metric → name of it in the trainer's log, in preference to the known names.
+            devices: By which a rate of one device is multiplied.
+        """
+        self.step: int | None = None
+        self.rows = 0
+        self._progress, self._attempt = progress, attempt
+        self._source = follow(progress, tags or {})
+        self._names = MetricNames(tags or {}, Path(progress or "the output"), devices)
+        self._fault = ""  # of reading the file
+        self._bytes = 0
+        self._began = time.time()
+        self._last: tuple[int, Numbers] | None = None  # step and values of the last row
+        self._evaluation: tuple[int, float] | None = None
+        self._path = run.metrics(attempt)
+        self._events = EventLog(run.events(attempt), attempt)
+        self._unwritten = b""
+
+    def feed(self, output: bytes) -> None:
+        """Take what rank 0 printed since the last call."""
+        self._bytes += len(output)
+        if isinstance(self._source, FollowedOutput):
+            self._source.feed(output)
+
+    def update(self) -> None:
+        """Append the new rows to the metrics; files are not read more often than needed."""
+        self._advance(last=False)
+
+    def close(self) -> None:
+        """Take what is incomplete too; after the workers' end."""
+        self._advance(last=True)
+
+    def missing(self) -> str:
+        """Return what is missing, and which `progress` would give it; empty if nothing is."""
+        log_format = self._names.format
+        if self.rows:
+            if log_format is not None and log_format.counts != "steps":
+                return f"{log_format.name} counts {log_format.counts}, not steps"
+            return ""
+        others = f"a format ({', '.join(n for n, f in log_formats().items() if f.lines)}), "
+        others += f"a pattern such as {PATTERN_EXAMPLE}, or a file of metrics"
+        what = self._fault or self._names.problem
+        if not what and isinstance(self._source, FollowedOutput):
+            known = "of a known format" if self._progress is None else f"like {self._progress!r}"
+            what = f"no line {known} in {self._bytes:,} bytes of the output of rank 0"
+        return f"no steps: {what or f'no new rows in {self._progress}'}; `progress` may be {others}"
+
+    def _advance(self, last: bool) -> None:
+        rows: list[Numbers] = []
+        try:
+            rows = self._source.read(last)
+            self._fault = ""
+        except (OSError, RunError) as error:  # being written, perhaps
+            self._fault = os_error_text(error) if isinstance(error, OSError) else str(error)
+        if rows:
+            first = self._names.format is None
+            self._add(list(self._names.convert(rows, self._source.format)))
+            if first and (known := self._names.format) is not None and known.steps_from == 0:
+                log.info("%s counts %s from 0: metrics hold them from 1", known.name, known.counts)
+        self._write()
+
+    def _add(self, rows: Sequence[tuple[int, Numbers]]) -> None:
+        """Merge the values of each step, and append the rows that are new or have changed."""
+        merged: list[tuple[int, Numbers]] = []
+        before = self._last
+        for step, values in rows:
+            if VAL_LOSS in values:
+                self._add_evaluation(step, values)
+            values = {name: value for name, value in values.items() if name != VAL_LOSS}
+            if not values.keys() - {*_TIMES}:
+                continue
+            if merged and merged[-1][0] == step:
+                merged[-1][1].update(values)
+            elif not merged and before is not None and before[0] == step:
+                old = before[1]
+                if any(old.get(name) != value for name, value in values.items()):
+                    merged.append((step, old | values))
+            else:
+                merged.append((step, values))
+        now = time.time()
+        end = merged[-1][0] if merged else 0
+        for step, values in merged:
+            self._append(step, values, now, end)
+
+    def _append(self, step: int, values: Numbers, now: float, end: float) -> None:
+        """Append a row of a batch that was read at `now`, and whose last step is `end`."""
+        last = self._last
+        begun, before = (last[1]["time"], last[0]) if last is not None else (now, step)
+        logged = values.get("time", 0.0)
+        again = last is not None and before == step
+        if not (again or self._began <= logged <= now + _AHEAD_S):
+            share = (step - before) / (end - before) if before < step <= end else 1.0
+            values["time"] = begun + (now - begun) * share
+        taken = values.get("step_time_s", math.nan)
+        if not taken > 0 or not math.isfinite(taken):
+            values.pop("step_time_s", None)
+            if step > before and values["time"] > begun:
+                values["step_time_s"] = (values["time"] - begun) / (step - before)
+        row: dict[str, Any] = {"step": step, "attempt": self._attempt}
+        for name, value in values.items():
+            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
+            if name in ("tokens", "samples") and value == int(value):
+                row[name] = int(value)
+        self._unwritten += json.dumps(row).encode() + b"\n"
+        self._last, self.step = (step, values), step
+        self.rows += 1
+
+    def _add_evaluation(self, step: int, values: Numbers) -> None:
+        evaluation = step, values[VAL_LOSS]
+        if evaluation != self._evaluation:
+            self._evaluation = evaluation
+            self._events.add("evaluation", step, values={"validation": values[VAL_LOSS]})
+
+    def _write(self) -> None:
+        """Write what is not yet written; a full disk keeps it for the next time."""
+        while self._unwritten:
+            with suppress(OSError):
+                stream = open_append(self._path)
+                try:
+                    self._unwritten = self._unwritten[os.write(stream, self._unwritten) :]
+                    continue
+                finally:
+                    os.close(stream)
+            return

@@ -1,0 +1,273 @@
+"""One node's part in an attempt of a trainer of another project (`command` of the recipe).
+
+Its processes know nothing of slurmllm: their variables are torchrun's and Slurm's, their end is
+told by exit codes and by what they printed, their progress by rank 0's output or files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from slurmllm.checkpoint.foreign import (
+    TrainerCheckpoint,
+    list_trainer_checkpoints,
+    remove_old,
+)
+from slurmllm.config.command import fill
+from slurmllm.control.rendezvous import die_with_parent
+from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, StorageError
+from slurmllm.plan.mesh import Mesh
+from slurmllm.run.rundir import RunDir, Stage
+from slurmllm.run.safe_files import os_error_text, write_whole
+from slurmllm.run.worker_files import PHASE_FILE, EventLog, PhaseWriter
+from slurmllm.supervise.launcher import Launcher
+from slurmllm.supervise.progress import TrainerProgress
+from slurmllm.supervise.trainer_command import (
+    command_line,
+    command_values,
+    exit_code_of,
+    failure_of,
+    peer_variables,
+    slurm_variables,
+)
+from slurmllm.supervise.trainer_stacks import stacks_of
+from slurmllm.supervise.watchdog import Heartbeats
+from slurmllm.supervise.worker_output import WorkerOutput
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
+_MISSING_S = 60.0  # after which it is said that no steps are known
+_OUTPUT_S = 1.0  # interval at which output counts as a sign of life before the first step
+
+log = logging.getLogger(__name__)
+
+
+class TrainerLauncher(Launcher):
+    """One node's processes of a trainer, and on the first node its progress."""
+
+    def __init__(self, run: RunDir, stage: Stage, attempt: int) -> None:
+        super().__init__(run, stage, attempt)
+        assert self.config.recipe.command is not None
+        self.command = self.config.recipe.command
+        self.values = command_values(run, self.config, self.record)
+        self.text = command_line(self.command, self.values)
+        self.output = WorkerOutput()
+        self._codes: dict[int, int] = {}  # rank → exit code
+        self._recorded: set[int] = set()  # ranks whose failures are recorded
+        self._asked = False  # whether the workers were asked to stop
+        self.observer: TrainerObserver | None = None
+        # Processes that outlive their worker become children of this one, which ends them.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    def start_services(self, heartbeats: Heartbeats, per_node: int) -> None:
+        if self.node_rank == 0:
+            log.info("command: %s", self.text)
+            phases = heartbeats.environment(0).get(PHASE_FILE)
+            self.observer = TrainerObserver(self, Path(phases) if phases else None)
+
+    def environment(self, mesh: Mesh, rank: int, local_rank: int) -> dict[str, str]:
+        variables = super().environment(mesh, rank, local_rank)
+        variables = {n: v for n, v in variables.items() if not n.startswith("SLURMLLM_")}
+        variables |= peer_variables(self.config, self.record, self.node_rank)
+        if not self.command.one_per_node:
+            variables |= slurm_variables(self.record, rank, local_rank)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            del variables["OMP_NUM_THREADS"]  # of all CPUs: what it starts shares them
+        return variables
+
+    def start_worker(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        output = self.output.open(rank, os.dup(1) if rank == 0 else self.logs.open(rank))
+        try:
+            return subprocess.Popen(
+                ["bash", "-c", self.text],
+                env=environment,
+                cwd=self.command.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=_prepare_child,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"command.folder: {self.command.folder} on {self.node}: {os_error_text(error)}; "
+                "name a folder that all nodes can read"
+            ) from error
+        finally:
+            os.close(output)
+
+    def wait(self) -> bool:
+        self.output.start()
+        return super().wait()
+
+    def ask_to_stop(self) -> None:
+        """Send the trainer's signal once; without one, end it."""
+        if self._asked:
+            return
+        self.exit_codes()  # those that ended before
+        self._asked = True
+        number = self.command.stop_signal
+        if number is None:
+            self.kill([*self.pids()])
+            return
+        for pid in self.pids().values():
+            for process in _receivers(pid):
+                with suppress(psutil.Error):
+                    process.send_signal(number)
+
+    def observe(self) -> None:
+        super().observe()
+        if self.observer is not None:
+            self.observer.observe()
+
+    def exit_codes(self) -> dict[int, int]:
+        """Rank → exit code; who ends after being asked to has left, whatever its own code."""
+        for rank, worker in self.processes.items():
+            code = worker.poll()
+            if code is not None and rank not in self._codes:
+                self._codes[rank] = EXIT_REQUEUE if self._asked else exit_code_of(code)
+        return dict(self._codes)
+
+    def record_failures(self) -> None:
+        """Record why workers failed, by what they printed."""
+        now, step = time.time(), None if self.observer is None else self.observer.progress.step
+        for rank, code in self.exit_codes().items():
+            stopped = rank in self.node_record.stopped_ranks
+            if code in (EXIT_OK, EXIT_REQUEUE) or stopped or rank in self._recorded:
+                continue
+            self._recorded.add(rank)
+            time.sleep(0.1)  # for its last lines
+            failure = failure_of(rank, self.node, code, self.output.lines(rank), step, now)
+            if failure is not None:
+                with suppress(StorageError):
+                    failure.save(self.attempt.failure(rank))
+
+    def dump_stacks(self, heartbeats: Heartbeats) -> None:
+        for rank, pid in self.pids().items():
+            with suppress(OSError):
+                write_whole(self.attempt.stacks(rank), stacks_of(pid).encode(), durable=False)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            with suppress(OSError):
+                os.killpg(self.processes[rank].pid, signal.SIGKILL)
+        _kill_children(except_for={worker.pid for worker in self.processes.values()})
+
+    def save_with_retries(self, **update: object) -> None:
+        """End what the workers have left behind, and write the last lines, before the record."""
+        _kill_children(except_for=set(self.pids().values()))
+        self.output.close()
+        if self.observer is not None:
+            self.observer.close()
+        super().save_with_retries(**update)
+
+
+class TrainerObserver:
+    """Progress and checkpoints of a trainer, for the run's metrics, events and the watchdog."""
+
+    def __init__(self, launcher: TrainerLauncher, phases: Path | None) -> None:
+        self._launcher, self._command = launcher, launcher.command
+        run, number = launcher.run, launcher.attempt.number
+        self._run = run
+        progress = self._command.progress and fill(self._command.progress, launcher.values)
+        self.progress = TrainerProgress(run, number, progress)
+        self._phases = PhaseWriter(phases)
+        self._events = EventLog(run.events(number), number)
+        self._step: int | None = None
+        self._printed, self._next_output, self._next_look = 0, 0.0, 0.0
+        self._newest = _newest(launcher)
+        keep = launcher.config.is_set("checkpoint.keep")
+        self._missing, self._judged_at = "", time.monotonic() + _MISSING_S
+        self._keep = launcher.config.recipe.checkpoint.keep if keep else None
+
+    def observe(self) -> None:
+        now, output = time.monotonic(), self._launcher.output
+        if data := output.take():
+            self.progress.feed(data)
+        self.progress.update()
+        step = self.progress.step
+        if step is None and output.printed != self._printed and now >= self._next_output:
+            # Until there are steps, any output is a sign of life.
+            self._printed, self._next_output = output.printed, now + _OUTPUT_S
+            self._phases.begin("first_step", 0)
+        if step is not None and step != self._step:
+            self._step = step
+            self._phases.begin("stepping", step)
+        if (self._missing != "" and step is not None) or now >= self._judged_at:
+            self._judged_at = now + _MISSING_S
+            self._save_missing()
+        if now >= self._next_look:
+            self._next_look = now + _CHECKPOINTS_S
+            self._look_at_checkpoints()
+
+    def _save_missing(self) -> None:
+        """Record for `status` why no steps are known."""
+        if (missing := self.progress.missing()) != self._missing:
+            self._missing = missing
+            with suppress(StorageError):
+                self._launcher.save(progress_missing=missing)
+
+    def _look_at_checkpoints(self) -> None:
+        newest, before = _newest(self._launcher), self._newest
+        self._newest = newest
+        if newest is None or newest == before:
+            return
+        if not newest.complete:  # it grows
+            self._phases.begin("saving", self._step or 0)
+            return
+        if self._step is not None:
+            self._phases.begin("stepping", self._step)
+        if before is None or not before.complete or before.step != newest.step:
+            self._events.add("save", newest.step, message=str(newest.path))
+            for path in remove_old(self._run, self._command, self._keep) if self._keep else ():
+                log.info("removed %s: checkpoint.keep is %s", path, self._keep)
+
+    def close(self) -> None:
+        self.progress.feed(self._launcher.output.take())
+        self.progress.close()
+        self._look_at_checkpoints()
+        self._save_missing()
+        if self._missing:
+            log.warning("%s", self._missing)
+
+
+def _newest(launcher: TrainerLauncher) -> TrainerCheckpoint | None:
+    newest = list_trainer_checkpoints(launcher.run, launcher.command, newest_only=True)
+    return newest[-1] if newest else None
+
+
+def _prepare_child() -> None:
+    """In the child before exec: die with the launcher, and have no signal ignored."""
+    die_with_parent()
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _receivers(pid: int) -> list[psutil.Process]:
+    """Return the processes for a signal: a worker, or a shell's children."""
+    try:
+        worker = psutil.Process(pid)
+        children = worker.children()
+        return children if worker.name() in ("bash", "sh") and children else [worker]
+    except psutil.Error:
+        return []
+
+
+def _kill_children(except_for: Iterable[int]) -> None:
+    """Kill all processes below this one, but for some that end by themselves."""
+    spared = set(except_for)
+    with suppress(psutil.Error):
+        for child in psutil.Process().children(recursive=True):
+            if child.pid not in spared:
+                with suppress(psutil.Error):
+                    child.kill()

@@ -1,0 +1,177 @@
+"""A trainer's command line and environment in one attempt, and what its output says of its end."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints, newest_complete
+from slurmllm.config.command import CommandConfig, fill
+from slurmllm.config.resolve import RunConfig
+from slurmllm.run.error_patterns import cause_line, meaning_of
+from slurmllm.run.records import AttemptRecord, FailureRecord
+from slurmllm.run.rundir import RunDir
+
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # of bash
+_RECENT_S = 120.0  # before the end: an exception that was logged earlier did not end the trainer
+_MESSAGE = 400  # characters
+# `[rank3]:`, `[default0]:`, `3: ` of torch, torchrun and srun before a line
+_LABEL = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?|\d+: )+")
+_EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
+_TRACEBACK = "Traceback (most recent call last):"
+# Exceptions of programs that start workers: they tell of a worker's end, not why.
+_WRAPPERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "SystemExit")
+# torch.distributed.elastic's summary of a worker that was killed
+_KILLED = re.compile(r"Signal (\d+) \(SIG\w+\) received by PID|exitcode\s*: -(\d+)\b")
+
+
+class OutputLine(NamedTuple):
+    """A line that a worker printed, and the Unix time at which it came."""
+
+    time: float
+    text: str
+
+
+def command_values(run: RunDir, config: RunConfig, record: AttemptRecord) -> dict[str, object]:
+    """Return what is filled into a command's texts in an attempt."""
+    command = config.recipe.command
+    assert command is not None
+    newest = newest_complete(list_trainer_checkpoints(run, command))
+    return {
+        "run": run.path,
+        "attempt": record.attempt,
+        "step": newest.step if newest else 0,
+        "checkpoint": newest.path if newest else "",
+        "nodes": len(record.nodes),
+        "devices": config.cluster.devices_per_node,
+    }
+
+
+def command_line(command: CommandConfig, values: dict[str, object]) -> str:
+    """Return the text for bash of an attempt, with the arguments for resuming from its second on.
+
+    These need a complete checkpoint if they name it.
+    """
+    text, resume = command.run, command.resume
+    named = resume is not None and ("{checkpoint}" in resume or "{step}" in resume)
+    if resume is not None and values["attempt"] and (values["checkpoint"] or not named):
+        text = f"{text} {resume}"
+    return fill(text, values, quote=True)
+
+
+def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> dict[str, str]:
+    """Return the variables by which a trainer finds its nodes, beyond those of `rendezvous`.
+
+    torchrun reads PET_*; the other names are those that scripts for `accelerate launch` and mpirun
+    use. https://github.com/pytorch/pytorch torch/distributed/argparse_util.py, `env`.
+    """
+    nodes, devices = len(record.nodes), config.cluster.devices_per_node
+    return {
+        "NNODES": str(nodes),
+        "NODE_RANK": str(node_rank),
+        "NPROC_PER_NODE": str(devices),
+        "PET_NNODES": str(nodes),
+        "PET_NODE_RANK": str(node_rank),
+        "PET_NPROC_PER_NODE": str(devices),
+        "PET_MASTER_ADDR": record.master_addr,
+        "PET_MASTER_PORT": str(record.master_port),
+    }
+
+
+def slurm_variables(record: AttemptRecord, rank: int, local_rank: int) -> dict[str, str]:
+    """Return Slurm's variables as if srun had started each worker; empty without a job.
+
+    Lightning's SLURMEnvironment and `submitit.JobEnvironment` read them.
+    """
+    if record.job_id is None:
+        return {}
+    nodes, size = len(record.nodes), record.world_size
+    per_node = str(size // nodes)
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(rank // (size // nodes)),
+        "SLURM_NTASKS": str(size),
+        "SLURM_NPROCS": str(size),
+        "SLURM_NTASKS_PER_NODE": per_node,
+        "SLURM_TASKS_PER_NODE": per_node if nodes == 1 else f"{per_node}(x{nodes})",
+        "SLURM_NNODES": str(nodes),
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_NODELIST": ",".join(record.nodes),
+        "SLURM_JOB_NODELIST": ",".join(record.nodes),
+        "SLURM_STEP_NODELIST": ",".join(record.nodes),
+    }
+
+
+def exit_code_of(code: int) -> int:
+    """Return a shell's 128 + N as the end by signal N that it reports."""
+    known = {number.value for number in signal.Signals}
+    return 128 - code if code > 128 and code - 128 in known else code
+
+
+def failure_of(
+    rank: int, node: str, code: int, lines: Sequence[OutputLine], step: int | None, ended_at: float
+) -> FailureRecord | None:
+    """Return why a worker failed, by what it printed last; None if only its signal is known."""
+    recent = [line for line in lines if line.time >= ended_at - _RECENT_S]
+
+    def record(line: OutputLine, error: str, message: str, **fields: object) -> FailureRecord:
+        return FailureRecord.model_validate(
+            {
+                **{"rank": rank, "node": node, "error": error, "message": message[:_MESSAGE]},
+                **{"blame": "code", "exit_code": code, "step": step, "time": line.time, **fields},
+            }
+        )
+
+    last = next((line for line in reversed(lines) if line.text.strip()), None)
+    last = last or OutputLine(ended_at, "it printed nothing")
+    if code in (_NOT_FOUND, _NOT_EXECUTABLE):
+        name = "CommandNotFound" if code == _NOT_FOUND else "NotExecutable"
+        return record(last, name, last.text.strip(), blame="user")
+    exceptions = list(_exceptions(recent))
+    causes = [item for item in exceptions if meaning_of(f"{item[1]} {item[2]}") != "lost_peer"]
+    if chosen := next(iter(causes or exceptions), None):
+        line, name, message = chosen
+        blame = "infrastructure" if meaning_of(f"{name} {message}") == "node" else "code"
+        return record(line, name.rpartition(".")[2], message, blame=blame)
+    if code < 0:
+        return None
+    if (cause := cause_line(line.text for line in recent)) is not None:
+        text, meaning = cause
+        line = next(line for line in recent if line.text == text)
+        blame = "infrastructure" if meaning == "node" else "code"
+        return record(line, "RuntimeText", text.strip(), blame=blame)
+    for line in recent:
+        if match := _KILLED.search(line.text):
+            text = f"a process of the trainer was killed by signal {match[1] or match[2]}"
+            return record(line, "Killed", text, blame="infrastructure")
+    text = f"ended with exit code {code}; its last line: {last.text.strip()}"
+    return record(last, "ExitCode", text)
+
+
+def _exceptions(lines: Iterable[OutputLine]) -> Iterable[tuple[OutputLine, str, str]]:
+    """Yield the exceptions at the ends of tracebacks, without those of programs that start workers.
+
+    Of exceptions that were raised while others were handled, the last one counts: it ended them.
+    """
+    inside = False
+    pending: tuple[OutputLine, str, str] | None = None
+    for line in lines:
+        text = _LABEL.sub("", line.text)
+        if text.startswith(_TRACEBACK):
+            inside = True
+        elif text.startswith(("During handling of the above", "The above exception was the")):
+            pending = None
+        elif inside and text.strip() and not text[0].isspace():
+            inside = False
+            match = _EXCEPTION.fullmatch(text.rstrip())
+            if match is None or match["name"].rpartition(".")[2] in _WRAPPERS:
+                continue
+            if pending is not None:
+                yield pending
+            pending = line, match["name"], match["message"] or ""
+    if pending is not None:
+        yield pending

@@ -1,0 +1,148 @@
+"""What the workers of a trainer print: written to their logs within limits, and looked at.
+
+A thread reads the pipes of all workers of a node. A log gets the first MOST_BYTES of an attempt
+and, at its end, the last lines; of a progress bar that overwrites itself, what it shows now and
+then. A disk that refuses must not block the trainer: what it refuses is left out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import selectors
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+from slurmllm.supervise.rank_logs import MOST_BYTES
+from slurmllm.supervise.trainer_command import OutputLine
+
+_READ_BYTES = 1 << 20
+_TAIL_BYTES = 64 << 10
+_MOST_PENDING = 16 << 20  # of rank 0, until the launcher looks at it
+_BAR_S = 5.0  # between two texts of a progress bar in the log
+_POLL_S = 0.2
+_OVERWRITTEN = re.compile(rb"[^\r\n]*\r(?!\n)")
+
+
+class _Stream:
+    """The output of one worker."""
+
+    def __init__(self, log: int, pipe: int) -> None:
+        self.log, self.pipe = log, pipe
+        self.written = self.left_out = 0
+        self.tail: deque[tuple[float, bytes]] = deque()  # with the Unix time of its arrival
+        self.tail_bytes = 0
+        self._next_bar = 0.0
+
+    def add(self, data: bytes) -> None:
+        now = time.time()
+        self.tail.append((now, data[-_TAIL_BYTES:]))
+        self.tail_bytes += len(self.tail[-1][1])
+        while self.tail_bytes - len(self.tail[0][1]) >= _TAIL_BYTES:
+            self.tail_bytes -= len(self.tail.popleft()[1])
+        if b"\r" in data:
+            if now < self._next_bar:
+                data = _OVERWRITTEN.sub(b"", data)
+            else:
+                self._next_bar = now + _BAR_S
+        room = max(MOST_BYTES - self.written, 0)
+        self.left_out += len(data) - self._write(data[:room])
+
+    def _write(self, data: bytes) -> int:
+        done = 0
+        with suppress(OSError):
+            while done < len(data):
+                done += os.write(self.log, data[done:])
+        self.written += done
+        return done
+
+    def lines(self) -> list[OutputLine]:
+        """Return the last lines; each came when its end did."""
+        lines, rest = list[OutputLine](), ""
+        for at, data in list(self.tail):
+            *whole, rest = re.split(r"[\r\n]+", rest + data.decode(errors="replace"))
+            lines += [OutputLine(at, text) for text in whole]
+        return [*lines, OutputLine(self.tail[-1][0], rest)] if rest else lines
+
+    def close(self) -> None:
+        if self.left_out:
+            last = b"".join(data for _, data in self.tail)[-_TAIL_BYTES:]
+            self._write(b"\n[%d bytes left out]\n" % max(self.left_out - len(last), 0) + last)
+        os.close(self.log)
+
+
+class WorkerOutput:
+    """The output of a node's workers, by rank."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, _Stream] = {}
+        self._selector = selectors.DefaultSelector()
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="output", daemon=True)
+        self.printed = 0  # bytes of rank 0
+
+    def open(self, rank: int, log: int) -> int:
+        """Return a descriptor for a worker's output, which goes to `log`; the caller closes it."""
+        read, write = os.pipe()
+        with suppress(OSError):  # beyond the user's limit
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _READ_BYTES)
+        os.set_blocking(read, False)
+        self._streams[rank] = _Stream(log, read)
+        self._selector.register(read, selectors.EVENT_READ, rank)
+        return write
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def lines(self, rank: int) -> list[OutputLine]:
+        """Return the last lines of a worker."""
+        return self._streams[rank].lines()
+
+    def take(self) -> bytes:
+        """Return what rank 0 has printed since the last call."""
+        parts = []
+        with suppress(IndexError):
+            while True:
+                parts.append(self._pending.popleft())
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Read what is left and end; a process that outlives its worker is not waited for."""
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for stream in self._streams.values():
+            stream.close()
+            os.close(stream.pipe)
+        self._streams = {}
+        self._selector.close()
+
+    def _read(self) -> None:
+        while self._selector.get_map():
+            ending = self._ending.is_set()
+            ready = self._selector.select(0 if ending else _POLL_S)
+            for key, _ in ready:
+                self._read_stream(key.data, key.fd)
+            if ending and not ready:
+                return
+
+    def _read_stream(self, rank: int, pipe: int) -> None:
+        try:
+            data = os.read(pipe, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._selector.unregister(pipe)
+            return
+        self._streams[rank].add(data)
+        if rank == 0:
+            self.printed += len(data)
+            self._pending.append(data)
+            while sum(map(len, list(self._pending)[:64])) > _MOST_PENDING:
+                with suppress(IndexError):
+                    self._pending.popleft()
