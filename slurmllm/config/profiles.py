@@ -121,7 +121,7 @@ def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Level]]:
         values, origins = read_yaml(following, form=_FORMS[kind])
         chain.append((following, (values, origins)))
         following = _base(values, origins, following, folder, kind)
-    if len(chain) > 1:
+    if len(chain) > 1 or path.parent.name == TRAINERS:
         _, (values, origins) = chain[0]
         chain[0] = path, ({"name": name_of(path, noun), **values}, {"name": path.name, **origins})
     return chain

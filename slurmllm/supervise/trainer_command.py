@@ -68,7 +68,10 @@ def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> 
     use. https://github.com/pytorch/pytorch torch/distributed/argparse_util.py, `env`.
     """
     nodes, devices = len(record.nodes), config.cluster.devices_per_node
+    # torchrun's sign, by which Lightning prefers $RANK to Slurm's variables.
+    elastic = {"TORCHELASTIC_RUN_ID": f"{record.master_addr}:{record.master_port}"}
     return {
+        **({} if config.recipe.command and config.recipe.command.one_per_node else elastic),
         "NNODES": str(nodes),
         "NODE_RANK": str(node_rank),
         "NPROC_PER_NODE": str(devices),
