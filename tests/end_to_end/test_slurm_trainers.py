@@ -38,7 +38,7 @@ TRAINERS = {
     "Trainer by torchrun": (
         "hf_trainer",
         f"{{python}} -m torch.distributed.run {{scripts}}/{HF}",
-        {"save_signal": "TERM", "start": "node"},
+        {"save_signal": "TERM"},
     ),
     "Lightning": (
         "lightning",
