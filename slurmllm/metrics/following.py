@@ -210,6 +210,13 @@ def follow(progress: str | None, tags: Mapping[str, str]) -> Source:
     return FollowedFile(path, tags) if lines else RereadLog(path, tags)
 
 
+def printing_rank(progress: str | None, world_size: int) -> int:
+    """Return the rank whose output `progress` is of: the first, or for some formats the last."""
+    if progress is None or "(?P<" in progress or is_path(progress):
+        return 0
+    return world_size - 1 if find_format(progress).printed_by == "last" else 0
+
+
 def is_path(text: str) -> bool:
     path = Path(text)
     return "/" in text or path.suffix in _FILES or "tfevents" in path.name

@@ -1,7 +1,7 @@
 """One node's part in an attempt of a trainer of another project (`command` of the recipe).
 
 Its processes know nothing of slurmllm: their variables are torchrun's and Slurm's, their end is
-told by exit codes and by what they printed, their progress by rank 0's output or files.
+told by exit codes and by what they printed, their progress by one rank's output, or by files.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from slurmllm.checkpoint.foreign import (
 from slurmllm.config.command import fill
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, StorageError
+from slurmllm.metrics.following import printing_rank
 from slurmllm.plan.mesh import Mesh
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.safe_files import os_error_text, write_whole
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainerLauncher(Launcher):
-    """One node's processes of a trainer, and on the first node its progress."""
+    """One node's processes of a trainer, and its progress on the node whose worker prints it."""
 
     def __init__(self, run: RunDir, stage: Stage, attempt: int) -> None:
         super().__init__(run, stage, attempt)
@@ -62,7 +63,8 @@ class TrainerLauncher(Launcher):
         self.command = self.config.recipe.command
         self.values = command_values(run, self.config, self.record)
         self.text = command_line(self.command, self.values)
-        self.output = WorkerOutput()
+        self._printing = printing_rank(self.command.progress, self.record.world_size)
+        self.output = WorkerOutput(self._printing)
         self._codes: dict[int, int] = {}  # rank → exit code
         self._recorded: set[int] = set()  # ranks whose failures are recorded
         self._asked = False  # whether the workers were asked to stop
@@ -73,7 +75,8 @@ class TrainerLauncher(Launcher):
     def start_services(self, heartbeats: Heartbeats, per_node: int) -> None:
         if self.node_rank == 0:
             log.info("command: %s", self.text)
-            phases = heartbeats.environment(0).get(PHASE_FILE)
+        if self.node_rank == self._printing // per_node:
+            phases = heartbeats.environment(self._printing).get(PHASE_FILE)
             self.observer = TrainerObserver(self, Path(phases) if phases else None)
 
     def environment(self, mesh: Mesh, rank: int, local_rank: int) -> dict[str, str]:

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -179,15 +179,14 @@ def _place(worker: WorkerPhase) -> tuple[int, int, int]:
 
 
 class Watchdog:
-    """Watches one train attempt for the supervisor; `first_only`: only rank 0 reports phases."""
+    """Watches one train attempt for the supervisor; `reporting`: the ranks that show phases."""
 
     def __init__(
         self,
         run: RunDir,
         record: AttemptRecord,
         config: WatchdogConfig,
-        *,
-        first_only: bool = False,
+        reporting: Iterable[int] | None = None,
     ) -> None:
         self.run, self.record, self.config = run, record, config
         self._first_only = first_only
@@ -201,8 +200,8 @@ class Watchdog:
             for index, name in enumerate(record.nodes)
         }
         self._starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
-        # Of a trainer of another project, rank 0 alone shows phases.
-        reporting = range(1 if first_only else per_node * len(record.nodes))
+        if reporting is None:
+            reporting = range(per_node * len(record.nodes))
         self._phases = dict.fromkeys(reporting, self._starting)
         self._merged: dict[str, Heartbeat] = {}  # node → the heartbeat that these phases are of
         self._lowest: Phase = "starting"  # phase of the workers furthest behind
