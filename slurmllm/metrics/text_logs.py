@@ -10,17 +10,19 @@ import calendar
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from slurmllm.errors import RunError, UserError
 from slurmllm.format import printable
+from slurmllm.metrics.line_prefixes import split_prefix
 from slurmllm.metrics.log_series import Log, RowCollector, open_log
+from slurmllm.metrics.numbers import NUMBER, WRAPPER, WRAPPER_END, parse_number, parse_value
 from slurmllm.metrics.tags import (
     ANY_FRAMEWORK,
     METRICS,
@@ -28,26 +30,26 @@ from slurmllm.metrics.tags import (
     LogFormat,
     all_formats,
     check_metric,
-    log_formats,
     step_keys,
 )
 
 Numbers = dict[str, float]
 
 _CHUNK_BYTES = 1 << 20
-# A line without an end (a core dump in a log) is cut here.
-_MAX_LINE_BYTES = 1 << 16
-_NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
-_VALUE = rf"(?:tensor\(\[?)?(?P<%s>{_NUMBER})"
+_LONGEST_LINE = 1 << 16  # bytes; a longer line, such as a core dump, holds no metrics
+_VALUE = rf"{WRAPPER}(?P<%s>{NUMBER}){WRAPPER_END}"
 # %name of formats.yaml, longer names first
 _NAMES = sorted((*METRICS, "step_time_ms", "epoch", "total", "bar"), key=len, reverse=True)
 _NAME = re.compile(f"%({'|'.join(_NAMES)})")
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
-_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 # What a line of one of the formats holds; all other lines are skipped without decoding them.
-_HINT = re.compile(rb"loss|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]")
+_HINT = re.compile(rb"[Ll]oss|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]|\d (?:train|val) ")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
-_BAR = re.compile(r"\|\s*(\d+)/(\d+|\?) \[")
+_BAR = re.compile(r"\|\s*(\d{1,15})/(\d{1,15}|\?) \[")
+# The step next to a row of names and values: `step 10/400`, `iteration: 10`, else `[10/400]`
+_STEPS = (
+    re.compile(r"(?i)(?:\b|_)(?:step|iter(?:ation)?|update)s?[ =:\[]{1,3}(\d{1,15})\b"),
+    re.compile(r"(?i)(?<!epoch )(?<!epoch: )[\[(](\d{1,15})/\d{1,15}[\])]"),
+)
 _EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
 
 
@@ -58,90 +60,114 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
         RunError: no line has a known format, or none matches the pattern.
         OSError: the file cannot be read.
     """
-    if pattern is None:
-        readers = _format_readers()
-    else:
+    if pattern is not None:
         check_pattern(pattern)
-        readers = [_LineReader(None, [LineFormat(head=pattern)])]
+    formats = _line_formats() if pattern is None else [(None, [LineFormat(head=pattern)])]
+    rows = [RowCollector() for _ in formats]  # by format, of all ranks
+    by_rank: dict[str, list[_LineReader]] = {}
+    latest: dict[str, _LineReader] = {}  # of each rank, the one that read a line
     warnings: list[str] = []
-    latest = readers[0]
     with open_log(path, warnings) as stream:
-        for number, line in _text_lines(stream, readers, all_lines=pattern is not None):
-            for reader in (latest, *readers):
-                if reader.read(line, number):
-                    latest = reader
+        for number, rank, line, stamp in _text_lines(stream, latest, pattern is not None):
+            if rank not in by_rank:
+                by_rank[rank] = _line_readers(formats, rows, rank)
+            readers: Sequence[_LineReader] = by_rank[rank]
+            if rank in latest and not latest[rank].is_general:
+                readers = (latest[rank], *readers)
+            for reader in readers:
+                if reader.read(line, number, stamp):
+                    latest[rank] = reader
                     break
-    for reader in readers:
-        reader.finish(path, warnings)
-        if len(reader.rows):
-            return reader.rows.log(path, "text", tags, warnings, reader.format)
+    for reader in (reader for readers in by_rank.values() for reader in readers):
+        reader.finish()
+    chosen = max(
+        (r for readers in by_rank.values() for r in readers), key=_row_counts, default=None
+    )
+    if chosen is not None and len(chosen.rows):
+        return chosen.rows.log(path, "text", tags, warnings, chosen.format, chosen.invented_steps)
     if pattern is not None:
         raise RunError(
             f"no line of {path} matches --pattern '{pattern}'; check it against a line of the log "
             "(spaces must match exactly)"
         )
-    names = ", ".join(name for name, log_format in log_formats().items() if log_format.lines)
     raise RunError(
-        f"no metrics in {path}: no line is one of {names}, or a progress bar with a loss; give "
-        "such a log, or a table (.csv, .jsonl) of the metrics, or describe its lines with "
-        f"--pattern, such as --pattern {_EXAMPLE}"
+        f"no metrics in {path}: no line is of a known format (docs/metrics.md names them), or a "
+        "progress bar with a loss; give such a log, or a table (.csv, .jsonl) of the metrics, or "
+        f"describe its lines with --pattern, such as --pattern {_EXAMPLE}"
     )
 
 
 def _text_lines(
-    stream: BinaryIO, readers: Sequence[_LineReader], all_lines: bool
-) -> Iterator[tuple[int, str]]:
-    """Yield the lines that a reader may read, with their numbers from 1."""
-    number, rest = 1, b""
+    stream: BinaryIO, latest: Mapping[str, _LineReader], whole: bool
+) -> Iterator[tuple[int, str, str, str]]:
+    """Yield the lines that a reader may read.
+
+    With the line's number from 1, the rank that its prefixes name, the line without them, and its
+    begin with them; if `whole`, each line as it is.
+    """
+    number, rest, rank = 1, b"", ""
+    continued = False  # a progress bar that overwrites itself has its rank once
     for chunk in chain(iter(partial(stream.read, _CHUNK_BYTES), b""), [b""]):
         lines = (rest + chunk).splitlines(keepends=True)
-        rest = lines.pop()[-_MAX_LINE_BYTES:] if chunk else b""
+        rest = lines.pop()[: _LONGEST_LINE + 1] if chunk else b""
         for line in lines:
-            if _HINT.search(line) or all_lines or any(reader.row for reader in readers):
-                text = line.decode("utf-8-sig", errors="replace").rstrip("\r\n")
-                yield number, printable(text)
-            number += line.endswith(b"\n")
-
-
-def to_float(text: str) -> float:
-    """Parse a number: `1,234.5` and `2,504` (thousands), `2,5` (a decimal comma), `1.2K`."""
-    if "," in text:
-        text = text.rstrip(",")
-        text = text.replace(",", "" if _THOUSANDS.fullmatch(text) else ".")
-    if text[-1] in _UNITS:
-        return float(text[:-1]) * _UNITS[text[-1]]
-    return float(text)
+            open_rows = any(reader.row for reader in latest.values())
+            if whole or ((open_rows or _HINT.search(line)) and len(line) <= _LONGEST_LINE):
+                text = printable(line.decode("utf-8-sig", errors="replace").rstrip("\r\n"))
+                if whole:
+                    yield number, "", text, text
+                else:
+                    name, content = split_prefix(text)
+                    rank = name or (rank if continued else "")
+                    yield number, rank, content, text[:100]
+            continued = not line.endswith(b"\n")
+            number += not continued
 
 
 class _LineReader:
-    """The rows of one format: of a line each, or of a line and those that follow it.
+    """The rows of one format and rank: of a line each, or of a line and those that follow it.
 
     A step that is not in the head is among the names and values, or that of a progress bar.
     """
 
-    def __init__(self, log_format: LogFormat | None, lines: Sequence[LineFormat]) -> None:
-        self.rows = RowCollector()
+    def __init__(
+        self,
+        log_format: LogFormat | None,
+        lines: Sequence[LineFormat],
+        rows: RowCollector,
+        rank: str,
+    ) -> None:
+        self.rows = rows
         self.format = log_format
+        # Lines of other formats may match too
+        self.is_general = log_format is None or lines[0].step_of_bar
         if log_format is not None:
             first = log_format.steps_from if lines[0].steps_from is None else lines[0].steps_from
-            self.format = log_format.model_copy(update={"counts": "steps", "steps_from": first})
+            changes = {"counts": lines[0].counts, "steps_from": first}
+            self.format = log_format.model_copy(update=changes)
         self.row = Numbers()  # the next line may belong to it
+        self.invented_steps = ""
+        self._texts = [("rank", rank)] if rank else []
         self._number = 0  # of its first line
         self._patterns = [
-            (_compile(line.head), _compile(line.pair) if line.pair else None) for line in lines
+            (_compile(line.head), _compile(line.pair) if line.pair else None, line.epochs_from)
+            for line in lines
         ]
         self._following = lines[0].following
         self._before = 0.0  # steps before a progress bar's first, which a restart begins with
+        self._bar = (0.0, 0.0)  # epoch and count of the bar before
+        self._first_epoch = math.inf
 
-    def read(self, line: str, number: int) -> bool:
+    def read(self, line: str, number: int, stamp: str) -> bool:
         """Read a line; return False if it is of another format."""
-        for head, pair in self._patterns:
+        for head, pair, epochs_from in self._patterns:
             match = head.search(line)
-            values = None if match is None else _head_values(match)
+            values = None if match is None else _head_values(match, stamp, epochs_from)
             if values is None and not self.row:
                 continue
             texts = [] if pair is None else pair.findall(line)
-            pairs = {name.strip(): to_float(value) for name, value in texts}
+            pairs = {name.strip(): parse_value(name, value) for name, value in texts}
+            pairs = {name: value for name, value in pairs.items() if value is not None}
             if values is not None:
                 self.end_row()
                 self.row, self._number = pairs | values, number
@@ -158,15 +184,31 @@ class _LineReader:
     def end_row(self) -> None:
         row, self.row = self.row, Numbers()
         if "bar" in row:
-            # The bar prints three digits of a large number: from 100,000 its own count is exact.
-            count, step = row.pop("bar"), row.pop("global_step", row.pop("step", None))
-            if step is not None and step < 1e5:
-                self._before = step - count
-            row["step"] = count + self._before
+            row["step"] = self._step_of_bar(row)
         if row:
-            self.rows.add(row.items(), self._number)
+            self.add(row, self._number)
 
-    def finish(self, path: Path, warnings: list[str]) -> None:
+    def _step_of_bar(self, row: Numbers) -> float:
+        """Return the step that a bar with a loss is at, which may begin anew with each epoch."""
+        count, epoch, total = row.pop("bar"), row.pop("epoch", None), row.pop("total", math.inf)
+        step = row.pop("global_step", row.pop("step", None))
+        if step is not None:
+            # The bar prints three digits of a large number: from 100,000 its own count is exact.
+            if step < 1e5:
+                self._before = step - count
+        elif epoch is not None and math.isfinite(total):
+            # Lightning, which shows v_num, counts epochs from 0, others maybe from 1.
+            self._first_epoch = min(self._first_epoch, epoch, 0.0 if "v_num" in row else 1.0)
+            self._before = (epoch - self._first_epoch) * total
+        elif epoch is not None and epoch > self._bar[0]:
+            self._before += self._bar[1]
+        self._bar = (epoch or 0.0, count)
+        return count + self._before
+
+    def add(self, row: Numbers, number: int) -> None:
+        self.rows.add(row.items(), number, self._texts)
+
+    def finish(self) -> None:
         """Add rows that depend on lines after them."""
         self.end_row()
 
@@ -177,14 +219,14 @@ class _TrainerReader(_LineReader):
     The Hugging Face Trainer prints no step, but draws its progress bar again after each such line.
     """
 
-    def __init__(self, log_format: LogFormat | None, lines: Sequence[LineFormat]) -> None:
-        super().__init__(log_format, lines)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._total = ""  # of the training's bar; those of evaluations come and go
         self._count = math.nan
         self._found: list[tuple[Numbers, int]] = []  # rows, and the number of the line
         self._open = False  # the last row's bar has not come yet
 
-    def read(self, line: str, number: int) -> bool:
+    def read(self, line: str, number: int, stamp: str) -> bool:
         if bar := _BAR.search(line):
             self.end_row()
             self._total = self._total or bar[2]
@@ -193,7 +235,12 @@ class _TrainerReader(_LineReader):
                 if self._open:
                     self._found[-1][0]["bar"] = self._count
                 self._open = False
-        return super().read(line, number)
+        matches = super().read(line, number, stamp)
+        if self._number == number and self.row and not step_keys(self.row, {}):
+            outside = f"{line.partition('{')[0]} {line.rpartition('}')[2]}"
+            if step := next(filter(None, (step.search(outside) for step in _STEPS)), None):
+                self.row["step"] = float(step[1])
+        return matches
 
     def end_row(self) -> None:
         row, self.row = self.row, Numbers()
@@ -201,7 +248,7 @@ class _TrainerReader(_LineReader):
             self._found.append(({**row, "bar": self._count}, self._number))
             self._open = True
 
-    def finish(self, path: Path, warnings: list[str]) -> None:
+    def finish(self) -> None:
         self.end_row()
         have_steps = any(step_keys(row, {}) for row, _ in self._found)
         self.format = None if have_steps else self.format  # another framework's
@@ -213,48 +260,69 @@ class _TrainerReader(_LineReader):
             logged += "loss" in row
             if not have_steps:
                 row["step"] = count if by_bar and not math.isnan(count) else logged
-            self.rows.add(row.items(), number)
+            self.add(row, number)
         if self._found and not (have_steps or by_bar):
-            warnings.append(
-                f"{path}: no progress bar between its lines shows the step; they are numbered 1, "
-                "2, …: give the run's trainer_state.json instead"
+            self.invented_steps = (
+                "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"
             )
 
 
-def _head_values(match: re.Match[str]) -> Numbers | None:
+def _row_counts(reader: _LineReader) -> tuple[int, int]:
+    return reader.rows.num_losses, len(reader.rows)
+
+
+def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers | None:
     """Return the values of a line's head, and its time; None if the step is not a number."""
     groups = {name: text for name, text in match.groupdict().items() if text is not None}
     values = Numbers()
     for name, text in groups.items():
-        with suppress(ValueError, IndexError):  # the user's group may be no number
-            values[name] = to_float(text.strip())
+        number = parse_number(text)
+        if number is not None:  # the user's group may be no number
+            values[name] = number
     if "step" in match.re.groupindex:
         if "step" not in values:
             return None
-        values["step"] += (values.pop("epoch", 1.0) - 1) * values.pop("total", 0.0)
+        epoch = values.pop("epoch", epochs_from)
+        values["step"] += (epoch - epochs_from) * values.pop("total", 0.0)
     with suppress(ValueError):
         if "asctime" in groups:
             values["time"] = float(calendar.timegm(time.strptime(groups["asctime"])))
-        elif stamp := _TIMESTAMP.search(match.string[:100]):
-            values["time"] = datetime.fromisoformat(stamp[0]).replace(tzinfo=UTC).timestamp()
+        elif text := _TIMESTAMP.search(stamp):
+            values["time"] = datetime.fromisoformat(text[0]).replace(tzinfo=UTC).timestamp()
     return values
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
     """Return a pattern in which `%name` matches a number; `%value` is not a group."""
-    pattern = pattern.replace("%value", _NUMBER)
+    pattern = pattern.replace("%value", WRAPPER + NUMBER + WRAPPER_END)
     return re.compile(_NAME.sub(lambda match: _VALUE % match[1], pattern), re.IGNORECASE)
 
 
-def _format_readers() -> list[_LineReader]:
-    readers: list[_LineReader] = []
-    for log_format in all_formats().values():
-        # Lines that count steps otherwise have a reader of their own.
-        for _, lines in groupby(log_format.lines, lambda line: (line.steps_from, line.following)):
-            group = list(lines)
-            kind = _TrainerReader if group[0].step_of_bar else _LineReader
-            readers.append(kind(None if log_format.name == ANY_FRAMEWORK else log_format, group))
-    return readers
+def _group_key(line: LineFormat) -> tuple[int | None, bool, str]:
+    return line.steps_from, line.following, line.counts
+
+
+@cache
+def _line_formats() -> list[tuple[LogFormat | None, list[LineFormat]]]:
+    """Return the lines of each format; those that count steps otherwise are apart."""
+    return [
+        (None if log_format.name == ANY_FRAMEWORK else log_format, list(lines))
+        for log_format in all_formats().values()
+        for _, lines in groupby(log_format.lines, _group_key)
+    ]
+
+
+def _line_readers(
+    formats: Iterable[tuple[LogFormat | None, list[LineFormat]]],
+    rows: Iterable[RowCollector],
+    rank: str,
+) -> list[_LineReader]:
+    return [
+        (_TrainerReader if lines[0].step_of_bar else _LineReader)(
+            log_format, lines, collector, rank
+        )
+        for (log_format, lines), collector in zip(formats, rows, strict=True)
+    ]
 
 
 def check_pattern(pattern: str) -> None:
