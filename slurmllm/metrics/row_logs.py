@@ -245,6 +245,9 @@ def _document_rows(document: Any) -> list[dict[str, Any]]:
                 return [row for row in lists[key] if isinstance(row, dict)]
         if golden := [(k, v) for k, v in document.items() if isinstance(v, dict) and "values" in v]:
             return [row for key, series in golden for row in _golden_rows(key, series)]
+        by_step = {key: row for key, row in document.items() if key.isdigit()}
+        if by_step and all(isinstance(row, dict) for row in by_step.values()):
+            return [{"step": step} | row for step, row in by_step.items()]
         columns = {key: values for key, values in lists.items() if values}
         return [
             dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)

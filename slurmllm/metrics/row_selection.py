@@ -24,6 +24,13 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 _RANK = re.compile(r"(.*[^a-z])?(rank|process|worker|host|device|gpu)(_?id(x)?)?", re.IGNORECASE)
 
 
+_NUMBERED = re.compile(
+    r"(?:^|[^a-z])(?:rank|process|worker|host|device|gpu|split|fold|seed|trial|replica|train|val|eval"
+    r"|test|training)(?:_?idx?)?$",
+    re.IGNORECASE,
+)
+
+
 def select_rows(log: Log, metrics: Mapping[str, str], where: Mapping[str, str]) -> Log:
     """Return the log with the rows of one curve; `metrics` has the tag of each metric.
 
@@ -65,10 +72,12 @@ def select_rows(log: Log, metrics: Mapping[str, str], where: Mapping[str, str]) 
 
 
 def _columns(log: Log, metrics: Mapping[str, str]) -> Iterator[tuple[str, TextSeries]]:
-    """Yield the columns that may separate rows: of texts, or of few whole numbers."""
+    """Yield the columns that may separate rows: of texts, or of whole numbers such as a rank."""
     yield from log.texts.items()
     for tag, series in log.series.items():
-        if tag not in metrics.values() and np.all(series.values == np.floor(series.values)):
+        if tag in metrics.values() or not _NUMBERED.search(tag):
+            continue
+        if np.all(series.values == np.floor(series.values)):
             numbers, codes = np.unique(series.values, return_inverse=True)
             if 1 < len(numbers) <= min(_MOST_VALUES, len(series.steps) / 2):
                 texts = tuple(f"{number:.0f}" for number in numbers.tolist())

@@ -71,7 +71,7 @@ def test_invented_steps_are_refused_where_points_must_match(write: WriteLog) -> 
             assert f"{' '.join(options)}: the steps of b are invented" in result.output
     result = run(cli, ["compare", str(ours), str(numbered), "--no-plot"])
     assert result.exit_code == 0
-    assert "match: if the invented steps of B are right, loss within" in result.output
+    assert "identical: if the invented steps of B are right, loss is" in result.output
     document = json.loads(
         run(cli, ["compare", str(ours), str(numbered), "--no-plot", "--json"]).output
     )
