@@ -103,6 +103,8 @@ def submit(
         {**settings, **_data_settings(data, fetch)} | command_settings(command),
     )
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
+    if fetch:
+        configs[0].recipe.require_training("--fetch", "leave it out")
     if smoke or steps:
         configs = [shorten(config, steps) for config in configs]
     request = replace(

@@ -44,7 +44,7 @@ _NAME = re.compile(f"%({'|'.join(_NAMES)})")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 # What a line of one of the formats holds; all other lines are skipped without decoding them.
-_HINT = re.compile(rb"loss|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]")
+_HINT = re.compile(rb"(?i:loss)|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
 _BAR = re.compile(r"\|\s*(\d+)/(\d+|\?) \[")
 _EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
@@ -113,7 +113,8 @@ class TextReader:
                 text = printable(line.decode("utf-8-sig", errors="replace").rstrip("\r\n"))
                 for reader in (self._latest, *self.readers):
                     if reader.read(text, self._number):
-                        self._latest = reader
+                        if reader.format is not None:  # those of any framework match others' too
+                            self._latest = reader
                         break
             self._number += line.endswith(b"\n")
 
