@@ -85,15 +85,14 @@ def plan_deletion(
 def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:
     """Return the number of a run's checkpoints, and what holds them in its directory.
 
-    Of a trainer of another project that is whatever holds one, and `outputs`.
+    Of a trainer of another project that is all that it has written there.
     """
     if (command := command_of(run)) is None:
         count = len(run.checkpoint_steps())
         return count, [run.checkpoints] * (count > 0)
     paths = [entry.path for entry in list_trainer_checkpoints(run, command)]
     inside = [path.relative_to(run.path).parts[0] for path in paths if run.path in path.parents]
-    outputs = ["outputs"] * os.path.lexists(run.path / "outputs")
-    return len(inside), [run.path / name for name in dict.fromkeys([*inside, *outputs])]
+    return len(inside), list(dict.fromkeys([*run.outputs(), *(run.path / name for name in inside)]))
 
 
 def _require_ended(runs: Sequence[RunDir], client: SlurmClient) -> None:
