@@ -37,7 +37,7 @@ class CheckpointFacts:
     saved_at: float | None  # Unix time, s
     seconds: float | None  # duration of the save
     waited_s: float | None  # part of it that training waited
-    # kept; invalidated (by a roll-back); damaged (no readable manifest); removed
+    # kept; invalidated (by a roll-back); damaged (no readable manifest, or half-written); removed
     state: CheckpointState
 
 

@@ -142,9 +142,8 @@ class PreparedRun:
 
     def mesh_json(self) -> dict[str, Any]:
         """Return the mesh for JSON; of a trainer of another project its size alone."""
-        mesh = self.mesh.to_json()
-        size = ("nodes", "devices_per_node", "world_size")
-        return mesh if self.config.recipe.command is None else {name: mesh[name] for name in size}
+        has_command = self.config.recipe.command is not None
+        return self.mesh.size_json() if has_command else self.mesh.to_json()
 
     @property
     def shell_defaults(self) -> dict[str, str]:
