@@ -185,10 +185,13 @@ def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[Com
 
 def complete_recipe(_: click.Context, param: click.Parameter, begin: str) -> list[CompletionItem]:
     """Complete names of the shipped recipes, or of the profiles for --cluster."""
-    from slurmllm.config.profiles import available
+    from slurmllm.config.profiles import TRAINERS, available
     from slurmllm.config.resolve import clusters_dir, recipes_dir
 
-    names = available(clusters_dir() if param.name in ("cluster", "clusters") else recipes_dir())
+    of_clusters = param.name in ("cluster", "clusters")
+    names = available(clusters_dir() if of_clusters else recipes_dir())
+    if begin and not of_clusters:
+        names += [f"{TRAINERS}/{name}" for name in available(recipes_dir().parent / TRAINERS)]
     return _completions([name for name in names if name.startswith(begin)], begin)
 
 

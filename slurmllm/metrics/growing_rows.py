@@ -16,7 +16,6 @@ from slurmllm.metrics.tags import LogFormat
 from slurmllm.metrics.text_logs import Numbers, TextReader
 from slurmllm.run.safe_files import LONGEST_LINE
 
-
 _UNIX_TIME = 1e8  # s; smaller is the time of a step
 
 

@@ -61,7 +61,7 @@ class TrainerLauncher(Launcher):
         super().__init__(run, stage, attempt)
         assert self.config.recipe.command is not None
         self.command = self.config.recipe.command
-        self.values = command_values(run, self.config, self.record)
+        self.values = command_values(run, self.config, attempt, len(self.record.nodes))
         self.text = command_line(self.command, self.values)
         self._printing = printing_rank(self.command.progress, self.record.world_size)
         self.output = WorkerOutput(self._printing)

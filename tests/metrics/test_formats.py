@@ -537,3 +537,33 @@ def test_lines_that_are_no_json(tmp_path: Path) -> None:
 def test_the_documentation_lists_every_format() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     assert f"Known are {', '.join(log_formats())}." in docs
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["step {} loss {}"],
+        ["step: {} | loss: {}"],
+        ["Step {}/100, Loss = {}, lr = 1e-3"],
+        ["epoch 1 step {} loss {}"],
+        ["[rank0]: 2026-01-02 10:00:00 INFO iter {:05d}: train_loss={}, val_loss=9.0"],
+        ["step {} loss {}", "validation: step {} loss 99 ({})", "step 1.5 s loss 9 ({}, {})"],
+    ],
+)
+def test_lines_of_plain_scripts(tmp_path: Path, lines: list[str]) -> None:
+    log = tmp_path / "out.log"
+    rows = enumerate(LOSSES, 7)
+    log.write_text("\n".join(line.format(step, loss) for step, loss in rows for line in lines))
+    curve = read_curve(log)
+    assert curve.steps.tolist() == [7, 8, 9, 10, 11, 12]
+    assert curve.columns["loss"].tolist() == LOSSES
+
+
+@pytest.mark.parametrize(
+    "line", ["Epoch [1/2], Step [{}/300], Loss: {}", "at step {} of the way, loss of {} data"]
+)
+def test_a_line_of_which_the_step_or_the_loss_is_unclear(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "out.log"
+    log.write_text("".join(f"{line.format(step, 1.5)}\n" for step in range(1, 9)))
+    with pytest.raises(RunError, match="--pattern"):
+        read_curve(log)
