@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.data.chat import ChatFormat
-from slurmllm.data.conversation import Rendered, read_conversation, render_conversation
+from slurmllm.data.chat import ChatFormat, Rendered
 from slurmllm.data.sources.arrow import ArrowFile
 from slurmllm.data.sources.base import (
     BEGINS,
@@ -198,7 +197,8 @@ class PromptSource(_ArrowSource):
         self.template = self._chat.fingerprint
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        texts = [self._chat.texts(*self._texts(document)) for document, _ in requests]
+        pairs = [self._texts(document) for document, _ in requests]
+        texts = self._chat.texts([(prompt, completion) for prompt, completion in pairs])
         # A template contains the tokens that the tokenizer would add.
         prompts = self._encoder.encode_dialogue(
             [before for before, _ in texts], begins=not self._chat.has_template
@@ -236,7 +236,8 @@ class ConversationSource(_ArrowSource):
         self.template = self._chat.fingerprint
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        rendered = [self._rendered(document) for document, _ in requests]
+        answers = self._chat.conversations([self._texts(document)[0] for document, _ in requests])
+        rendered = [self._next(answers, document) for document, _ in requests]
         encoded = self._encoder.encode_with_offsets([text for text, _ in rendered])
         parts = []
         for (document, _), (ids, offsets), (_, spans) in zip(
@@ -257,12 +258,10 @@ class ConversationSource(_ArrowSource):
             parts.append((np.array(ids, dtype=np.int32), marks))
         return joined(parts)
 
-    def _rendered(self, document: int) -> Rendered:
-        (text,) = self._texts(document)
+    def _next(self, answers: Iterator[Rendered], document: int) -> Rendered:
         try:
-            conversation = read_conversation({"messages": text}, "messages")
-            return render_conversation(self._chat, conversation)
-        except (ValueError, DataError) as error:
+            return next(answers)
+        except DataError as error:
             raise self._error(document, str(error)) from error
 
     def _error(self, document: int, reason: str) -> DataError:
