@@ -257,7 +257,8 @@ def test_one_child_renders_many_documents(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         subprocess, "Popen", lambda *a, **k: children.append(popen(*a, **k)) or children[-1]
     )
-    template = "{% for m in messages %}{% if m.content == 'bomb' %}{{ 7 ** (9 ** 9 * messages|length) }}{% endif %}"
+    template = "{% for m in messages %}{% if m.content == 'bomb' %}"
+    template += "{{ 7 ** (9 ** 9 * messages|length) }}{% endif %}"
     chat = ChatFormat(folder(tmp_path, template + "{{ m.content }}\ud800{% endfor %}"))
     pairs = [(f"{n} größer", "\udc00 東京") for n in range(300)]
     assert chat.texts(pairs) == [(f"{prompt}\ud800", f"{answer}\ud800") for prompt, answer in pairs]
