@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -44,6 +45,7 @@ from slurmllm.supervise.trainer_command import (
 from slurmllm.supervise.trainer_stacks import stacks_of
 from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.supervise.worker_output import WorkerOutput
+from slurmllm.supervise.workers import WORKER_SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
@@ -99,7 +101,7 @@ class TrainerLauncher(Launcher):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                preexec_fn=_prepare_child,
+                preexec_fn=partial(_prepare_child, self.command.stop_signal),
             )
         except OSError as error:
             raise ConfigError(
@@ -249,11 +251,16 @@ def _newest(launcher: TrainerLauncher) -> TrainerCheckpoint | None:
     return newest[-1] if newest else None
 
 
-def _prepare_child() -> None:
-    """In the child before exec: die with the launcher, and have no signal ignored."""
+def _prepare_child(stop_signal: signal.Signals | None) -> None:
+    """In the child before exec: die with the launcher, and ignore only the launcher's signal.
+
+    srun passes that one on to all processes of its step, and it would end a trainer that saves.
+    """
     die_with_parent()
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    if stop_signal != WORKER_SIGNAL:
+        signal.signal(WORKER_SIGNAL, signal.SIG_IGN)
 
 
 def _receivers(pid: int) -> list[psutil.Process]:
