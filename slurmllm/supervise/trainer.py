@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,8 @@ from slurmllm.supervise.workers import WORKER_SIGNAL
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
 _MISSING_S = 60.0  # after which it is said that no steps are known
+# Variables by which torchrun, Open MPI and MPICH number the processes that they start
+_RANKS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 _OUTPUT_S = 1.0  # interval at which output counts as a sign of life before the first step
 
 log = logging.getLogger(__name__)
@@ -264,13 +266,27 @@ def _prepare_child(stop_signal: signal.Signals | None) -> None:
 
 
 def _receivers(pid: int) -> list[psutil.Process]:
-    """Return the processes for a signal: a worker, or a shell's children."""
+    """Return the processes for a signal: a worker, or those that a shell or torchrun started.
+
+    torchrun itself ends at SIGUSR1, and gives its workers half a minute at SIGTERM.
+    """
     try:
         worker = psutil.Process(pid)
         children = worker.children()
-        return children if worker.name() in ("bash", "sh") and children else [worker]
+        processes = children if worker.name() in ("bash", "sh") and children else [worker]
+        return [started for process in processes for started in _workers_of(process)] or processes
     except psutil.Error:
         return []
+
+
+def _workers_of(process: psutil.Process) -> Iterator[psutil.Process]:
+    """Yield the workers below a process that starts others; nothing if it is one itself."""
+    if not _RANKS & process.environ().keys():
+        for child in process.children():
+            if _RANKS & child.environ().keys():
+                yield child
+            else:
+                yield from _workers_of(child)
 
 
 def _kill_children(except_for: Iterable[int]) -> None:
