@@ -52,6 +52,7 @@ _CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
 _MISSING_S = 60.0  # after which it is said that no steps are known
 # Variables by which torchrun, Open MPI and MPICH number the processes that they start
 _RANKS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+_REAPED_S = 2.0  # for killed processes to be gone
 _OUTPUT_S = 1.0  # interval at which output counts as a sign of life before the first step
 
 log = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ class TrainerLauncher(Launcher):
         _kill_children(except_for=set(self.pids().values()))
         self.output.close()
         if self.observer is not None:
-            self.observer.close()
+            self.observer.close(finished=not any(self.exit_codes().values()))
         super().save_with_retries(**update)
 
 
@@ -239,11 +240,12 @@ class TrainerObserver:
             for path in remove_old(self._run, self._command, self._keep) if self._keep else ():
                 log.info("removed %s: checkpoint.keep is %s", path, self._keep)
 
-    def close(self) -> None:
+    def close(self, finished: bool) -> None:
         self.progress.feed(self._launcher.output.take())
         self.progress.close()
         self._look_at_checkpoints()
-        self._save_missing()
+        if finished or self._missing:
+            self._save_missing()
         if self._missing:
             log.warning("%s", self._missing)
 
@@ -293,7 +295,9 @@ def _kill_children(except_for: Iterable[int]) -> None:
     """Kill all processes below this one, but for some that end by themselves."""
     spared = set(except_for)
     with suppress(psutil.Error):
-        for child in psutil.Process().children(recursive=True):
-            if child.pid not in spared:
-                with suppress(psutil.Error):
-                    child.kill()
+        children = psutil.Process().children(recursive=True)
+        children = [child for child in children if child.pid not in spared]
+        for child in children:
+            with suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=_REAPED_S)
