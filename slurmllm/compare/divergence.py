@@ -100,6 +100,14 @@ class DivergenceResult:
     mean: float = 0.0  # of r
     power: float = 0.0  # smallest bias over all points that is found
 
+    def later(self, points: int) -> DivergenceResult:
+        """Return the result with so many points before the first."""
+        onset = None if self.onset is None else self.onset + points
+        lasting = self.lasting
+        if lasting is not None:
+            lasting = Stretch(lasting.first + points, lasting.last + points, lasting.size)
+        return replace(self, onset=onset, lasting=lasting)
+
 
 @dataclass(frozen=True)
 class _Sign:
@@ -132,6 +140,10 @@ def detect_divergence(
         identical: First points at which all metrics have the same bits.
         shared: Correlation of the noise of the two curves.
     """
+    if 0 < identical < min(_IDENTICAL, len(r)):
+        # They are no noise, but too few to say that what follows is none.
+        result = detect_divergence(r[identical:], tolerance, rough, 0, shared)
+        return result.later(identical)
     spread = scatter(r) if len(r) > 2 else None
     after_identical = identical >= _IDENTICAL
     mean = mean_and_error(r)
