@@ -53,7 +53,7 @@ class Points:
     def as_printed(self, a: Curve, b: Curve) -> Points:
         """Replace values of B by those of A if the printed digits do not tell them apart."""
         unit = np.maximum(_printed_unit(self.a, a.kind), _printed_unit(self.b, b.kind))
-        same = np.abs(self.a - self.b) <= 0.5000001 * unit
+        same = np.isfinite(unit) & (np.abs(self.a - self.b) <= 0.5000001 * unit)
         by_kind = {"text", "tensorboard"} & {a.kind, b.kind}
         if not by_kind and not same[:_SAME_AT_FIRST].all():
             return self  # what looks like few digits may be chance

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from slurmllm.compare.alignment import Points, ranges
-from slurmllm.compare.causes import Cause, Kind, SettingDifference
+from slurmllm.compare.causes import Cause, Confidence, Kind, SettingDifference
 from slurmllm.compare.statistics import largest_rise
 from slurmllm.metrics.curves import Curve, Floats, Ints, bit_identical, describe_ranges
 from slurmllm.run.records import Record
@@ -197,14 +197,15 @@ class Observation:
             steps = np.unique(np.concatenate(list(off.values())))
             varied = len(np.unique(loss.a[loss.steps > steps[-1]])) if len(steps) else 0
             names = [name for name, of_column in off.items() if len(of_column)]
+            identical = not any(largest.values())
             # A column that differs alone, and for long, is logged in another way: see `identity`.
             alone = len(names) < len(self.r) and len(names) == 1 and len(steps) > _JUMP_POINTS
-            if not clear or not varied or alone or not self._calm_again(steps[0], steps[-1]):
+            enough = varied >= (1 if identical else _MIN_POINTS)
+            if not clear or not enough or alone or not self._calm_again(steps[0], steps[-1]):
                 continue
-            identical = not any(largest.values())
-            confidence = "certain" if identical else "likely"
-            if varied < _MIN_POINTS:
-                confidence = "likely" if identical and varied >= _SLACK_POINTS else "possible"
+            confidence: Confidence = "likely"
+            if identical and not _SLACK_POINTS <= varied < _MIN_POINTS:
+                confidence = "certain" if varied >= _MIN_POINTS else "possible"
             text = clue_table()["transient" if identical else "transient_in_noise"].text.format(
                 columns=f"{' and '.join(names)} differ{'s' * (len(names) == 1)}",
                 steps=describe_steps(steps, loss.steps),
