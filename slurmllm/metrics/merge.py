@@ -52,7 +52,9 @@ def number_attempts(blocks: list[RowBlock]) -> list[RowBlock]:
     back = np.diff(steps, prepend=steps[:1]) < 0
     if any(block.attempts.any() for block in blocks) or np.count_nonzero(back) > len(steps) / 3:
         return blocks  # steps that go back often are in no order
-    parts = np.split(np.cumsum(back), np.cumsum([len(block.steps) for block in blocks])[:-1])
+    parts = np.split(
+        np.cumsum(back, dtype=np.int64), np.cumsum([len(block.steps) for block in blocks])[:-1]
+    )
     return [replace(block, attempts=part) for block, part in zip(blocks, parts, strict=True)]
 
 
