@@ -21,7 +21,12 @@ from slurmllm.compare.alignment import (
 from slurmllm.compare.causes import Cause, SettingDifference, compare_skips, find_differences
 from slurmllm.compare.comparison import Comparison, MetricComparison, Tolerances
 from slurmllm.compare.diagnosis import explain
-from slurmllm.compare.divergence import DivergenceResult, detect_divergence
+from slurmllm.compare.divergence import (
+    IDENTICAL,
+    DivergenceResult,
+    Stretch,
+    detect_divergence,
+)
 from slurmllm.compare.precision_band import PrecisionLimits, precision_basis, precision_limits
 from slurmllm.compare.seed_band import SeedBand
 from slurmllm.compare.statistics import Statistics, roughness, shared_noise, statistics
@@ -304,8 +309,7 @@ def _compare_metric(name: str, shown: _Pair, printed: _Pair, measure: _Measure) 
     beyond = ~finite | differ
     departure = _first_step(steps, beyond)
     size = float(np.abs(signed[np.argmax(beyond)]))
-    interpolated = shown.alignment.method == "interpolated"
-    result, correlation = _detect(points, signed, unequal, limits, measure.changed, interpolated)
+    result, correlation = _detect(name, signed, unequal, shown, measure)
     rule: comparison.RuleName | None = result.rule
     onset = None if result.onset is None else int(steps[finite][result.onset])
     if not finite.all():
@@ -359,34 +363,33 @@ def _compare_metric(name: str, shown: _Pair, printed: _Pair, measure: _Measure) 
 
 
 def _detect(
-    points: Points,
-    signed: Floats,
-    unequal: Flags,
-    limits: PrecisionLimits,
-    changed: float,
-    interpolated: bool,
+    name: str, signed: Floats, unequal: Flags, shown: _Pair, measure: _Measure
 ) -> tuple[DivergenceResult, float | None]:
     """Detect a divergence at the finite points; also return the correlation of the noise.
 
     It begins at one of the `unequal` points.
     """
-    finite = np.isfinite(signed)
+    points, limits, finite = measure.points[name], measure.limits[name], np.isfinite(signed)
     if not finite.any():
         return DivergenceResult(), None
-    a, b, r = points.a[finite], points.b[finite], signed[finite]
-    rough = max(0.0, limits.scatter - limits.bias) + (roughness(a, b) if interpolated else 0.0)
+    a, b, r, unequal = points.a[finite], points.b[finite], signed[finite], unequal[finite]
+    rough = roughness(a, b) if shown.alignment.method == "interpolated" else 0.0
+    rough += max(0.0, limits.scatter - limits.bias)
     correlation = shared_noise(a, b, r)
     shared = 1.0 if correlation is None else 0.0 if limits.unstable else correlation
     # After a change of precision there is noise.
-    identical = 0 if limits.scatter else int(np.searchsorted(points.steps, changed))
-    result = detect_divergence(r, limits.bias, rough, identical, shared)
-    if result.onset is not None and unequal[finite][result.onset :].any():
-        onset = result.onset + int(np.argmax(unequal[finite][result.onset :]))
-        lasting = result.lasting
-        if lasting is not None:
-            lasting = replace(lasting, first=min(max(lasting.first, onset), lasting.last))
-        result = replace(result, onset=onset, lasting=lasting)
-    return result, correlation
+    identical = 0 if limits.scatter else int(np.searchsorted(points.steps, measure.changed))
+    # A few that are identical are no noise, but too few to say that what follows is none.
+    skipped = identical if identical < min(IDENTICAL, len(r)) else 0
+    result = detect_divergence(r[skipped:], limits.bias, rough, identical - skipped, shared)
+    if result.onset is None:
+        return result, correlation
+    begin = result.onset + skipped
+    onset = begin + int(np.argmax(unequal[begin:]))
+    if (lasting := result.lasting) is not None:
+        first, last = max(lasting.first + skipped, onset), lasting.last + skipped
+        lasting = Stretch(min(first, last), last, lasting.size)
+    return replace(result, onset=onset, lasting=lasting), correlation
 
 
 def _first_step(steps: Ints, flags: Flags) -> int | None:

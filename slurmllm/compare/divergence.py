@@ -48,7 +48,7 @@ FEW = 20
 _CHANCE_OF_MEAN = 5e-3
 _CHANCE_OF_RANKS = 1e-2
 _FEWEST = 5  # points of which a mean is tested
-_IDENTICAL = 5  # points with the same bits, after which nothing is noise
+IDENTICAL = 5  # points with the same bits, after which nothing is noise
 _CHANGED = 8  # points after these whose mean counts
 # Shared noise of the curves above which scatter is not independent
 _SHARED = 0.5
@@ -100,14 +100,6 @@ class DivergenceResult:
     mean: float = 0.0  # of r
     power: float = 0.0  # smallest bias over all points that is found
 
-    def later(self, points: int) -> DivergenceResult:
-        """Return the result with so many points before the first."""
-        onset = None if self.onset is None else self.onset + points
-        lasting = self.lasting
-        if lasting is not None:
-            lasting = Stretch(lasting.first + points, lasting.last + points, lasting.size)
-        return replace(self, onset=onset, lasting=lasting)
-
 
 @dataclass(frozen=True)
 class _Sign:
@@ -140,12 +132,8 @@ def detect_divergence(
         identical: First points at which all metrics have the same bits.
         shared: Correlation of the noise of the two curves.
     """
-    if 0 < identical < min(_IDENTICAL, len(r)):
-        # They are no noise, but too few to say that what follows is none.
-        result = detect_divergence(r[identical:], tolerance, rough, 0, shared)
-        return result.later(identical)
     spread = scatter(r) if len(r) > 2 else None
-    after_identical = identical >= _IDENTICAL
+    after_identical = identical >= IDENTICAL
     mean = mean_and_error(r)
     power = tolerance if after_identical or len(r) < _FEWEST else tolerance + mean.error
     noise = None if spread is None else spread.median
