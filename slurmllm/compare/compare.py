@@ -300,7 +300,6 @@ def _compare_metric(name: str, shown: _Pair, printed: _Pair, measure: _Measure) 
     unequal = printed.differences[name] != 0
     if not unequal.any() and not measure.tolerances.exact:
         signed = printed.differences[name]
-    band = None if measure.band is None else measure.band.metrics[name]
     steps, finite, described = points.steps, np.isfinite(signed), shown.statistics[name]
     bad_a, bad_b = ~np.isfinite(points.a), ~np.isfinite(points.b)
     exact, visible = measure.tolerances.exact, shown.points[name]
@@ -310,16 +309,7 @@ def _compare_metric(name: str, shown: _Pair, printed: _Pair, measure: _Measure) 
     departure = _first_step(steps, beyond)
     size = float(np.abs(signed[np.argmax(beyond)]))
     result, correlation = _detect(name, signed, unequal, shown, measure)
-    rule: comparison.RuleName | None = result.rule
-    onset = None if result.onset is None else int(steps[finite][result.onset])
-    if not finite.all():
-        # They may diverge before that; but a single point beyond the tolerance may be noise.
-        starts = (departure if exact else onset, _first_step(steps, ~finite))
-        rule, onset = "not_finite", min(step for step in starts if step is not None)
-    elif exact:
-        rule, onset = (None if departure is None else "exact"), departure
-    elif band is not None:
-        rule, onset = (None, None) if band.within else ("band", band.first_outside_step)
+    rule, onset = _decide(name, result, steps, finite, departure, measure)
     if not unequal.any():
         # At a chance of 1 in 200 a larger bias leaves all printed digits as they are.
         hidden = 10.6 * (described.max_rel_diff or 0.0) / len(steps)
@@ -352,7 +342,7 @@ def _compare_metric(name: str, shown: _Pair, printed: _Pair, measure: _Measure) 
         scatter=comparison.Scattering(
             size=result.noise, correlation=correlation, allowed=max(limits.bias, limits.scatter)
         ),
-        power=result.power if band is None else band.power,
+        power=result.power if measure.band is None else measure.band.metrics[name].power,
         onset_step=onset,
         onset_rel_diff=at_onset if math.isfinite(at_onset) else None,
         lasting_departure_step=None if lasting is None else int(steps[finite][lasting.first]),
@@ -360,6 +350,28 @@ def _compare_metric(name: str, shown: _Pair, printed: _Pair, measure: _Measure) 
         lasting_departure_points=None if lasting is None else lasting.last - lasting.first + 1,
         lasting_departure_rel_diff=None if lasting is None else lasting.size,
     )
+
+
+def _decide(
+    name: str,
+    result: DivergenceResult,
+    steps: Ints,
+    finite: Flags,
+    departure: int | None,
+    measure: _Measure,
+) -> tuple[comparison.RuleName | None, int | None]:
+    """Return the rule by which a metric differs, and the step from which it does."""
+    onset = None if result.onset is None else int(steps[finite][result.onset])
+    if not finite.all():
+        # They may diverge before that; but a single point beyond the tolerance may be noise.
+        starts = (departure if measure.tolerances.exact else onset, _first_step(steps, ~finite))
+        return "not_finite", min(step for step in starts if step is not None)
+    if measure.tolerances.exact:
+        return None if departure is None else "exact", departure
+    if measure.band is None:
+        return result.rule, onset
+    band = measure.band.metrics[name]
+    return (None, None) if band.within else ("band", band.first_outside_step)
 
 
 def _detect(

@@ -330,20 +330,10 @@ def explain(
         step = onset
     clues: list[str] = []
     if exact and shared:
-        if (transient := shown.transient()) is not None:
-            first, step = [*first, transient], transient.step
-            if transient.confidence != "possible":
-                return tuple(first)
-        else:
-            first += _resume(shown, onset, ((letter, b), ("A", a)))
-        if (name := shown.identity()) is not None:
-            certain = "likely" if name == "digits" else "certain"
-            text, step = clue_table()[name].text, shown.first or step
-            return (*first, Cause(kind="logging", confidence=certain, step=step, evidence=text))
+        first += _of_columns(shown, onset, step, ((letter, b), ("A", a)))
+        if any(c.kind in ("transient", "logging") and c.confidence != "possible" for c in first):
+            return tuple(first)
         clues = shown.clues()
-    where = shown.at if step == shown.first else f"at step {step}"
-    text = f"the settings and values recorded do not decide what differs {where}"
-    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=text)
     of_settings = _of_settings(select_settings(settings, step, onset, shown, a, b), shown, clues)
     recorded = [cause for cause in of_settings if cause.confidence != "possible"]
     if any(cause.confidence == "certain" for cause in recorded):
@@ -360,25 +350,42 @@ def explain(
     seen += [cause for cause in of_settings if cause.confidence == "possible"]
     kinds = {cause.kind for cause in recorded}
     seen = [cause for cause in seen if cause.kind not in kinds]
+    where = shown.at if step == shown.first else f"at step {step}"
+    text = f"the settings and values recorded do not decide what differs {where}"
+    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=text)
     if undecided and not recorded and not first:
         return (unknown, *seen)
     return (*first, *recorded, *seen, unknown)
 
 
+def _of_columns(
+    shown: Observation, onset: int | None, step: int, curves: Sequence[tuple[str, Curve]]
+) -> list[Cause]:
+    """Return what columns and attempts show by themselves."""
+    transient, causes = shown.transient(), _resume(shown, onset, curves)
+    if transient is not None and transient.confidence != "possible":
+        return [transient]
+    if (name := shown.identity()) is not None:
+        confidence: Confidence = "likely" if name == "digits" else "certain"
+        text, step = clue_table()[name].text, shown.first or step
+        causes.append(Cause(kind="logging", confidence=confidence, step=step, evidence=text))
+    return causes if transient is None else [transient, *causes]
+
+
 def _not_finite(shown: Observation, letter: str) -> list[Cause]:
     """Return the cause if values are not finite."""
-    steps, text = 2**62, ""
+    causes = []
     for name, points in shown.points.items():
-        sides = [~np.isfinite(values) for values in (points.a, points.b)]
-        bad = points.steps[sides[0] | sides[1]]
-        if len(bad) and bad[0] < steps:
-            who = " and ".join(
-                who for who, side in zip(("A", letter), sides, strict=True) if side.any()
-            )
+        sides = {"A": ~np.isfinite(points.a), letter: ~np.isfinite(points.b)}
+        bad = points.steps[np.logical_or(*sides.values())]
+        if len(bad):
             lasts = len(bad) > 1 and bad[0] == points.steps[-len(bad)]
             at = f"from step {bad[0]} on" if lasts else describe_steps(bad, points.steps)
-            steps, text = int(bad[0]), f"{name} is not a finite number in {who} {at}"
-    return [Cause(kind="not_finite", confidence="certain", step=steps, evidence=text)] * bool(text)
+            who = " and ".join(side for side, flags in sides.items() if flags.any())
+            text = f"{name} is not a finite number in {who} {at}"
+            cause = Cause(kind="not_finite", confidence="certain", step=bad[0], evidence=text)
+            causes.append(cause)
+    return sorted(causes, key=lambda cause: cause.step)[:1]
 
 
 def _resume(
@@ -386,17 +393,15 @@ def _resume(
 ) -> list[Cause]:
     """Return the resume of a log without records at which the curves begin to differ."""
     steps = shown.points["loss"].steps
+    starts = [(shown.first, 0), (onset, _SLACK_POINTS)]
     for letter, curve in curves:
-        if curve.kind == "run" or curve.settings:
-            continue
-        for restart in curve.restarts.tolist():
+        for restart in () if curve.kind == "run" or curve.settings else curve.restarts.tolist():
             place = int(np.searchsorted(steps, restart))
-            for begin, slack in ((shown.first, 0), (onset, _SLACK_POINTS)):
-                points = np.searchsorted(steps, steps[0] if begin is None else begin) - place
-                if place > 0 and -slack <= points <= _SLACK_POINTS:
-                    likely = not slack and points <= 1
+            for start, slack in starts if place else ():
+                points = -place if start is None else int(np.searchsorted(steps, start)) - place
+                if -slack <= points <= _SLACK_POINTS:
+                    confidence: Confidence = "possible" if slack or points > 1 else "likely"
                     text = clue_table()["resume"].text.format(letter=letter, step=restart)
-                    confidence = "likely" if likely else "possible"
                     return [
                         Cause(kind="resume", confidence=confidence, step=restart, evidence=text)
                     ]
