@@ -1,4 +1,4 @@
-"""`slurmllm drill RUN`: inject faults into copies of a run and check that they recover."""
+"""`slurmllm drill RUN|RECIPE`: inject faults into copies of a run and check that they recover."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slurmllm.compare.comparison import Tolerances
+    from slurmllm.config.resolve import RunConfig
     from slurmllm.drill.checks import DrillReport, DrillResult
     from slurmllm.drill.drill import Drill
     from slurmllm.drill.plan import DrillPlan
@@ -24,23 +25,29 @@ _HEADINGS = (
     *("cache", "launch", "start-up", "first step", "verdict"),
 )
 
-_LONGEST = ("first_node", "", "advance_signal", *[""] * len(_HEADINGS[3:]))
+# Of another project's trainer
+_TRAINER_HEADINGS = (*_HEADINGS[:5], "from step", "resume")
+_LONGEST = ("first_node", "", "storage_failure", *[""] * len(_HEADINGS[3:]))
 _Pause = contextlib.AbstractContextManager[None]
 
 
 @click.command()
-@click.argument("run", shell_complete=options.complete_run)
+@click.argument("run", metavar="RUN|RECIPE", shell_complete=options.complete_run)
+@click.option("--command", hidden=True)  # what follows `--`
 @click.option(
     "--kinds",
     default="all",
     show_default=True,
-    help="worker, node, first_node, time_limit, save, hang, separated by commas; or all.",
+    help="worker, node, first_node, time_limit, save, hang, and of other projects' trainers "
+    "terminate, full_disk, separated by commas; or all.",
 )
 @click.option(
     "--steps",
     type=int,
-    help="Steps of each copy, which saves three checkpoints.  [default: from the run's step time]",
+    help="Steps of each copy, which saves three checkpoints; another project's trainer is ended "
+    "there.  [default: from the run's step time]",
 )
+@options.cluster
 @options.node_count(type=int, help="Nodes of each copy.  [default: as the run]")
 @click.option("--local", is_flag=True, help="Run the copies on this machine, without Slurm.")
 @click.option("--seed", default=0, show_default=True, help="Random seed of step and worker.")
@@ -59,6 +66,8 @@ def drill(
     ctx: click.Context,
     /,
     run: str,
+    command: str | None,
+    cluster: str | None,
     nodes: int | None,
     local: bool,
     keep: bool,
@@ -73,31 +82,45 @@ def drill(
     configuration and number of nodes, one after the other; their curves must be bit-identical
     to that of a copy without a fault. RUN gets a report, and is otherwise only read.
 
+    Of a trainer of another project, RECIPE or `-- COMMAND …` may take the place of RUN: does it
+    resume exactly, and what does it lose?
+
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
+    from slurmllm.config.load import load
     from slurmllm.drill.drill import Drill
     from slurmllm.drill.plan import why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE
+    from slurmllm.run.records import JobsRecord
     from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
 
     tolerances, client = _tolerances(tolerance), SlurmClient()
-    plan = _plan(find_run(run, runs_dir), nodes, local, **planned)
+    if is_recipe := command is not None or _is_recipe(run, runs_dir):
+        folder, config = _resolve(run, cluster, local, runs_dir, command, planned["overrides"])
+        planned["overrides"] = ()
+    else:
+        folder = find_run(run, runs_dir)
+        config = load(folder.config, trusted=True)
+    last = None if is_recipe else JobsRecord.of(folder).last
+    plan = _plan(folder, config, options.nodes_and_mode(last, nodes, local), **planned)
     reason = why_no_reference(plan, planned["overrides"])
     runner = LocalRunner() if plan.local else SlurmRunner(client)
     if not as_json:
         source = f"a separate run, because {reason}" if reason else f"{plan.run.name} itself"
+        text = f"{plan.steps} steps each, a checkpoint every {plan.every_steps}"
+        if plan.trainer is not None:
+            text, source = f"{plan.steps or 'all'} steps each", "two separate runs, for their noise"
         click.echo(
-            f"drill      {', '.join(plan.kinds)}: {plan.steps} steps each, a checkpoint every "
-            f"{plan.every_steps}, {plan.nodes} node(s)\nreference  {source}"
+            f"drill      {', '.join(plan.kinds)}: {text}, {plan.nodes} node(s)\nreference  {source}"
         )
-        _echo_row(None)
+        _echo_row(None, plan.trainer is not None)
     with _progress() as (progress, pause):
 
         def show(result: DrillResult) -> None:
             with pause():
-                _echo_row(result)
+                _echo_row(result, plan.trainer is not None)
 
         shown = (lambda result: None) if as_json else show
         drilling = Drill(plan, runner, client, tolerances, reason is None, progress, shown)
@@ -122,17 +145,55 @@ def _tolerances(tolerance: float | None) -> Tolerances:
     return Tolerances(loss=tolerance, grad_norm=tolerance)
 
 
-def _plan(run: RunDir, nodes: int | None, local: bool, *, kinds: str, **planned: Any) -> DrillPlan:
-    from slurmllm.config.load import load
+def _is_recipe(name: str, runs_dir: Path) -> bool:
+    """Whether a name is a recipe's file or name, and no run's."""
+    from slurmllm.config.profiles import TRAINERS, available
+    from slurmllm.config.resolve import recipes_dir
+    from slurmllm.run.rundir import is_run
+
+    is_name = name in available(recipes_dir()) or name.startswith(f"{TRAINERS}/")
+    return (is_name or name.endswith((".yaml", ".yml"))) and not is_run(runs_dir / name)
+
+
+def _resolve(
+    recipe: str,
+    cluster: str | None,
+    local: bool,
+    runs_dir: Path,
+    command: str | None,
+    overrides: tuple[str, ...],
+) -> tuple[RunDir, RunConfig]:
+    """Return the configuration of a recipe with a command, and a directory that names its copies.
+
+    Raises:
+        RunError: it is a recipe of our own trainers, whose runs have graphs and data.
+    """
+    from slurmllm.cli.command_line import command_settings
+    from slurmllm.config.resolve import local_cluster, resolve
+    from slurmllm.errors import RunError
+    from slurmllm.run.rundir import RunDir
+    from slurmllm.submit.inputs import with_folder
+
+    config = resolve(recipe, local_cluster(cluster, local), overrides, command_settings(command))
+    if config.recipe.command is None:
+        raise RunError(
+            f"{recipe} is a recipe without a command: `slurmllm submit {recipe} --smoke`, then "
+            "`slurmllm drill` with the name of that run"
+        )
+    return RunDir(runs_dir / config.recipe.name), with_folder(config)
+
+
+def _plan(
+    run: RunDir, config: RunConfig, nodes_and_mode: tuple[int, bool], *, kinds: str, **planned: Any
+) -> DrillPlan:
     from slurmllm.drill.plan import make_plan, parse_kinds
     from slurmllm.errors import RunError
-    from slurmllm.run.records import JobsRecord
 
-    if nodes is not None and nodes < 1:
+    nodes, here = nodes_and_mode
+    if nodes < 1:
         raise RunError(f"--nodes {nodes}: must be 1 or more")
-    count, here = options.nodes_and_mode(JobsRecord.of(run).last, nodes, local)
-    config = load(run.config, trusted=True)
-    return make_plan(run, config, count, here, parse_kinds(kinds, count), **planned)
+    chosen = parse_kinds(kinds, nodes, config.recipe.command is not None)
+    return make_plan(run, config, nodes, here, chosen, **planned)
 
 
 def _run(drilling: Drill, keep: bool) -> DrillReport:
@@ -197,13 +258,15 @@ def _print(report: DrillReport) -> None:
         click.echo(f"failed: see `slurmllm status {failed[0]}` and `slurmllm logs {failed[0]}`")
 
 
-def _echo_row(result: DrillResult | None) -> None:
+def _echo_row(result: DrillResult | None, of_trainer: bool = False) -> None:
     """Print the row of a copy that has ended, with its faults; None: the headings."""
     from slurmllm.display.tables import Column, fitted
 
     # The widths are those of the longest usual row: the later rows are not known yet.
-    rows = [_LONGEST] if result is None else [_LONGEST, _row(result)]
-    heading, _, *lines = fitted([Column(name) for name in _HEADINGS], rows, 0).lines
+    headings = _TRAINER_HEADINGS if of_trainer else _HEADINGS
+    rows = [_LONGEST] if result is None else [_LONGEST, _row(result, of_trainer)]
+    rows = [row[: len(headings)] for row in rows]
+    heading, _, *lines = fitted([Column(name) for name in headings], rows, 0).lines
     if result is None:
         click.echo(click.style(heading, bold=True))
         return
@@ -211,7 +274,7 @@ def _echo_row(result: DrillResult | None) -> None:
         click.echo(text)
 
 
-def _row(result: DrillResult) -> tuple[str, ...]:
+def _row(result: DrillResult, of_trainer: bool) -> tuple[str, ...]:
     seconds = [""] * 8
     if result.recovery is not None:
         total_s, *phases = result.recovery.model_dump().values()  # in the order of the columns
@@ -221,6 +284,14 @@ def _row(result: DrillResult) -> tuple[str, ...]:
         "" if result.at_step is None else str(result.at_step),
         result.ending or "",
         "" if result.steps_lost is None else str(result.steps_lost),
-        *seconds,
+        *(_resume_cells(result, seconds[0]) if of_trainer else seconds),
         "exact" if result.passed else "failed",
     )
+
+
+def _resume_cells(result: DrillResult, seconds: str) -> tuple[str, str, str]:
+    if (resume := result.resume) is None:
+        return seconds, "", "failed"
+    from_step = "" if resume.from_step is None else str(resume.from_step)
+    by_hand = ", resumed by hand" if resume.by_hand else ""
+    return seconds, from_step, f"{resume.text} ({resume.confidence}){by_hand}"

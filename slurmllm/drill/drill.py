@@ -15,17 +15,20 @@ from slurmllm.backends.environment import make_cache_folder
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.load import save
 from slurmllm.drill.checks import DrillReport, DrillResult, check_recovery
-from slurmllm.drill.injector import FaultKind, Injection
+from slurmllm.drill.injector import FAULTS, FaultKind, Injection
 from slurmllm.drill.plan import DrillPlan
+from slurmllm.drill.resumption import Unbroken
 from slurmllm.drill.runner import Runner
 from slurmllm.errors import CodeError, NodeError, RunError, StorageError
 from slurmllm.metrics.row_reader import last_row
+from slurmllm.metrics.source import read_curve
 from slurmllm.run.records import AttemptRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, write_atomic
 from slurmllm.run.safe_files import open_append, os_error_text, read_limited
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
 from slurmllm.supervise.allocation import node_command
+from slurmllm.supervise.attempts import load_attempts
 
 POLL_S = 0.25
 QUEUE_POLL_S = 2.0  # slurmctld answers slowly if many clients poll it
@@ -52,6 +55,8 @@ class Drill:
         self.tolerances, self.own_reference = tolerances, own_reference
         self.progress, self.show = progress, show
         self.copies: list[RunDir] = []
+        self.unbroken: Unbroken | None = None  # of another project's trainer
+        self.by_hand: list[RunDir] = []  # those whose run had stopped, and was resumed
 
     def run(self, keep: bool) -> DrillReport:
         """Run the reference and the copies; remove those that passed, unless `keep`.
@@ -60,22 +65,22 @@ class Drill:
         """
         plan = self.plan
         reference, name = plan.run.metrics(0), plan.run.name
+        repeat: RunDir | None = None
         if not self.own_reference:
-            run = self._create("reference", None)
-            self._run_to_end(run, None)
-            state = run_state(run, self.client)
-            if state.state != "done":
-                raise CodeError(
-                    f"the reference run {run.name} did not finish: {state.state} {state.reason}; "
-                    f"see `slurmllm logs {run.name}`: {name} would fail in the same way"
-                )
+            run = self._run_unbroken("reference")
             reference, name = run.path, run.name
+            if plan.trainer is not None:
+                self.plan = plan = plan.with_reference(run)
+                repeat = self._run_unbroken("repeat")
+                curves = read_curve(reference), read_curve(repeat.path)
+                self.unbroken = Unbroken(*curves, plan.trainer, plan.steps, self.tolerances)
         results = [self._test(kind, reference) for kind in plan.kinds]
         failed = {result.run for result in results if not result.passed}
         if not keep:
             for run in list(self.copies):
                 # The reference is kept with a failed copy, to compare them.
-                if run.name not in failed and not (failed and run.name == name):
+                unbroken = run.name == name or run == repeat
+                if run.name not in failed and not (failed and unbroken):
                     self._remove(run)
         return DrillReport(
             run=plan.run.name,
@@ -88,17 +93,48 @@ class Drill:
             own_reference=self.own_reference,
             drills=tuple(results),
             kept=tuple(run.name for run in self.copies),
+            repeat=None if repeat is None else repeat.name,
+            noise={} if self.unbroken is None else self.unbroken.noise,
         )
+
+    def _run_unbroken(self, part: str) -> RunDir:
+        run = self._create(part, None)
+        self._run_to_end(run, None, part)
+        if (state := self._state(run)) != "done":
+            raise CodeError(
+                f"the {part} run {run.name} did not finish: {state}; see `slurmllm logs "
+                f"{run.name}`: {self.plan.run.name} would fail in the same way"
+            )
+        return run
+
+    def _state(self, run: RunDir) -> str:
+        """State and reason of a copy that has ended; `done` if it made all steps."""
+        state = run_state(run, self.client)
+        if self.plan.is_limited and self._made_all_steps(run):
+            return "done"
+        return f"{state.state} ({state.reason})" if state.reason else state.state
+
+    def _made_all_steps(self, run: RunDir) -> bool:
+        row = last_row(run)
+        return row is not None and row["step"] >= self.plan.steps
 
     def _test(self, kind: FaultKind, reference: Path) -> DrillResult:
         run = self._create(kind, kind)
         injection = self._run_to_end(run, kind)
         self.progress(f"{kind}: comparing with the reference")
-        state = run_state(run, self.client)
-        text = f"{state.state} ({state.reason})" if state.reason else state.state
         result = check_recovery(
-            run, kind, injection, reference, self.plan.steps, self.tolerances, text
+            run,
+            kind,
+            injection,
+            reference,
+            self.plan.steps,
+            self.tolerances,
+            self._state(run),
+            self.unbroken,
         )
+        if result.resume is not None and run in self.by_hand:
+            resume = result.resume.model_copy(update={"by_hand": True})
+            result = result.model_copy(update={"resume": resume})
         self.show(result)
         try:
             with os.fdopen(open_append(self.plan.results), "a", encoding="utf-8") as stream:
@@ -123,12 +159,13 @@ class Drill:
             write_atomic(run.excluded, read_limited(self.plan.run.excluded).decode())
         return run
 
-    def _run_to_end(self, run: RunDir, kind: FaultKind | None) -> Injection | None:
+    def _run_to_end(self, run: RunDir, kind: FaultKind | None, part: str = "") -> Injection | None:
         """Start a copy, start the injector once its workers run, wait until the copy has ended.
 
         Returns the injected fault; None for the reference, or if the copy never trained.
         """
-        part = kind or "reference"
+        part = kind or part
+        is_cut = False
         injector: subprocess.Popen[bytes] | None = None
         polled_at = 0.0
         try:
@@ -147,8 +184,13 @@ class Drill:
                 if time.monotonic() - polled_at >= QUEUE_POLL_S or self.plan.local:
                     polled_at = time.monotonic()
                     # Between the kill of the first node and the requeue the run is not active.
-                    if not self.runner.active(run) and (kind != "first_node" or injector is None):
+                    requeued = kind == "first_node" and injector is not None
+                    has_ended = not self.runner.active(run) and not requeued
+                    if has_ended and not self._resumes_by_hand(run, part):
                         break
+                if self.plan.is_limited and not is_cut and self._made_all_steps(run):
+                    self.runner.cancel(run)
+                    is_cut = True
                 time.sleep(POLL_S)
         except BaseException:
             self.progress(f"{part}: cancelling {run.name}")
@@ -162,6 +204,19 @@ class Drill:
                 injector.wait()
         return Injection.find(run.drill)
 
+    def _resumes_by_hand(self, run: RunDir, part: str) -> bool:
+        """Resume a trainer's run that its fault has stopped, once, as its user would."""
+        injection = Injection.find(run.drill)
+        attempts = load_attempts(run, "train")
+        if self.plan.trainer is None or injection is None or run in self.by_hand or not attempts:
+            return False
+        if injection.missed or attempts[-1].action != "stop":
+            return False
+        self.progress(f"{part}: resuming by hand: it stopped, {attempts[-1].ending}")
+        self.by_hand.append(run)
+        self.runner.start(run, self.plan.nodes)
+        return True
+
     def _start_injector(self, run: RunDir, kind: FaultKind) -> subprocess.Popen[bytes] | None:
         """Start the injector on its node, if the first attempt's workers run there already."""
         path = run.attempt("train", 0).record
@@ -173,14 +228,16 @@ class Drill:
             return None
         command = node_command(self.plan.config.cluster, "slurmllm.drill.injector")
         command += [str(run.path), spec.model_dump_json()]
-        return self.runner.start_on_node(run, spec.node, command)
+        nodes = AttemptRecord.load(path).nodes if FAULTS[kind].all_nodes else [spec.node]
+        return self.runner.start_on_nodes(run, nodes, command)
 
     def _status(self, run: RunDir) -> str:
         attempts = run.attempts("train")
         if not attempts:
             return "precompiling" if run.attempts("precompile") else "waiting for nodes"
         row = last_row(run)
-        return f"attempt {attempts[-1].number}, step {row['step'] if row else 0}/{self.plan.steps}"
+        of_steps = f"/{self.plan.steps}" if self.plan.steps else ""
+        return f"attempt {attempts[-1].number}, step {row['step'] if row else 0}{of_steps}"
 
     def _remove(self, run: RunDir) -> None:
         shutil.rmtree(run.path, ignore_errors=True)

@@ -68,7 +68,10 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
     earlier, recipe = before.recipe, config.recipe
     _check_recipe(run, earlier, recipe, changes.from_scratch)
     is_done = run_state(run, client or SlurmClient()).state == "done"
-    if is_done and recipe.train.steps <= earlier.train.steps:
+    if recipe.command is not None:
+        if is_done:
+            raise RunError(f"{run.name} is done: its command ended with exit code 0")
+    elif is_done and recipe.train.steps <= earlier.train.steps:
         raise RunError(
             f"{run.name} is done: it has trained all its {earlier.train.steps} steps; --set "
             "train.steps=… with more of them continues it"
@@ -77,14 +80,14 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
         require_recorded(run)  # a worker finds out too, hours in the queue later
     # A layout that has trained before has shown that it fits.
     has_fitted = last is not None and request.nodes == last.nodes
-    prepared = prepare(
-        replace(
+    request = replace(request, config=config)
+    if recipe.command is None:
+        request = replace(
             request,
-            config=config,
             check_layout=not has_fitted or _layout(config) != _layout(before),
             check_weights=recipe.train.init_from != earlier.train.init_from,
         )
-    )
+    prepared = prepare(request)
     changed, avoid = changed_settings(before, prepared.config), list[str]()
     if client is not None:
         avoid = to_avoid(client, run, prepared.scripts["train"], recipe.slurm.exclude)
@@ -109,6 +112,8 @@ def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
 
 def _warmup_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return the overrides that keep the warm-up's steps, if another train.steps would not."""
+    if recipe.command is not None:
+        return []
     optim = recipe.optim
     names = {override.partition("=")[0].strip() for override in overrides}
     sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
@@ -120,7 +125,7 @@ def _warmup_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
 
 def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: bool) -> None:
     """Raise ConfigError if the checkpoints do not permit a change; warn of what it does."""
-    if from_scratch:
+    if from_scratch or recipe.command is not None:
         return
     steps = usable_steps(run)
     require_same_settings(run, recipe, run.checkpoint(max(steps)) if steps else None)
