@@ -25,7 +25,7 @@ from slurmllm.metrics.row_reader import read_rows
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 
-QUIET_S = 30.0
+QUIET_S = 10.0
 _MOST_FILES = 10_000  # of a checkpoint that are looked at
 _STEP = "{step}"
 _BY_ITSELF = ("done", "advance_signal", "code_error", "bad_configuration", "divergence")

@@ -26,7 +26,7 @@ def with_command(
 
     words = after[len(options) :]
     # Without a RECIPE the name is that of the program.
-    name = f"--set=name={name_of_command(words)}"
+    name = f'--set=name="{name_of_command(words)}"'
     added = [] if positional else [f"{TRAINERS}/plain", name]
     return [
         *added,

@@ -179,7 +179,7 @@ def _trainer_lines(trainer: TrainerDetails) -> Iterator[Line]:
     if trainer.missing:
         yield "progress", trainer.missing
     if trainer.incomplete:
-        yield "incomplete", f"{', '.join(trainer.incomplete)}: half-written, not resumed from"
+        yield "incomplete", f"{', '.join(trainer.incomplete)}: may be half-written"
 
 
 def _metric_lines(state: RunState) -> Iterator[Line]:

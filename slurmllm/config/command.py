@@ -76,7 +76,7 @@ class CommandConfig(Section):
     checkpoint.keep is set."""
     completion_file: str | None = None
     """File in a checkpoint that completes it. Left out: a checkpoint is complete when it has not
-    changed for half a minute."""
+    changed for ten seconds."""
     progress: str | None = None
     """Where its steps are read: a format of text (torchtitan, megatron, …) or a regular expression
     with the groups step and loss, for the output of rank 0; or a file or folder of metrics. By

@@ -578,6 +578,8 @@ def _describe(
         return f"{dotted}: unknown field{where}; {guess}known here: {', '.join(names)}"
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         return f"{dotted}: {list(item['input'])}{where}: an element is missing"
+    if item["type"] == "missing" and dotted == "command.run":
+        return "command.run: missing; write the command line after `--`, or here"
     if item["type"] == "missing":
         file = "profile" if dotted.startswith("cluster.") else "recipe"
         return f"{dotted}: missing; it has no default, so the {file} must set it"
@@ -588,6 +590,8 @@ def _describe(
         .replace("a valid tuple", "a list, such as [a, b]")
         .replace("String", "it")
     )
+    if not path:
+        return rule
     hidden = dotted in ("env", "cluster.env") or is_secret_at(dotted, item["input"])
     return f"{dotted}: {MASK if hidden else repr(item['input'])}{where}: {rule}"
 

@@ -155,19 +155,26 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
 
 
 def with_folder(config: RunConfig) -> RunConfig:
-    """Make the working directory of a command an absolute path.
+    """Check a command's settings, and make its working directory an absolute path.
 
     Raises:
-        ConfigError: it is not a folder.
+        ConfigError: that is not a folder, or `progress` is nothing that can be read.
     """
+    from slurmllm.supervise.progress import check_progress
+
     command = config.recipe.command
     assert command is not None
     folder = Path(command.folder or ".").expanduser().absolute()
+    faults = []
     if not folder.is_dir():
-        raise ConfigError(
-            f"{config.recipe.name} cannot start",
-            [f"command.folder: {folder} is not a folder; name one that all nodes can read"],
-        )
+        fix = "name one that all nodes can read"
+        faults.append(f"command.folder: {folder} is not a folder; {fix}")
+    try:
+        check_progress(command.progress or "torchtitan")
+    except ValueError as error:
+        faults.append(f"command.progress: {error}")
+    if faults:
+        raise ConfigError(f"{config.recipe.name} cannot start", faults)
     return config.with_settings("command", folder=str(folder))
 
 

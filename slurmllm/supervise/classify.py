@@ -49,6 +49,8 @@ class Evidence:
     superseded_by: int | None = None
     unwritable: str | None = None  # why the run directory cannot be written
     launch: LaunchFailure | None = None  # how srun failed
+    leaving: str = "saved and left"  # what workers did that were asked to stop
+    unfinished: str = ""  # why a trainer of another project may have ended before its last step
 
     @property
     def unreported(self) -> list[str]:
@@ -109,7 +111,8 @@ def _superseded(evidence: Evidence) -> Ending | None:
 def _done(evidence: Evidence) -> Ending | None:
     if not evidence.finished or evidence.uncompiled:
         return None
-    return Ending("done", (f"all {len(evidence.exit_codes)} workers finished",))
+    note = (evidence.unfinished,) if evidence.unfinished else ()
+    return Ending("done", (f"all {len(evidence.exit_codes)} workers finished", *note))
 
 
 def _by_slurm(evidence: Evidence) -> Ending | None:
@@ -133,7 +136,7 @@ def _saved(evidence: Evidence) -> Ending | None:
     codes = {*evidence.exit_codes}
     if evidence.unreported or EXIT_REQUEUE not in codes or codes - {EXIT_OK, EXIT_REQUEUE}:
         return None
-    text = f"{evidence.stop_signal or 'a stop signal'}: saved and left"
+    text = f"{evidence.stop_signal or 'a stop signal'}: {evidence.leaving}"
     return Ending("advance_signal", (text,))
 
 

@@ -7,9 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints, newest_complete
+from slurmllm.config.command import CommandConfig
 from slurmllm.errors import SlurmError, StorageError
 from slurmllm.graphs.archive import faults
 from slurmllm.log import message_of
+from slurmllm.metrics.row_reader import last_row_of
 from slurmllm.run.artifact_records import GraphManifest
 from slurmllm.run.records import AttemptRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, read_all
@@ -37,8 +40,12 @@ def gather_evidence(
     observed: Observations,
     stop_signal: str | None,
     launchers: Sequence[subprocess.Popen[bytes]] = (),
+    command: CommandConfig | None = None,
 ) -> Evidence:
-    """Collect what an ending is classified by; StorageError if a record cannot be read."""
+    """Collect what an ending is classified by; StorageError if a record cannot be read.
+
+    `command`: of a trainer of another project.
+    """
     uncompiled: tuple[str, ...] = ()
     if record.stage == "precompile":
         uncompiled = ("no archive of compiled graphs was written",)
@@ -67,7 +74,9 @@ def gather_evidence(
         unwritable = write_error(run.attempt(record.stage, record.attempt).path)
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
+    of_trainer = {} if command is None else _of_trainer(run, record, command)
     return Evidence(
+        **of_trainer,
         expected_nodes=record.nodes,
         nodes=nodes,
         failures=failures,
@@ -87,6 +96,21 @@ def gather_evidence(
             launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
         ),
     )
+
+
+def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> dict[str, str]:
+    """Return how a trainer of another project left, and whether it may have ended early."""
+    last = None
+    with suppress(OSError):
+        last = last_row_of(run.metrics(record.attempt))
+    newest = newest_complete(list_trainer_checkpoints(run, command))
+    where = "no complete checkpoint is known" if newest is None else f"checkpoint {newest.step}"
+    ended = "left" if command.stop_signal else "ended, as command.save_signal is none"
+    fields = {"leaving": f"{ended}; {where}"}
+    if last is not None and command.steps is not None and int(last["step"]) < command.steps:
+        text = f"the last step that was read is {last['step']} of {command.steps} (command.steps)"
+        fields["unfinished"] = text
+    return fields
 
 
 def _with_stacks(

@@ -179,7 +179,7 @@ class TrainerProgress:
             row[name] = value if math.isfinite(value) else None  # JSON has no NaN
             if name in ("tokens", "samples") and value == int(value):
                 row[name] = int(value)
-        self._unwritten += json.dumps(row).encode() + b"\n"
+        self._unwritten += json.dumps(row, separators=(",", ":")).encode() + b"\n"
         self._last, self.step = (step, values), step
         self.rows += 1
 

@@ -191,7 +191,10 @@ class Supervisor:
             phases["workers"] = time.monotonic() - started
             stop_signal = None if observed.failed_first else self.stop.name
             ending = classify(
-                gather_evidence(self.run, record, self.allocation, observed, stop_signal, launchers)
+                gather_evidence(
+                    *(self.run, record, self.allocation, observed, stop_signal, launchers),
+                    self.config.recipe.command,
+                )
             )
         return self._close(record, ending, phases, observed), None
 

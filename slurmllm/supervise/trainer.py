@@ -168,7 +168,7 @@ class TrainerLauncher(Launcher):
         _kill_children(except_for=set(self.pids().values()))
         self.output.close()
         if self.observer is not None:
-            self.observer.close()
+            self.observer.close(finished=not any(self.exit_codes().values()))
         super().save_with_retries(**update)
 
 
@@ -232,11 +232,12 @@ class TrainerObserver:
             for path in remove_old(self._run, self._command, self._keep) if self._keep else ():
                 log.info("removed %s: checkpoint.keep is %s", path, self._keep)
 
-    def close(self) -> None:
+    def close(self, finished: bool) -> None:
         self.progress.feed(self._launcher.output.take())
         self.progress.close()
         self._look_at_checkpoints()
-        self._save_missing()
+        if finished or self._missing:
+            self._save_missing()
         if self._missing:
             log.warning("%s", self._missing)
 

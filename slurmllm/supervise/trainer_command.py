@@ -16,6 +16,7 @@ from slurmllm.run.rundir import RunDir
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # of bash
 _RECENT_S = 120.0  # before the end: an exception that was logged earlier did not end the trainer
+_BASH = re.compile(r"^bash: line \d+: ")
 _MESSAGE = 400  # characters
 # `[rank3]:`, `[default0]:`, `3: ` of torch, torchrun and srun before a line
 _LABEL = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?|\d+: )+")
@@ -132,8 +133,8 @@ def failure_of(
     last = next((line for line in reversed(lines) if line.text.strip()), None)
     last = last or OutputLine(ended_at, "it printed nothing")
     if code in (_NOT_FOUND, _NOT_EXECUTABLE):
-        name = "CommandNotFound" if code == _NOT_FOUND else "NotExecutable"
-        return record(last, name, last.text.strip(), blame="user")
+        name = "command not found" if code == _NOT_FOUND else "not executable"
+        return record(last, name, _BASH.sub("", last.text.strip()), blame="user")
     exceptions = list(_exceptions(recent))
     causes = [item for item in exceptions if meaning_of(f"{item[1]} {item[2]}") != "lost_peer"]
     if chosen := next(iter(causes or exceptions), None):
@@ -146,13 +147,12 @@ def failure_of(
         text, meaning = cause
         line = next(line for line in recent if line.text == text)
         blame = "infrastructure" if meaning == "node" else "code"
-        return record(line, "RuntimeText", text.strip(), blame=blame)
+        return record(line, f"exit code {code}", text.strip(), blame=blame)
     for line in recent:
         if match := _KILLED.search(line.text):
             text = f"a process of the trainer was killed by signal {match[1] or match[2]}"
-            return record(line, "Killed", text, blame="infrastructure")
-    text = f"ended with exit code {code}; its last line: {last.text.strip()}"
-    return record(last, "ExitCode", text)
+            return record(line, "killed", text, blame="infrastructure")
+    return record(last, f"exit code {code}", f"its last line: {last.text.strip()}")
 
 
 def _exceptions(lines: Iterable[OutputLine]) -> Iterable[tuple[OutputLine, str, str]]:

@@ -68,8 +68,10 @@ class Bench:
                 process.kill()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        arguments = (*arguments[:end], "--runs-dir", str(self.runs), *arguments[end:])
         process = subprocess.Popen(
-            [*SLURMLLM, *arguments, "--runs-dir", str(self.runs)],
+            [*SLURMLLM, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
