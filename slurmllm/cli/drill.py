@@ -292,6 +292,6 @@ def _row(result: DrillResult, of_trainer: bool) -> tuple[str, ...]:
 def _resume_cells(result: DrillResult, seconds: str) -> tuple[str, str, str]:
     if (resume := result.resume) is None:
         return seconds, "", "failed"
-    from_step = "" if resume.from_step is None else str(resume.from_step)
     by_hand = ", resumed by hand" if resume.by_hand else ""
+    from_step = "" if resume.from_step is None else str(resume.from_step)
     return seconds, from_step, f"{resume.text} ({resume.confidence}){by_hand}"

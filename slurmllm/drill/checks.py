@@ -14,6 +14,7 @@ from slurmllm.drill.injector import FAULTS, FaultKind, Injection
 from slurmllm.drill.resumption import Resumption, Unbroken, judge_resume
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve, describe_ranges
+from slurmllm.metrics.row_reader import last_row_of
 from slurmllm.metrics.source import read_curve
 from slurmllm.run.records import EndingClass, Record, WorkerRecord
 from slurmllm.run.rundir import RunDir
@@ -115,8 +116,9 @@ def check_recovery(
             resume = judge_resume(run, curve, unbroken, hit)
             if resume.verdict not in ("exact", "within_noise"):
                 faults.append(f"{resume.text} ({resume.confidence_reason or resume.confidence})")
-            if resume.from_step is not None and hit.last_step is not None:
-                steps_lost = max(0, hit.last_step - resume.from_step)
+            last = last_row_of(run.metrics(hit.attempt))
+            if last is not None and resume.from_step is not None:
+                steps_lost = max(0, int(last["step"]) - resume.from_step)
     except RunError as error:
         faults.append(str(error))
     if unbroken is None:

@@ -22,7 +22,7 @@ from slurmllm.drill.runner import Runner
 from slurmllm.errors import CodeError, NodeError, RunError, StorageError
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.metrics.source import read_curve
-from slurmllm.run.records import AttemptRecord, NodeRecord
+from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, write_atomic
 from slurmllm.run.safe_files import open_append, os_error_text, read_limited
 from slurmllm.slurm.client import SlurmClient
@@ -56,7 +56,6 @@ class Drill:
         self.progress, self.show = progress, show
         self.copies: list[RunDir] = []
         self.unbroken: Unbroken | None = None  # of another project's trainer
-        self.by_hand: list[RunDir] = []  # those whose run had stopped, and was resumed
 
     def run(self, keep: bool) -> DrillReport:
         """Run the reference and the copies; remove those that passed, unless `keep`.
@@ -132,9 +131,6 @@ class Drill:
             self._state(run),
             self.unbroken,
         )
-        if result.resume is not None and run in self.by_hand:
-            resume = result.resume.model_copy(update={"by_hand": True})
-            result = result.model_copy(update={"resume": resume})
         self.show(result)
         try:
             with os.fdopen(open_append(self.plan.results), "a", encoding="utf-8") as stream:
@@ -148,6 +144,7 @@ class Drill:
         """The directory of a new copy, with only its configuration."""
         run = RunDir(self.plan.run.path.parent / self.plan.name(part))
         try:
+            run.path.parent.mkdir(parents=True, exist_ok=True)
             run.path.mkdir(0o755)
         except FileExistsError:
             raise RunError(f"{run.path} already exists; another drill has created it") from None
@@ -206,14 +203,12 @@ class Drill:
 
     def _resumes_by_hand(self, run: RunDir, part: str) -> bool:
         """Resume a trainer's run that its fault has stopped, once, as its user would."""
-        injection = Injection.find(run.drill)
-        attempts = load_attempts(run, "train")
-        if self.plan.trainer is None or injection is None or run in self.by_hand or not attempts:
-            return False
-        if injection.missed or attempts[-1].action != "stop":
+        attempts, injection = load_attempts(run, "train"), Injection.find(run.drill)
+        is_first = len(JobsRecord.of(run).submissions) == 1
+        has_fault = is_first and injection is not None and not injection.missed
+        if self.plan.trainer is None or not has_fault or attempts[-1].action != "stop":
             return False
         self.progress(f"{part}: resuming by hand: it stopped, {attempts[-1].ending}")
-        self.by_hand.append(run)
         self.runner.start(run, self.plan.nodes)
         return True
 
@@ -228,7 +223,7 @@ class Drill:
             return None
         command = node_command(self.plan.config.cluster, "slurmllm.drill.injector")
         command += [str(run.path), spec.model_dump_json()]
-        nodes = AttemptRecord.load(path).nodes if FAULTS[kind].all_nodes else [spec.node]
+        nodes = AttemptRecord.load(path).nodes if FAULTS[kind].of_commands else [spec.node]
         return self.runner.start_on_nodes(run, nodes, command)
 
     def _status(self, run: RunDir) -> str:

@@ -50,8 +50,7 @@ class Fault(NamedTuple):
 
     expected: EndingClass | None  # the class that the attempt must get; None: any
     min_nodes: int = 1  # nodes that the run must have
-    of_commands: bool = False  # whether only other projects' trainers get it
-    all_nodes: bool = False  # whether an injector on each node injects it
+    of_commands: bool = False  # whether only other projects' trainers get it, on all nodes
     overrides: tuple[str, ...] = ()  # values that the run needs for it, as given to --set
 
 
@@ -64,9 +63,9 @@ FAULTS: dict[FaultKind, Fault] = {
     "hang": Fault(  # SIGSTOP to one worker
         "hang", overrides=("watchdog.enabled=true", f"watchdog.min_step_s={HANG_LIMIT_S:g}")
     ),
-    "terminate": Fault(None, of_commands=True, all_nodes=True),  # SIGTERM to all workers
+    "terminate": Fault(None, of_commands=True),  # SIGTERM to all workers
     # Their files can no longer grow (RLIMIT_FSIZE), which takes no rights of root.
-    "full_disk": Fault(None, of_commands=True, all_nodes=True),
+    "full_disk": Fault(None, of_commands=True),
 }
 
 
@@ -172,7 +171,7 @@ def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
     assert spec.trainer is not None
     path = run.attempt("train", spec.attempt).node(spec.node)
     pid, below = NodeRecord.load(path).pids.get(spec.rank), descendants(_launchers(run))
-    of_all = FAULTS[spec.kind].all_nodes
+    of_all = FAULTS[spec.kind].of_commands
     if not of_all:
         below = [pid, *descendants([pid])] if pid is not None and pid in below else []
     below = [pid for pid in below if _proc(pid, "comm").strip() not in (b"", b"bash", b"sh")]
@@ -286,13 +285,15 @@ def _wait_for_step(run: RunDir, spec: FaultSpec) -> int | None:
     step = _poll(run, spec, reached, POLL_S)
     if step is None or not is_save:
         return step
-    if trainer is None:
+    before = set() if trainer is None else _files_near_checkpoints(run, trainer)
+
+    def saving() -> int | None:
+        if trainer is not None:
+            return reached() if _files_near_checkpoints(run, trainer) - before else None
         # Not the first save: a complete checkpoint to resume from must exist.
-        saving = lambda: save_in_progress(run) if run.checkpoint_steps() else None  # noqa: E731
-        return _poll(run, spec, saving, SAVE_POLL_S)
-    before = _files_near_checkpoints(run, trainer)
-    begun = lambda: step if _files_near_checkpoints(run, trainer) - before else None  # noqa: E731
-    return _poll(run, spec, begun, SAVE_POLL_S)
+        return save_in_progress(run) if run.checkpoint_steps() else None
+
+    return _poll(run, spec, saving, SAVE_POLL_S)
 
 
 def _poll(

@@ -22,7 +22,7 @@ from slurmllm.metrics.following import is_path
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.plan.mesh import adapt_to_nodes, make_mesh
 from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord
-from slurmllm.run.rundir import RUN_NAME, RunDir, is_run
+from slurmllm.run.rundir import RUN_NAME, RunDir
 from slurmllm.supervise.attempts import load_attempts
 from slurmllm.supervise.watchdog import recent_step_times
 
@@ -56,7 +56,7 @@ class DrillPlan:
     @property
     def results(self) -> Path:
         """The file with a line for each copy that has ended, of which each is a `DrillResult`."""
-        if is_run(self.run.path):
+        if self.run.path.is_dir():
             return self.run.reports / f"drill-{self.number}.jsonl"
         return self.run.path.parent / f"{self.run.name}-drill-{self.number}.jsonl"
 

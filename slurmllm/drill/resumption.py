@@ -5,10 +5,10 @@ Such a trainer need not be reproducible: the difference of two runs without a fa
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from slurmllm.checkpoint.foreign import list_trainer_checkpoints
-from slurmllm.compare.compare import compare
+from slurmllm.compare.compare import METRICS, compare
 from slurmllm.compare.comparison import Tolerances, format_figure
 from slurmllm.config.command import CommandConfig
 from slurmllm.metrics.curves import Curve, describe_ranges
@@ -73,70 +73,60 @@ def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptReco
         return Resumption(verdict="not_resumed", text=text)
     result = _compare(curve, unbroken, first)
     if not len(later):
-        return result.model_copy(update={"text": f"went on without a restart: {result.text}"})
-    steps = unbroken.reference.steps
+        return result.model_copy(update={"text": f"continued without a restart: {result.text}"})
+    steps, update = unbroken.reference.steps, dict[str, object](by_hand=hit.action == "stop")
     if first <= steps[0]:
-        text = f"did not resume: began again at step {first}"
-        return result.model_copy(update={"verdict": "began_again", "text": text, "from_step": 0})
+        update |= {"text": f"did not resume: began again at step {first}", "from_step": 0}
+        return result.model_copy(update={**update, "verdict": "began_again"})
     # The checkpoint tells the step between two rows of a sparse log.
-    before = int(steps[steps < first][-1])
-    entries = list_trainer_checkpoints(run, unbroken.command)
-    source = next((entry for entry in reversed(entries) if before <= entry.step < first), None)
-    checkpoint = {} if source is None else {"checkpoint": str(source.path)}
-    from_step = before if source is None else source.step
-    return result.model_copy(update={"from_step": from_step, **checkpoint})
+    update["from_step"] = before = int(steps[steps < first][-1])
+    for entry in list_trainer_checkpoints(run, unbroken.command):
+        if before <= entry.step < first:
+            update |= {"from_step": entry.step, "checkpoint": str(entry.path)}
+    return result.model_copy(update=update)
 
 
 def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
-    noises, of_user = unbroken.noise, unbroken.tolerances
+    """Compare a curve from a step on with the run without a fault."""
+    noises, reference = unbroken.noise, unbroken.reference
     noise = max(noises.values())
-    limits = {
-        name: max(of_user.of(name), _NOISES * noises.get(name, 0.0))
-        for name in ("loss", "grad_norm")
-    }
-    tolerances = Tolerances(**limits, exact=not any(limits.values()))
-    after = compare(
-        unbroken.reference,
-        curve,
-        tolerances,
-        from_step=first,
-        to_step=unbroken.steps,
-        shifts=(0, 0),
-        basis="tolerance",
+    loss, grad_norm = (
+        max(unbroken.tolerances.of(name), _NOISES * noises.get(name, 0.0)) for name in METRICS
     )
-    count, metrics = after.steps_compared, after.metrics.values()
+    tolerances = Tolerances(loss=loss, grad_norm=grad_norm, exact=not (loss or grad_norm))
+    span: Any = {"from_step": first, "to_step": unbroken.steps, "shifts": (0, 0)}
+    after = compare(reference, curve, tolerances, **span, basis="tolerance")
+    metrics = after.metrics.values()
     largest = max(metric.max_rel_diff or 0.0 for metric in metrics)
-    digits = max(len(f"{loss!r}".strip("0").replace(".", "")) for loss in curve.columns["loss"])
-    of_two = f"two runs without a fault differ by up to {format_figure(noise)}"
-    of_two = of_two if noise else "two runs without a fault are identical"
-    verdict: Verdict = "differs"
-    confidence: Confidence = "certain"
-    if after.verdict in ("identical", "match"):
-        verdict = "exact" if after.verdict == "identical" and not noise else "within_noise"
-        few = count < _FEW_STEPS or digits < _FEW_DIGITS
+    onset: int | None = None
+    reason = "two runs without a fault are identical"
+    if noise:
+        reason = f"two runs without a fault differ by up to {format_figure(noise)}"
+    verdict: Verdict = "exact" if not noise and after.verdict == "identical" else "within_noise"
+    if after.verdict not in ("identical", "match"):
+        verdict = "differs"
+        onset = min(metric.onset_step or metric.first_departure_step or first for metric in metrics)
+        text = f"differs from step {onset} by up to {format_figure(largest)}"
+        confidence: Confidence = "certain" if largest >= _CLEAR_NOISES * noise else "likely"
+        reason += f"; {after.reason}"
+    else:
+        digits = max(
+            len(f"{float(x)!r}".strip("0").replace(".", "")) for x in curve.columns["loss"]
+        )
+        few = after.steps_compared < _FEW_STEPS or digits < _FEW_DIGITS
         confidence = "weak" if few else "certain" if verdict == "exact" else "likely"
-        reason = f"{count} steps, loss of {digits} digits; {of_two}"
+        text = "exact" if verdict == "exact" else f"within the noise of {format_figure(noise)}"
+        reason += f"; {after.steps_compared} steps, loss of {digits} digits"
+        if noise:
+            reason += f"; more than {format_figure(max(after.power.values()))} would have shown"
         if after.only_in_a:
             reason += f"; without steps {describe_ranges(after.only_in_a)}"
-        if verdict == "within_noise":
-            reason += f"; more than {format_figure(max(after.power.values()))} would have shown"
-        text = "exact" if verdict == "exact" else f"within the noise of {format_figure(noise)}"
-        return Resumption(
-            verdict=verdict,
-            text=text,
-            max_rel_diff=largest,
-            noise=noise,
-            confidence=confidence,
-            confidence_reason=reason,
-        )
-    onset = min(metric.onset_step or metric.first_departure_step or first for metric in metrics)
-    size = format_figure(largest)
     return Resumption(
-        verdict="differs",
-        text=f"differs from step {onset} by up to {size}",
+        verdict=verdict,
+        text=text,
         differs_from_step=onset,
         max_rel_diff=largest,
         noise=noise,
-        confidence="certain" if largest >= _CLEAR_NOISES * noise else "likely",
-        confidence_reason=f"{of_two}; {after.reason}",
+        confidence=confidence,
+        confidence_reason=reason,
     )
