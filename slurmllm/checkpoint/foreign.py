@@ -1,8 +1,9 @@
 """The checkpoints of a trainer of another project, as `command.checkpoints` describes them.
 
 They are looked at from outside: nothing of them is read, changed or moved. With `completion_file`
-a checkpoint is complete once it holds that file, else if it had not changed for QUIET_S when its
-attempt ended, or its attempt ended by itself.
+a checkpoint is complete once it holds that file; a file of `torch.save` with its table of contents,
+which comes last; another one if it had not changed for QUIET_S when its attempt ended, or its
+attempt ended by itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import shutil
 import time
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -24,6 +26,7 @@ from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics.row_reader import read_rows
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
+from slurmllm.run.safe_files import open_regular
 
 QUIET_S = 10.0
 _MOST_FILES = 10_000  # of a checkpoint that are looked at
@@ -144,10 +147,19 @@ def _is_complete(
 ) -> bool:
     if completion_file is not None:
         return next(path.glob(completion_file), None) is not None
+    if _begins_as_archive(path):
+        return zipfile.is_zipfile(path)
     writer = next((a for a in reversed([*attempts]) if a.started_at <= changed_at), None)
     if writer is None or writer.ended_at is None:
         return time.time() - changed_at >= QUIET_S
     return writer.ended_at - changed_at >= QUIET_S or writer.ending in _BY_ITSELF
+
+
+def _begins_as_archive(path: Path) -> bool:
+    """Whether a path is a file of `torch.save`: a zip archive."""
+    with suppress(OSError), open_regular(path) as stream:
+        return stream.read(4) == b"PK\x03\x04"
+    return False
 
 
 def _step_at(run: RunDir, time_s: float) -> int | None:

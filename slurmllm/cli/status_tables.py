@@ -183,8 +183,10 @@ def _trainer_lines(trainer: TrainerDetails) -> Iterator[Line]:
 
 
 def _metric_lines(state: RunState) -> Iterator[Line]:
-    norm = finite_number(state.metrics, "grad_norm")
-    yield "loss", f"{_number(state.loss, '.4f')}, gradient norm {_number(norm, '.3f')}"
+    row = state.metrics
+    norm = finite_number(row, "grad_norm")
+    of_norm = f", gradient norm {_number(norm, '.3f')}" if norm is not None or not row else ""
+    yield "loss", f"{_number(state.loss, '.4f')}{of_norm}"
     evaluation = None if state.details is None else state.details.evaluation
     if evaluation is not None:
         texts = "; ".join(
@@ -193,10 +195,13 @@ def _metric_lines(state: RunState) -> Iterator[Line]:
         )
         yield "validation", f"{texts} (step {evaluation.step})"
     # Tokens/s at the median throughput, with the tokens per sequence of the last row.
-    sequences, tokens = (finite_number(state.metrics, k) for k in ("seq_per_s", "tokens_per_s"))
+    sequences, tokens = (finite_number(row, key) for key in ("seq_per_s", "tokens_per_s"))
     if state.seq_per_s is not None and sequences and tokens is not None:
         tokens = state.seq_per_s * tokens / sequences
     rate = f"{_number(state.seq_per_s, '.1f')} seq/s, {_number(tokens, '.0f')} tokens/s"
+    if row and state.seq_per_s is None:  # another trainer's
+        of_tokens = f", {tokens:.0f} tokens/s" if tokens is not None else ""
+        rate = f"{_number(state.step_s, '.3g')} s per step{of_tokens}"
     trained = f"; {state.tokens:,} tokens so far" if state.tokens is not None else ""
     yield "rate", rate + trained
 

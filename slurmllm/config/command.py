@@ -79,8 +79,8 @@ class CommandConfig(Section):
     changed for ten seconds."""
     progress: str | None = None
     """Where its steps are read: a format of text (torchtitan, megatron, …) or a regular expression
-    with the groups step and loss, for the output of rank 0; or a file or folder of metrics. By
-    default any known format in the output."""
+    with the groups step and loss, for the output of rank 0 (megatron: of the last one); or a file
+    or folder of metrics. By default any known format in the output."""
     steps: PositiveInt | None = None
     """Steps to the end, if known: for the time left."""
 

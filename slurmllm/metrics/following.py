@@ -7,20 +7,18 @@ curve of its log. What a file holds at the first look is of earlier attempts, an
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.log_series import Log, RowCollector, log_suffix
-from slurmllm.metrics.row_logs import column_names, json_numbers
-from slurmllm.metrics.row_reader import parse_row
+from slurmllm.metrics.growing_rows import JsonRows, Lines, TableRows, TextRows
+from slurmllm.metrics.log_series import Log, log_suffix
 from slurmllm.metrics.source import read_log
 from slurmllm.metrics.tags import (
     LogFormat,
@@ -31,7 +29,7 @@ from slurmllm.metrics.tags import (
     step_keys,
 )
 from slurmllm.metrics.tensorboard_logs import event_files, event_folders
-from slurmllm.metrics.text_logs import Numbers, TextReader, to_float
+from slurmllm.metrics.text_logs import Numbers
 from slurmllm.run.safe_files import LONGEST_LINE, open_regular
 
 PATTERN_EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
@@ -45,116 +43,6 @@ _PAUSE_S = 2.0  # without output, after which a row of several lines counts as c
 # What can only be read as a whole: the time between two readings, and their share of it.
 _REREAD_S, _REREAD_SHARE = 10.0, 0.05
 _MAX_WAITING = 10_000  # rows before the first with a loss
-
-
-class Lines(Protocol):
-    """The reader of a file's lines."""
-
-    format: LogFormat | None  # if the lines have shown it
-
-    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]: ...
-
-
-class _RowQueue(RowCollector):
-    """Rows that wait until they are taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[Numbers] = []
-        self._count = 0
-
-    def add(self, row: Iterable[tuple[str, float]], line: int = 0) -> None:
-        self.waiting.append(dict(row))
-        self._count += 1
-
-    def __len__(self) -> int:
-        return self._count
-
-
-class TextRows:
-    """The rows in lines of text."""
-
-    def __init__(self, pattern: str | None = None, log_format: LogFormat | None = None) -> None:
-        self._text = TextReader(pattern, log_format and log_format.name)
-        self._queues = [_RowQueue() for _ in self._text.readers]
-        for reader, queue in zip(self._text.readers, self._queues, strict=True):
-            reader.rows = queue
-        self.format = self._named = log_format
-
-    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
-        self._text.read(chunk)
-        for reader in self._text.readers:
-            reader.settle()
-        return self.settle(last) if last else self._take()
-
-    def settle(self, last: bool = False) -> list[Numbers]:
-        """Return rows that only more lines could complete: none have come for a while."""
-        self._text.settle(last)
-        return self._take()
-
-    def _take(self) -> list[Numbers]:
-        for reader, queue in zip(self._text.readers, self._queues, strict=True):
-            if len(queue):  # as in a whole log, the first format that has rows counts
-                self.format, rows = reader.format or self._named, queue.waiting
-                for each in self._queues:
-                    each.waiting = []
-                for row in rows:
-                    row.pop("time", None)  # of a time zone that it does not name
-                return rows
-        return []
-
-
-class JsonRows:
-    """The rows of JSON lines; other lines are skipped."""
-
-    format: LogFormat | None = None
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
-        lines, self._rest = _split(self._rest + chunk, last)
-        rows = (parse_row(line) for line in lines if line.strip())
-        return [dict(json_numbers(row)) for row in rows if isinstance(row, dict)]
-
-
-class TableRows:
-    """The rows of a table; a cell that is not a number is a missing value."""
-
-    format: LogFormat | None = None
-
-    def __init__(self, path: Path, tags: Mapping[str, str]) -> None:
-        self._path, self._tags = path, tags
-        self._rest, self._columns = b"", list[str]()
-        self._delimiter = ","
-
-    def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
-        lines, self._rest = _split(self._rest + chunk, last)
-        rows: list[Numbers] = []
-        for line in lines:
-            text = line.decode("utf-8-sig", "replace").replace("\0", "")
-            if not self._columns:
-                tabs = log_suffix(self._path) == ".tsv"
-                self._delimiter = "\t" if tabs else max(",;\t", key=text.count)
-                self._columns = column_names(text, self._delimiter, self._path, self._tags)
-                continue
-            cells: list[str] = []
-            with suppress(csv.Error):
-                cells = next(csv.reader([text], delimiter=self._delimiter), [])
-            row = Numbers()
-            for name, cell in zip(self._columns, cells, strict=False):
-                with suppress(ValueError, IndexError):
-                    comma = "," in cell and self._delimiter != ","
-                    row[name] = to_float(cell) if comma else float(cell)
-            if row and len(cells) >= len(self._columns):
-                rows.append(row)
-        return rows
-
-
-def _split(text: bytes, last: bool) -> tuple[list[bytes], bytes]:
-    """Split a text to its whole lines, at its end all of them, and the rest."""
-    *lines, rest = text.split(b"\n")
-    return ([*lines, rest], b"") if last else (lines, rest[-LONGEST_LINE:])
 
 
 class Source(Protocol):
@@ -182,6 +70,10 @@ class FollowedOutput:
     @property
     def format(self) -> LogFormat | None:
         return self._text.format
+
+    @property
+    def numbered(self) -> bool:
+        return self._text.numbered
 
     def feed(self, output: bytes) -> None:
         self._fed_at = time.monotonic()
@@ -316,6 +208,13 @@ def follow(progress: str | None, tags: Mapping[str, str]) -> Source:
     path = Path(progress)
     lines = log_suffix(path) in (*TEXTS, *TABLES, *JSON_LINES)
     return FollowedFile(path, tags) if lines else RereadLog(path, tags)
+
+
+def printing_rank(progress: str | None, world_size: int) -> int:
+    """Return the rank whose output `progress` is of: the first, or for some formats the last."""
+    if progress is None or "(?P<" in progress or is_path(progress):
+        return 0
+    return world_size - 1 if find_format(progress).printed_by == "last" else 0
 
 
 def is_path(text: str) -> bool:

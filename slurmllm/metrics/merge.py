@@ -191,12 +191,17 @@ def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tupl
     return identical, largest
 
 
-def with_evaluations(curve: Curve, evaluations: Mapping[int, Event]) -> Curve:
-    """Add the losses on the texts of `eval` to a curve; those of steps without a row are left out.
+def with_evaluations(
+    curve: Curve, evaluations: Mapping[int, Event], add_rows: bool = False
+) -> Curve:
+    """Add the losses on the texts of `eval` to a curve.
 
     The first text is the metric `val_loss`, as in logs of other frameworks; others are
-    `val_loss/NAME`.
+    `val_loss/NAME`. Those of steps without a row are left out, or get a row: another trainer may
+    not log the steps at which it evaluates.
     """
+    if add_rows and (others := sorted(evaluations.keys() - set(curve.steps.tolist()))):
+        curve = _with_rows(curve, others)
     names = dict.fromkeys(name for event in evaluations.values() for name in event.values)
     columns, absent = dict(curve.columns), dict(curve.absent)
     for name in names:
@@ -210,6 +215,21 @@ def with_evaluations(curve: Curve, evaluations: Mapping[int, Event]) -> Curve:
         values[rows[there]] = [by_step[step] for step in steps[there].tolist()]
         columns[metric], absent[metric] = values, np.isnan(values)
     return replace(curve, columns=columns, absent=absent, texts=tuple(names))
+
+
+def _with_rows(curve: Curve, steps: Sequence[int]) -> Curve:
+    """Return a curve with rows without metrics at further steps."""
+    places: Ints = np.searchsorted(curve.steps, np.array(steps, dtype=np.int64))
+    present = np.zeros(len(curve.steps), dtype=bool)
+    absent = {name: curve.absent.get(name, present) for name in curve.columns}
+    attempts = curve.attempts[np.minimum(places, len(curve.steps) - 1)]
+    return replace(
+        curve,
+        steps=np.insert(curve.steps, places, steps),
+        attempts=np.insert(curve.attempts, places, attempts),
+        columns={name: np.insert(c, places, np.nan) for name, c in curve.columns.items()},
+        absent={name: np.insert(flags, places, True) for name, flags in absent.items()},
+    )
 
 
 def _find_gaps(steps: Ints) -> tuple[Range, ...]:

@@ -229,9 +229,10 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
     skips, settings = records["skips"], records["settings"]
     curve = merge_rows(blocks, name=name, path=source, kind="run", warnings=warnings, skips=skips)
     # Without evaluations, a file less is opened for each attempt. A copy may have no config.yaml.
-    if not settings or settings.get("eval.every_steps") is not None:
+    command = "command.run" in settings
+    if not settings or command or settings.get("eval.every_steps") is not None:
         try:
-            curve = with_evaluations(curve, read_evaluations(run, files))
+            curve = with_evaluations(curve, read_evaluations(run, files), add_rows=command)
         except RunError as error:
             curve = replace(curve, warnings=(*curve.warnings, str(error)))
     return replace(curve, convention=Convention("slurmllm", steps_from=1), **records)

@@ -46,6 +46,7 @@ class LogFormat(BaseModel):
     steps_from: Literal[0, 1] | None = None
     counts: StepUnit = "steps"
     loss_is_mean: bool = False
+    printed_by: Literal["first", "last"] = "first"
     mark: str = ""
     tags: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     recognized_by: tuple[str, ...] = ()  # names of the loss; all of them if empty

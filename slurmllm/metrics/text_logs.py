@@ -47,6 +47,7 @@ _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _HINT = re.compile(rb"loss|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
 _BAR = re.compile(r"\|\s*(\d+)/(\d+|\?) \[")
+_DESCRIBED = re.compile(r"[A-Za-z]:\s+\d+%\|")  # a bar of something else: `Loading weights: 5%|`
 _EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
 
 
@@ -143,6 +144,8 @@ class _LineReader:
     A step that is not in the head is among the names and values, or that of a progress bar.
     """
 
+    numbered = False  # whether nothing shows the steps: rows are counted
+
     def __init__(self, log_format: LogFormat | None, lines: Sequence[LineFormat]) -> None:
         self.rows = RowCollector()
         self.format = log_format
@@ -215,7 +218,7 @@ class _TrainerReader(_LineReader):
         self._logged = 0.0  # rows with a loss that have been settled
 
     def read(self, line: str, number: int) -> bool:
-        if bar := _BAR.search(line):
+        if (bar := _BAR.search(line)) and not _DESCRIBED.search(line):
             self.end_row()
             self._total = self._total or bar[2]
             if bar[2] == self._total:
@@ -240,7 +243,8 @@ class _TrainerReader(_LineReader):
             if step_keys(row, {}):
                 self.format = None  # another framework's
             else:
-                row["step"] = self._logged if math.isnan(count) else count
+                self.numbered = math.isnan(count)
+                row["step"] = self._logged if self.numbered else count
             self.rows.add(row.items(), number)
         self._open = self._open and bool(self._found)
 

@@ -504,7 +504,10 @@ class WorkerRecord(Record):
 
 
 class MetricsRow(Record):
-    """One line of `metrics/attempt_NNN.jsonl`: one optimizer step."""
+    """One line of `metrics/attempt_NNN.jsonl`: one optimizer step of our trainer.
+
+    The rows of other trainers (`supervise/progress.py`) have of it what these log, when they log.
+    """
 
     step: int  # from 1
     attempt: int

@@ -175,8 +175,9 @@ def _trainer_details(
     missing = ""
     with suppress(StorageError):
         for last in attempts[-1:]:
-            node = NodeRecord.find(run.attempt("train", last.attempt).node(last.nodes[0]))
-            missing = "" if node is None else node.progress_missing
+            folder = run.attempt("train", last.attempt)
+            nodes = [NodeRecord.find(folder.node(node)) for node in (last.nodes[0], last.nodes[-1])]
+            missing = next(filter(None, (n.progress_missing for n in nodes if n)), "")
     entries = list_trainer_checkpoints(run, command)
     incomplete = tuple(str(entry.path) for entry in entries if not entry.complete)
     return TrainerDetails(command.run, missing, incomplete)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from slurmllm.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.metrics.attempt_metrics import read_attempts
-from slurmllm.metrics.merge import FileRows
+from slurmllm.metrics.merge import FileRows, RowBlock
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.run.records import WAITS, AttemptRecord, Event, JobsRecord, Submission
 from slurmllm.run.rundir import STAGES, RunDir, Stage, read_all
@@ -26,6 +26,8 @@ from slurmllm.slurm.client import AccountingRow, SlurmClient, to_unix
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+_MOST_STEPS = 50_000_000
 _LONGEST_S = 1e10  # longer durations and later Unix times are damage
 _SLACK_S = 60.0  # between the clocks of the login node and of slurmctld
 
@@ -88,12 +90,14 @@ def read_history(
         warnings += faults
         attempts += [] if attempt is None else [attempt]
     steps: dict[int, Steps] = {}
+    resumed = {a.attempt: a.checkpoint_before or 0 for a in attempts if a.stage == "train"}
     files, metrics = run.metrics_files(), dict(metrics or {})
     with suppress(RunError):  # all together: small files by themselves are read line by line
         read_attempts([path for path in files if path not in metrics], True, metrics)
     for path in files:
+        number = int(path.stem.removeprefix("attempt_"))
         if len(steps_of_file := _read_steps(path, metrics, warnings)):
-            steps[int(path.stem.removeprefix("attempt_"))] = steps_of_file
+            steps[number] = _each_step(steps_of_file, resumed.get(number, 0))
     waited_s: dict[int, float] = {}
     evaluated_s: dict[int, float] = {}
     saves: list[tuple[float, float]] = []
@@ -167,6 +171,9 @@ def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
         )
         for name in ("step_time_s", "time")
     )
+    if numbers.size and (untimed := _lacks("step_time_s", parts)).any():  # another trainer's
+        measured = seconds[np.isfinite(seconds)]
+        seconds[untimed] = np.median(measured) if measured.size else 0.0
     timed = (seconds >= 0) & (seconds < _LONGEST_S) & (ends >= 0) & (ends < _LONGEST_S)
     if not timed.all():
         rows = int(np.count_nonzero(~timed))
@@ -174,6 +181,34 @@ def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps:
             f"{path}: ignoring {rows} rows: step_time_s or time is not a number of seconds"
         )
     return Steps(numbers[timed], seconds[timed], ends[timed])
+
+
+def _lacks(name: str, parts: Sequence[RowBlock]) -> Flags:
+    return np.concatenate(
+        [
+            part.absent.get(name, np.full(len(part.steps), name not in part.columns))
+            for part in parts
+        ]
+    )
+
+
+def _each_step(steps: Steps, resumed: int) -> Steps:
+    """Return all steps after `resumed` if the rows are of every tenth, say, as of other trainers.
+
+    A row has the mean time of the steps since the row before.
+    """
+    intervals = np.diff(steps.numbers)
+    if not len(intervals) or np.median(intervals) <= 1 or steps.numbers.max() > _MOST_STEPS:
+        return steps
+    once = np.append(intervals != 0, True)  # a row that was written again
+    numbers, seconds, ends = steps.numbers[once], steps.seconds[once], steps.ends[once]
+    intervals = np.diff(numbers)
+    first = min(intervals[0], numbers[0])
+    first = numbers[0] - resumed if 0 < numbers[0] - resumed < first else first
+    counts = np.clip(np.append(first, intervals), 1, None)
+    rows = np.repeat(np.arange(len(numbers)), counts)
+    back = np.cumsum(counts)[rows] - 1 - np.arange(len(rows))  # steps before the row's
+    return Steps(numbers[rows] - back, seconds[rows], ends[rows] - back * seconds[rows])
 
 
 def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) -> list[Incarnation]:

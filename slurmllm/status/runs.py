@@ -86,6 +86,7 @@ class RunState:
     loss: float | None = None  # the loss of that row; None if it is not finite
     tokens: int | None = None  # tokens trained so far
     seq_per_s: float | None = None  # median of the recent steps
+    step_s: float | None = None  # median of the recent steps
     # seconds to the last step at the recent pace, with saves and without further restarts; None if
     # the run is not training
     eta_s: float | None = None
@@ -329,6 +330,7 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         tokens=None if tokens is None else int(tokens),
         # Without a recent pace the last row's own throughput.
         seq_per_s=pace.seq_per_s if pace else finite_number(row, "seq_per_s"),
+        step_s=pace.step_s if pace else None,
         eta_s=eta_s,
         finish_at=None if eta_s is None else now + eta_s,
         last_checkpoint=_last_checkpoint(run, records.config.command, now),

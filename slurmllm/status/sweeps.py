@@ -120,7 +120,7 @@ def _final_loss(state: RunState) -> float | None:
             losses |= {
                 row["step"]: loss
                 for row in last_rows(path, _MOST_ROWS)
-                if row["step"] < first and (loss := json_number(row.get("loss"))) is not None
+                if row["step"] < first and (loss := json_number(row.get("loss", ""))) is not None
             }
             if len(losses) >= _MOST_ROWS:
                 break

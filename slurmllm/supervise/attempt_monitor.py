@@ -13,6 +13,7 @@ from types import FrameType
 from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
+from slurmllm.metrics.following import printing_rank
 from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts
@@ -80,8 +81,9 @@ class AttemptMonitor:
         limits = config.recipe.watchdog
         self._watchdog: Watchdog | None = None
         if record.stage == "train" and limits.enabled:
-            first_only = config.recipe.command is not None
-            self._watchdog = Watchdog(run, record, limits, first_only=first_only)
+            command = config.recipe.command
+            reporting = command and [printing_rank(command.progress, record.world_size)]
+            self._watchdog = Watchdog(run, record, limits, reporting)
         self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
         self._next_look = time.monotonic() + self._look_s
         self._failed_at: float | None = None

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from slurmllm.checkpoint.foreign import list_trainer_checkpoints, saved_steps
@@ -24,7 +25,7 @@ from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import free_ports
 from slurmllm.errors import RunError, SlurmError, StorageError
-from slurmllm.metrics.row_reader import last_row_of, read_events, read_rows
+from slurmllm.metrics.row_reader import Row, last_row_of, read_events, read_rows
 from slurmllm.run.artifact_records import CheckpointManifest
 from slurmllm.run.records import (
     WAITS,
@@ -315,19 +316,21 @@ def timeline(
     supervisor saw the first sign of the end, are Unix times.
     """
     steps = saved_by(run, record, config, ended_at)
-    first, last = None, None
+    rows, last = list[Row](), None
     with suppress(RunError, OSError):
         path = run.metrics(record.attempt)
-        first, last = next((row for _, row in read_rows(path)), None), last_row_of(path)
-    needed = {"step", "time", "step_time_s"}
-    if first is None or last is None or not needed <= first.keys() & last.keys():
-        before = record.checkpoint_before or 0
-        gained = max(steps, default=before) - before
-        return Timeline(steps_gained=max(gained, 0), steps_lost=0)
-    first_step, last_step = int(first["step"]), int(last["step"])
-    before = first_step - 1
+        rows, last = [row for _, row in islice(read_rows(path), 2)], last_row_of(path)
+    begun = record.checkpoint_before or 0
+    if last is None or not all("time" in row for row in (*rows, last)):
+        return Timeline(steps_gained=max(max(steps, default=begun) - begun, 0), steps_lost=0)
+    first, second = rows[0], rows[-1]
+    logged, last_step = int(first["step"]), int(last["step"])
+    # Other trainers log every tenth step, say, and the first row may have no time of its steps.
+    before = max(logged - max(int(second["step"]) - logged, 1), 0)
+    before = begun if before < begun < logged else before
     saved = max(steps, default=before)
-    first_began = first["time"] - first["step_time_s"]
+    first_step_s = (first.get("step_time_s") or second.get("step_time_s", 0.0)) * (logged - before)
+    first_began = first["time"] - first_step_s
     # Unix time of the end of each save, and the seconds for which training waited.
     saves: list[tuple[float, float]] = []
     evaluated_s, waited_at = 0.0, 0.0
@@ -346,7 +349,7 @@ def timeline(
     late = sum(waited for time, waited in saves if time > work_end)
     phases = {
         "start_up": first_began - launched,
-        "first_step": first["step_time_s"],
+        "first_step": first_step_s,
         "training": work_end - first["time"] - (saving - late) - evaluated_s,
         "saving": saving,
         "stopping": ended_at - work_end - late,
@@ -355,7 +358,7 @@ def timeline(
         phases["evaluation"] = evaluated_s
     return Timeline(
         phases_s={name: max(seconds, 0.0) for name, seconds in phases.items()},
-        first_step=first_step,
+        first_step=before + 1,
         last_step=last_step,
         steps_gained=max(saved - before, 0),
         steps_lost=max(last_step - max(saved, before), 0),

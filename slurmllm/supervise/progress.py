@@ -28,7 +28,6 @@ from slurmllm.metrics.following import (
     follow,
     is_path,
 )
-from slurmllm.metrics.tags import log_formats
 from slurmllm.metrics.text_logs import Numbers, check_pattern
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.safe_files import open_append, os_error_text
@@ -114,14 +113,22 @@ class TrainerProgress:
         if self.rows:
             if log_format is not None and log_format.counts != "steps":
                 return f"{log_format.name} counts {log_format.counts}, not steps"
+            if isinstance(self._source, FollowedOutput) and self._source.numbered:
+                return (
+                    "no progress bar between the rows shows the step, they are numbered 1, 2, …: "
+                    "give `progress` the trainer's trainer_state.json or event folder"
+                )
             return ""
-        others = f"a format ({', '.join(n for n, f in log_formats().items() if f.lines)}), "
-        others += f"a pattern such as {PATTERN_EXAMPLE}, or a file of metrics"
         what = self._fault or self._names.problem
         if not what and isinstance(self._source, FollowedOutput):
             known = "of a known format" if self._progress is None else f"like {self._progress!r}"
             what = f"no line {known} in {self._bytes:,} bytes of the output of rank 0"
-        return f"no steps: {what or f'no new rows in {self._progress}'}; `progress` may be {others}"
+        return (
+            f"no steps: {what or f'no new rows in {self._progress}'}; give `progress` a format "
+            "that the trainer prints (torchtitan, Megatron-LM, …: docs/metrics.md), a pattern such "
+            f"as {PATTERN_EXAMPLE}, or the path of its JSON lines, CSV, trainer_state.json or "
+            "event folder"
+        )
 
     def _advance(self, last: bool) -> None:
         rows: list[Numbers] = []
@@ -164,9 +171,8 @@ class TrainerProgress:
         """Append a row of a batch that was read at `now`, and whose last step is `end`."""
         last = self._last
         begun, before = (last[1]["time"], last[0]) if last is not None else (now, step)
-        logged = values.get("time", 0.0)
         again = last is not None and before == step
-        if not (again or self._began <= logged <= now + _AHEAD_S):
+        if not (again or self._is_of_run(values)):
             share = (step - before) / (end - before) if before < step <= end else 1.0
             values["time"] = begun + (now - begun) * share
         taken = values.get("step_time_s", math.nan)
@@ -183,11 +189,16 @@ class TrainerProgress:
         self._last, self.step = (step, values), step
         self.rows += 1
 
+    def _is_of_run(self, values: Numbers) -> bool:
+        """Return whether the logged time is Unix time, by this attempt's."""
+        return self._began <= values.get("time", 0.0) <= time.time() + _AHEAD_S
+
     def _add_evaluation(self, step: int, values: Numbers) -> None:
         evaluation = step, values[VAL_LOSS]
         if evaluation != self._evaluation:
             self._evaluation = evaluation
-            self._events.add("evaluation", step, values={"validation": values[VAL_LOSS]})
+            at = {"time": values["time"]} if self._is_of_run(values) else {}
+            self._events.add("evaluation", step, values={"validation": values[VAL_LOSS]}, **at)
 
     def _write(self) -> None:
         """Write what is not yet written; a full disk keeps it for the next time."""

@@ -1,7 +1,7 @@
 """One node's part in an attempt of a trainer of another project (`command` of the recipe).
 
 Its processes know nothing of slurmllm: their variables are torchrun's and Slurm's, their end is
-told by exit codes and by what they printed, their progress by rank 0's output or files.
+told by exit codes and by what they printed, their progress by one rank's output, or by files.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from slurmllm.checkpoint.foreign import (
 from slurmllm.config.command import fill
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, StorageError
+from slurmllm.metrics.following import printing_rank
 from slurmllm.plan.mesh import Mesh
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.safe_files import os_error_text, write_whole
@@ -47,13 +48,14 @@ from slurmllm.supervise.worker_output import WorkerOutput
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
 _MISSING_S = 60.0  # after which it is said that no steps are known
+_REAPED_S = 2.0  # for killed processes to be gone
 _OUTPUT_S = 1.0  # interval at which output counts as a sign of life before the first step
 
 log = logging.getLogger(__name__)
 
 
 class TrainerLauncher(Launcher):
-    """One node's processes of a trainer, and on the first node its progress."""
+    """One node's processes of a trainer, and its progress on the node whose worker prints it."""
 
     def __init__(self, run: RunDir, stage: Stage, attempt: int) -> None:
         super().__init__(run, stage, attempt)
@@ -61,7 +63,8 @@ class TrainerLauncher(Launcher):
         self.command = self.config.recipe.command
         self.values = command_values(run, self.config, self.record)
         self.text = command_line(self.command, self.values)
-        self.output = WorkerOutput()
+        self._printing = printing_rank(self.command.progress, self.record.world_size)
+        self.output = WorkerOutput(self._printing)
         self._codes: dict[int, int] = {}  # rank → exit code
         self._recorded: set[int] = set()  # ranks whose failures are recorded
         self._asked = False  # whether the workers were asked to stop
@@ -72,7 +75,8 @@ class TrainerLauncher(Launcher):
     def start_services(self, heartbeats: Heartbeats, per_node: int) -> None:
         if self.node_rank == 0:
             log.info("command: %s", self.text)
-            phases = heartbeats.environment(0).get(PHASE_FILE)
+        if self.node_rank == self._printing // per_node:
+            phases = heartbeats.environment(self._printing).get(PHASE_FILE)
             self.observer = TrainerObserver(self, Path(phases) if phases else None)
 
     def environment(self, mesh: Mesh, rank: int, local_rank: int) -> dict[str, str]:
@@ -268,7 +272,9 @@ def _kill_children(except_for: Iterable[int]) -> None:
     """Kill all processes below this one, but for some that end by themselves."""
     spared = set(except_for)
     with suppress(psutil.Error):
-        for child in psutil.Process().children(recursive=True):
-            if child.pid not in spared:
-                with suppress(psutil.Error):
-                    child.kill()
+        children = psutil.Process().children(recursive=True)
+        children = [child for child in children if child.pid not in spared]
+        for child in children:
+            with suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=_REAPED_S)

@@ -19,9 +19,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -143,16 +144,24 @@ def read_heartbeats(run: RunDir, record: AttemptRecord) -> list[Heartbeat]:
 
 
 def recent_step_times(run: RunDir) -> list[float]:
-    """Return durations of a run's last steps, s, oldest first, except each attempt's first."""
+    """Return the last intervals between rows, s, oldest first: our trainer has a row per step."""
     durations: list[float] = []
     for path in reversed(run.metrics_files()):
-        times = []
+        rows: list[tuple[int, float]] = []
         with suppress(OSError), open_regular(path) as stream:
             stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
-            # The first line is the attempt's first step, or cut by the seek.
-            for line in stream.read().splitlines()[1:]:
-                with suppress(ValueError, KeyError, TypeError):  # a line that is being written
-                    times.append(float(json.loads(line)["step_time_s"]))
+            for line in stream.read().splitlines():
+                with suppress(
+                    ValueError, AttributeError, TypeError
+                ):  # a line that is being written
+                    row = json.loads(line)
+                    rows.append((int(row.get("step", 0)), float(row.get("step_time_s", 0.0))))
+        # The first row is the attempt's first step, or follows a line that the seek has cut.
+        times = [
+            step_s * max(step - before, 1)
+            for (before, _), (step, step_s) in pairwise(rows)
+            if step_s
+        ]
         durations = times + durations
         if len(durations) >= STEPS_LEARNED:
             break
@@ -170,17 +179,17 @@ def _place(worker: WorkerPhase) -> tuple[int, int, int]:
 
 
 class Watchdog:
-    """Watches one train attempt for the supervisor; `first_only`: only rank 0 reports phases."""
+    """Watches one train attempt for the supervisor; `reporting`: the ranks that show phases."""
 
     def __init__(
         self,
         run: RunDir,
         record: AttemptRecord,
         config: WatchdogConfig,
-        *,
-        first_only: bool = False,
+        reporting: Iterable[int] | None = None,
     ) -> None:
         self.run, self.record, self.config = run, record, config
+        self._first_only = first_only
         self._heartbeats: dict[str, Heartbeat] = {}
         # Node → time after which it wrote its last heartbeat: that of the reading before.
         self._alive_at: dict[str, float] = {}
@@ -191,8 +200,8 @@ class Watchdog:
             for index, name in enumerate(record.nodes)
         }
         self._starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
-        # Of a trainer of another project, rank 0 alone shows phases.
-        reporting = range(1 if first_only else per_node * len(record.nodes))
+        if reporting is None:
+            reporting = range(per_node * len(record.nodes))
         self._phases = dict.fromkeys(reporting, self._starting)
         self._merged: dict[str, Heartbeat] = {}  # node → the heartbeat that these phases are of
         self._lowest: Phase = "starting"  # phase of the workers furthest behind
@@ -223,7 +232,11 @@ class Watchdog:
         )
         nodes = {rank: name for name, ranks in self._ranks.items() for rank in ranks}
         progress = AttemptProgress(self._phases, nodes, unchanged_s, unresponsive)
-        slow_s = slow_step_s(recent_step_times(self.run))
+        times = recent_step_times(self.run)
+        slow_s = slow_step_s(times)
+        if self._first_only and slow_s is not None:
+            # Its evaluations show no phase: twice the longest so far is no hang.
+            slow_s = max(slow_s, 2 * max(times) / self.config.step_factor)
         return find_hang(progress, self.config, slow_s, time.time())
 
     def _merge_phases(self) -> None:

@@ -21,7 +21,7 @@ from slurmllm.supervise.trainer_command import OutputLine
 
 _READ_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 10
-_MOST_PENDING = 16 << 20  # of rank 0, until the launcher looks at it
+_MOST_PENDING = 16 << 20  # of the rank that shows progress, until the launcher looks at it
 _BAR_S = 5.0  # between two texts of a progress bar in the log
 _POLL_S = 0.2
 _OVERWRITTEN = re.compile(rb"[^\r\n]*\r(?!\n)")
@@ -75,16 +75,17 @@ class _Stream:
 
 
 class WorkerOutput:
-    """The output of a node's workers, by rank."""
+    """The output of a node's workers, by rank; that of one of all ranks can be taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, printing: int) -> None:
+        self._printing = printing
         self._streams: dict[int, _Stream] = {}
         self._selector = selectors.DefaultSelector()
         self._pending: deque[bytes] = deque()
         self._pending_bytes = 0
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._read, name="output", daemon=True)
-        self.printed = 0  # bytes of rank 0
+        self.printed = 0  # bytes of that rank
 
     def open(self, rank: int, log: int) -> int:
         """Return a descriptor for a worker's output, which goes to `log`; the caller closes it."""
@@ -104,7 +105,7 @@ class WorkerOutput:
         return self._streams[rank].lines()
 
     def take(self) -> bytes:
-        """Return what rank 0 has printed since the last call."""
+        """Return what that rank has printed since the last call."""
         parts = []
         with suppress(IndexError):
             while True:
@@ -140,7 +141,7 @@ class WorkerOutput:
             self._selector.unregister(pipe)
             return
         self._streams[rank].add(data)
-        if rank == 0:
+        if rank == self._printing:
             self.printed += len(data)
             self._pending.append(data)
             while sum(map(len, list(self._pending)[:64])) > _MOST_PENDING:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from slurmllm.metrics import following
-from slurmllm.metrics.curves import VAL_LOSS, Curve
+from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.row_reader import read_events, read_rows
 from slurmllm.metrics.source import read_curve
 from slurmllm.metrics.tags import log_formats
@@ -33,6 +33,7 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "runs" / "theirs")
     for path in (run.metrics(0), run.events(0)):
         path.parent.mkdir(parents=True)
+    run.config.write_text("command: {run: theirs}\n")
     return run
 
 
@@ -63,18 +64,18 @@ def replay(run: RunDir, content: bytes, seed: int = 0, progress: str | None = No
 
 def assert_same(ours: Curve, theirs: Curve) -> None:
     """The rows of a followed run are those of its log, with steps from 1."""
-    convention = theirs.convention
-    from_zero = convention is not None and (convention.steps_from, convention.counts) == (
-        0,
-        "steps",
-    )
-    theirs = theirs.take(~np.isnan(theirs.columns["loss"]))
-    np.testing.assert_array_equal(ours.steps, theirs.steps + from_zero)
-    measured = set(theirs.columns) - {"time", VAL_LOSS}
-    assert measured - {"step_time_s"} == set(ours.columns) - {"time", "step_time_s", VAL_LOSS}
-    for metric in measured:
-        np.testing.assert_array_equal(ours.columns[metric], theirs.columns[metric], metric)
-    assert np.all(np.diff(ours.columns["time"]) >= 0)
+    rule = theirs.convention
+    shift = int(rule is not None and (rule.steps_from, rule.counts) == (0, "steps"))
+    np.testing.assert_array_equal(ours.steps, theirs.steps + shift)
+    ours_too = {"time", "step_time_s"}
+    assert set(theirs.columns) - ours_too == set(ours.columns) - ours_too
+    for metric in set(theirs.columns) - {"time"}:
+        steps, values = theirs.series(metric)
+        measured = np.isin(ours.series(metric)[0], steps + shift)
+        for a, b in zip(ours.series(metric), (steps + shift, values), strict=True):
+            np.testing.assert_array_equal(a[measured], b, metric)
+    times = ours.series("time")[1]
+    assert np.all(np.diff(times) >= 0)
 
 
 @pytest.mark.parametrize(("name", "line", "first", "_expected"), CASES)
@@ -288,6 +289,16 @@ def test_a_trainer_that_prints_nothing_known(run: RunDir, tmp_path: Path) -> Non
         stream.write('{"step": 2, "perplexity": 3.25}\n')
     follower.update()
     assert (follower.step, follower.missing()) == (2, "")
+
+
+def test_rows_without_the_trainers_progress_bar_are_numbered(run: RunDir) -> None:
+    lines = [f"{{'loss': '{loss}', 'epoch': '0.1'}}\n" for loss in (3.5, 3.25, 3.0)]
+    bars = "Writing model shards: 100%|█| 1/1 [00:00]\n"
+    follower = TrainerProgress(run, 0)
+    follower.feed(bars.join(lines).encode())
+    follower.close()
+    assert read_curve(run.path).steps.tolist() == [1, 2, 3]
+    assert "numbered 1, 2, …: give `progress` the trainer's trainer_state" in follower.missing()
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,12 @@ def fault(name: str) -> None:
         print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", flush=True)
         sys.exit(1)
     if name == "half":
+        leave_a_child()
         (args.out / f"step-{args.at}").mkdir()
         (args.out / f"step-{args.at}" / "state.json").write_text("{")
         os.kill(os.getpid(), signal.SIGKILL)
-    if name in ("flood", "child"):
-        flood() if name == "flood" else leave_a_child()
+    if name == "flood":
+        flood()
 
 
 state, step = 1.0, 0
