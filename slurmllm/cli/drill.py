@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slurmllm.drill.checks import DrillReport, DrillResult
     from slurmllm.drill.drill import Drill
     from slurmllm.drill.plan import DrillPlan
+    from slurmllm.run.records import Submission
     from slurmllm.run.rundir import RunDir
 
 _HEADINGS = (
@@ -29,6 +30,13 @@ _HEADINGS = (
 _TRAINER_HEADINGS = (*_HEADINGS[:5], "from step", "resume")
 _LONGEST = ("first_node", "", "storage_failure", *[""] * len(_HEADINGS[3:]))
 _Pause = contextlib.AbstractContextManager[None]
+
+
+class _Subject(NamedTuple):
+    run: RunDir  # of a recipe: a directory that does not exist
+    config: RunConfig
+    last: Submission | None
+    overrides: Sequence[str]  # that are not in the configuration
 
 
 @click.command()
@@ -87,25 +95,16 @@ def drill(
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
-    from slurmllm.config.load import load
     from slurmllm.drill.drill import Drill
     from slurmllm.drill.plan import why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE
-    from slurmllm.run.records import JobsRecord
-    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
 
     tolerances, client = _tolerances(tolerance), SlurmClient()
-    if is_recipe := command is not None or _is_recipe(run, runs_dir):
-        folder, config = _resolve(run, cluster, local, runs_dir, command, planned["overrides"])
-        planned["overrides"] = ()
-    else:
-        folder = find_run(run, runs_dir)
-        config = load(folder.config, trusted=True)
-    last = None if is_recipe else JobsRecord.of(folder).last
-    plan = _plan(folder, config, options.nodes_and_mode(last, nodes, local), **planned)
-    reason = why_no_reference(plan, planned["overrides"])
+    subject = _find(run, runs_dir, cluster, local, command, planned["overrides"])
+    plan = _plan(subject, nodes, local, **{**planned, "overrides": subject.overrides})
+    reason = why_no_reference(plan, subject.overrides)
     runner = LocalRunner() if plan.local else SlurmRunner(client)
     if not as_json:
         source = f"a separate run, because {reason}" if reason else f"{plan.run.name} itself"
@@ -145,55 +144,49 @@ def _tolerances(tolerance: float | None) -> Tolerances:
     return Tolerances(loss=tolerance, grad_norm=tolerance)
 
 
-def _is_recipe(name: str, runs_dir: Path) -> bool:
-    """Whether a name is a recipe's file or name, and no run's."""
-    from slurmllm.config.profiles import TRAINERS, available
-    from slurmllm.config.resolve import recipes_dir
-    from slurmllm.run.rundir import is_run
-
-    is_name = name in available(recipes_dir()) or name.startswith(f"{TRAINERS}/")
-    return (is_name or name.endswith((".yaml", ".yml"))) and not is_run(runs_dir / name)
-
-
-def _resolve(
-    recipe: str,
+def _find(
+    name: str,
+    runs_dir: Path,
     cluster: str | None,
     local: bool,
-    runs_dir: Path,
     command: str | None,
-    overrides: tuple[str, ...],
-) -> tuple[RunDir, RunConfig]:
-    """Return the configuration of a recipe with a command, and a directory that names its copies.
-
-    Raises:
-        RunError: it is a recipe of our own trainers, whose runs have graphs and data.
-    """
+    overrides: Sequence[str],
+) -> _Subject:
+    """Return the run, or the recipe with a command, of which copies are made."""
     from slurmllm.cli.command_line import command_settings
-    from slurmllm.config.resolve import local_cluster, resolve
+    from slurmllm.config.load import load
+    from slurmllm.config.profiles import TRAINERS, available
+    from slurmllm.config.resolve import local_cluster, recipes_dir, resolve
     from slurmllm.errors import RunError
-    from slurmllm.run.rundir import RunDir
+    from slurmllm.run.records import JobsRecord
+    from slurmllm.run.rundir import RunDir, find_run, is_run
     from slurmllm.submit.inputs import with_folder
 
-    config = resolve(recipe, local_cluster(cluster, local), overrides, command_settings(command))
+    names = name in available(recipes_dir()) or name.startswith(f"{TRAINERS}/")
+    is_recipe = names or name.endswith((".yaml", ".yml"))
+    if command is None and (not is_recipe or is_run(runs_dir / name)):
+        run = find_run(name, runs_dir)
+        return _Subject(run, load(run.config, trusted=True), JobsRecord.of(run).last, overrides)
+    config = resolve(name, local_cluster(cluster, local), overrides, command_settings(command))
     if config.recipe.command is None:
         raise RunError(
-            f"{recipe} is a recipe without a command: `slurmllm submit {recipe} --smoke`, then "
+            f"{name} is a recipe without a command: `slurmllm submit {name} --smoke`, then "
             "`slurmllm drill` with the name of that run"
         )
-    return RunDir(runs_dir / config.recipe.name), with_folder(config)
+    return _Subject(RunDir(runs_dir / config.recipe.name), with_folder(config), None, ())
 
 
 def _plan(
-    run: RunDir, config: RunConfig, nodes_and_mode: tuple[int, bool], *, kinds: str, **planned: Any
+    subject: _Subject, nodes: int | None, local: bool, *, kinds: str, **planned: Any
 ) -> DrillPlan:
     from slurmllm.drill.plan import make_plan, parse_kinds
     from slurmllm.errors import RunError
 
-    nodes, here = nodes_and_mode
-    if nodes < 1:
+    if nodes is not None and nodes < 1:
         raise RunError(f"--nodes {nodes}: must be 1 or more")
-    chosen = parse_kinds(kinds, nodes, config.recipe.command is not None)
-    return make_plan(run, config, nodes, here, chosen, **planned)
+    count, here = options.nodes_and_mode(subject.last, nodes, local)
+    chosen = parse_kinds(kinds, count, subject.config.recipe.command is not None)
+    return make_plan(subject.run, subject.config, count, here, chosen, **planned)
 
 
 def _run(drilling: Drill, keep: bool) -> DrillReport:
@@ -250,10 +243,20 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[], _Pause]]]:
 def _print(report: DrillReport) -> None:
     if report.kept:
         click.echo(f"kept: {', '.join(report.kept)}")
-    if report.passed:
-        count = len(report.drills)
+    count = len(report.drills)
+    if report.repeat is not None:
+        passed = [result for result in report.drills if result.passed]
+        lost = max((result.steps_lost or 0 for result in report.drills), default=0)
+        times = [result.recovery.total_s for result in report.drills if result.recovery]
+        exact = all(result.resume and result.resume.verdict == "exact" for result in passed)
+        click.echo(
+            f"{report.run} resumes {'exactly' if exact else 'within the noise'} after "
+            f"{len(passed)} of {count} faults: up to {lost} steps lost, "
+            f"{max(times, default=0.0):.1f} s to the next step"
+        )
+    elif report.passed:
         click.echo(f"{report.run} recovers from {count} of {count}: curves match the reference")
-    else:
+    if not report.passed:
         failed = [result.run for result in report.drills if not result.passed]
         click.echo(f"failed: see `slurmllm status {failed[0]}` and `slurmllm logs {failed[0]}`")
 

@@ -68,11 +68,11 @@ class Drill:
         if not self.own_reference:
             run = self._run_unbroken("reference")
             reference, name = run.path, run.name
-            if plan.trainer is not None:
+            if (trainer := plan.trainer) is not None:
                 self.plan = plan = plan.with_reference(run)
                 repeat = self._run_unbroken("repeat")
                 curves = read_curve(reference), read_curve(repeat.path)
-                self.unbroken = Unbroken(*curves, plan.trainer, plan.steps, self.tolerances)
+                self.unbroken = Unbroken(*curves, trainer, plan.steps, self.tolerances)
         results = [self._test(kind, reference) for kind in plan.kinds]
         failed = {result.run for result in results if not result.passed}
         if not keep:

@@ -242,13 +242,10 @@ def save_in_progress(run: RunDir) -> int | None:
     return None
 
 
-def _files_near_checkpoints(run: RunDir, command: CommandConfig) -> set[tuple[str, int]]:
-    """Return what lies where checkpoints are; files that are written again with their time."""
-    checkpoints = list_trainer_checkpoints(run, command)
-    times = {entry.path: round(entry.changed_at * 1e3) for entry in checkpoints}
-    replaced = {} if "{step}" in (command.checkpoints or "") else times
-    files = (path for folder in {path.parent for path in times} for path in folder.glob("*"))
-    return {(str(path), replaced.get(path, 0)) for path in files}
+def _files_in(folders: Iterable[Path], rewritten: Iterable[Path]) -> set[tuple[str, int]]:
+    """Return the files of folders, with their times if they are written again and again."""
+    files = (path for folder in folders for path in folder.glob("*"))
+    return {(str(p), p.stat().st_mtime_ns if p in rewritten else 0) for p in files}
 
 
 def inject(run: RunDir, spec: FaultSpec) -> Injection:
@@ -285,11 +282,15 @@ def _wait_for_step(run: RunDir, spec: FaultSpec) -> int | None:
     step = _poll(run, spec, reached, POLL_S)
     if step is None or not is_save:
         return step
-    before = set() if trainer is None else _files_near_checkpoints(run, trainer)
+    # Of other projects' trainers the first file next to their checkpoints is the sign of a save.
+    checkpoints = {e.path for e in list_trainer_checkpoints(run, trainer)} if trainer else set()
+    rewritten = set() if trainer and "{step}" in (trainer.checkpoints or "") else checkpoints
+    folders = {path.parent for path in checkpoints}
+    before = _files_in(folders, rewritten)
 
     def saving() -> int | None:
         if trainer is not None:
-            return reached() if _files_near_checkpoints(run, trainer) - before else None
+            return reached() if _files_in(folders, rewritten) - before else None
         # Not the first save: a complete checkpoint to resume from must exist.
         return save_in_progress(run) if run.checkpoint_steps() else None
 
