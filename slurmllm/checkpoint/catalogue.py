@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from slurmllm.checkpoint.folder import file_faults, read_manifest
+from slurmllm.checkpoint.foreign import require_own_trainer
 from slurmllm.errors import CheckpointError, RunError, StorageError
 from slurmllm.metrics.row_reader import read_events
 from slurmllm.run.artifact_records import CheckpointManifest
@@ -230,22 +231,25 @@ def find_checkpoint(name: str, root: Path) -> RunDir | Path:
         The folder; for RUN and RUN@latest the run, whose newest checkpoint the caller verifies.
 
     Raises:
-        RunError: there is none of that name.
+        RunError: there is none of that name, or it is of a trainer of another project.
     """
     path = Path(name)
     if path.is_dir() and not is_run(path) and not is_run(root / name):
         return path
     run, at, step = name.rpartition("@")
     if at and not is_run(root / name):
-        latest = step == "latest"
-        return find_run(run, root) if latest else require_step(find_run(run, root), step, "latest")
+        run_dir = find_run(run, root)
+        require_own_trainer(run_dir)
+        return run_dir if step == "latest" else require_step(run_dir, step, "latest")
     try:
-        return find_run(name, root)
+        run_dir = find_run(name, root)
     except RunError as error:
         raise RunError(
             f"no checkpoint folder {name!r}, and {error}; write RUN, RUN@STEP, RUN@latest, or the "
             "folder's path"
         ) from error
+    require_own_trainer(run_dir)
+    return run_dir
 
 
 def newest_verified(run: RunDir, checksums: bool = True) -> tuple[Path, list[str]]:

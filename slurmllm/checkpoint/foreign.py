@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.config.command import CommandConfig
+from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
-from slurmllm.errors import RunError, StorageError
+from slurmllm.errors import ConfigError, RunError, StorageError
 from slurmllm.metrics.row_reader import read_rows
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
@@ -77,6 +78,22 @@ def saved_steps(run: RunDir, config: RunConfig) -> list[int]:
         return run.checkpoint_steps()
     checkpoints = list_trainer_checkpoints(run, config.recipe.command)
     return [checkpoint.step for checkpoint in checkpoints if checkpoint.complete]
+
+
+def command_of(run: RunDir) -> CommandConfig | None:
+    """Return a run's command; None if it has none, or its configuration cannot be read."""
+    with suppress(ConfigError):
+        return load(run.config).recipe.command
+    return None
+
+
+def require_own_trainer(run: RunDir) -> None:
+    """Raise RunError if the checkpoints of a run are those of a trainer of another project."""
+    if command_of(run) is not None:
+        raise RunError(
+            f"{run.name}: its checkpoints are its trainer's, and slurmllm only lists them "
+            f"(`slurmllm checkpoint list {run.name}`); use the trainer's own tools"
+        )
 
 
 def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:

@@ -14,13 +14,15 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.errors import CheckpointError, RunError, SlurmllmError, UserError
-from slurmllm.format import format_bytes, format_count, format_plural
+from slurmllm.format import format_age, format_bytes, format_count, format_plural
 
 if TYPE_CHECKING:
     import torch
 
     from slurmllm.checkpoint.catalogue import CheckpointEntry
     from slurmllm.checkpoint.formats.converting import ConversionPlan, Precision
+    from slurmllm.config.command import CommandConfig
+    from slurmllm.run.rundir import RunDir
 
 
 def _parse_size(ctx: click.Context, _: click.Parameter, text: str) -> int:
@@ -94,11 +96,17 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
     Replicas are copies in the folder or at the URL that the setting checkpoint.replica names.
     """
     from slurmllm.checkpoint.catalogue import CheckpointEntry, list_checkpoints
+    from slurmllm.checkpoint.foreign import command_of, require_own_trainer
     from slurmllm.checkpoint.replicas import open_replica
     from slurmllm.config.load import load
     from slurmllm.run.rundir import find_run
 
     run_dir = find_run(run, runs_dir)
+    if (command := command_of(run_dir)) is not None:
+        if verifying:
+            require_own_trainer(run_dir)
+        _list_trainers(run_dir, command, as_json)
+        return
     entries = list_checkpoints(run_dir)
     if verifying:
         entries = _verified(entries)
@@ -421,6 +429,37 @@ def _entry_json(entry: CheckpointEntry) -> dict[str, Any]:
         "verified": None if entry.faults is None else not entry.faults,
         "faults": list(entry.faults or ()),
     }
+
+
+def _list_trainers(run: RunDir, command: CommandConfig, as_json: bool) -> None:
+    """List the checkpoints of a trainer of another project, which are only looked at."""
+    from slurmllm.checkpoint.foreign import list_trainer_checkpoints
+
+    entries = list_trainer_checkpoints(run, command)
+    now = time.time()
+    if as_json:
+        rows = [
+            {**entry._asdict(), "path": str(entry.path), "age_s": max(now - entry.changed_at, 0.0)}
+            for entry in entries
+        ]
+        options.echo_json({"run": run.name, "checkpoints": rows})
+    elif entries:
+        from slurmllm.display.tables import print_table
+
+        table = (
+            (
+                str(entry.step),
+                format_age(now - entry.changed_at),
+                "complete" if entry.complete else "half-written",
+                str(entry.path),
+            )
+            for entry in entries
+        )
+        print_table(("step", "changed", "state", "path"), table, fold="path")
+    elif command.checkpoints is None:
+        click.echo(f"run {run.name} does not say where its trainer saves: command.checkpoints")
+    else:
+        click.echo(f"run {run.name} has no checkpoint yet: nothing is {command.checkpoints}")
 
 
 def _print_table(entries: list[CheckpointEntry]) -> None:

@@ -43,6 +43,7 @@ def delete(
     for plan in [] if as_json else plans:
         count = format_plural(plan.checkpoints, "checkpoint")
         what = f"including {count}"
+        count = count if plan.checkpoints else "the trainer's outputs"
         if plan.keeps_checkpoints:
             size = format_bytes(plan.checkpoint_bytes)
             what = f"not {count} ({size}), for which add --checkpoints"

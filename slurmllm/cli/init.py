@@ -234,6 +234,7 @@ def _write_recipe(recipe: str | None, base: str | None, force: bool) -> None:
     if recipe is None or base is None:
         raise UserError("--recipe FILE.yaml and --from RECIPE belong together; give both")
     options.check_folder("--recipe", recipe)
-    write_recipe(Path(recipe), base, force=force)
+    config = write_recipe(Path(recipe), base, force=force)
+    next_command = "slurmllm plan" if config.recipe.command is None else "slurmllm submit --dry-run"
     click.echo(f"recipe  {recipe}: extends {base}")
-    click.echo(f"next    slurmllm plan {shlex.quote(recipe)} --nodes N")
+    click.echo(f"next    {next_command} {shlex.quote(recipe)} --nodes N")

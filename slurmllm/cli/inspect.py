@@ -145,6 +145,7 @@ def _recipe_stream(
         if value is not None:
             overrides = (*overrides, f"data.{field}={json.dumps(value)}")
     config = resolve(recipe, overrides=overrides)
+    config.recipe.require_training("--recipe", "name a corpus, or a recipe with one")
     config = resolve_inputs(config, runs_dir, build=True)
     recipe_config = config.recipe
     return StreamSpec.of(recipe_config), recipe_config.name, recipe_config.train.steps

@@ -185,10 +185,13 @@ def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[Com
 
 def complete_recipe(_: click.Context, param: click.Parameter, begin: str) -> list[CompletionItem]:
     """Complete names of the shipped recipes, or of the profiles for --cluster."""
-    from slurmllm.config.profiles import available
+    from slurmllm.config.profiles import TRAINERS, available
     from slurmllm.config.resolve import clusters_dir, recipes_dir
 
-    names = available(clusters_dir() if param.name in ("cluster", "clusters") else recipes_dir())
+    of_clusters = param.name in ("cluster", "clusters")
+    names = available(clusters_dir() if of_clusters else recipes_dir())
+    if begin and not of_clusters:
+        names += [f"{TRAINERS}/{name}" for name in available(recipes_dir().parent / TRAINERS)]
     return _completions([name for name in names if name.startswith(begin)], begin)
 
 
@@ -248,6 +251,22 @@ patterns = click.option(
     metavar="REGEX",
     help="Line of a text log, with named groups (?P<step>…), (?P<loss>…), (?P<grad_norm>…); "
     "A:REGEX for the first source only; repeatable.",
+)
+wheres = click.option(
+    "--where",
+    "wheres",
+    multiple=True,
+    metavar="COLUMN=VALUE",
+    help="Rows of another framework's log to read, such as split=train or rank=0; A:split=train "
+    "for the first source only; repeatable.",
+)
+decimals = click.option(
+    "--decimal",
+    "decimals",
+    multiple=True,
+    metavar="MARK",
+    help="Decimal mark of a log's numbers, comma or point; A:comma for the first source only.  "
+    "[default: as the numbers of a column show]",
 )
 from_step = click.option(
     "--from-step",
@@ -534,33 +553,54 @@ def write_tables(
 
 
 def source_options(
-    tags: Sequence[str], patterns: Sequence[str], count: int
-) -> tuple[list[dict[str, str]], list[str | None]]:
-    """Return tags and pattern of each of `count` sources: `B:VALUE` is for one, VALUE for all."""
+    tags: Sequence[str],
+    patterns: Sequence[str],
+    wheres: Sequence[str],
+    decimals: Sequence[str],
+    count: int,
+) -> list[dict[str, Any]]:
+    """Return the arguments of `read_curve` for each of `count` sources.
+
+    `B:VALUE` is for one source, VALUE for all.
+    """
     from slurmllm.compare.comparison import curve_letter
     from slurmllm.errors import UserError
     from slurmllm.metrics.tags import parse_tags
     from slurmllm.metrics.text_logs import check_pattern
 
     letters = [curve_letter(place) for place in range(count)]
-    for value in (*tags, *patterns):
+    for value in (*tags, *patterns, *wheres, *decimals):
         side = _SIDE.match(value)
         if side and side[1] not in letters:
             raise UserError(f"{value!r}: there is no {side[1]}; the sources are A to {letters[-1]}")
-    mappings: list[dict[str, str]] = []
-    expressions: list[str | None] = []
+    arguments: list[dict[str, Any]] = []
     for letter in letters:
-        mappings.append(parse_tags(_values_of(letter, tags)))
         regexes = _values_of(letter, patterns)
         for regex in regexes:
             check_pattern(regex)
-        if len(set(regexes)) > 1:
-            raise UserError(
-                f"--pattern '{regexes[1]}': there is '{regexes[0]}' already; give one "
-                "for each log, such as A:REGEX"
-            )
-        expressions.append(regexes[0] if regexes else None)
-    return mappings, expressions
+        conditions = [value.partition("=") for value in _values_of(letter, wheres)]
+        for column, _, text in conditions:
+            if not (column and text):
+                raise UserError(f"--where {column!r}: give COLUMN=VALUE, such as split=train")
+        marks = _values_of(letter, decimals)
+        for mark in marks:
+            if mark not in ("comma", "point"):
+                raise UserError(f"--decimal {mark}: give comma or point")
+        for option, values in (("--pattern", regexes), ("--decimal", marks)):
+            if len(set(values)) > 1:
+                raise UserError(
+                    f"{option} '{values[1]}': there is '{values[0]}' already; give one for each "
+                    f"log, such as A:{values[0]}"
+                )
+        arguments.append(
+            {
+                "tags": parse_tags(_values_of(letter, tags)),
+                "pattern": next(iter(regexes), None),
+                "where": {column.strip(): text.strip() for column, _, text in conditions},
+                "decimal": next(iter(marks), None),
+            }
+        )
+    return arguments
 
 
 def _values_of(letter: str, values: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name", required=False, shell_complete=options.complete_recipe)
 @click.option("--explain", is_flag=True, help="Show where each value comes from.")
+@click.option("--trainers", is_flag=True, help="List the adapters of other projects' trainers.")
 @click.option("--clusters", is_flag=True, help="List the cluster profiles, for --cluster.")
 @click.option(
     "--schema", is_flag=True, help="Print the JSON schema of recipes, or of profiles (--clusters)."
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 def recipes(
     name: str | None,
     explain: bool,
+    trainers: bool,
     clusters: bool,
     schema: bool,
     cluster: str | None,
@@ -35,10 +37,10 @@ def recipes(
 ) -> None:
     """List the recipes or the cluster profiles, or show the resolved configuration of NAME.
 
-    NAME is a shipped recipe or a .yaml file. What is printed is a recipe; the profile of --cluster
-    follows as comments. --explain adds each value's source: file and line, --set, or the built-in
-    default. --explain, --set and --cluster need NAME. --clusters lists the shipped profiles, and
-    the file that --cluster names.
+    NAME is a shipped recipe, an adapter (trainers/NAME) or a .yaml file. What is printed is a
+    recipe; the profile of --cluster follows as comments. --explain adds each value's source: file
+    and line, --set, or the built-in default. --explain, --set and --cluster need NAME. --clusters
+    lists the shipped profiles, and the file that --cluster names.
     """
     from slurmllm.errors import UserError
 
@@ -48,10 +50,11 @@ def recipes(
         if name is not None or explain or overrides or cluster:
             raise UserError("--schema prints a schema; leave out NAME, --explain, --set, --cluster")
         options.echo_json(file_schema("cluster" if clusters else "recipe"))
-    elif clusters:
-        if name is not None or explain or overrides:
-            raise UserError("--clusters lists profiles; leave out NAME, --explain and --set")
-        _list_clusters(cluster, as_json)
+    elif clusters or trainers:
+        if name is not None or explain or overrides or (clusters and trainers):
+            option, what = ("--clusters", "profiles") if clusters else ("--trainers", "adapters")
+            raise UserError(f"{option} lists {what}; leave out NAME, --explain, --set, --trainers")
+        _list_clusters(cluster, as_json) if clusters else _list_trainers(as_json)
     elif name is None:
         _list(as_json)
     else:
@@ -81,6 +84,26 @@ def _list(as_json: bool) -> None:
     )
     headings = ("recipe", "parameters", "description", "default cluster")
     print_table(headings, table, fold="description")
+
+
+def _list_trainers(as_json: bool) -> None:
+    from slurmllm.config.profiles import TRAINERS, any_command, available
+    from slurmllm.config.resolve import recipes_dir, resolve
+
+    rows, folder = [], recipes_dir().parent
+    for name in (f"{TRAINERS}/{name}" for name in available(folder / TRAINERS)):
+        command = resolve(name, "local", any_command(name)).values()["command"]
+        del command["run"]
+        begin = (folder / f"{name}.yaml").read_text("utf-8").partition("\n")[0]
+        rows.append({"name": name, "description": begin.removeprefix("# "), **command})
+    if as_json:
+        options.echo_json({"trainers": rows})
+        return
+    from slurmllm.display.tables import print_table
+
+    shown = ("name", "resume", "checkpoints", "progress", "description")
+    table = [tuple(row[key] or "-" for key in shown) for row in rows]
+    print_table(("adapter", *shown[1:]), table, fold="description")
 
 
 def _list_clusters(more: str | None, as_json: bool) -> None:
@@ -150,9 +173,13 @@ def _rounded(count: int) -> str:
 def _show(
     name: str, explain: bool, cluster: str | None, overrides: tuple[str, ...], as_json: bool
 ) -> None:
-    from slurmllm.config.resolve import resolve
+    from slurmllm.config.profiles import any_command
+    from slurmllm.config.resolve import recipes_dir, resolve
 
-    config = resolve(name, cluster, overrides)
+    config = resolve(name, cluster, [*any_command(name), *overrides])
+    if any_command(name) and not (explain or cluster or overrides or as_json):
+        click.echo((recipes_dir().parent / f"{name}.yaml").read_text("utf-8"), nl=False)
+        return
     sources = {path: source for path, _, source in config.rows()}
     sources |= dict.fromkeys(config.open_settings(), "the planner, at submit")
     if as_json:

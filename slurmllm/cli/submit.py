@@ -103,6 +103,8 @@ def submit(
         {**settings, **_data_settings(data, fetch)} | command_settings(command),
     )
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
+    if fetch:
+        configs[0].recipe.require_training("--fetch", "leave it out")
     if smoke or steps:
         configs = [shorten(config, steps) for config in configs]
     request = replace(
@@ -200,6 +202,7 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     import yaml
 
     from slurmllm.display.tables import print_table
+    from slurmllm.format import format_plural
 
     if prepared.fit is not None and prepared.fit.chosen:
         click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
@@ -209,6 +212,9 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
         click.echo(f"# ── changed: {path}, from {before} to {after}")
     for variable, name in prepared.shell_defaults.items():
         click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
+    if (line := prepared.command_line) is not None:
+        workers = format_plural(prepared.config.workers_per_node, "process")
+        click.echo(f"# ── the command, {workers} a node\n{line}\n")
     if "precompile" not in prepared.stages:
         click.echo("# ── no precompile stage")
     for stage in prepared.stages:
@@ -281,9 +287,8 @@ def run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     if as_json:
         options.echo_json(submitted.to_dict(), indent=None)
     elif code == EXIT_OK:
-        click.echo(
-            f"done       slurmllm status {run.name}; curves in {run.path}/metrics, /tensorboard"
-        )
+        more = ", /tensorboard" if prepared.config.recipe.command is None else ""
+        click.echo(f"done       slurmllm status {run.name}; curves in {run.path}/metrics{more}")
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
         saved = "saved; " if run.checkpoint_steps() else ""
         click.echo(f"stopped    {saved}slurmllm resume {run.name} continues", err=True)

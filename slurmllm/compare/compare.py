@@ -35,6 +35,7 @@ from slurmllm.metrics.curves import (
     bit_identical,
     signed_difference,
 )
+from slurmllm.metrics.tags import list_tags
 
 METRICS = ("loss", "grad_norm")
 # Statistics only, no part of the verdict.
@@ -105,8 +106,8 @@ def compare(
     for curve in (a, b):
         if "loss" not in curve.columns:
             raise RunError(
-                f"no loss in {curve.path}: its rows must hold 'loss' (records.MetricsRow), or "
-                "--tag loss=… name what holds it"
+                f"no loss in {curve.path}: there are {list_tags(curve.tags or curve.columns)}; "
+                "name it with --tag loss=TAG"
             )
     matches = match_steps(a, b, shifts, by_step=axis == "step")
     alignment = Alignment(matches[0].used, matches[1].used, axis, from_step, to_step, letter)
@@ -224,7 +225,8 @@ def _record(
         match=match,
         bit_identical_to_step=identical_to,
         power={name: metric.power for name, metric in metrics.items()},
-        reason=comparison.reason(
+        reason=comparison.invented_steps((a, b), letter)
+        + comparison.reason(
             verdict, metrics, basis, measure.band, () if match else causes, letter, identical_to
         ),
         causes=causes,

@@ -207,6 +207,12 @@ def curve_letter(position: int) -> str:
     return chr(ord("A") + position) if position < 26 else f"#{position + 1}"
 
 
+def invented_steps(curves: Sequence[Curve], letter: str) -> str:
+    """Return the begin of a reason that says which curves have steps their logs do not show."""
+    labels = [x for x, curve in zip(("A", letter), curves, strict=True) if curve.invented_steps]
+    return f"if the invented steps of {' and '.join(labels)} are right, " if labels else ""
+
+
 def reason(
     verdict: Verdict,
     metrics: Mapping[str, MetricComparison],

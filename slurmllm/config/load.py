@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.command import CommandConfig
-from slurmllm.config.recipe import Recipe
+from slurmllm.config.recipe import ModelConfig, Recipe
 from slurmllm.config.resolve import RunConfig, validate
 from slurmllm.config.variables import MASK
 from slurmllm.config.yaml_source import LARGEST_YAML, flatten, parse_yaml, read_yaml
@@ -105,6 +105,12 @@ class LenientConfig:
     # Dotted path → value, as stored; None if the file is unreadable.
     values: Mapping[str, Any] | None = None
     warnings: tuple[str, ...] = ()  # faults of the file
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """The model; None if it is unknown, as that of a command."""
+        recipe = None if self.config is None else self.config.recipe
+        return None if recipe is None or recipe.command is not None else recipe.model
 
     def text(self, path: str) -> str | None:
         """Return the value at `path` if it is a string, else None."""

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from slurmllm.config.profiles import find_yaml, name_of
+from slurmllm.config.profiles import any_command, find_yaml, name_of
 from slurmllm.config.resolve import RunConfig, recipes_dir, resolve
 from slurmllm.config.schema import field_docstrings, schema_line
 from slurmllm.config.yaml_source import flatten, write_yaml
@@ -25,6 +25,12 @@ _FIELDS = {
     "checkpoint": "every_steps keep",
     "slurm": "time",
 }
+# Of a recipe with a command
+_COMMAND_FIELDS = {
+    "command": "run folder resume save_signal checkpoints completion_file progress steps",
+    "watchdog": "min_step_s",
+    "slurm": "time",
+}
 # In a comment, unless the other recipe sets the field.
 _EXAMPLES: dict[str, Any] = {
     "data.corpus": "/data/corpus",
@@ -36,8 +42,8 @@ _EXAMPLES: dict[str, Any] = {
 _LAST = {"parallel": "auto", "trackers": ["wandb"]}
 
 
-def write_recipe(path: Path, base: str, *, force: bool = False) -> None:
-    """Write a recipe that extends another, with the fields that people change.
+def write_recipe(path: Path, base: str, *, force: bool = False) -> RunConfig:
+    """Write a recipe that extends another, with the fields that people change; returns the other.
 
     Args:
         base: Name of a shipped recipe, or path of a file.
@@ -49,12 +55,15 @@ def write_recipe(path: Path, base: str, *, force: bool = False) -> None:
     """
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--recipe {path}: a recipe's file ends in .yaml; write {path}.yaml")
-    config, file = resolve(base), find_yaml(base, recipes_dir(), "recipe", "slurmllm recipes")
+    config = resolve(base, None, any_command(base))
+    file = find_yaml(base, recipes_dir(), "recipe", "slurmllm recipes")
     if path.exists() and (not force or path.samefile(file)):
         raise ConfigError(f"--recipe {path}: exists; name another file, or replace it with --force")
-    extended = base if file.parent == recipes_dir() else os.path.relpath(file, path.parent)
+    is_shipped = recipes_dir().parent in file.parents
+    extended = base if is_shipped else os.path.relpath(file, path.parent)
     text = _recipe_text(config, path, extended)
     write_bytes(path, text.encode(), f"cannot write {path}", "name another file with --recipe")
+    return config
 
 
 def _recipe_text(config: RunConfig, path: Path, extended: str) -> str:
@@ -67,7 +76,8 @@ def _recipe_text(config: RunConfig, path: Path, extended: str) -> str:
         _field("name", name_of(path, "recipe")),
         _field("description", f"From {extended}"),
     ]
-    for section, names in _FIELDS.items():
+    has_command = config.recipe.command is not None
+    for section, names in (_COMMAND_FIELDS if has_command else _FIELDS).items():
         lines += ["", f"{section}:"]
         texts = docs[type(getattr(config.recipe, section)).__name__]
         for name in names.split():
@@ -76,7 +86,7 @@ def _recipe_text(config: RunConfig, path: Path, extended: str) -> str:
             value = _EXAMPLES[field] if is_example else values[field]
             sentence = re.split(r"(?<=\.)\s", texts[name])[0]
             lines += [*_comment(sentence, "  "), f"  {'#' * is_example}{_field(name, value)}"]
-    for name, example in _LAST.items():
+    for name, example in () if has_command else _LAST.items():
         text = docs["Recipe"].get(name) or docs["ParallelConfig"]["auto"]
         lines += ["", *_comment(text), f"#{_field(name, example)}"]
     return schema_line("recipe") + "\n".join(lines) + "\n"

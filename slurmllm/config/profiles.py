@@ -46,6 +46,11 @@ def available(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
+def any_command(name: str) -> list[str]:
+    """Return the setting that an adapter lacks, to show it: `command.run`; none for a recipe."""
+    return ["command.run=COMMAND"] * name.startswith(f"{TRAINERS}/")
+
+
 def find_yaml(name: str, folder: Path, kind: str, hint: str) -> Path:
     """Return a shipped file by its name, or a file by its path; raise ConfigError without one."""
     path = Path(name)

@@ -35,6 +35,7 @@ from slurmllm.config.operation import (
     SlurmConfig,
     WatchdogConfig,
 )
+from slurmllm.errors import ConfigError
 from slurmllm.plugins import PluginRef, split_prefix
 
 
@@ -494,6 +495,14 @@ class Recipe(Section):
         return without_training(
             values, {"model": ModelConfig, "train": TrainConfig, "optim": OptimConfig}
         )
+
+    def require_training(self, what: str, fix: str) -> None:
+        """Raise ConfigError if the recipe has a command, and `what` is of our own trainings."""
+        if self.command is not None:
+            raise ConfigError(
+                f"{what} needs a model section, and {self.name} has a command in its place, of "
+                f"whose model nothing is known; {fix}"
+            )
 
     @property
     def steps(self) -> int | None:

@@ -463,6 +463,8 @@ def validate(
         recipe_tree["model"] = with_family(model)
         added = recipe_tree["model"].keys() - model.keys()
         origins |= {f"model.{name}": f"family {model['family']}" for name in added}
+    if recipe_tree.get("command") is not None:
+        faults += _take_training_out(recipe_tree, origins)
     recipe, bad = _build(Recipe, recipe_tree, "", faults, origins)
     if "model.family" in bad:  # which would have had the values of these
         left_out = tuple(f"model.{name}: missing" for name in CHOSEN)
@@ -513,6 +515,21 @@ def _import_family(family: Any, modules: Any) -> list[str]:
         # The validation of the field itself reports a package's.
         return [] if is_known("models", family) else [str(error)]
     return []
+
+
+def _take_training_out(recipe_tree: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """Take the sections out that a recipe with a command does not have; returns the fault."""
+    sections = {name: recipe_tree.pop(name) for name in REFUSED if recipe_tree.get(name)}
+    places = []
+    for name, section in sections.items():
+        source = next((origins[p] for p in flatten({name: section}) if p in origins), None)
+        places.append(name if source is None else f"{name} ({source})")
+    if not places:
+        return []
+    return [
+        f"command: with it a recipe has no section {', '.join(places)}; leave these out, and give "
+        "the trainer its own arguments in command.run"
+    ]
 
 
 def _open_auto_settings(recipe_tree: dict[str, Any], origins: dict[str, str]) -> None:

@@ -17,9 +17,12 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
     Warm-up, decay, saves, evaluations and the profiled steps are scaled, except what --set fixes.
 
     Raises:
-        ConfigError: --set fixes the steps, or what is impossible in so few.
+        ConfigError: --set fixes the steps, or what is impossible in so few; or the recipe has a
+            command.
     """
     option = "--smoke" if steps is None else f"--steps {steps}"
+    fix = "shorten it by its own arguments, and say so in command.steps"
+    config.recipe.require_training(option, fix)
     if config.origins.get("train.steps", "").startswith("--set"):
         raise ConfigError(
             f"{option} and --set train.steps exclude each other; leave out train.steps"

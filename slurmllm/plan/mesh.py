@@ -98,6 +98,11 @@ class Mesh:
     def pipeline_rank(self, rank: int) -> int:
         return rank // (self.tensor * self.data)
 
+    def size_json(self) -> dict[str, int]:
+        """Return what is known of the mesh of another project's trainer."""
+        size = {"nodes": self.nodes, "devices_per_node": self.devices_per_node}
+        return {**size, "world_size": self.world_size}
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of plan.json; null for a micro batch that is not measured yet."""
         values = {**asdict(self), "world_size": self.world_size, "accumulation": self.accumulation}

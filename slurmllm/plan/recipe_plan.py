@@ -292,8 +292,9 @@ def plan_recipe(
         on_planned: Called after each node count.
 
     Raises:
-        ConfigError: the profile lacks hardware figures.
+        ConfigError: the profile lacks hardware figures, or the recipe has a command.
     """
+    config.recipe.require_training("plan", "name a recipe with one (`slurmllm recipes`)")
     node_plans = []
     for count in counts:
         node_plans.append(_plan_nodes(config, count, unsupported, rank))

@@ -65,6 +65,7 @@ def read_profile(run: RunDir, attempt: int | None, rank: int | None) -> Profile:
 
 def _without_profile(run: RunDir) -> str:
     recipe = load(run.config, trusted=True).recipe
+    recipe.require_training("profile", "profile its steps by the trainer's own options")
     resume = f"`slurmllm resume {run.name} --set 'profile.steps=[FIRST, LAST]'`"
     if (steps := recipe.profile.steps) is None:
         return (

@@ -37,7 +37,7 @@ class CheckpointFacts:
     saved_at: float | None  # Unix time, s
     seconds: float | None  # duration of the save
     waited_s: float | None  # part of it that training waited
-    # kept; invalidated (by a roll-back); damaged (no readable manifest); removed
+    # kept; invalidated (by a roll-back); damaged (no readable manifest, or half-written); removed
     state: CheckpointState
 
 
@@ -123,8 +123,8 @@ class RunFacts:
 
     @property
     def parameters(self) -> int | None:
-        config = self.configuration.config
-        return None if config is None else parameters(config.recipe.model)
+        model = self.configuration.model
+        return None if model is None else parameters(model)
 
     @property
     def steps(self) -> int:
@@ -135,7 +135,7 @@ class RunFacts:
 
     @property
     def planned_steps(self) -> int | None:
-        return self.configuration.count("train.steps")
+        return self.configuration.count("train.steps") or self.configuration.count("command.steps")
 
     @property
     def tokens(self) -> int | None:

@@ -130,6 +130,7 @@ def check_run_prediction(
 def _config(run: RunDir, cluster: str | None) -> RunConfig:
     """Return the run's configuration, with the hardware figures for the prediction."""
     run_config = load(run.config)
+    run_config.recipe.require_training("report --prediction", "leave out --prediction")
     title = f"run {run.name} cannot be compared with a prediction"
     if run_config.backend not in _OPTIMIZER:
         fault = f"backend: {run_config.backend} computes nothing; use a run with another backend"

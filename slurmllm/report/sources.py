@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints
+from slurmllm.config.command import CommandConfig
 from slurmllm.config.load import LenientConfig, load_leniently
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, RunError, SlurmllmError
@@ -110,6 +112,7 @@ def _read_run(
 ) -> RunFacts:
     configuration = warn_on_error(lambda: load_leniently(run.config), warnings) or LenientConfig()
     warnings += configuration.warnings
+    command = None if configuration.config is None else configuration.config.recipe.command
     submissions = read_submissions(run)
     history = warn_on_error(
         lambda: read_history(run, read_incarnations(submissions, client), metrics), warnings
@@ -140,13 +143,17 @@ def _read_run(
         kind="run",
         configuration=configuration,
         curve=curve,
-        mesh=mesh,
+        mesh=mesh if command is None else None,  # its trainer makes one of its own
         attempts=attempts,
         cancelled=any(sent.cancelled_at is not None for sent in submissions[-1:]),
         used=used,
         lost=tuple(find_recoveries(history)),
         rates=tuple(rates),
-        saved=tuple(read_checkpoints(run, events, warnings)),
+        saved=tuple(
+            read_checkpoints(run, events, warnings)
+            if command is None
+            else _trainer_checkpoints(run, command, events)
+        ),
         scores=tuple(scores),
         spikes=None if curve is None else _find_spikes(curve, warnings),
         data=warn_on_error(lambda: DataRecord.find(run.data), warnings),
@@ -217,6 +224,22 @@ def read_checkpoints(
             waited_s=event.waited_s if event else None,
             state=state,
         )
+
+
+def _trainer_checkpoints(
+    run: RunDir, command: CommandConfig, events: Sequence[Event]
+) -> Iterator[CheckpointFacts]:
+    """Yield the checkpoints of another project's trainer, as far as they are seen from outside."""
+    saves = {event.step: event for event in events if event.kind == "save"}
+    on_disk = {entry.step: entry for entry in list_trainer_checkpoints(run, command)}
+    for step in sorted(saves.keys() | on_disk.keys()):
+        entry, event = on_disk.get(step), saves.get(step)
+        state: CheckpointState = "removed"
+        if entry is not None:
+            state = "kept" if entry.complete else "damaged"
+        attempt = event.attempt if event else None
+        saved_at = entry.changed_at if entry else event.time if event else None
+        yield CheckpointFacts(step, attempt, None, None, saved_at, None, None, state)
 
 
 def _without_repeats(run: RunDir, warnings: Sequence[str]) -> Iterator[str]:

@@ -158,6 +158,7 @@ def setting_table(runs: Sequence[RunFacts]) -> Table:
             {
                 "read from": str(facts.path),
                 "recipe": facts.recipe,
+                "command": config.text("command.run"),
                 "model": family and f"{family}, {_layers(config)}",
                 "parameters": format_integer(facts.parameters),
                 "sequence length": format_integer(config.count("model.seq_len")),

@@ -72,7 +72,8 @@ def throughput_by_nodes(
         first: Flags = rows & (np.arange(len(rows)) < first_rows)
         nodes, workers = size or (None, None)
         seq_per_s, mfu = _reduce(np.mean, sequences, rows), None
-        hardware = None if config is None else config.cluster.hardware
+        has_model = config is not None and config.recipe.command is None
+        hardware = config.cluster.hardware if config is not None and has_model else None
         # A peak that is only a guess would give a figure that looks measured.
         if config and hardware and not hardware.rough and workers and seq_per_s:
             peak = workers * peak_flops(config)
@@ -124,11 +125,11 @@ def scaling_rows(runs: Sequence[RunFacts]) -> list[ScalingRow]:
     """
     groups: dict[object, list[ScalingRow]] = {}
     for facts in runs:
-        config = facts.configuration.config
+        config, model = facts.configuration.config, facts.configuration.model
         # Equal for runs that differ only in their nodes.
         key: object = facts.recipe or facts.name
-        if config is not None:
-            key = (config.recipe.model, config.cluster.name)
+        if config is not None and model is not None:
+            key = (model, config.cluster.name)
         for rate in facts.rates:
             if rate.seq_per_s is not None or rate.tokens_per_s is not None:
                 groups.setdefault(key, []).append(ScalingRow(facts, rate, None))

@@ -81,20 +81,20 @@ class FixedPath:
     """A file or folder of fixed name in the directory of a run, an attempt or a sweep."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.form = name
 
     def __get__(self, owner: AttemptDir | RunDir | SweepDir, kind: type) -> Path:
-        return owner.path / self._name
+        return owner.path / self.form
 
 
 class PathOf(Generic[K]):
     """A function that returns the file of a node, a rank, a step or the like in a directory."""
 
     def __init__(self, form: str) -> None:
-        self._form = form
+        self.form = form
 
     def __get__(self, owner: AttemptDir | RunDir, kind: type) -> Callable[[K], Path]:
-        return lambda key: owner.path / self._form.format(key)
+        return lambda key: owner.path / self.form.format(key)
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,16 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.name
+
+    def outputs(self) -> list[Path]:
+        """Return what another project's trainer has written into the directory."""
+        parts = (part for part in vars(RunDir).values() if isinstance(part, FixedPath | PathOf))
+        own = {"attempts", "hooks", *(part.form.partition("/")[0] for part in parts)}
+        own -= {self.checkpoints.name}
+        entries = (
+            entry for entry in _entries(self.path) if not entry.name.startswith((".", "core"))
+        )
+        return [entry for entry in entries if entry.name not in own]
 
     def worker_log(self, stage: Stage, attempt: int, rank: int) -> Path:
         """Return the output of a worker other than rank 0, as far as it has been collected."""

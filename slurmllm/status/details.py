@@ -103,7 +103,7 @@ class Details:
             evaluation = event.model_dump(include={"step", "attempt", "seconds"})
             evaluation["texts"] = texts
         return vars(self) | {
-            "mesh": self.mesh and self.mesh.to_json(),
+            "mesh": self.mesh and (self.mesh.size_json() if self.trainer else self.mesh.to_json()),
             "trainer": self.trainer and vars(self.trainer),
             # The list of files would be longer than everything else together.
             "graphs": self.graphs and self.graphs.model_dump(exclude={"files"}),

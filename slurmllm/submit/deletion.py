@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slurmllm.checkpoint.foreign import command_of, list_trainer_checkpoints
 from slurmllm.errors import RunError, StorageError
 from slurmllm.run.records import JobsRecord, SweepRecord
 from slurmllm.run.rundir import RunDir, SweepDir, find_run_or_sweep, is_sweep
@@ -73,12 +74,25 @@ def plan_deletion(
         left = [run for run in cases if only_checkpoints(run)]
         runs = [*runs_of(target), *left, *target.graph_runs()]
     _require_ended(runs, client)
-    steps = {run: len(run.checkpoint_steps()) for run in runs}
-    folders = [run.checkpoints for run in runs if steps[run]]
+    counts, places = zip(*map(_saved, runs), strict=True)
+    folders = [folder for run_folders in places for folder in run_folders]
     keeps = bool(folders) and not with_checkpoints
     paths = [*_all_but(folders, path)] if keeps else [path]
     sizes = _freed_bytes(paths), _freed_bytes(folders)
-    return Deletion(target, paths, sizes[0], sum(steps.values()), sizes[1], keeps)
+    return Deletion(target, paths, sizes[0], sum(counts), sizes[1], keeps)
+
+
+def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:
+    """Return the number of a run's checkpoints, and what holds them in its directory.
+
+    Of a trainer of another project that is all that it has written there.
+    """
+    if (command := command_of(run)) is None:
+        count = len(run.checkpoint_steps())
+        return count, [run.checkpoints] * (count > 0)
+    paths = [entry.path for entry in list_trainer_checkpoints(run, command)]
+    inside = [path.relative_to(run.path).parts[0] for path in paths if run.path in path.parents]
+    return len(inside), list(dict.fromkeys([*run.outputs(), *(run.path / name for name in inside)]))
 
 
 def _require_ended(runs: Sequence[RunDir], client: SlurmClient) -> None:

@@ -109,6 +109,7 @@ def _dry_run_json(prepared: PreparedRun) -> dict[str, Any]:
         "environment": [{"name": name, **value._asdict()} for name, value in variables.items()],
         "backend_arguments": load_environment(config.backend).arguments(config, mesh),
         "refusals": prepared.all_refusals,
+        **({} if (line := prepared.command_line) is None else {"command": line}),
     }
 
 

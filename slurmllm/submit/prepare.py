@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slurmllm.backends.environment import load_environment, needs_precompile
 from slurmllm.checkpoint.catalogue import usable_steps
+from slurmllm.checkpoint.foreign import saved_steps
 from slurmllm.config.load import save
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, StorageError
@@ -52,6 +53,7 @@ from slurmllm.submit.run_folder import (
     require_own,
 )
 from slurmllm.supervise.allocation import forget_site
+from slurmllm.supervise.trainer_command import command_line, command_values
 
 if TYPE_CHECKING:
     from slurmllm.plan.fit_check import FitCheck
@@ -124,13 +126,24 @@ class PreparedRun:
     @property
     def from_step(self) -> int:
         """The step from which the run continues."""
+        if self.config.recipe.command is not None:
+            return max(saved_steps(self.run, self.config), default=0)
         return 0 if self.from_scratch else max(usable_steps(self.run), default=0)
+
+    @property
+    def command_line(self) -> str | None:
+        """The next attempt's command of a trainer of another project, filled in."""
+        if (command := self.config.recipe.command) is None:
+            return None
+        attempt = max((folder.number + 1 for folder in self.run.attempts("train")), default=0)
+        return command_line(
+            command, command_values(self.run, self.config, attempt, self.mesh.nodes)
+        )
 
     def mesh_json(self) -> dict[str, Any]:
         """Return the mesh for JSON; of a trainer of another project its size alone."""
-        mesh = self.mesh.to_json()
-        size = ("nodes", "devices_per_node", "world_size")
-        return mesh if self.config.recipe.command is None else {name: mesh[name] for name in size}
+        has_command = self.config.recipe.command is not None
+        return self.mesh.size_json() if has_command else self.mesh.to_json()
 
     @property
     def shell_defaults(self) -> dict[str, str]:

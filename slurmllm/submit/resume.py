@@ -66,22 +66,21 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
     run, before, client = request.run, request.config, request.slurm
     config = changed_config(before, changes)
     earlier, recipe = before.recipe, config.recipe
-    _check_recipe(run, earlier, recipe, changes.from_scratch)
     is_done = run_state(run, client or SlurmClient()).state == "done"
-    if recipe.command is not None:
-        if is_done:
-            raise RunError(f"{run.name} is done: its command ended with exit code 0")
-    elif is_done and recipe.train.steps <= earlier.train.steps:
-        raise RunError(
-            f"{run.name} is done: it has trained all its {earlier.train.steps} steps; --set "
-            "train.steps=… with more of them continues it"
-        )
-    if not changes.from_scratch and recipe.checkpoint.replica is None:
-        require_recorded(run)  # a worker finds out too, hours in the queue later
-    # A layout that has trained before has shown that it fits.
-    has_fitted = last is not None and request.nodes == last.nodes
     request = replace(request, config=config)
-    if recipe.command is None:
+    if recipe.command is not None:
+        _check_command(run, earlier, recipe, is_done, changes.from_scratch)
+    else:
+        _check_recipe(run, earlier, recipe, changes.from_scratch)
+        if is_done and recipe.train.steps <= earlier.train.steps:
+            raise RunError(
+                f"{run.name} is done: it has trained all its {earlier.train.steps} steps; --set "
+                "train.steps=… with more of them continues it"
+            )
+        if not changes.from_scratch and recipe.checkpoint.replica is None:
+            require_recorded(run)  # a worker finds out too, hours in the queue later
+        # A layout that has trained before has shown that it fits.
+        has_fitted = last is not None and request.nodes == last.nodes
         request = replace(
             request,
             check_layout=not has_fitted or _layout(config) != _layout(before),
@@ -102,7 +101,7 @@ def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
         overrides.insert(0, "slurm.dependency=null")
     if recipe.slurm.min_nodes is not None and "slurm.min_nodes" in changes.options:
         overrides.insert(0, "slurm.min_nodes=null")
-    if not changes.from_scratch:
+    if not changes.from_scratch and recipe.command is None:
         overrides = [*_warmup_overrides(recipe, overrides), *overrides]
     has_options = any(value for _, value in changes.options.values())
     if changes.cluster is None and not overrides and not has_options:
@@ -112,8 +111,6 @@ def changed_config(config: RunConfig, changes: Changes) -> RunConfig:
 
 def _warmup_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return the overrides that keep the warm-up's steps, if another train.steps would not."""
-    if recipe.command is not None:
-        return []
     optim = recipe.optim
     names = {override.partition("=")[0].strip() for override in overrides}
     sets_warmup = names & {"optim", "optim.warmup_ratio", "optim.warmup_steps"}
@@ -125,7 +122,7 @@ def _warmup_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
 
 def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: bool) -> None:
     """Raise ConfigError if the checkpoints do not permit a change; warn of what it does."""
-    if from_scratch or recipe.command is not None:
+    if from_scratch:
         return
     steps = usable_steps(run)
     require_same_settings(run, recipe, run.checkpoint(max(steps)) if steps else None)
@@ -141,6 +138,22 @@ def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: boo
             "means over different sequences",
             earlier.sequences,
             later.sequences,
+        )
+
+
+def _check_command(
+    run: RunDir, before: Recipe, recipe: Recipe, is_done: bool, from_scratch: bool
+) -> None:
+    """Raise RunError if a trainer of another project would not continue, or not from its start."""
+    if from_scratch:
+        raise RunError(
+            f"--from-scratch: the checkpoints of {run.name} are its trainer's, which decides where "
+            "it continues; remove them, or start another run"
+        )
+    if is_done and recipe.command == before.command:
+        raise RunError(
+            f"{run.name} is done: its command ended with exit code 0; change it with --set "
+            "command.run=…, or --set command.steps=… with more steps, to continue it"
         )
 
 

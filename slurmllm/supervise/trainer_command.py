@@ -35,17 +35,17 @@ class OutputLine(NamedTuple):
     text: str
 
 
-def command_values(run: RunDir, config: RunConfig, record: AttemptRecord) -> dict[str, object]:
+def command_values(run: RunDir, config: RunConfig, attempt: int, nodes: int) -> dict[str, object]:
     """Return what is filled into a command's texts in an attempt."""
     command = config.recipe.command
     assert command is not None
     newest = newest_complete(list_trainer_checkpoints(run, command))
     return {
         "run": run.path,
-        "attempt": record.attempt,
+        "attempt": attempt,
         "step": newest.step if newest else 0,
         "checkpoint": newest.path if newest else "",
-        "nodes": len(record.nodes),
+        "nodes": nodes,
         "devices": config.cluster.devices_per_node,
     }
 

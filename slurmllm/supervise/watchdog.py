@@ -189,7 +189,6 @@ class Watchdog:
         reporting: Iterable[int] | None = None,
     ) -> None:
         self.run, self.record, self.config = run, record, config
-        self._first_only = first_only
         self._heartbeats: dict[str, Heartbeat] = {}
         # Node → time after which it wrote its last heartbeat: that of the reading before.
         self._alive_at: dict[str, float] = {}
@@ -200,6 +199,7 @@ class Watchdog:
             for index, name in enumerate(record.nodes)
         }
         self._starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
+        self._all_report = reporting is None
         if reporting is None:
             reporting = range(per_node * len(record.nodes))
         self._phases = dict.fromkeys(reporting, self._starting)
@@ -234,7 +234,7 @@ class Watchdog:
         progress = AttemptProgress(self._phases, nodes, unchanged_s, unresponsive)
         times = recent_step_times(self.run)
         slow_s = slow_step_s(times)
-        if self._first_only and slow_s is not None:
+        if not self._all_report and slow_s is not None:
             # Its evaluations show no phase: twice the longest so far is no hang.
             slow_s = max(slow_s, 2 * max(times) / self.config.step_factor)
         return find_hang(progress, self.config, slow_s, time.time())
