@@ -183,7 +183,7 @@ class Drill:
                     # Between the kill of the first node and the requeue the run is not active.
                     requeued = kind == "first_node" and injector is not None
                     has_ended = not self.runner.active(run) and not requeued
-                    if has_ended and not self._resumes_by_hand(run, part):
+                    if has_ended and (is_cut or not self._resumes_by_hand(run, part)):
                         break
                 if self.plan.is_limited and not is_cut and self._made_all_steps(run):
                     self.runner.cancel(run)

@@ -8,7 +8,6 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -110,13 +109,13 @@ class DrillPlan:
         if last is None:
             nodes = AttemptRecord.load(reference.attempt("train", 0).record).nodes
             node = NodeRecord.load(reference.attempt("train", 0).node(nodes[0]))
-            raise RunError(f"{reference.name}: {node.progress_missing}; set command.progress")
+            missing = node.progress_missing or "no steps"
+            raise RunError(f"{reference.name}: {missing}; set command.progress")
         steps = min(self.steps or int(last["step"]), int(last["step"]))
         entries = list_trainer_checkpoints(reference, self.trainer)
         saved = [entry.step for entry in entries if entry.step < steps]
-        first = saved[0] if saved else steps // 2
-        every = min((later - step for step, later in pairwise(saved)), default=0)
-        every = min(every or steps - first, steps - first)
+        first, *later = saved or [steps // 2]
+        every = (later[0] if later else steps) - first
         return replace(self, steps=steps, first_checkpoint=first, every_steps=every)
 
 
@@ -200,7 +199,9 @@ def _plan_trainer(
         limit = f", and no more than command.steps, {most}" if most else ""
         raise RunError(f"--steps {steps}: must be {MIN_STEPS} at least{limit}")
     if command.checkpoints is None:
-        kinds = tuple(kind for kind in kinds if kind != "save")  # not to be seen
+        kinds = tuple(kind for kind in kinds if kind != "save")
+    if not kinds:
+        raise RunError("--kinds save: takes command.checkpoints, to see a save; set it")
     config = change(config, None, ["slurm.drain=false"])
     total, limited = steps or most or 0, steps not in (None, most)
     plan = DrillPlan(run, config, nodes, local, 0, kinds, total, 0, seed, is_limited=limited)

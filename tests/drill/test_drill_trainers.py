@@ -19,7 +19,7 @@ from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.command import CommandConfig
 from slurmllm.config.resolve import resolve
 from slurmllm.drill import injector
-from slurmllm.drill.injector import FAULT_KINDS, FaultSpec
+from slurmllm.drill.injector import FAULT_KINDS, FaultKind, FaultSpec
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds
 from slurmllm.drill.resumption import Resumption, Unbroken, judge_resume
 from slurmllm.errors import NodeError, RunError
@@ -34,11 +34,16 @@ STEP_LINE = r"command.progress=step (?P<step>\d+) loss (?P<loss>\S+)"
 Loss = Callable[[int], float]
 
 
-def plan_of(folder: Path, *overrides: str, steps: int | None = None, nodes: int = 1) -> DrillPlan:
+def plan_of(
+    folder: Path,
+    *overrides: str,
+    steps: int | None = None,
+    kinds: tuple[FaultKind, ...] = FAULT_KINDS,
+) -> DrillPlan:
     values = ["command.run=train {run}/out", *overrides]
     config = resolve("trainers/plain", "local", values)
     run = RunDir(folder / "r")
-    return make_plan(run, config, nodes, True, FAULT_KINDS, steps=steps, seed=0)
+    return make_plan(run, config, 1, True, kinds, steps=steps, seed=0)
 
 
 def write_rows(
@@ -184,6 +189,8 @@ def test_some_kinds_are_of_other_trainers(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="must be all, or some of worker, node"):
         parse_kinds("terminate", 1)
     assert "save" not in plan_of(tmp_path).kinds  # its checkpoints are not watched
+    with pytest.raises(RunError, match=r"--kinds save: takes command\.checkpoints"):
+        plan_of(tmp_path, kinds=("save",))
 
 
 def test_the_trainer_below_its_shell_is_hit(tmp_path: Path) -> None:
