@@ -50,10 +50,10 @@ class Runner(Protocol):
     def start(self, run: RunDir, nodes: int) -> None:
         """Start a run whose directory has a configuration; raises as `slurmllm resume` does."""
 
-    def start_on_node(
-        self, run: RunDir, node: str, command: Sequence[str]
+    def start_on_nodes(
+        self, run: RunDir, nodes: Sequence[str], command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a node of an active run."""
+        """Start a command on nodes of an active run."""
 
     def active(self, run: RunDir) -> bool:
         """Whether the run is pending or running."""
@@ -77,12 +77,20 @@ class SlurmRunner:
         with locked(run, "drill"):
             submit_jobs(prepare(request), self.client)
 
-    def start_on_node(
-        self, run: RunDir, node: str, command: Sequence[str]
+    def start_on_nodes(
+        self, run: RunDir, nodes: Sequence[str], command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
-        srun = ["srun", f"--jobid={self._job(run)}", f"--nodelist={node}", "--nodes=1"]
+        count = f"--nodes={len(nodes)}"
+        srun = ["srun", f"--jobid={self._job(run)}", f"--nodelist={','.join(nodes)}", count]
         # --overlap, --mem=0: the step shares CPUs and memory of the run's steps.
-        srun += ["--ntasks=1", "--overlap", "--mem=0", "--cpu-bind=none", "--input=none", "--quiet"]
+        srun += [
+            f"--ntasks={len(nodes)}",
+            "--overlap",
+            "--mem=0",
+            "--cpu-bind=none",
+            "--input=none",
+            "--quiet",
+        ]
         try:
             return subprocess.Popen([*srun, *command], env=slurm_environment(), **_NO_FILES)
         except OSError as error:
@@ -134,8 +142,8 @@ class LocalRunner:
             preexec_fn=die_with_parent,
         )
 
-    def start_on_node(
-        self, run: RunDir, node: str, command: Sequence[str]
+    def start_on_nodes(
+        self, run: RunDir, nodes: Sequence[str], command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, **_NO_FILES, preexec_fn=die_with_parent)
 
