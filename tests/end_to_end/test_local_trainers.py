@@ -49,8 +49,8 @@ def test_the_signal_to_save_goes_to_what_torchrun_started(bench: Bench) -> None:
     file = bench.runs / "saves.yaml"
     file.write_text(json.dumps({"extends": "trainers/plain", "command": command}))
     process = bench.start("submit", str(file), "--local", "--name=saves")
-    bench.wait_for_step("saves", 1)
-    process.send_signal(signal.SIGUSR1)
+    bench.until((bench.runs / "saves/metrics/attempt_000.jsonl").is_file, "no step", 60)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert "saved" in (bench.runs / "saves/logs/train.log").read_text(), output
-    assert bench.endings("saves")[0][0] == "advance_signal"
+    assert bench.attempt("saves", 0)["class"] == "advance_signal"
