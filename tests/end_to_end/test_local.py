@@ -200,6 +200,7 @@ def test_validation_while_training_has_the_numbers_of_evaluate(bench: Bench, kil
     assert found["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=rounding_bound(8 * 128))
 
 
+@pytest.mark.long  # tests/cli/test_recipe_of_ones_own.py: it changes nothing; the tests above train
 def test_a_recipe_of_ones_own_trains(bench: Bench, inputs: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     write_recipe(path, "tiny_llama")
