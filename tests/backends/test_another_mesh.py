@@ -37,7 +37,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("before", "after"), sample(3, CHANGES.values(), arguments=2), ids=CHANGES)
+@pytest.mark.parametrize(("before", "after"), sample(2, CHANGES.values(), arguments=2), ids=CHANGES)
 def test_goes_on(
     pool: MeshPool, reference: Reference, tmp_path: Path, before: RunConfig, after: RunConfig
 ) -> None:

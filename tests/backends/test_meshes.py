@@ -126,7 +126,7 @@ GRADIENTS = [*zip(FAMILIES, [SHARDED, STAGED] * 3, strict=False)]
 GRADIENTS += [(family, STAGED if mesh == SHARDED else SHARDED) for family, mesh in GRADIENTS]
 
 
-@pytest.mark.parametrize(("family", "mesh"), sample(5, GRADIENTS, arguments=2))
+@pytest.mark.parametrize(("family", "mesh"), sample(3, GRADIENTS, arguments=2))
 def test_every_gradient(pool: MeshPool, family: str, mesh: tuple[int, int, int]) -> None:
     (reference,) = pool.run(Case(small(family), last=0, after=gradients))
     terms = gradient_terms(small(family).recipe.model, LABELS)

@@ -106,7 +106,7 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "mesh", "precision"),
     sample(
-        3,
+        2,
         [
             ("llama", NxdMesh(4, 2, 1, zero=False), "bf16_sr"),
             ("gpt3", NxdMesh(1, 2, 2), "bf16_mixed"),
@@ -350,7 +350,7 @@ def test_precisions(tmp_path: Path) -> None:
     assert_holds(open_training(rounded, half.model), half)
 
 
-@pytest.mark.parametrize("family", sample(2, ["gpt3", "qwen3", "neox", "llama"]))
+@pytest.mark.parametrize("family", sample(1, ["gpt3", "qwen3", "neox", "llama"]))
 def test_exports_are_equal(family: str, tmp_path: Path) -> None:
     whole = random_whole(family)
     first = nxd_checkpoint(tmp_path / "first", whole, MESHES[family][0])

@@ -15,8 +15,10 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from click.testing import CliRunner
 
 from checkpoint import hub
+from slurmllm.cli.main import cli
 
 COMMIT = hashlib.sha1(b"main").hexdigest()
 OLD = hashlib.sha1(b"old").hexdigest()
@@ -190,9 +192,11 @@ def test_offline_without_the_model(tmp_path: Path, server: ThreadingHTTPServer) 
         ("llama2_7b_finetune", "hf://meta-llama/Llama-2-7b-hf"),
     ],
 )
-def test_fine_tuning_recipes_name_their_weights(recipe: str, model: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slurmllm", "submit", recipe, "--nodes", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    text = " ".join(done.stderr.split())
+def test_fine_tuning_recipes_name_their_weights(
+    recipe: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["submit", recipe, "--nodes", "4"])
+    assert done.exit_code == 2
+    text = " ".join(done.output.split())
     assert f"get them with `slurmllm checkpoint import {model} --out weights`, then add" in text

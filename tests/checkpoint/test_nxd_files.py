@@ -67,7 +67,7 @@ def assert_holds(files: TrainingFiles, whole: Whole) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), sample(5, LAYOUTS.values(), arguments=2), ids=LAYOUTS
+    ("family", "layout"), sample(3, LAYOUTS.values(), arguments=2), ids=LAYOUTS
 )
 def test_every_value(family: str, layout: Layout, tmp_path: Path) -> None:
     whole = random_whole(family)

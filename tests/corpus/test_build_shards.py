@@ -62,7 +62,7 @@ def inputs(tmp_path: Path) -> Path:
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many documents as a build can be killed in the middle of."""
     folder = tmp_path_factory.mktemp("many") / "in"
-    return write_inputs(folder, '{"text": "some more of it"}\n' * 150_000)
+    return write_inputs(folder, '{"text": "some more of it"}\n' * 75_000)
 
 
 def build(inputs: Path, out: str = "out.arrow", **options: Any) -> BuildResult:

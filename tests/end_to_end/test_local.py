@@ -89,7 +89,7 @@ def test_a_killed_worker_is_made_good(bench: Bench, killed: str) -> None:
 def test_ctrl_c_saves_and_resume_continues(
     bench: Bench, rehearse: tuple[str, ...], rehearsed: str
 ) -> None:
-    process = bench.start(*rehearse, "--name=stopped")
+    process = bench.start(*rehearse, "--nodes=1", "--name=stopped")
     bench.wait_for_step("stopped", 13)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=400)
@@ -131,7 +131,7 @@ def test_a_decay_that_is_set_at_a_resume_has_the_bits_of_a_planned_one(
 def test_a_supervisor_killed_outright_leaves_nothing_running(
     bench: Bench, rehearse: tuple[str, ...], rehearsed: str
 ) -> None:
-    process = bench.start(*rehearse, "--name=orphaned")
+    process = bench.start(*rehearse, "--nodes=1", "--name=orphaned")
     bench.wait_for_step("orphaned", 12)
     run = str(bench.runs / "orphaned")
     supervisors = [
@@ -159,7 +159,7 @@ def test_a_fault_of_the_user_stops_with_one_message(
     manifest = corpus.with_name(f"{corpus.name}.json")
     manifest_copy = tmp_path / "c.arrow.json"
     manifest_copy.write_bytes(manifest.read_bytes())
-    process = bench.start(*rehearse, f"--set=data.corpus={moved}", "--name=gone")
+    process = bench.start(*rehearse, "--nodes=1", f"--set=data.corpus={moved}", "--name=gone")
     bench.wait_for_step("gone", 12)
     moved.unlink()
     os.kill(bench.node("gone", 0, "local0")["pids"]["0"], signal.SIGKILL)
@@ -175,7 +175,7 @@ def test_a_setup_line_that_fails_ends_the_run_with_its_number(
     bench: Bench, rehearse: tuple[str, ...]
 ) -> None:
     lines = '--set=cluster.setup=["cd /", "module load nosuch"]'
-    text = bench.call(*rehearse, "--name=unset", lines, code=2)
+    text = bench.call(*rehearse, "--nodes=1", "--name=unset", lines, code=2)
     message = "cluster.setup: line 2 failed with exit code 127: module load nosuch"
     status = bench.status("unset")
     assert (status["state"], "bad_configuration" in str(status)) == ("stopped", True)
@@ -200,6 +200,7 @@ def test_validation_while_training_has_the_numbers_of_evaluate(bench: Bench, kil
     assert found["texts"]["held_out"]["loss"] == pytest.approx(loss, rel=rounding_bound(8 * 128))
 
 
+@pytest.mark.long  # tests/cli/test_recipe_of_ones_own.py: it changes nothing; the tests above train
 def test_a_recipe_of_ones_own_trains(bench: Bench, inputs: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     write_recipe(path, "tiny_llama")

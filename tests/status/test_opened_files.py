@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from forked_verbs import run_verb
 from training_rows import make_rows, write_rows
 
 from slurmllm.config.load import save
@@ -31,19 +31,6 @@ from slurmllm.run.rundir import RunDir
 NODES, PER_NODE = 8, 4
 FEW, MANY = 10, 20  # attempts
 STEPS = 5
-# Lists what the command line opens, files and folders; the last line of its error output.
-LIST = """
-import os, runpy, sys
-opened = []
-def note(event, args):
-    if event in ("open", "os.scandir", "os.listdir") and isinstance(args[0], (str, os.PathLike)):
-        opened.append(os.fspath(args[0]))
-sys.addaudithook(note)
-try:
-    runpy.run_module("slurmllm", run_name="__main__", alter_sys=True)
-finally:
-    print("opened", *opened, sep="\\t", file=sys.stderr)
-"""
 
 
 def write_run(folder: Path, attempts: int) -> RunDir:
@@ -140,17 +127,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunDir]:
 
 def opened_by(run: RunDir, line: str) -> tuple[str, Counter[str]]:
     """Return what a command prints, and how often it opens each file and folder of the run."""
-    done = subprocess.run(
-        [sys.executable, "-c", LIST, *line.split()],
-        env=os.environ | {"SLURMLLM_RUNS": str(run.path.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    paths = done.stderr.strip().splitlines()[-1].split("\t")[1:]
-    prefix = f"{run.path}/"
-    return done.stdout, Counter(path[len(prefix) :] for path in paths if path.startswith(prefix))
+    opened, prefix = run.path.parents[1] / "opened", f"{run.path}/"
+    opened.unlink(missing_ok=True)
+
+    def note() -> None:
+        record = os.open(opened, os.O_CREAT | os.O_WRONLY)
+
+        def hook(event: str, args: tuple[object, ...]) -> None:
+            path = args[0] if event in ("open", "os.scandir", "os.listdir") else None
+            if isinstance(path, str | os.PathLike):
+                os.write(record, os.fsencode(f"{os.fspath(path)}\n"))
+
+        sys.addaudithook(hook)
+
+    code, printed = run_verb(*line.split(), prepare=note, SLURMLLM_RUNS=str(run.path.parent))
+    assert code == 0, printed
+    paths = opened.read_text().splitlines()
+    return printed, Counter(path[len(prefix) :] for path in paths if path.startswith(prefix))
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,12 @@ def submit(tmp_path: Path, *more: str) -> RunDir:
     return RunDir(tmp_path / "runs" / "r")
 
 
-def test_three_resumes_at_once_make_one_submission(box: Path, tmp_path: Path) -> None:
+def test_two_resumes_at_once_make_one_submission(box: Path, tmp_path: Path) -> None:
     run = submit(tmp_path)
     submitted = len((box / "jobs").read_text().splitlines())
     (box / "ended").write_text("\n".join(map(str, range(1, submitted + 1))) + "\n")
-    done = at_once(3, "resume", "r", f"--runs-dir={run.path.parent}")
-    assert sorted(code for code, _ in done) == [0, 2, 2], done
+    done = at_once(2, "resume", "r", f"--runs-dir={run.path.parent}")
+    assert sorted(code for code, _ in done) == [0, 2], done
     for code, output in done:
         assert code == 0 or "pending or running" in output or "being changed" in output
     submissions = JobsRecord.load(run.jobs).submissions
@@ -100,11 +100,11 @@ def test_three_resumes_at_once_make_one_submission(box: Path, tmp_path: Path) ->
     assert not run.lock.exists()
 
 
-def test_of_three_local_resumes_at_once_one_trains(tmp_path: Path) -> None:
+def test_of_two_local_resumes_at_once_one_trains(tmp_path: Path) -> None:
     run = submit(tmp_path, "--local", "--set=train.steps=20", *LEAN)
     command = ("resume", "r", f"--runs-dir={run.path.parent}", "--set=train.steps=22", "--local")
-    done = at_once(3, *command)
-    assert sorted(code for code, _ in done) == [0, 2, 2], done
+    done = at_once(2, *command)
+    assert sorted(code for code, _ in done) == [0, 2], done
     assert len(JobsRecord.load(run.jobs).submissions) == 2
     assert [json.loads(a.record.read_text())["class"] for a in run.attempts("train")] == [
         "done"
@@ -114,10 +114,10 @@ def test_of_three_local_resumes_at_once_one_trains(tmp_path: Path) -> None:
     assert all("pending or running" in output or " is done" in output for output in refused), done
 
 
-def test_of_three_submits_of_one_name_one_is_made(box: Path, tmp_path: Path) -> None:
+def test_of_two_submits_of_one_name_one_is_made(box: Path, tmp_path: Path) -> None:
     name = ("submit", "tiny_neox", "--name=r", f"--runs-dir={tmp_path}/runs")
-    done = at_once(3, *name, "--set=backend=rehearsal")
-    assert sorted(code for code, _ in done) == [0, 2, 2], done
+    done = at_once(2, *name, "--set=backend=rehearsal")
+    assert sorted(code for code, _ in done) == [0, 2], done
     assert len(JobsRecord.load(RunDir(tmp_path / "runs" / "r").jobs).submissions) == 1
 
 

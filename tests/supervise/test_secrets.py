@@ -54,12 +54,13 @@ def test_only_workers_have_it_and_only_one_file(
         f"--set=env.PYTHONPATH={RECORDING}",
         f"--set=env.RECORDS={records}",
     )
-    shown = bench.call("submit", "tiny_neox", "--nodes=2", *options, "--dry-run", "--json")
-    shown += bench.call("submit", "tiny_neox", "--nodes=2", *options, "--dry-run")
-    shown += bench.call("submit", "tiny_neox", "--nodes=2", *options, "--name=r")
+    submit = ("submit", "tiny_neox", "--nodes=1", *options)
+    shown = bench.look(*submit, "--dry-run", "--json")
+    shown += bench.look(*submit, "--dry-run")
+    shown += bench.call(*submit, "--name=r")
     run = tmp_path / "runs" / "r"
     seen = {path.name for path in records.iterdir()}
-    assert {"worker 0 hf_c", "worker 1 hf_c", "supervise - none", "launch - none"} <= seen
+    assert {"worker 0 hf_c", "supervise - none", "launch - none"} <= seen
     # Those of the workers' connections, one for each start.
     secrets = {name.removeprefix("secret ") for name in seen if name.startswith("secret ")}
     assert secrets
@@ -71,8 +72,8 @@ def test_only_workers_have_it_and_only_one_file(
     assert bench.node("r", 0, "local0")["environment"]["HF_TOKEN"] == "***"
     for path in list(records.iterdir()):
         path.unlink()
-    shown += bench.call("resume", "r", "--set=train.steps=60", "--json")
-    assert {"worker 0 hf_c", "worker 1 hf_c"} <= {path.name for path in records.iterdir()}
+    shown += bench.call("resume", "r", "--set=train.steps=50", "--json")
+    assert "worker 0 hf_c" in {path.name for path in records.iterdir()}
     drilled = bench.call("drill", "r", "--kinds=worker", "--keep", "--json")
     shown += drilled
     assert json.loads(drilled[drilled.index("{") :])["drills"][0]["passed"]

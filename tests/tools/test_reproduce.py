@@ -168,7 +168,11 @@ OF_HARNESS = [pytest.mark.long, pytest.mark.skipif(not HARNESS, reason="lm_eval 
 
 @pytest.mark.parametrize(
     ("name", "run_name"),
-    [("validation_loss", "llama"), pytest.param("accuracy", "smoke", marks=OF_HARNESS)],
+    [
+        # Runs that train: end_to_end/test_local.py; scores kept: evaluate/test_evaluate_command.py.
+        pytest.param("validation_loss", "llama", marks=pytest.mark.long),
+        pytest.param("accuracy", "smoke", marks=OF_HARNESS),
+    ],
 )
 def test_a_run_is_trained_once_and_evaluated(name: str, run_name: str, tmp_path: Path) -> None:
     """Two steps of it."""
