@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import stat
@@ -21,6 +22,7 @@ from slurmllm.data.sources.dataset_folder import (
     is_dataset,
 )
 from slurmllm.errors import DataError
+from slurmllm.run.safe_files import LFS_POINTER, LFS_REASON
 
 Format = Literal["text", "jsonl", "csv", "parquet", "arrow"]
 FormatOption = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
@@ -68,6 +70,10 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     if not path.is_file():
         raise DataError(f"{path} is not a regular file; write the text to a file first")
+    if info.st_size < 1024:
+        with contextlib.suppress(OSError):  # the reader reports it
+            if path.read_bytes().startswith(LFS_POINTER):
+                raise DataError(f"{path} is {LFS_REASON}")
     classified = _classify(path, format)
     if classified is None:
         raise DataError(f"{path} has an unknown ending; {_KNOWN}; name the format with --format")

@@ -20,7 +20,7 @@ from slurmllm.run.safe_files import open_regular, read_limited
 TOKENIZER_FOLDER = "tokenizer"  # in an imported checkpoint
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# All files that transformers reads a tokenizer from.
+# All files that transformers reads a tokenizer from, and how to generate text.
 FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -30,6 +30,7 @@ FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "generation_config.json",
 )
 
 
