@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
     text_key: str
     skip_bad: bool
     zstd_long: int
+    split: str | None
 
     def find(self, exclude: list[Path]) -> list[InputFile]:
         """Find the files named by the arguments and --files-from; at least one is required."""
@@ -45,7 +46,7 @@ class Inputs(NamedTuple):
             raise click.UsageError("name an INPUT, or a list of them with --files-from")
         listed = [] if self.files_from is None else read_list(self.files_from)
         names = [*self.names, *listed]
-        return find_inputs(names, self.format, exclude=exclude, on_note=_note)
+        return find_inputs(names, self.format, split=self.split, exclude=exclude, on_note=_note)
 
     def read_options(
         self,
@@ -89,6 +90,11 @@ _INPUT_OPTIONS = (
     ),
     click.option(
         "--skip-bad", is_flag=True, help="Skip and count unreadable input instead of failing."
+    ),
+    click.option(
+        "--split",
+        help="Split to read of a folder with several, by file names or README; all: every one.  "
+        "[default: train]",
     ),
     click.option(
         "--zstd-long",

@@ -25,6 +25,10 @@ from slurmllm.format import format_plural
 from slurmllm.run.safe_files import read_limited
 
 CONFIG = "config.json"
+ADAPTER = (
+    "adapter_config.json: the folder has an adapter (LoRA), not a model; merge it with its base by "
+    "peft: `PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(DIR)`"
+)
 # Ours → transformers' names, which are equal but for speed; an export writes the first.
 ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {
     "gelu": ("gelu",),
@@ -66,6 +70,8 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
     try:
         values = json.loads(read_limited(directory / name))
     except FileNotFoundError:
+        if (directory / "adapter_config.json").is_file():
+            return None, [ADAPTER]
         return None, [f"{name}: is missing; is this the folder of a Hugging Face model?"]
     except OSError as error:
         return None, [f"{name}: cannot be read: {error.strerror or error}"]

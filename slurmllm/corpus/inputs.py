@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import stat
@@ -11,8 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slurmllm.data.sources.dataset_folder import INFO, SPLITS, STATE, dataset_files, is_dataset
+from slurmllm.corpus.splits import DEFAULT, select_data
+from slurmllm.data.sources.dataset_folder import (
+    INFO,
+    SPLITS,
+    STATE,
+    dataset_files,
+    dataset_splits,
+    is_dataset,
+)
 from slurmllm.errors import DataError
+from slurmllm.run.safe_files import LFS_POINTER, LFS_REASON
 
 Format = Literal["text", "jsonl", "csv", "parquet", "arrow"]
 FormatOption = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
@@ -60,6 +70,10 @@ def input_file(path: Path, format: FormatOption = "auto", name: str | None = Non
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     if not path.is_file():
         raise DataError(f"{path} is not a regular file; write the text to a file first")
+    if info.st_size < 1024:
+        with contextlib.suppress(OSError):  # the reader reports it
+            if path.read_bytes().startswith(LFS_POINTER):
+                raise DataError(f"{path} is {LFS_REASON}")
     classified = _classify(path, format)
     if classified is None:
         raise DataError(f"{path} has an unknown ending; {_KNOWN}; name the format with --format")
@@ -87,6 +101,7 @@ def find_inputs(
     arguments: Sequence[str],
     format: FormatOption = "auto",
     *,
+    split: str | None = None,
     exclude: Iterable[Path] = (),
     on_note: Callable[[str], None] = lambda note: None,
 ) -> list[InputFile]:
@@ -94,12 +109,14 @@ def find_inputs(
 
     Folders are read to any depth; hidden entries and links to folders are ignored, and with
     `auto` also files with unknown endings. A folder with a saved Hugging Face dataset is replaced
-    by the dataset's files. A file that is found twice is read once, at its first place.
+    by the dataset's files. Of several splits of a folder one is read, and documentation next to
+    data is not (`select_data`). A file that is found twice is read once, at its first place.
 
     Args:
         arguments: Files, folders and glob patterns (`**` crosses folders).
+        split: The split to read of each folder that has several, or `all`; None: `train`.
         exclude: Files and folders of the output, which a folder or a glob may contain.
-        on_note: Called with a line on ignored files with unknown endings.
+        on_note: Called with a line on what is ignored.
 
     Raises:
         DataError: an argument that names nothing or the output, a broken link, or a file that
@@ -110,7 +127,9 @@ def find_inputs(
     files: dict[Path, InputFile] = {}
     for argument in arguments:
         count = 0
-        for path in _expand(argument):
+        candidates: list[Path] = []
+        saved: set[Path] = set()
+        for path in _expand(argument, split, on_note, saved):
             resolved = path.resolve()
             if resolved in excluded and str(path) == str(Path(argument)):
                 raise DataError(
@@ -121,8 +140,15 @@ def find_inputs(
             if _classify(path, format) is None and Path(argument).is_dir():
                 unknown.append(path)
                 continue
+            candidates.append(path)
+        if Path(argument).is_dir():
+            kinds = [(path, _classify(path, format)) for path in candidates if path not in saved]
+            texts = [(path, kind is not None and kind[0] == "text") for path, kind in kinds]
+            selected = {*select_data(Path(argument), texts, split, on_note), *saved}
+            candidates = [path for path in candidates if path in selected]
+        for path in candidates:
             count += 1
-            if resolved not in files:
+            if (resolved := path.resolve()) not in files:
                 files[resolved] = input_file(path, format)
         if not count:
             raise DataError(
@@ -137,10 +163,12 @@ def find_inputs(
     return list(files.values())
 
 
-def _expand(argument: str) -> Iterator[Path]:
+def _expand(
+    argument: str, split: str | None, on_note: Callable[[str], None], saved: set[Path]
+) -> Iterator[Path]:
     path = Path(argument)
     if path.is_dir():
-        yield from _walk(path)
+        yield from _walk(path, split, on_note, saved)
     elif path.exists() or not glob.has_magic(argument):
         yield path
     else:
@@ -150,7 +178,9 @@ def _expand(argument: str) -> Iterator[Path]:
                 yield Path(match)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(
+    folder: Path, split: str | None, on_note: Callable[[str], None], saved: set[Path]
+) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         # os.walk ignores folders it cannot list, and a part of the corpus would be missing.
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
@@ -158,8 +188,15 @@ def _walk(folder: Path) -> Iterator[Path]:
     # A file, or a dataset with its files in the dataset's own order, and the path to sort by.
     entries: list[tuple[str, list[Path]]] = []
     for root, folders, names in os.walk(folder, onerror=refuse):
-        if is_dataset(names) and (listed := dataset_files(Path(root))) is not None:
+        if (
+            is_dataset(names)
+            and (listed := dataset_files(Path(root), split or DEFAULT)) is not None
+        ):
             folders.clear()
+            saved.update(listed)
+            if split is None and len(splits := dataset_splits(Path(root))) > 1:
+                others = ", ".join(name for name in splits if name != DEFAULT)
+                on_note(f"read the split {DEFAULT} of {root}; left out {others}; --split chooses")
             entries.append((root, listed))
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]

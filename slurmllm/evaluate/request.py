@@ -27,6 +27,7 @@ from slurmllm.checkpoint.catalogue import (
 )
 from slurmllm.checkpoint.folder import MANIFEST
 from slurmllm.checkpoint.state import MODEL
+from slurmllm.config.huggingface import ADAPTER
 from slurmllm.errors import CheckpointError, RunError, UserError
 from slurmllm.evaluate.suites import SuiteTask
 from slurmllm.run.artifact_records import CheckpointManifest
@@ -229,6 +230,8 @@ def find_target(target: str, root: Path) -> EvaluationTarget:
         run = RunDir(path.parent.parent)
         return EvaluationTarget(run, run, path)
     if not (path / MANIFEST).is_file() and not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise RunError(f"{path}: {ADAPTER}")
         raise RunError(f"{path} is no run, no checkpoint and no Hugging Face model; name one")
     return EvaluationTarget(RunDir(path), None, path)
 

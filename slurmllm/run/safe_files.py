@@ -29,6 +29,8 @@ from typing import BinaryIO
 
 # Bytes of a record or a YAML file; the largest, a checkpoint's manifest of 8,192 workers, has 4 MB.
 LARGEST_RECORD = 1 << 26
+LFS_POINTER = b"version https://git-lfs"
+LFS_REASON = "a Git LFS pointer, not the file; fetch it with `git lfs pull`"
 _MOST_LINKS = 40  # on a path, as in the kernel
 # For opening a file to write: through no link, and without waiting for the reader of a pipe.
 _NEW_OR_PLAIN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -86,6 +88,8 @@ def read_limited(path: Path, limit: int = LARGEST_RECORD, *, trusted: bool = Fal
         content = stream.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(path))
+    if content.startswith(LFS_POINTER):
+        raise OSError(errno.ENODATA, LFS_REASON, str(path))
     return content
 
 

@@ -173,7 +173,10 @@ def test_into_our_format_and_back(run: Run) -> None:
         assert torch.equal(tensor, loaded.state_dict()[name])
     repeated = run("export", "new/ours", "--out", "back")
     assert repeated.exit_code == 2
-    assert "back is not empty (config.json, model.safetensors)" in repeated.stderr
+    assert (
+        "back is not empty (config.json, generation_config.json, model.safetensors)"
+        in repeated.stderr
+    )
     flipped = next(Path("new/ours").glob("*.safetensors"))
     content = bytearray(flipped.read_bytes())
     content[-1] ^= 1

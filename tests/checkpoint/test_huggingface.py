@@ -89,7 +89,8 @@ def test_files_of_a_sharded_and_of_a_whole_export(family: str, tmp_path: Path) -
     assert shards[0] == f"weights-00001-of-{len(shards):05d}.safetensors"
     assert len(shards) > 3
     plan = plan_export(tmp_path / "ours", TokenizerFiles({}))
-    assert run_export(plan, tmp_path / "whole", 10**9) == ["config.json", "model.safetensors"]
+    whole = ["config.json", "generation_config.json", "model.safetensors"]
+    assert run_export(plan, tmp_path / "whole", 10**9) == whole
     names = run_export(plan, tmp_path / "many", MANY)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {n for n in names if n.endswith(".safetensors")}

@@ -12,13 +12,14 @@ import pytest
 from slurmllm.cli import data as cli
 from slurmllm.corpus import inputs, options
 from slurmllm.corpus.inputs import find_inputs, read_list
+from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.errors import DataError
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ["b.txt", "a.md", "c.jsonl.gz", "sub/z.py", "sub/deep/y.txt.zst", "B.txt"]:
+    for name in ["b.txt", "a.txt", "c.jsonl.gz", "sub/z.csv", "sub/deep/y.txt.zst", "B.txt"]:
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
@@ -34,23 +35,23 @@ def names(*arguments: str, **options: typing.Any) -> list[str]:
 
 
 def test_folder_is_read_in_the_order_of_its_paths(folder: Path) -> None:
-    expected = ["B.txt", "a.md", "b.txt", "c.jsonl.gz", "old.arrow", "sub/deep/y.txt.zst"]
-    assert names("in") == [f"in/{name}" for name in [*expected, "sub/z.py"]]
+    expected = ["B.txt", "a.txt", "b.txt", "c.jsonl.gz", "old.arrow", "sub/deep/y.txt.zst"]
+    assert names("in") == [f"in/{name}" for name in [*expected, "sub/z.csv"]]
 
 
 def test_format_and_compression_come_from_the_endings(folder: Path) -> None:
     actual = {file.name: (file.format, file.compression) for file in find_inputs(["in"])}
     assert actual["in/c.jsonl.gz"] == ("jsonl", "gzip")
     assert actual["in/sub/deep/y.txt.zst"] == ("text", "zstd")
-    assert actual["in/sub/z.py"] == ("text", None)
+    assert actual["in/sub/z.csv"] == ("csv", None)
 
 
 def test_arguments_keep_their_order_and_files_count_once(folder: Path) -> None:
-    assert names("in/b.txt", "in/a.md", "in/*.txt") == ["in/b.txt", "in/a.md", "in/B.txt"]
+    assert names("in/b.txt", "in/a.txt", "in/*.txt") == ["in/b.txt", "in/a.txt", "in/B.txt"]
 
 
 def test_globs_cross_folders(folder: Path) -> None:
-    assert names("in/**/*.py") == ["in/sub/z.py"]
+    assert names("in/**/*.csv") == ["in/sub/z.csv"]
 
 
 def test_format_text_takes_any_file(folder: Path) -> None:
@@ -60,12 +61,12 @@ def test_format_text_takes_any_file(folder: Path) -> None:
 
 def test_output_is_never_input(folder: Path) -> None:
     left = names("in", exclude=[Path("in/b.txt"), Path("in/sub")])
-    assert left == ["in/B.txt", "in/a.md", "in/c.jsonl.gz", "in/old.arrow"]
+    assert left == ["in/B.txt", "in/a.txt", "in/c.jsonl.gz", "in/old.arrow"]
 
 
 def test_input_is_not_output(folder: Path) -> None:
     with pytest.raises(DataError, match=r"in/b.txt: input and output are the same file; choose"):
-        names("in/a.md", "./in/b.txt", exclude=[Path("in/b.txt").absolute()])
+        names("in/a.txt", "./in/b.txt", exclude=[Path("in/b.txt").absolute()])
 
 
 def test_what_is_passed_over_is_said(folder: Path) -> None:
@@ -92,8 +93,8 @@ def test_broken_links(folder: Path) -> None:
 
 
 def test_lists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("list").write_text("in/b.txt\n\n# more\n  in/a.md\r\n")
-    assert read_list("list") == ["in/b.txt", "in/a.md"]
+    Path("list").write_text("in/b.txt\n\n# more\n  in/a.txt\r\n")
+    assert read_list("list") == ["in/b.txt", "in/a.txt"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"in/b.txt")))
     assert read_list("-") == ["in/b.txt"]
     Path("list").write_text("\n")
@@ -140,8 +141,15 @@ def test_datasets_of_several_splits(tmp_path: Path) -> None:
     for split in ("train", "test"):
         save_dataset(tmp_path / "d" / split, [[split]])
     (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    with pytest.raises(DataError, match=r"name the one to read: .*/d/train or .*/d/test"):
-        names(str(tmp_path / "d"))
+    notes: list[str] = []
+    assert names(str(tmp_path / "d"), on_note=notes.append) == names(str(tmp_path / "d" / "train"))
+    assert notes == [f"read the split train of {tmp_path / 'd'}; left out test; --split chooses"]
+    assert names(str(tmp_path / "d"), split="test") == names(str(tmp_path / "d" / "test"))
+    assert len(names(str(tmp_path / "d"), split="all")) == 2
+    with pytest.raises(DataError, match=r"several splits \(train, test\); build a corpus of one"):
+        names(str(tmp_path / "d"), split="dev")
+    with pytest.raises(DataError, match=r"several splits \(train, test\)"):
+        corpus_files(tmp_path / "d")
     assert len(names(str(tmp_path / "d" / "train"))) == 1
     (tmp_path / "d" / "dataset_dict.json").write_text(json.dumps({"splits": ["test"]}))
     assert names(str(tmp_path / "d")) == names(str(tmp_path / "d" / "test"))

@@ -28,6 +28,7 @@ from slurmllm.checkpoint.formats.safetensors_files import (
     write_shards,
 )
 from slurmllm.checkpoint.formats.tokenizer_files import (
+    GENERATION,
     TOKENIZER,
     TOKENIZER_CONFIG,
     TokenizerFiles,
@@ -152,7 +153,8 @@ def run_export(
             eos_token_id=list(eos) if isinstance(eos, tuple) else eos,
         )
         files = plan.tokenizer.files
-        copy_files(files, folder)
+        generation = plan.origin.directory / GENERATION
+        copy_files({**files, **({GENERATION: generation} if generation.is_file() else {})}, folder)
         if TOKENIZER in files and TOKENIZER_CONFIG not in files:
             write_tokenizer_config(
                 folder, seq_len=plan.model.seq_len, end_token=plan.tokenizer.end_token

@@ -3,7 +3,7 @@
     weights-00001-of-0000N.safetensors   our names, our layout
     weights.safetensors.index.json       tensor → file
     model.json                           the model (`records.ImportedModel`)
-    tokenizer/                           the tokenizer's files, unchanged
+    tokenizer/, generation_config.json   the tokenizer's files, and the model's, unchanged
     manifest.json                        every other file with size and sha256, written last
 
 All inputs are checked before anything is written, and all faults are reported at once. Memory holds
@@ -40,6 +40,7 @@ from slurmllm.checkpoint.formats.safetensors_files import (
     write_shards,
 )
 from slurmllm.checkpoint.formats.tokenizer_files import (
+    GENERATION,
     TOKENIZER,
     TOKENIZER_FOLDER,
     TokenizerFiles,
@@ -235,6 +236,8 @@ def run_import(
         if plan.tokenizer.files:
             (folder / TOKENIZER_FOLDER).mkdir()
             copy_files(plan.tokenizer.files, folder / TOKENIZER_FOLDER)
+        if plan.tokenizer.generation is not None:
+            copy_files({GENERATION: plan.tokenizer.generation}, folder)
         return write_manifest(
             folder,
             started_at,

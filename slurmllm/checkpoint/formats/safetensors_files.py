@@ -23,7 +23,7 @@ from torch import Tensor
 from slurmllm.checkpoint.folder import fsync_file
 from slurmllm.checkpoint.shards import Region
 from slurmllm.errors import StorageError
-from slurmllm.run.safe_files import open_regular
+from slurmllm.run.safe_files import LFS_POINTER, LFS_REASON, open_regular
 
 if TYPE_CHECKING:
     from slurmllm.display.progress import OnProgress
@@ -45,7 +45,6 @@ DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-_LFS_POINTER = b"version https://git-lfs"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -135,11 +134,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)  # the header's length, u64 little-endian
             length = int.from_bytes(start, "little")
-            if (start + stream.read(64)).startswith(_LFS_POINTER):
-                raise StorageError(
-                    f"{path.name} is a Git LFS pointer, not the weights; fetch them with "
-                    "`git lfs pull`"
-                )
+            if (start + stream.read(64)).startswith(LFS_POINTER):
+                raise StorageError(f"{path.name} is {LFS_REASON}")
             if size < 8 or (length <= _MAX_HEADER_BYTES and 8 + length > size):
                 raise StorageError(
                     f"{path.name} is cut short: {size} bytes, but its header alone takes "

@@ -20,6 +20,7 @@ from slurmllm.run.safe_files import open_regular, read_limited
 TOKENIZER_FOLDER = "tokenizer"  # in an imported checkpoint
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
 # All files that transformers reads a tokenizer from.
 FILES = (
     TOKENIZER,
@@ -40,6 +41,7 @@ class TokenizerFiles(NamedTuple):
     end_of_document: int | None = None  # id of what ends one; None: see config.json
     end_token: str | None = None  # that token
     num_ids: int = 0  # largest id + 1, 0 if the tokenizer was not loaded
+    generation: Path | None = None  # the model's generation_config.json
 
 
 def tokenizer_in(folder: Path) -> TokenizerFiles:
@@ -49,7 +51,7 @@ def tokenizer_in(folder: Path) -> TokenizerFiles:
     into what he publishes. Raises a DataError for any other link and for files that are no
     tokenizer's.
     """
-    files = {name: folder / name for name in FILES if (folder / name).is_file()}
+    files = {name: folder / name for name in (*FILES, GENERATION) if (folder / name).is_file()}
     allowed = [Path(os.path.realpath(folder))]
     if allowed[0].parent.name == "snapshots":
         allowed.append(allowed[0].parent.parent / "blobs")
@@ -62,9 +64,9 @@ def tokenizer_in(folder: Path) -> TokenizerFiles:
             )
         if name.endswith(".json") and name != TOKENIZER:
             _check_json(path)
-    if TOKENIZER not in files:
-        return TokenizerFiles(files)
-    return TokenizerFiles(files, num_ids=count_ids(read_tokenizer(files[TOKENIZER])[0]))
+    generation = files.pop(GENERATION, None)
+    num_ids = count_ids(read_tokenizer(files[TOKENIZER])[0]) if TOKENIZER in files else 0
+    return TokenizerFiles(files, num_ids=num_ids, generation=generation)
 
 
 def _check_json(path: Path) -> None:

@@ -9,6 +9,7 @@ files named `cache-*.arrow` hold the results of `map` and are no part of the dat
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -42,30 +43,45 @@ def is_dataset(names: Collection[str]) -> bool:
     return not {STATE, SPLITS, INFO}.isdisjoint(names)
 
 
-def dataset_files(folder: Path) -> list[Path] | None:
+def dataset_splits(folder: Path) -> list[str]:
+    """Return the names of the splits of a dataset; empty if its folder does not name them."""
+    for name in (SPLITS, INFO):
+        splits = _load(folder / name).get("splits") if (folder / name).is_file() else None
+        if isinstance(splits, list | dict) and splits and not (folder / STATE).is_file():
+            return [str(split) for split in splits]
+    return []
+
+
+def dataset_files(folder: Path, split: str | None = None) -> list[Path] | None:
     """Return the Arrow files of a dataset in their order; None if the folder is not one.
+
+    Args:
+        split: The split to read if there are several, or `all`.
 
     Raises:
         DataError: the folder has several splits, or lacks files that its state lists.
     """
-    if (folder / SPLITS).is_file():
-        splits = _load(folder / SPLITS).get("splits")
-        if isinstance(splits, list) and len(splits) == 1:
-            split = folder / str(splits[0])
-            files = dataset_files(split)
-            if files is None:
+    splits = dataset_splits(folder)
+    if len(splits) > 1 and split != "all":
+        if split not in splits:
+            raise DataError(
+                f"{folder} has a dataset of several splits ({', '.join(splits)}); build a corpus "
+                "of one of them with `slurmllm data build --split`, or name its files"
+            )
+        splits = [split]
+    if (folder / SPLITS).is_file() and splits:
+        files: list[Path] = []
+        for name in splits:
+            part = dataset_files(folder / name)
+            if part is None:
                 raise DataError(
-                    f"{folder / SPLITS} names the split {split.name}, which is missing or was not "
+                    f"{folder / SPLITS} names the split {name}, which is missing or was not "
                     "saved by `save_to_disk`; copy it too"
                 )
-            return files
-        if isinstance(splits, list) and splits:
-            choices = " or ".join(str(folder / str(split)) for split in splits)
-            raise DataError(
-                f"{folder} has a dataset of several splits; name the one to read: {choices}"
-            )
+            files += part
+        return files
     if not (folder / STATE).is_file():
-        return _cached_files(folder)
+        return _cached_files(folder, splits) if splits else None
     state = _load(folder / STATE)
     listed = state.get("_data_files")
     if not isinstance(listed, list):
@@ -82,17 +98,9 @@ def dataset_files(folder: Path) -> list[Path] | None:
     return paths
 
 
-def _cached_files(folder: Path) -> list[Path] | None:
-    splits = _load(folder / INFO).get("splits") if (folder / INFO).is_file() else None
-    files = sorted(path for path in folder.glob("*.arrow") if not path.name.startswith("cache-"))
-    if not files or not isinstance(splits, dict):
-        return None
-    if len(splits) > 1:
-        raise DataError(
-            f"{folder} has a dataset of several splits ({', '.join(splits)}); name the files of "
-            "one, or write it to a folder of its own with `dataset[SPLIT].save_to_disk(...)`"
-        )
-    return files
+def _cached_files(folder: Path, splits: list[str]) -> list[Path] | None:
+    names = re.compile(rf"(?!cache-).*-({'|'.join(map(re.escape, splits))})(-\d+-of-\d+)?\.arrow")
+    return sorted(path for path in folder.glob("*.arrow") if names.fullmatch(path.name)) or None
 
 
 def _load(path: Path) -> dict[str, Any]:
