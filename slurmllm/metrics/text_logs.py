@@ -78,13 +78,13 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
                 if reader.read(line, number, stamp):
                     latest[rank] = reader
                     break
+    best: _LineReader | None = None
     for reader in (reader for readers in by_rank.values() for reader in readers):
         reader.finish()
-    chosen = max(
-        (r for readers in by_rank.values() for r in readers), key=_row_counts, default=None
-    )
-    if chosen is not None and len(chosen.rows):
-        return chosen.rows.log(path, "text", tags, warnings, chosen.format, chosen.invented_steps)
+        if best is None or reader.rows.sizes > best.rows.sizes:
+            best = reader
+    if best is not None and len(best.rows):
+        return best.rows.log(path, "text", tags, warnings, best.format, best.invented_steps)
     if pattern is not None:
         raise RunError(
             f"no line of {path} matches --pattern '{pattern}'; check it against a line of the log "
@@ -166,8 +166,8 @@ class _LineReader:
             if values is None and not self.row:
                 continue
             texts = [] if pair is None else pair.findall(line)
-            pairs = {name.strip(): parse_value(name, value) for name, value in texts}
-            pairs = {name: value for name, value in pairs.items() if value is not None}
+            numbers = ((name.strip(), parse_value(name, value)) for name, value in texts)
+            pairs = {name: number for name, number in numbers if number is not None}
             if values is not None:
                 self.end_row()
                 self.row, self._number = pairs | values, number
@@ -265,10 +265,6 @@ class _TrainerReader(_LineReader):
             self.invented_steps = (
                 "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"
             )
-
-
-def _row_counts(reader: _LineReader) -> tuple[int, int]:
-    return reader.rows.num_losses, len(reader.rows)
 
 
 def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers | None:

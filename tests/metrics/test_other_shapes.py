@@ -102,7 +102,7 @@ def test_rows_of_splits(name: str, train: str, evaluation: str, write: WriteLog)
     column, _, value = evaluation.replace('"', "").partition(": ")
     chosen = read_curve(path, where={column: value})
     assert chosen.columns["loss"].tolist() == [9.5] * 4
-    for where, message in (({"spilt": "val"}, "no column 'spilt'"), ({column: "x"}, "no row has")):
+    for where, message in (({"spilt": "val"}, "no column 'spilt'"), ({column: "x"}, "no row with")):
         with pytest.raises(RunError, match=message):
             read_curve(path, where=where)
 
@@ -342,5 +342,6 @@ def test_numbers() -> None:
         np.testing.assert_equal(parse_number(text), number)
     for text in ("1,2,3", "", "K", "12,34.5", "x", "1" * 41, "tensor(x)", "1.2.3"):
         assert parse_number(text) is None
-    number = parse_number("2,345")
-    assert (number, type(number), getattr(number, "mark", 0)) == (2345.0, CommaNumber, None)
+    undecided = parse_number("2,345")
+    assert isinstance(undecided, CommaNumber)
+    assert (undecided, undecided.mark) == (2345.0, None)
