@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -236,7 +236,7 @@ class _TrainerReader(_LineReader):
                     self._found[-1][0]["bar"] = self._count
                 self._open = False
         matches = super().read(line, number, stamp)
-        if self._number == number and self.row and not step_keys(self.row, {}):
+        if self._number == number and self.row and not _has_step(tuple(self.row)):
             outside = f"{line.partition('{')[0]} {line.rpartition('}')[2]}"
             if step := next(filter(None, (step.search(outside) for step in _STEPS)), None):
                 self.row["step"] = float(step[1])
@@ -250,7 +250,7 @@ class _TrainerReader(_LineReader):
 
     def finish(self) -> None:
         self.end_row()
-        have_steps = any(step_keys(row, {}) for row, _ in self._found)
+        have_steps = any(_has_step(tuple(row)) for row, _ in self._found)
         self.format = None if have_steps else self.format  # another framework's
         counts = [row["bar"] for row, _ in self._found if "loss" in row]
         by_bar = not any(map(math.isnan, counts)) and all(a != b for a, b in pairwise(counts))
@@ -267,14 +267,16 @@ class _TrainerReader(_LineReader):
             )
 
 
+@lru_cache
+def _has_step(names: tuple[str, ...]) -> bool:
+    return bool(step_keys(names, {}))
+
+
 def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers | None:
     """Return the values of a line's head, and its time; None if the step is not a number."""
     groups = {name: text for name, text in match.groupdict().items() if text is not None}
-    values = Numbers()
-    for name, text in groups.items():
-        number = parse_number(text)
-        if number is not None:  # the user's group may be no number
-            values[name] = number
+    numbers = ((name, parse_number(text)) for name, text in groups.items())
+    values = {name: number for name, number in numbers if number is not None}
     if "step" in match.re.groupindex:
         if "step" not in values:
             return None
