@@ -112,7 +112,7 @@ def _text_lines(
         rest = lines.pop()[: _LONGEST_LINE + 1] if chunk else b""
         for line in lines:
             open_rows = any(reader.row for reader in latest.values())
-            if whole or ((open_rows or _HINT.search(line)) and len(line) <= _LONGEST_LINE):
+            if len(line) <= _LONGEST_LINE and (whole or open_rows or _HINT.search(line)):
                 text = printable(line.decode("utf-8-sig", errors="replace").rstrip("\r\n"))
                 if whole:
                     yield number, "", text, text

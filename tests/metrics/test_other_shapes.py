@@ -233,6 +233,9 @@ PREFIXES = {
     "0: [default{rank}]:": None,
     "Nov 27 12:00:0{rank} n1 python[123]: ": "",
     "2026-11-27T12:00:00+0100 n1 slurmd[1]: ": "",
+    "Nov 27 12:00:00.123456 n1 python[123]: ": "",
+    "Fri 2026-11-27 12:00:00 UTC n1 python[123]: ": "",
+    "1795406440.214000 n1 train.sh[123]: ": "",
     "2026-11-27T12:00:00.123456789Z ": "",
     "2026-11-27T12:00:00.1Z stdout F ": "",
 }
@@ -266,6 +269,19 @@ def test_lines_behind_prefixes(prefix: str, body: str, write: WriteLog) -> None:
     assert "several write the same steps, by 'rank'" in curve.warnings[0]
     second = read_curve(path, where={"rank": name.format(rank=1)})
     np.testing.assert_allclose(second.columns["loss"], np.array(LOSSES) + 0.5)
+
+
+def test_what_is_no_prefix(write: WriteLog) -> None:
+    for prefix in (
+        "2026-01-01 10:00:00 ",
+        "[2026-01-01 10:00:00,123] ",
+        "2026-01-01 10:00:00,1 - ",
+    ):
+        lines = [f"{prefix}iter {step}: loss {loss}, time 1ms" for step, loss in points()]
+        curve = check(read_curve(write("x.log", *lines)))
+        assert curve.columns["time"][0] > 1.7e9
+    assert split_prefix("2026-01-01 10:00:00 INFO loss: 2.5") == ("", "INFO loss: 2.5")
+    assert split_prefix("step1: 2.5") == ("", "step1: 2.5")
 
 
 def test_ranks_in_rows(write: WriteLog) -> None:
