@@ -113,7 +113,10 @@ def _separates(loss: TagSeries, codes: Ints) -> tuple[bool, bool]:
     if in_blocks and np.any(loss.steps[changes] > loss.steps[0]):
         return False, False
     differ = np.any(repeated & ~bit_identical(values[1:], values[:-1]))
-    return 2 * int(within.sum()) < int(repeated.sum()), bool(differ)
+    # The counter of a rank may begin again each epoch: then its rows alternate with another's.
+    alternate = (np.diff(loss.steps) == 0) & (np.diff(codes) != 0)
+    shared = 2 * within.sum() < repeated.sum() or 3 * alternate.sum() > len(codes)
+    return bool(shared), bool(differ)
 
 
 def _take(series: TagSeries, rows: Flags) -> TagSeries:

@@ -293,6 +293,16 @@ def test_ranks_in_rows(write: WriteLog) -> None:
     assert "read rank=0" in check(read_curve(write("x.jsonl", *rows))).warnings[0]
 
 
+def test_ranks_whose_counter_begins_again_each_epoch(write: WriteLog) -> None:
+    lines = [
+        f"Epoch: {(step - 1) // 10}, Step: {(step - 1) % 10}, Rank: {rank}, loss = {loss + rank}"
+        for step, loss in points()
+        for rank in (1, 0)
+    ]
+    curve = check(read_curve(write("x.log", *lines)), range(40))
+    assert "Epoch goes on" in curve.invented_steps
+
+
 def test_megatrons_test_set_is_no_validation(write: WriteLog) -> None:
     line = " iteration {0:8d}/ 40 | elapsed time per iteration (ms): 5.0 | lm loss: {1:E} |"
     rows = [line.format(step, loss) for step, loss in points()]
