@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Protocol
 
 from slurmllm.metrics.log_series import RowCollector, log_suffix
-from slurmllm.metrics.numbers import parse_value
-from slurmllm.metrics.row_logs import column_names, json_numbers
+from slurmllm.metrics.row_logs import column_names, json_numbers, parse_cell
 from slurmllm.metrics.row_reader import parse_row
 from slurmllm.metrics.tags import LogFormat
 from slurmllm.metrics.text_logs import Numbers, TextReader
 from slurmllm.run.safe_files import LONGEST_LINE
 
-_UNIX_TIME = 1e8  # s; smaller is the time of a step
+_MAX_WAITING = 1000  # rows of a format that is not the one with most rows
 
 
 class Lines(Protocol):
@@ -33,7 +32,7 @@ class _RowQueue(RowCollector):
     def __init__(self) -> None:
         super().__init__()
         self.waiting: list[Numbers] = []
-        self._count = self._losses = 0
+        self._losses = self._count = 0
         self._rank: list[tuple[str, str]] | None = None
 
     def add(
@@ -42,33 +41,29 @@ class _RowQueue(RowCollector):
         line: int = 0,
         texts: Iterable[tuple[str, str]] = (),
     ) -> None:
-        self._rank = list(texts) if self._rank is None else self._rank
-        if list(texts) == self._rank:
-            self.waiting.append(dict(row))
-            self._count += 1
-            self._losses += any("loss" in name.lower() for name in self.waiting[-1])
-
-    def __len__(self) -> int:
-        return self._count
+        rank = list(texts)
+        self._rank = rank if self._rank is None else self._rank
+        if rank != self._rank:
+            return
+        values = dict(row)
+        self.waiting.append(values)
+        self._losses += any("loss" in key.lower() for key in values)
+        self._count += 1
 
     @property
-    def num_losses(self) -> int:
-        return self._losses
+    def sizes(self) -> tuple[int, int]:
+        return self._losses, self._count
 
 
 class TextRows:
     """The rows in lines of text."""
 
     def __init__(self, pattern: str | None = None, log_format: LogFormat | None = None) -> None:
-        self._queues: list[_RowQueue] = []
-        framework = None if log_format is None else log_format.name
-        self._text = TextReader(pattern, framework, self._make_queue)
+        self._text = TextReader(pattern, None if log_format is None else log_format.name)
+        self._queues = [_RowQueue() for _ in self._text.rows]
+        self._text.rows = [*self._queues]
         self.format = self._named = log_format
         self.numbered = False  # whether nothing shows the steps: rows are counted
-
-    def _make_queue(self) -> _RowQueue:
-        self._queues.append(_RowQueue())
-        return self._queues[-1]
 
     def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
         self._text.read(chunk)
@@ -82,17 +77,20 @@ class TextRows:
         return self._take()
 
     def _take(self) -> list[Numbers]:
-        reader = self._text.chosen
-        if reader is None:
-            return []
-        self.format, self.numbered = reader.format or self._named, reader.numbered
-        rows: list[Numbers] = []
-        for queue in self._queues:  # as in a whole log, one format counts
-            rows = queue.waiting if queue is reader.rows else rows
-            queue.waiting = []
-        for row in rows:
-            if row.get("time", 0.0) > _UNIX_TIME:  # of a time zone that it does not name
-                del row["time"]
+        """Return the rows of the format that has most, as of a whole log."""
+        queue = max(self._queues, key=lambda queue: queue.sizes)
+        rows, queue.waiting = queue.waiting, []
+        for other in self._queues:
+            other.waiting = other.waiting[-_MAX_WAITING:]
+        for reader in self._text.readers if rows else ():
+            if reader.rows is queue:
+                self.format = reader.format or self._named
+                self.numbered = bool(reader.invented_steps)
+                break
+        tags = self.format.tags.values() if self.format is not None else ()
+        if not any("time" in names for names in tags):  # else Detectron2's time of a step
+            for row in rows:
+                row.pop("time", None)  # of a time zone that it does not name
         return rows
 
 
@@ -135,8 +133,8 @@ class TableRows:
                 cells = next(csv.reader([text], delimiter=self._delimiter), [])
             row = Numbers()
             for name, cell in zip(self._columns, cells, strict=False):
-                if (value := parse_value(name, cell)) is not None:
-                    row[name] = value
+                if cell and (number := parse_cell(name, cell)) is not None:
+                    row[name] = number
             if row and len(cells) >= len(self._columns):
                 rows.append(row)
         return rows

@@ -5,6 +5,16 @@ from __future__ import annotations
 import re
 
 _TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[-+]\d\d:?\d\d)?"
+_METRIC = "step|iter|epoch|batch|update|loss|train|val"  # no name of a host or a program
+# Of syslog, and of journalctl with short, precise, iso, full and unix times
+_CLOCK = (
+    r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d{1,9})?|\d{10}\.\d{1,9}"
+    rf"|(?:[A-Z][a-z]{{2}} )?{_TIME}(?: [A-Z]{{3}})?)"
+)
+_PROGRAM = (
+    r"[\w.-]{1,64} (?:[a-z][\w./-]{0,64}\[\d{1,10}\]"
+    rf"|(?!{_METRIC})[a-z][\w./-]{{0,64}}(?=:))"
+)
 _PREFIXES = (
     r" {0,6}(\d{1,6}):(?: |(?=\D|$))",  # srun --label, which pads the task's number
     r"\[[A-Za-z_]{1,20}(\d{1,6})\]: ?",  # torchrun --tee
@@ -12,10 +22,8 @@ _PREFIXES = (
     r"rank[ =:]?(\d{1,6})\]?: ?",
     r"\[\d{1,6},(\d{1,6})\]<std(?:out|err)>: ?",  # mpirun --tag-output
     r"\(\w{1,80} pid=(\d{1,10})(?:, ip=[\d.]{7,15})?\) ?",  # Ray
-    r"(?!step|iter|epoch|batch|update|loss|train|val)([a-z][\w.-]{0,62}\d[\w.-]{0,62}): ",  # pdsh
-    # syslog, journald: Nov 27 12:00:00 host python[123]:
-    rf"(?:[A-Z][a-z]{{2}} [ \d]\d \d\d:\d\d:\d\d|{_TIME}) [\w.-]{{1,64}} [\w./-]{{1,64}}"
-    r"(?:\[\d{1,10}\])?: ?",
+    rf"(?!{_METRIC})([a-z][\w.-]{{0,62}}\d[\w.-]{{0,62}}): ",  # pdsh
+    rf"{_CLOCK} {_PROGRAM}: ?",  # Nov 27 12:00:00 host python[123]:
     # kubectl logs --timestamps, CI, containerd; not a time that the framework's own fields follow
     rf"\[?{_TIME}\]? (?:std(?:out|err) F )?(?!-|\| |,)",
 )

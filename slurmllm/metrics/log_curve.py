@@ -13,7 +13,7 @@ from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, bit_identical
 from slurmllm.metrics.log_series import COUNTS, Log, TagSeries
 from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.metrics.numbers import DecimalMark
-from slurmllm.metrics.row_selection import select_rows
+from slurmllm.metrics.row_selection import rows_with, select_rows
 from slurmllm.metrics.step_counters import continue_steps
 from slurmllm.metrics.tags import TagChoice, choose_tags, per_device
 
@@ -39,11 +39,13 @@ def curve_of_log(
         RunError: no tag is the loss, a requested tag is missing, a decimal mark is unknown, or
             rows of several splits or ranks are in one log.
     """
-    counts = {tag: len(series.steps) for tag, series in log.series.items()}
-    choice = choose_tags(counts, tags, log.path, log.format)
-    log = select_rows(log, choice.tags, where or {})
-    log = continue_steps(_with_decimals(log, choice, decimal), choice.tags)
-    chosen = {metric: log.series[tag] for metric, tag in choice.tags.items() if tag in log.series}
+    for column, text in (where or {}).items():
+        log = rows_with(log, column, text)
+    choice = _choose_tags(log, tags)
+    log = select_rows(_with_decimals(log, choice, decimal), choice.tags)
+    choice = _choose_tags(log, tags)  # a rank may lack some
+    log = continue_steps(log, choice.tags)
+    chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
     if choice.tags.get("step_time_s", "").endswith(("_ms", "(ms)")):
         in_ms = chosen["step_time_s"]
         chosen["step_time_s"] = replace(in_ms, values=in_ms.values / 1e3)
@@ -77,12 +79,17 @@ def curve_of_log(
         overlap_identical=identical if overlap_rows else None,
         overlap_max_rel_diff=max_difference if overlap_rows else None,
         invented_steps=log.invented_steps,
-        tags=tuple(counts),
+        tags=tuple(log.series),
     )
 
 
+def _choose_tags(log: Log, tags: Mapping[str, str]) -> TagChoice:
+    counts = {tag: len(series.steps) for tag, series in log.series.items()}
+    return choose_tags(counts, tags, log.path, log.format)
+
+
 def _with_decimals(log: Log, choice: TagChoice, decimal: DecimalMark | None) -> Log:
-    """Apply the user's decimal mark; warn of a column whose numbers have shown a decimal comma."""
+    """Apply the user's decimal mark to the columns whose numbers do not show it."""
     undecided = sorted(
         tag for metric, tag in choice.tags.items() if tag in log.undecided and metric not in COUNTS
     )
@@ -100,10 +107,6 @@ def _with_decimals(log: Log, choice: TagChoice, decimal: DecimalMark | None) -> 
         values = series[tag].values
         scaled = np.where(np.abs(values) >= 1e3, values / 1e3, values)
         series[tag] = replace(series[tag], values=scaled)
-    places = [place for tag, place in log.commas.items() if tag in choice.tags.values()]
-    if places:
-        text = f"{log.place(min(places))}: numbers have decimal commas; read 2,5 as 2.5"
-        log = replace(log, warnings=(*log.warnings, text))
     return replace(log, series=series)
 
 

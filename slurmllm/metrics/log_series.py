@@ -60,7 +60,6 @@ class Log:
     format: LogFormat | None = None  # if its lines have shown it
     lines: Sequence[int] = ()  # number of the line at each position, from 1; 0: unknown
     texts: Mapping[str, TextSeries] = field(default_factory=dict)  # by column
-    commas: Mapping[str, int] = field(default_factory=dict)  # tag → place of a decimal comma
     undecided: frozenset[str] = frozenset()  # tags whose commas may be of thousands or decimals
     val_loss: TagSeries | None = None  # of rows of another split
     invented_steps: str = ""  # why its steps are none that the training counted
@@ -160,11 +159,10 @@ class RowCollector:
         return len(self._lines)
 
     @property
-    def num_losses(self) -> int:
-        """The number of values of the most frequent key that names a loss."""
-        return max(
-            (len(rows) for key, rows in self._rows.items() if "loss" in key.lower()), default=0
-        )
+    def sizes(self) -> tuple[int, int]:
+        """The number of values of the most frequent key that names a loss, and of rows."""
+        losses = [len(rows) for key, rows in self._rows.items() if "loss" in key.lower()]
+        return max(losses, default=0), len(self)
 
     def log(
         self,
@@ -185,7 +183,10 @@ class RowCollector:
                 f"no metrics in {path}: it has no row of numbers; give the log of a training run"
                 + "".join(f" ({warning})" for warning in warnings)
             )
-        commas, undecided = self._decide_commas()
+        undecided, row = self._decide_commas()
+        if row is not None:
+            place = f"{path}:{self._lines[row]}" if self._lines[row] else str(path)
+            warnings = (*warnings, f"{place}: numbers have decimal commas; read 2,5 as 2.5")
         candidates = step_keys(self._rows, tags)
         if not candidates:
             names = [tags["step"]] if "step" in tags else common_names("step")
@@ -228,12 +229,8 @@ class RowCollector:
                     key_rows[has_step], row_steps[index[has_step]], values[has_step]
                 )
         texts = {
-            key: TextSeries(
-                np.frombuffer(positions, dtype=np.int64),
-                np.frombuffer(codes, dtype=np.int64),
-                tuple(codes_of),
-            )
-            for key, (positions, codes, codes_of) in self._texts.items()
+            key: TextSeries(np.array(at), np.array(codes), tuple(codes_of))
+            for key, (at, codes, codes_of) in self._texts.items()
             if len(codes_of) < _MOST_TEXTS
         }
         return Log(
@@ -244,20 +241,19 @@ class RowCollector:
             format=log_format,
             lines=self._lines,
             texts=texts,
-            commas=commas,
             undecided=undecided,
             invented_steps=invented_steps,
         )
 
-    def _decide_commas(self) -> tuple[dict[str, int], frozenset[str]]:
+    def _decide_commas(self) -> tuple[frozenset[str], int | None]:
         """Correct the values of columns with decimal commas, which were read as thousands.
 
         Returns:
-            Those columns, with the first such row, and the columns that are undecided.
+            The columns that are undecided, and the first row with a decimal comma, if any.
         """
         counts = {tag for metric in COUNTS for tag in find_tags(self._commas, common_names(metric))}
         all_marks = {mark for _, marks in self._commas.values() for mark in marks}
-        decimal, undecided = dict[str, int](), set[str]()
+        undecided, rows = set[str](), list[int]()
         for key, (places, marks) in self._commas.items():
             values = np.frombuffer(self._values[key]).copy()
             mark = "point" if key in counts else decimal_mark(values, marks, all_marks)
@@ -267,5 +263,5 @@ class RowCollector:
                 index = np.frombuffer(places, dtype=np.int64)[[mark is None for mark in marks]]
                 values[index] /= 1e3
                 self._values[key] = array("d", values)
-                decimal[key] = self._rows[key][places[0]]
-        return decimal, frozenset(undecided)
+                rows.append(self._rows[key][places[0]])
+        return frozenset(undecided), min(rows, default=None)

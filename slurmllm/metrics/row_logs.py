@@ -81,7 +81,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 labels: list[tuple[str, str]] = []
                 for name, cell in zip(names, cells, strict=False):
                     if cell and name and not name.endswith(_WANDB_RANGE):
-                        number = _parse_cell(name, cell)
+                        number = parse_cell(name, cell)
                         if number is not None:
                             numbers.append((name, number))
                         elif cell.strip().lower() not in _MISSING:
@@ -108,7 +108,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     return rows.log(path, "csv", tags, warnings)
 
 
-def _parse_cell(name: str, cell: str) -> float | None:
+def parse_cell(name: str, cell: str) -> float | None:
     if len(cell) <= LONGEST_NUMBER:
         with suppress(ValueError):
             return float(cell)
@@ -120,7 +120,7 @@ def _new_header(cells: Sequence[str], names: Sequence[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
     shared = len(set(header) & set(names) - {""})
     is_header = 2 * shared >= min(len(header), len(names)) and shared > 1
-    return header if is_header and not any(_parse_cell("", cell) for cell in header) else []
+    return header if is_header and not any(parse_cell("", cell) for cell in header) else []
 
 
 def column_names(

@@ -93,8 +93,8 @@ def _find_resume(
     for tag in find_tags(log.series, ["epoch"])[:1]:
         epochs = log.series[tag]
         earlier, later = (epochs.values[epochs.order < order], epochs.values[epochs.order >= order])
-        if earlier.size and later.size and later[0] >= earlier[-1] > earlier[0]:
-            return _Resume(order, next_step, "epoch", False)
+        if earlier.size and later.size and earlier[0] < later[0] >= earlier[-1]:
+            return _Resume(order, next_step, tag, False)
     goes_on = _goes_on(loss.values[before], loss.values[after])
     return _Resume(order, next_step, "the loss", False) if goes_on else None
 

@@ -10,10 +10,10 @@ import calendar
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,15 @@ _NAME = re.compile(f"%({'|'.join(_NAMES)})")
 _HINT = re.compile(rb"[Ll]oss|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]|\d (?:train|val) ")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
 _BAR = re.compile(r"\|\s*(\d{1,15})/(\d{1,15}|\?) \[")
-_DESCRIBED = re.compile(r"[A-Za-z]:\s{1,9}\d{1,3}%\|")  # of something else: `Loading weights: 5%|`
 # The step next to a row of names and values: `step 10/400`, `iteration: 10`, else `[10/400]`
 _STEPS = (
     re.compile(r"(?i)(?:\b|_)(?:step|iter(?:ation)?|update)s?[ =:\[]{1,3}(\d{1,15})\b"),
     re.compile(r"(?i)(?<!epoch )(?<!epoch: )[\[(](\d{1,15})/\d{1,15}[\])]"),
 )
+_DESCRIBED = re.compile(
+    r"[A-Za-z]:\s{1,3}\d{1,3}%\|"
+)  # a bar of something else: `Loading weights: 5%|`
+_NUMBERED = "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"
 _EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
 
 
@@ -67,11 +70,13 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
         for chunk in iter(partial(stream.read, _CHUNK_BYTES), b""):
             text.read(chunk)
         text.read(b"", last=True)
+    best: _LineReader | None = None
     for reader in text.readers:
         reader.finish()
-    chosen = text.chosen
-    if chosen is not None:
-        return chosen.rows.log(path, "text", tags, warnings, chosen.format, chosen.invented_steps)
+        if best is None or reader.rows.sizes > best.rows.sizes:
+            best = reader
+    if best is not None and len(best.rows):
+        return best.rows.log(path, "text", tags, warnings, best.format, best.invented_steps)
     if pattern is not None:
         raise RunError(
             f"no line of {path} matches --pattern '{pattern}'; check it against a line of the log "
@@ -85,40 +90,29 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
 
 
 class TextReader:
-    """The readers of a text, which comes in pieces: one for each format and rank.
+    """The readers of a text, by rank and format, which comes in pieces.
 
     Args:
         pattern: The user's, with a named group for each metric.
         framework: Only this one's lines, if it has lines of its own.
-        make_rows: Makes what holds the rows of a format.
     """
 
-    def __init__(
-        self,
-        pattern: str | None = None,
-        framework: str | None = None,
-        make_rows: Callable[[], RowCollector] = RowCollector,
-    ) -> None:
+    def __init__(self, pattern: str | None = None, framework: str | None = None) -> None:
         if pattern is not None:
             check_pattern(pattern)
         formats = _line_formats() if pattern is None else [(None, [LineFormat(head=pattern)])]
-        fitting = [entry for entry in formats if entry[0] and entry[0].name == framework]
-        self._formats = [(*entry, make_rows()) for entry in fitting or formats]
+        named = [pair for pair in formats if pair[0] is not None and pair[0].name == framework]
+        self._formats = named or formats
+        self.rows = [RowCollector() for _ in self._formats]  # by format, of all ranks
         self._by_rank: dict[str, list[_LineReader]] = {}
         self._latest: dict[str, _LineReader] = {}  # of each rank, the one that read a line
-        self._whole = pattern is not None  # lines are read as they are
+        self._whole = pattern is not None
         self._number, self._rest, self._rank = 1, b"", ""
         self._continued = False  # a progress bar that overwrites itself has its rank once
 
     @property
     def readers(self) -> list[_LineReader]:
         return [reader for readers in self._by_rank.values() for reader in readers]
-
-    @property
-    def chosen(self) -> _LineReader | None:
-        """The reader with the most losses; None if none has rows."""
-        most = max(self.readers, key=_row_counts, default=None)
-        return most if most is not None and len(most.rows) else None
 
     def read(self, chunk: bytes, last: bool = False) -> None:
         """Read the lines that are complete, at the `last` call also one without an end."""
@@ -128,7 +122,8 @@ class TextReader:
         self._rest = b"" if whole else lines.pop()[: _LONGEST_LINE + 1]
         for line in lines:
             open_rows = any(reader.row for reader in self._latest.values())
-            if self._whole or ((open_rows or _HINT.search(line)) and len(line) <= _LONGEST_LINE):
+            is_read = self._whole or open_rows or _HINT.search(line)
+            if is_read and len(line) <= _LONGEST_LINE:
                 self._read_line(printable(line.decode("utf-8-sig", "replace").rstrip("\r\n")))
             self._continued = not line.endswith(b"\n")
             self._number += not self._continued
@@ -140,7 +135,7 @@ class TextReader:
             rank = self._rank = name or (self._rank if self._continued else "")
             stamp = text[:100]
         if rank not in self._by_rank:
-            self._by_rank[rank] = [_make_reader(*entry, rank) for entry in self._formats]
+            self._by_rank[rank] = _line_readers(self._formats, self.rows, rank)
         readers: Sequence[_LineReader] = self._by_rank[rank]
         if rank in self._latest and not self._latest[rank].is_general:
             readers = (self._latest[rank], *readers)
@@ -164,8 +159,6 @@ class _LineReader:
 
     A step that is not in the head is among the names and values, or that of a progress bar.
     """
-
-    numbered = False  # whether nothing shows the steps: rows are counted
 
     def __init__(
         self,
@@ -203,8 +196,8 @@ class _LineReader:
             if values is None and not self.row:
                 continue
             texts = [] if pair is None else pair.findall(line)
-            parsed = ((name.strip(), parse_value(name, value)) for name, value in texts)
-            pairs = {name: value for name, value in parsed if value is not None}
+            numbers = ((name.strip(), parse_value(name, value)) for name, value in texts)
+            pairs = {name: number for name, number in numbers if number is not None}
             if values is not None:
                 self.end_row()
                 self.row, self._number = pairs | values, number
@@ -225,11 +218,6 @@ class _LineReader:
         if row:
             self.add(row, self._number)
 
-    def settle(self, last: bool = False) -> None:
-        """Add rows that later lines do not change, while the log grows; `last`: all of them."""
-        if last:
-            self.end_row()
-
     def _step_of_bar(self, row: Numbers) -> float:
         """Return the step that a bar with a loss is at, which may begin anew with each epoch."""
         count, epoch, total = row.pop("bar"), row.pop("epoch", None), row.pop("total", math.inf)
@@ -249,6 +237,11 @@ class _LineReader:
 
     def add(self, row: Numbers, number: int) -> None:
         self.rows.add(row.items(), number, self._texts)
+
+    def settle(self, last: bool = False) -> None:
+        """Add rows that later lines do not change, while the log grows; `last`: all of them."""
+        if last:
+            self.end_row()
 
     def finish(self) -> None:
         """Add rows that depend on lines after them."""
@@ -279,7 +272,7 @@ class _TrainerReader(_LineReader):
                     self._found[-1][0]["bar"] = self._count
                 self._open = False
         matches = super().read(line, number, stamp)
-        if self._number == number and self.row and not step_keys(self.row, {}):
+        if self._number == number and self.row and not _has_step(tuple(self.row)):
             outside = f"{line.partition('{')[0]} {line.rpartition('}')[2]}"
             if step := next(filter(None, (step.search(outside) for step in _STEPS)), None):
                 self.row["step"] = float(step[1])
@@ -297,17 +290,17 @@ class _TrainerReader(_LineReader):
             row, number = self._found.pop(0)
             count = row.pop("bar")
             self._logged += "loss" in row
-            if step_keys(row, {}):
+            if _has_step(tuple(row)):
                 self.format = None  # another framework's
             else:
-                self.numbered = math.isnan(count)
-                row["step"] = self._logged if self.numbered else count
+                self.invented_steps = _NUMBERED if math.isnan(count) else ""
+                row["step"] = self._logged if math.isnan(count) else count
             self.add(row, number)
         self._open = self._open and bool(self._found)
 
     def finish(self) -> None:
         self.end_row()
-        have_steps = any(step_keys(row, {}) for row, _ in self._found)
+        have_steps = any(_has_step(tuple(row)) for row, _ in self._found)
         self.format = None if have_steps else self.format  # another framework's
         counts = [row["bar"] for row, _ in self._found if "loss" in row]
         by_bar = not any(map(math.isnan, counts)) and all(a != b for a, b in pairwise(counts))
@@ -319,23 +312,19 @@ class _TrainerReader(_LineReader):
                 row["step"] = count if by_bar and not math.isnan(count) else logged
             self.add(row, number)
         if self._found and not (have_steps or by_bar):
-            self.invented_steps = (
-                "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"
-            )
+            self.invented_steps = _NUMBERED
 
 
-def _row_counts(reader: _LineReader) -> tuple[int, int]:
-    return reader.rows.num_losses, len(reader.rows)
+@lru_cache
+def _has_step(names: tuple[str, ...]) -> bool:
+    return bool(step_keys(names, {}))
 
 
 def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers | None:
     """Return the values of a line's head, and its time; None if the step is not a number."""
     groups = {name: text for name, text in match.groupdict().items() if text is not None}
-    values = Numbers()
-    for name, text in groups.items():
-        number = parse_number(text)
-        if number is not None:  # the user's group may be no number
-            values[name] = number
+    numbers = ((name, parse_number(text)) for name, text in groups.items())
+    values = {name: number for name, number in numbers if number is not None}
     if "step" in match.re.groupindex:
         if "step" not in values:
             return None
@@ -369,11 +358,17 @@ def _line_formats() -> list[tuple[LogFormat | None, list[LineFormat]]]:
     ]
 
 
-def _make_reader(
-    log_format: LogFormat | None, lines: Sequence[LineFormat], rows: RowCollector, rank: str
-) -> _LineReader:
-    kind = _TrainerReader if lines[0].step_of_bar else _LineReader
-    return kind(log_format, lines, rows, rank)
+def _line_readers(
+    formats: Iterable[tuple[LogFormat | None, list[LineFormat]]],
+    rows: Iterable[RowCollector],
+    rank: str,
+) -> list[_LineReader]:
+    return [
+        (_TrainerReader if lines[0].step_of_bar else _LineReader)(
+            log_format, lines, collector, rank
+        )
+        for (log_format, lines), collector in zip(formats, rows, strict=True)
+    ]
 
 
 def check_pattern(pattern: str, option: str = "--pattern") -> None:

@@ -12,7 +12,7 @@ from slurmllm.errors import RunError
 from slurmllm.metrics.line_prefixes import split_prefix
 from slurmllm.metrics.log_series import RowCollector
 from slurmllm.metrics.source import read_curve
-from slurmllm.metrics.text_logs import _line_formats, _make_reader
+from slurmllm.metrics.text_logs import _line_formats, _line_readers
 from slurmllm.run.error_patterns import table
 from tests.metrics.test_formats import LINES, OTHER_LINES
 
@@ -51,7 +51,7 @@ def test_formats_take_linear_time(name: str, line: str) -> None:
     own = [f for f in formats if f[0] is None or f[1][0].step_of_bar or f[0].name == name]
     for text in long_lines(line.format(step=7).split("\n")[0], LONG // 4):
         split_prefix(text)
-        for reader in [_make_reader(*entry, RowCollector(), "") for entry in own]:
+        for reader in _line_readers(own, [RowCollector() for _ in own], ""):
             start = time.process_time()
             reader.read(text, 1, text[:100])
             took = time.process_time() - start

@@ -102,7 +102,7 @@ def test_rows_of_splits(name: str, train: str, evaluation: str, write: WriteLog)
     column, _, value = evaluation.replace('"', "").partition(": ")
     chosen = read_curve(path, where={column: value})
     assert chosen.columns["loss"].tolist() == [9.5] * 4
-    for where, message in (({"spilt": "val"}, "no column 'spilt'"), ({column: "x"}, "no row has")):
+    for where, message in (({"spilt": "val"}, "no column 'spilt'"), ({column: "x"}, "no row with")):
         with pytest.raises(RunError, match=message):
             read_curve(path, where=where)
 
@@ -233,6 +233,9 @@ PREFIXES = {
     "0: [default{rank}]:": None,
     "Nov 27 12:00:0{rank} n1 python[123]: ": "",
     "2026-11-27T12:00:00+0100 n1 slurmd[1]: ": "",
+    "Nov 27 12:00:00.123456 n1 python[123]: ": "",
+    "Fri 2026-11-27 12:00:00 UTC n1 python[123]: ": "",
+    "1795406440.214000 n1 train.sh[123]: ": "",
     "2026-11-27T12:00:00.123456789Z ": "",
     "2026-11-27T12:00:00.1Z stdout F ": "",
 }
@@ -268,6 +271,19 @@ def test_lines_behind_prefixes(prefix: str, body: str, write: WriteLog) -> None:
     np.testing.assert_allclose(second.columns["loss"], np.array(LOSSES) + 0.5)
 
 
+def test_what_is_no_prefix(write: WriteLog) -> None:
+    for prefix in (
+        "2026-01-01 10:00:00 ",
+        "[2026-01-01 10:00:00,123] ",
+        "2026-01-01 10:00:00,1 - ",
+    ):
+        lines = [f"{prefix}iter {step}: loss {loss}, time 1ms" for step, loss in points()]
+        curve = check(read_curve(write("x.log", *lines)))
+        assert curve.columns["time"][0] > 1.7e9
+    assert split_prefix("2026-01-01 10:00:00 INFO loss: 2.5") == ("", "INFO loss: 2.5")
+    assert split_prefix("step1: 2.5") == ("", "step1: 2.5")
+
+
 def test_ranks_in_rows(write: WriteLog) -> None:
     rows = [
         json.dumps({"step": step, "rank": rank, "loss": loss + rank})
@@ -275,6 +291,16 @@ def test_ranks_in_rows(write: WriteLog) -> None:
         for rank in (2, 0, 1)
     ]
     assert "read rank=0" in check(read_curve(write("x.jsonl", *rows))).warnings[0]
+
+
+def test_ranks_whose_counter_begins_again_each_epoch(write: WriteLog) -> None:
+    lines = [
+        f"Epoch: {(step - 1) // 10}, Step: {(step - 1) % 10}, Rank: {rank}, loss = {loss + rank}"
+        for step, loss in points()
+        for rank in (1, 0)
+    ]
+    curve = check(read_curve(write("x.log", *lines)), range(40))
+    assert "Epoch goes on" in curve.invented_steps
 
 
 def test_megatrons_test_set_is_no_validation(write: WriteLog) -> None:
@@ -342,5 +368,6 @@ def test_numbers() -> None:
         np.testing.assert_equal(parse_number(text), number)
     for text in ("1,2,3", "", "K", "12,34.5", "x", "1" * 41, "tensor(x)", "1.2.3"):
         assert parse_number(text) is None
-    number = parse_number("2,345")
-    assert (number, type(number), getattr(number, "mark", 0)) == (2345.0, CommaNumber, None)
+    undecided = parse_number("2,345")
+    assert isinstance(undecided, CommaNumber)
+    assert (undecided, undecided.mark) == (2345.0, None)
