@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slurmllm.compare.comparison import BasisKind, Comparison
     from slurmllm.config.resolve import RunConfig
     from slurmllm.metrics.curves import Axis, Curve
+    from slurmllm.metrics.numbers import DecimalMark
     from slurmllm.plan.output import Plan
     from slurmllm.plan.recipe_plan import Rank
     from slurmllm.status.runs import RunState, RunStates
@@ -163,7 +164,8 @@ def submit_run(
         reason = read_status(str(run.path)).reason or f"exit code {code}"
         fix = f"`slurmllm logs {run.name}` shows more, `slurmllm resume {run.name}` continues"
         kinds = (errors.UserError, errors.InfrastructureError, errors.StorageError)
-        by_code = {kind.exit_code: kind for kind in (*kinds, errors.DivergenceError)}
+        of_code = (errors.DivergenceError, errors.OutOfMemoryError)
+        by_code = {kind.exit_code: kind for kind in (*kinds, *of_code)}
         raise by_code.get(code, errors.CodeError)(f"{run.name} stopped: {reason}; {fix}")
     return run
 
@@ -202,6 +204,8 @@ def read_curves(
     *,
     tags: Mapping[str, str] | None = None,
     pattern: str | None = None,
+    where: Mapping[str, str] | None = None,
+    decimal: DecimalMark | None = None,
     runs_dir: str | Path | None = None,
 ) -> Curve:
     """Return the metrics of a run by step, or of another framework's log.
@@ -210,6 +214,8 @@ def read_curves(
         run: A run's name or directory, or a file or folder as `slurmllm compare` takes it.
         tags: Of another framework's log: metric → tag, column or key that holds it.
         pattern: Of a text log: regular expression of a line, with a named group for each metric.
+        where: Of another framework's log: column → the value of the rows to read.
+        decimal: Of numbers such as 2,345: `comma` or `point`.
 
     Examples:
         >>> curves = slurmllm.read_curves("first")
@@ -219,7 +225,8 @@ def read_curves(
     from slurmllm.metrics.source import locate, read_curve
     from slurmllm.run.rundir import runs_root
 
-    return read_curve(locate(str(run), runs_root(runs_dir)), tags, lenient=True, pattern=pattern)
+    path = locate(str(run), runs_root(runs_dir))
+    return read_curve(path, tags, lenient=True, pattern=pattern, where=where, decimal=decimal)
 
 
 def compare_runs(
@@ -237,7 +244,7 @@ def compare_runs(
     Args:
         a: The reference.
         tolerance: Relative tolerance of the loss; by default 1e-3, or what the precisions allow.
-        exact: Require bit-identical values.
+        exact: Require bit-identical values, without a tolerance.
         by: What points are aligned by: `step`, `tokens` or `samples`.
         seeds: Runs as `a` with other seeds, whose spread is the tolerance.
 
@@ -254,6 +261,9 @@ def compare_runs(
 
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise errors.UserError(f"tolerance {tolerance:g}: give 0 or more, such as 1e-3")
+    limits_of_user = {"tolerance": tolerance is not None, "exact": exact, "seeds": bool(seeds)}
+    if len(names := [name for name, is_given in limits_of_user.items() if is_given]) > 1:
+        raise errors.UserError(f"{' and '.join(names)} exclude each other; give one of them")
     first, second, *others = (
         run if isinstance(run, Curve) else read_curves(run, runs_dir=runs_dir)
         for run in (a, b, *seeds)

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -103,6 +103,31 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def inputs(stdlib: tuple[Path, Path]) -> tuple[str, ...]:
     """Corpus and tokenizer as --set options."""
     return (f"--set=data.corpus={stdlib[0]}", f"--set=data.tokenizer={stdlib[1]}")
+
+
+@pytest.fixture(scope="session")
+def layouts_searched_once() -> Iterator[None]:
+    """Search the layouts of a request once: many tests of `plan` ask for the same."""
+    from slurmllm.config.resolve import RunConfig
+    from slurmllm.plan import fit_check, nearest, recipe_plan
+    from slurmllm.plan.search import SearchResult, Unsupported, search
+
+    results: dict[tuple[object, ...], SearchResult] = {}
+
+    def search_once(
+        config: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str] = ()
+    ) -> SearchResult:
+        key = (repr(vars(config)), nodes, unsupported, *fixed)
+        if key not in results:
+            results[key] = search(config, nodes, unsupported, fixed)
+            if len(results) > 64:  # each may have 2,000 layouts
+                del results[next(iter(results))]
+        return results[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (fit_check, nearest, recipe_plan):
+            patch.setattr(module, "search", search_once)
+        yield
 
 
 class DevCluster:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 
 if TYPE_CHECKING:
     from slurmllm.compare.comparison import Comparison, Overlap, Side
@@ -32,6 +32,8 @@ class _Choices:
     by: Literal["step", "tokens", "samples"]
     tags: tuple[str, ...]
     patterns: tuple[str, ...]
+    wheres: tuple[str, ...]
+    decimals: tuple[str, ...]
     shifts: tuple[str, ...]
     from_step: int | None
     to_step: int | None
@@ -53,7 +55,7 @@ class _Choices:
 
 
 @click.command(
-    cls=options.GroupedCommand,
+    cls=commands.GroupedCommand,
     common="tolerance grad-norm-tolerance require exact seed from-step to-step plot json",
 )
 @click.argument("a", shell_complete=options.complete_run)
@@ -102,6 +104,8 @@ class _Choices:
 )
 @options.tags
 @options.patterns
+@options.wheres
+@options.decimals
 @click.option(
     "--shift",
     "shifts",
@@ -233,24 +237,37 @@ def _read(
     from slurmllm.metrics.source import locate, read_curve
 
     sources = (*runs, *choices.seeds)
-    tags, patterns = options.source_options(choices.tags, choices.patterns, len(sources))
+    of_logs = (choices.tags, choices.patterns, choices.wheres, choices.decimals)
+    arguments = options.source_options(*of_logs, len(sources))
     paths = [locate(source, runs_dir) for source in sources]
     with ThreadPoolExecutor(max_workers=2) as pool:  # the parsers release the GIL
         reading = pool.map(
-            lambda path, mapping, pattern: read_curve(
-                path, mapping, lenient=not choices.exact, pattern=pattern
-            ),
+            lambda path, options: read_curve(path, lenient=not choices.exact, **options),
             paths,
-            tags,
-            patterns,
+            arguments,
         )
         # These imports take half a second, during which the threads read.
         import_module("slurmllm.compare.compare")
         if not choices.no_plot:
             import_module("slurmllm.compare.plot")
         curves = list(reading)
-    options.refuse_unused(curves, [*choices.tags, *choices.patterns])
+    options.refuse_unused(curves, [value for values in of_logs for value in values])
+    _refuse_invented_steps(curves, choices)
     return curves[: len(runs)], curves[len(runs) :]
+
+
+def _refuse_invented_steps(curves: Sequence[Curve], choices: _Choices) -> None:
+    """Raise UserError if points are required to match, but a log does not have their steps."""
+    from slurmllm.errors import UserError
+
+    option = "--exact" if choices.exact else f"--require {choices.require}"
+    invented = [curve for curve in curves if curve.invented_steps]
+    if invented and option in ("--exact", "--require identical", "--require match"):
+        raise UserError(
+            f"{option}: the steps of {invented[0].name} are invented, so that its points are not "
+            f"those of the other run: {invented[0].invented_steps}; leave out {option}, or give a "
+            "log with steps"
+        )
 
 
 def _compare(

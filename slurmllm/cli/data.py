@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 from slurmllm.cli.fetch import fetch
 from slurmllm.cli.inspect import inspect
 
@@ -35,6 +35,7 @@ class Inputs(NamedTuple):
     text_by: Any
     text_key: str
     skip_bad: bool
+    zstd_long: int
 
     def find(self, exclude: list[Path]) -> list[InputFile]:
         """Find the files named by the arguments and --files-from; at least one is required."""
@@ -55,7 +56,7 @@ class Inputs(NamedTuple):
         from slurmllm.corpus.options import ReadOptions
 
         keys = (self.text_key, prompt_key, completion_key, messages_key)
-        return ReadOptions(self.text_by, *keys, skip_bad=self.skip_bad)
+        return ReadOptions(self.text_by, *keys, skip_bad=self.skip_bad, zstd_long=self.zstd_long)
 
 
 _INPUT_OPTIONS = (
@@ -89,6 +90,13 @@ _INPUT_OPTIONS = (
     click.option(
         "--skip-bad", is_flag=True, help="Skip and count unreadable input instead of failing."
     ),
+    click.option(
+        "--zstd-long",
+        type=click.IntRange(10, 31),
+        default=27,
+        show_default=True,
+        help="Largest window of .zst files, as in `zstd --long`: 31 takes 2 GiB per process.",
+    ),
     click.option("--overwrite", is_flag=True, help="Replace --out if it exists."),
     options.as_json,
 )
@@ -107,7 +115,7 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_inputs
 
 
-@click.group(cls=options.Verbs)
+@click.group(cls=commands.Verbs)
 def data() -> None:
     """Fetch, build and inspect the corpus that training reads."""
 
@@ -117,7 +125,7 @@ data.add_command(inspect)
 
 
 @data.command(
-    cls=options.GroupedCommand,
+    cls=commands.GroupedCommand,
     common="format text-key overwrite prompt-key completion-key messages-key workers slurm out",
 )
 @input_options

@@ -1,10 +1,10 @@
-"""`slurmllm drill RUN`: inject faults into copies of a run and check that they recover."""
+"""`slurmllm drill RUN|RECIPE`: inject faults into copies of a run and check that they recover."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slurmllm.compare.comparison import Tolerances
+    from slurmllm.config.resolve import RunConfig
     from slurmllm.drill.checks import DrillReport, DrillResult
     from slurmllm.drill.drill import Drill
     from slurmllm.drill.plan import DrillPlan
+    from slurmllm.run.records import Submission
     from slurmllm.run.rundir import RunDir
 
 _HEADINGS = (
@@ -24,23 +26,36 @@ _HEADINGS = (
     *("cache", "launch", "start-up", "first step", "verdict"),
 )
 
-_LONGEST = ("first_node", "", "advance_signal", *[""] * len(_HEADINGS[3:]))
+# Of another project's trainer
+_TRAINER_HEADINGS = (*_HEADINGS[:5], "from step", "resume")
+_LONGEST = ("first_node", "", "storage_failure", *[""] * len(_HEADINGS[3:]))
 _Pause = contextlib.AbstractContextManager[None]
 
 
+class _Subject(NamedTuple):
+    run: RunDir  # of a recipe: a directory that does not exist
+    config: RunConfig
+    last: Submission | None
+    overrides: Sequence[str]  # that are not in the configuration
+
+
 @click.command()
-@click.argument("run", shell_complete=options.complete_run)
+@click.argument("run", metavar="RUN|RECIPE", shell_complete=options.complete_run)
+@click.option("--command", hidden=True)  # what follows `--`
 @click.option(
     "--kinds",
     default="all",
     show_default=True,
-    help="worker, node, first_node, time_limit, save, hang, separated by commas; or all.",
+    help="worker, node, first_node, time_limit, save, hang, and of other projects' trainers "
+    "terminate, full_disk, separated by commas; or all.",
 )
 @click.option(
     "--steps",
     type=int,
-    help="Steps of each copy, which saves three checkpoints.  [default: from the run's step time]",
+    help="Steps of each copy, which saves three checkpoints; another project's trainer is ended "
+    "there.  [default: from the run's step time]",
 )
+@options.cluster
 @options.node_count(type=int, help="Nodes of each copy.  [default: as the run]")
 @click.option("--local", is_flag=True, help="Run the copies on this machine, without Slurm.")
 @click.option("--seed", default=0, show_default=True, help="Random seed of step and worker.")
@@ -59,6 +74,8 @@ def drill(
     ctx: click.Context,
     /,
     run: str,
+    command: str | None,
+    cluster: str | None,
     nodes: int | None,
     local: bool,
     keep: bool,
@@ -73,31 +90,36 @@ def drill(
     configuration and number of nodes, one after the other; their curves must be bit-identical
     to that of a copy without a fault. RUN gets a report, and is otherwise only read.
 
+    Of a trainer of another project, RECIPE or `-- COMMAND …` may take the place of RUN: does it
+    resume exactly, and what does it lose?
+
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
     """
     from slurmllm.drill.drill import Drill
     from slurmllm.drill.plan import why_no_reference
     from slurmllm.drill.runner import LocalRunner, SlurmRunner
     from slurmllm.errors import EXIT_NEGATIVE
-    from slurmllm.run.rundir import find_run
     from slurmllm.slurm.client import SlurmClient
 
     tolerances, client = _tolerances(tolerance), SlurmClient()
-    plan = _plan(find_run(run, runs_dir), nodes, local, **planned)
-    reason = why_no_reference(plan, planned["overrides"])
+    subject = _find(run, runs_dir, cluster, local, command, planned["overrides"])
+    plan = _plan(subject, nodes, local, **{**planned, "overrides": subject.overrides})
+    reason = why_no_reference(plan, subject.overrides)
     runner = LocalRunner() if plan.local else SlurmRunner(client)
     if not as_json:
         source = f"a separate run, because {reason}" if reason else f"{plan.run.name} itself"
+        text = f"{plan.steps} steps each, a checkpoint every {plan.every_steps}"
+        if plan.trainer is not None:
+            text, source = f"{plan.steps or 'all'} steps each", "two separate runs, for their noise"
         click.echo(
-            f"drill      {', '.join(plan.kinds)}: {plan.steps} steps each, a checkpoint every "
-            f"{plan.every_steps}, {plan.nodes} node(s)\nreference  {source}"
+            f"drill      {', '.join(plan.kinds)}: {text}, {plan.nodes} node(s)\nreference  {source}"
         )
-        _echo_row(None)
+        _echo_row(None, plan.trainer is not None)
     with _progress() as (progress, pause):
 
         def show(result: DrillResult) -> None:
             with pause():
-                _echo_row(result)
+                _echo_row(result, plan.trainer is not None)
 
         shown = (lambda result: None) if as_json else show
         drilling = Drill(plan, runner, client, tolerances, reason is None, progress, shown)
@@ -122,17 +144,49 @@ def _tolerances(tolerance: float | None) -> Tolerances:
     return Tolerances(loss=tolerance, grad_norm=tolerance)
 
 
-def _plan(run: RunDir, nodes: int | None, local: bool, *, kinds: str, **planned: Any) -> DrillPlan:
+def _find(
+    name: str,
+    runs_dir: Path,
+    cluster: str | None,
+    local: bool,
+    command: str | None,
+    overrides: Sequence[str],
+) -> _Subject:
+    """Return the run, or the recipe with a command, of which copies are made."""
+    from slurmllm.cli.command_line import command_settings
     from slurmllm.config.load import load
-    from slurmllm.drill.plan import make_plan, parse_kinds
+    from slurmllm.config.profiles import TRAINERS, available
+    from slurmllm.config.resolve import local_cluster, recipes_dir, resolve
     from slurmllm.errors import RunError
     from slurmllm.run.records import JobsRecord
+    from slurmllm.run.rundir import RunDir, find_run, is_run
+    from slurmllm.submit.inputs import with_folder
+
+    names = name in available(recipes_dir()) or name.startswith(f"{TRAINERS}/")
+    is_recipe = names or name.endswith((".yaml", ".yml"))
+    if command is None and (not is_recipe or is_run(runs_dir / name)):
+        run = find_run(name, runs_dir)
+        return _Subject(run, load(run.config, trusted=True), JobsRecord.of(run).last, overrides)
+    config = resolve(name, local_cluster(cluster, local), overrides, command_settings(command))
+    if config.recipe.command is None:
+        raise RunError(
+            f"{name} is a recipe without a command: `slurmllm submit {name} --smoke`, then "
+            "`slurmllm drill` with the name of that run"
+        )
+    return _Subject(RunDir(runs_dir / config.recipe.name), with_folder(config), None, ())
+
+
+def _plan(
+    subject: _Subject, nodes: int | None, local: bool, *, kinds: str, **planned: Any
+) -> DrillPlan:
+    from slurmllm.drill.plan import make_plan, parse_kinds
+    from slurmllm.errors import RunError
 
     if nodes is not None and nodes < 1:
         raise RunError(f"--nodes {nodes}: must be 1 or more")
-    count, here = options.nodes_and_mode(JobsRecord.of(run).last, nodes, local)
-    config = load(run.config, trusted=True)
-    return make_plan(run, config, count, here, parse_kinds(kinds, count), **planned)
+    count, here = options.nodes_and_mode(subject.last, nodes, local)
+    chosen = parse_kinds(kinds, count, subject.config.recipe.command is not None)
+    return make_plan(subject.run, subject.config, count, here, chosen, **planned)
 
 
 def _run(drilling: Drill, keep: bool) -> DrillReport:
@@ -189,21 +243,33 @@ def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[], _Pause]]]:
 def _print(report: DrillReport) -> None:
     if report.kept:
         click.echo(f"kept: {', '.join(report.kept)}")
-    if report.passed:
-        count = len(report.drills)
+    count = len(report.drills)
+    if report.repeat is not None:
+        passed = [result for result in report.drills if result.passed]
+        lost = max((result.steps_lost or 0 for result in report.drills), default=0)
+        times = [result.recovery.total_s for result in report.drills if result.recovery]
+        exact = all(result.resume and result.resume.verdict == "exact" for result in passed)
+        click.echo(
+            f"{report.run} resumes {'exactly' if exact else 'within the noise'} after "
+            f"{len(passed)} of {count} faults: up to {lost} steps lost, "
+            f"{max(times, default=0.0):.1f} s to the next step"
+        )
+    elif report.passed:
         click.echo(f"{report.run} recovers from {count} of {count}: curves match the reference")
-    else:
+    if not report.passed:
         failed = [result.run for result in report.drills if not result.passed]
         click.echo(f"failed: see `slurmllm status {failed[0]}` and `slurmllm logs {failed[0]}`")
 
 
-def _echo_row(result: DrillResult | None) -> None:
+def _echo_row(result: DrillResult | None, of_trainer: bool = False) -> None:
     """Print the row of a copy that has ended, with its faults; None: the headings."""
     from slurmllm.display.tables import Column, fitted
 
     # The widths are those of the longest usual row: the later rows are not known yet.
-    rows = [_LONGEST] if result is None else [_LONGEST, _row(result)]
-    heading, _, *lines = fitted([Column(name) for name in _HEADINGS], rows, 0).lines
+    headings = _TRAINER_HEADINGS if of_trainer else _HEADINGS
+    rows = [_LONGEST] if result is None else [_LONGEST, _row(result, of_trainer)]
+    rows = [row[: len(headings)] for row in rows]
+    heading, _, *lines = fitted([Column(name) for name in headings], rows, 0).lines
     if result is None:
         click.echo(click.style(heading, bold=True))
         return
@@ -211,7 +277,7 @@ def _echo_row(result: DrillResult | None) -> None:
         click.echo(text)
 
 
-def _row(result: DrillResult) -> tuple[str, ...]:
+def _row(result: DrillResult, of_trainer: bool) -> tuple[str, ...]:
     seconds = [""] * 8
     if result.recovery is not None:
         total_s, *phases = result.recovery.model_dump().values()  # in the order of the columns
@@ -221,6 +287,14 @@ def _row(result: DrillResult) -> tuple[str, ...]:
         "" if result.at_step is None else str(result.at_step),
         result.ending or "",
         "" if result.steps_lost is None else str(result.steps_lost),
-        *seconds,
+        *(_resume_cells(result, seconds[0]) if of_trainer else seconds),
         "exact" if result.passed else "failed",
     )
+
+
+def _resume_cells(result: DrillResult, seconds: str) -> tuple[str, str, str]:
+    if (resume := result.resume) is None:
+        return seconds, "", "failed"
+    by_hand = ", resumed by hand" if resume.by_hand else ""
+    from_step = "" if resume.from_step is None else str(resume.from_step)
+    return seconds, from_step, f"{resume.text} ({resume.confidence}){by_hand}"

@@ -35,6 +35,8 @@ def _number(name: str, default: float, text: str) -> Callable[[Any], Any]:
 @_number("--min-gap", 1, "Spikes with fewer normal steps between them are merged.")
 @options.tags
 @options.patterns
+@options.wheres
+@options.decimals
 @options.from_step
 @options.to_step
 @options.plot(".  [default: <run>/reports/spikes-<run>.png, one per run]")
@@ -47,6 +49,8 @@ def spikes(
     metric: str,
     tags: tuple[str, ...],
     patterns: tuple[str, ...],
+    wheres: tuple[str, ...],
+    decimals: tuple[str, ...],
     from_step: int | None,
     to_step: int | None,
     plot: str | None,
@@ -71,12 +75,12 @@ def spikes(
     from slurmllm.spikes.detection import analyze, select_steps
 
     options.check_picture(plot, no_plot)
-    mappings, expressions = options.source_options(tags, patterns, len(sources))
+    arguments = options.source_options(tags, patterns, wheres, decimals, len(sources))
     logs = [
-        read_curve(locate(source, runs_dir), mapping, lenient=True, pattern=pattern)
-        for source, mapping, pattern in zip(sources, mappings, expressions, strict=True)
+        read_curve(locate(source, runs_dir), lenient=True, **of_source)
+        for source, of_source in zip(sources, arguments, strict=True)
     ]
-    options.refuse_unused(logs, [*tags, *patterns])
+    options.refuse_unused(logs, [*tags, *patterns, *wheres, *decimals])
     curves = [select_steps(curve, from_step, to_step) for curve in logs]
     chosen = None if metric == "all" else cast("Metric", metric)
     runs = [analyze(curve, metric=chosen, **definition) for curve in curves]

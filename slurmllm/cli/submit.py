@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 from slurmllm.cli import sweep as sweeps
 from slurmllm.cli.nodes import include_nodes, include_option
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    cls=options.GroupedCommand,
+    cls=commands.GroupedCommand,
     common="nodes name set cluster data fetch smoke steps dry-run local",
 )
 @click.argument("recipe", shell_complete=options.complete_recipe)
@@ -299,7 +299,7 @@ def run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
 
 
 @click.command(
-    cls=options.GroupedCommand, common="nodes cluster set from-scratch include dry-run local"
+    cls=commands.GroupedCommand, common="nodes cluster set from-scratch include dry-run local"
 )
 @click.argument("run", shell_complete=options.complete_run)
 @options.nodes(help="Number of nodes, or a range.  [default: as before]")

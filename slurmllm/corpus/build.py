@@ -279,7 +279,7 @@ def _make_manifest(
     for ending, (size, sha256) in joined.files.items():
         outputs |= {f"{ending}_bytes": size, f"{ending}_sha256": sha256}
     settings = asdict(options.read) | {"dedup": options.dedup}
-    del settings["skip_bad"]  # no part of the content: what was skipped is counted
+    del settings["skip_bad"], settings["zstd_long"]  # what was skipped is counted
     return CorpusManifest(
         **outputs,
         **settings,

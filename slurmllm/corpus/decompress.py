@@ -6,25 +6,26 @@ stream raises an OSError with every compression.
 
 from __future__ import annotations
 
+import bz2
 import functools
 import io
 import lzma
-from collections.abc import Iterator
+import sys
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
-import pyarrow as pa
 import xxhash
 
-from slurmllm.corpus.inputs import InputFile
+from slurmllm.corpus.inputs import Compression, InputFile
+from slurmllm.corpus.options import MOST_ZSTD_LONG, ZSTD_LONG
 
 # Bytes requested of a decompressor at once: an error loses no more text than this.
 _STEP_BYTES = 64 << 10
 _PACKED_STEP_BYTES = 64 << 10
-
-
-class _Decompressed(Protocol):
-    def read(self, nbytes: int, /) -> bytes: ...
+# A few kilobytes can unpack to terabytes of line ends.
+_MOST_BLANK_BYTES = 1 << 30
 
 
 class OpenedInput(io.RawIOBase):
@@ -32,20 +33,18 @@ class OpenedInput(io.RawIOBase):
 
     Attributes:
         file: The file.
+        zstd_long: Largest window of zstd streams, as log2 of its bytes.
         mapped_bytes: Position of a reader that maps the file instead of reading it here.
+        blank_bytes: Bytes decompressed since the last document, which the reader sets to 0.
     """
 
-    def __init__(self, file: InputFile) -> None:
-        self.file = file
-        self.mapped_bytes = 0
+    def __init__(self, file: InputFile, zstd_long: int = ZSTD_LONG) -> None:
+        self.file, self.zstd_long = file, zstd_long
+        self.mapped_bytes = self.blank_bytes = 0
         self._raw = _HashedFile(file)
-        self._stream: _Decompressed = self._raw
-        if file.compression == "xz":
-            self._stream = _XzStreams(self._raw)
-        elif file.compression is not None:
-            # Arrow's decompressors raise at a cut stream, which Python's zstandard ignores.
-            packed = pa.PythonFile(self._raw, "r")
-            self._stream = pa.CompressedInputStream(packed, file.compression)
+        self._streams = None
+        if file.compression is not None:
+            self._streams = _Streams(self._raw, file.compression, zstd_long)
         self._error: OSError | None = None
         self._ahead: Future[bytes] | None = None
 
@@ -68,14 +67,19 @@ class OpenedInput(io.RawIOBase):
         Raises:
             OSError: the rest of the file cannot be read.
         """
-        if self.file.compression is None:
+        if self._streams is None:
             return self._raw.read(size)
         if self._error is not None:
             raise self._error
         parts: list[bytes] = []
         while size > 0:
             try:
-                part = self._stream.read(min(size, _STEP_BYTES))
+                if self.blank_bytes > _MOST_BLANK_BYTES:
+                    raise OSError(
+                        f"it unpacks to more than {_MOST_BLANK_BYTES >> 30} GiB without a "
+                        "document; if that is right, decompress the file first"
+                    )
+                part = self._streams.read(min(size, _STEP_BYTES))
             except OSError as error:
                 if not parts:
                     raise
@@ -88,6 +92,7 @@ class OpenedInput(io.RawIOBase):
                 break
             parts.append(part)
             size -= len(part)
+            self.blank_bytes += len(part)
         return b"".join(parts)
 
     def blocks(self, size: int) -> Iterator[bytes]:
@@ -142,33 +147,98 @@ class _HashedFile(io.RawIOBase):
         super().close()
 
 
-class _XzStreams:
-    """One or more xz streams in a row; unlike lzma.open, a damaged one is not taken for the end."""
+class _Decompressor(Protocol):
+    """The interface of lzma's, bz2's and zstd's decompressors of one stream."""
 
-    def __init__(self, raw: _HashedFile) -> None:
-        self._raw = raw
-        self._decompressor = lzma.LZMADecompressor()
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, /, max_length: int = ...) -> bytes: ...
+
+
+class _GzipMember:
+    """zlib's decompressor with that interface."""
+
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        self.needs_input = True
+
+    @property
+    def eof(self) -> bool:
+        return self._member.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._member.unused_data
+
+    def decompress(self, data: bytes, /, max_length: int = 0) -> bytes:
+        text = self._member.decompress(self._member.unconsumed_tail + data, max_length)
+        # zlib may hold text without any input left.
+        self.needs_input = len(text) < max_length and not self._member.unconsumed_tail
+        return text
+
+
+def _new_decompressor(compression: Compression, zstd_long: int) -> Callable[[], _Decompressor]:
+    if compression == "zstd":
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+        options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: zstd_long}
+        return functools.partial(zstd.ZstdDecompressor, options=options)
+    if compression == "gzip":
+        return _GzipMember
+    return bz2.BZ2Decompressor if compression == "bz2" else lzma.LZMADecompressor
+
+
+class _Streams:
+    """One or more compressed streams in a row; a damaged one is not taken for the end.
+
+    Zeros between and after the streams are ignored: xz pads with them, tapes and copies of blocks
+    add them.
+    """
+
+    def __init__(self, raw: _HashedFile, compression: Compression, zstd_long: int) -> None:
+        self._raw, self._compression, self._zstd_long = raw, compression, zstd_long
+        self._new = _new_decompressor(compression, zstd_long)
+        self._decompressor = self._new()
         self._packed = b""
+        self._streams = 0  # that ended
+        self._has_text = False  # the current one
 
     def read(self, nbytes: int, /) -> bytes:
         data = b""
         while not data:
             if self._decompressor.eof:
-                # Streams are padded with zero bytes to a multiple of four.
+                self._streams += 1
                 self._packed = self._decompressor.unused_data.lstrip(b"\0")
                 while not self._packed:
                     padding = self._raw.read(_PACKED_STEP_BYTES)
                     if not padding:
                         return b""
                     self._packed = padding.lstrip(b"\0")
-                self._decompressor = lzma.LZMADecompressor()
+                self._decompressor, self._has_text = self._new(), False
             elif self._decompressor.needs_input:
                 self._packed = self._raw.read(_PACKED_STEP_BYTES)
                 if not self._packed:
                     raise OSError("Truncated compressed stream")
             try:
                 data = self._decompressor.decompress(self._packed, nbytes)
-            except lzma.LZMAError as error:
-                raise OSError(f"xz decompress failed: {error}") from error
+            except Exception as error:  # each library has its own
+                raise OSError(self._reason(error)) from error
             self._packed = b""
+        self._has_text = True
         return data
+
+    def _reason(self, error: Exception) -> str:
+        if "too much memory" in str(error):
+            return (
+                f"its zstd window is larger than 2^{self._zstd_long} bytes; a process that reads "
+                f"it needs as much memory: allow it with --zstd-long {MOST_ZSTD_LONG}, or less"
+            )
+        part = f"what follows its {self._streams} complete streams" if self._streams else "it"
+        state = "damaged" if self._has_text else f"not {self._compression}, or damaged"
+        return f"{part} is {state}: {error}"

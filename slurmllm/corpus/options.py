@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from slurmllm.errors import DataError
 
 ERROR_EXAMPLES = 20
+# Windows of zstd streams, as log2 of their bytes: the default limit is the `zstd` command's.
+ZSTD_LONG, MOST_ZSTD_LONG = 27, 31
 
 # What an error makes unreadable: a document, a whole file, or the rest of a file.
 Extent = Literal["document", "file", "rest"]
@@ -59,6 +61,7 @@ class ReadOptions:
         completion_key: Field or column of the completion; set if `prompt_key` is.
         messages_key: Field or column of a conversation's messages; None for other documents.
         skip_bad: Whether unreadable input is skipped and counted instead of an error.
+        zstd_long: Largest window of zstd files that is read, as log2 of its bytes.
     """
 
     text_by: TextBy = "paragraph"
@@ -67,6 +70,12 @@ class ReadOptions:
     completion_key: str | None = None
     messages_key: str | None = None
     skip_bad: bool = False
+    zstd_long: int = ZSTD_LONG
+
+    @property
+    def content(self) -> ReadOptions:
+        """These options without those that change no document that is read."""
+        return replace(self, skip_bad=False, zstd_long=ZSTD_LONG)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -89,8 +89,8 @@ def plan_shards(files: Sequence[InputFile], options: BuildOptions) -> list[Shard
     if options.tokenize:
         tokenizer = options.tokenize.tokenizer.absolute()
         options = replace(options, tokenize=replace(options.tokenize, tokenizer=tokenizer))
-    # skip_bad makes no difference to a shard without errors, so it is not part of the name.
-    named = asdict(replace(options, read=replace(options.read, skip_bad=False)))
+    # A shard without errors is the same with --skip-bad.
+    named = asdict(replace(options, read=options.read.content))
     shards = []
     for run in runs:
         content = json.dumps([_VERSION, named, [asdict(file) for file in run]], default=str)

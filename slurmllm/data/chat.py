@@ -1,8 +1,7 @@
-"""Messages as text, rendered by the tokenizer's chat template.
+"""The chat template of a tokenizer, and what it renders.
 
 Templates are Hugging Face's: Jinja, in `chat_template.jinja` or in the field `chat_template` of
-`tokenizer_config.json`, in the folder of a `tokenizer.json`, rendered as transformers does
-(`utils/chat_template_utils.py`).
+`tokenizer_config.json`, in the folder of a `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -10,26 +9,24 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import re
-import secrets
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from slurmllm.data.sandbox import Sandbox
+from slurmllm.data.template import SHOWN, template_error
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import read_limited
 from slurmllm.run.staged_files import local_copy
 
-# A turn of a conversation: `role`, `content` and what else the template reads.
-Message = dict[str, Any]
-
-# The default date of Llama 3.1's template. With the current date, tokens would change every day.
-_DATE = datetime(2024, 7, 26)
-SHOWN = 40  # characters of a text in a message
+# A conversation as text, and the spans (begin, end) of its characters that are trained.
+Rendered = tuple[str, list[tuple[int, int]]]
 
 
 class ChatFormat:
     """The chat template of a tokenizer, and prompt and completion as text with or without one.
+
+    A child process renders (`sandbox.py`), the same one for many documents.
 
     Args:
         tokenizer: A tokenizer.json. Only a file of exactly this name has a template.
@@ -38,7 +35,6 @@ class ChatFormat:
         end_token: The tokenizer config's `eos_token`, None if it has none.
         fingerprint: Hex digest of template and special tokens; empty if there are none.
         source: The file of the template.
-        mark: A text that no message has.
 
     Raises:
         DataError: a file cannot be read, or its template is invalid.
@@ -60,103 +56,43 @@ class ChatFormat:
         if template is not None or self._tokens:
             identity = json.dumps([template, sorted(self._tokens.items())])
             self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self.mark = f"mark{secrets.token_hex(8)}"
-        self._marks_generation = False
-        self._template = None if template is None else self._compile(template)
+        self._sandbox: Sandbox | None = None
+        if template is not None:
+            settings = {"template": template, "tokens": self._tokens, "source": str(self.source)}
+            self._sandbox = Sandbox("slurmllm.data.conversation", settings)
+            list(self._ask([]))
 
     @property
     def has_template(self) -> bool:
         """Whether texts are rendered, with special tokens."""
-        return self._template is not None
+        return self._sandbox is not None
 
-    def require_template(self) -> Any:
-        """Return the compiled template; a DataError if there is none."""
-        if self._template is None:
+    def conversations(self, texts: Sequence[str]) -> Iterator[Rendered]:
+        """Render conversations, JSON as a corpus has it.
+
+        Raises:
+            DataError: there is no template, or it fails.
+        """
+        self.require_template()
+        yield from self._ask([[text] for text in texts])
+
+    def require_template(self) -> None:
+        if self._sandbox is None:
             raise DataError(
                 f"{self.source} has no chat_template, which conversations need; put "
                 "chat_template.jinja, or the tokenizer_config.json of a model that was trained on "
                 "conversations, next to a file named tokenizer.json"
             )
-        return self._template
 
-    def render(
-        self,
-        messages: list[Message],
-        *,
-        add_generation_prompt: bool = False,
-        tools: Any = None,
-        marks: tuple[str, str] = ("", ""),
-    ) -> str:
-        """Render messages; `marks` are added around what the template marks as generation.
-
-        Raises:
-            DataError: there is no template, or it fails.
-        """
-        template = self.require_template()
-        try:
-            text: str = template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                _generation=marks,
-                **self._tokens,
-            )
-            return text
-        except Exception as error:  # a template may fail in any way
-            raise self._template_error(error) from error
-
-    def generation_spans(
-        self, messages: list[Message], text: str, tools: Any = None
-    ) -> list[tuple[int, int]] | None:
-        """Find what the template marks by `{% generation %}` in `text`, the rendered messages.
-
-        Returns:
-            Begin and end of each part; None if the template has no such marks.
-
-        Raises:
-            DataError: the template changes what it has marked, such as by a filter.
-        """
-        if not self._marks_generation:
-            return None
-        begin, end = f"{self.mark}b", f"{self.mark}e"
-        parts = re.split(f"({begin}|{end})", self.render(messages, tools=tools, marks=(begin, end)))
-        spans, begins, position = [], [], 0
-        for part in parts:
-            if part == begin:
-                begins.append(position)
-            elif part == end and begins:
-                spans.append((begins.pop(), position))
-            else:
-                position += len(part)
-        if begins or "".join(part for part in parts if part not in (begin, end)) != text:
-            raise DataError(
-                f"the chat template of {self.source} changes what it marks by "
-                "{% generation %}, so that its place in the text is unknown; mark what is "
-                "rendered without filters"
-            )
-        return spans
-
-    def texts(self, prompt: str, completion: str) -> tuple[str, str]:
-        """Return the text up to the completion, as for generation, and the text after that.
+    def texts(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return the texts of prompts and completions: up to the completion, and after that.
 
         Raises:
             DataError: the template fails, or its output for the prompt is not a prefix.
         """
-        if self._template is None:
-            return prompt, completion
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        before = self.render(turns[:1], add_generation_prompt=True)
-        whole = self.render(turns)
-        if whole.startswith(before):
-            return before, whole[len(before) :]
-        differs = first_difference(before, whole)
-        raise DataError(
-            f"the chat template of {self.source} cannot be split into prompt and completion: "
-            "its output for the prompt must be a prefix of its output for prompt and completion, "
-            f"but from character {differs} they are {before[differs : differs + SHOWN]!r} and "
-            f"{whole[differs : differs + SHOWN]!r}; change the template, or remove it"
-        )
+        if self._sandbox is None:
+            return list(pairs)
+        return [(before, after) for before, after in self._ask(pairs)]
 
     def validate(self) -> None:
         """Check the template with an example, before anything is queued.
@@ -165,7 +101,7 @@ class ChatFormat:
             DataError: it fails, cannot be split, or omits the prompt or the completion.
         """
         prompt, completion = "What is it?", "It is nothing."
-        before, after = self.texts(prompt, completion)
+        ((before, after),) = self.texts([(prompt, completion)])
         if prompt not in before or completion not in after:
             raise DataError(
                 f"the chat template of {self.source} omits the text of a prompt or completion: it "
@@ -173,59 +109,14 @@ class ChatFormat:
                 "or remove it"
             )
 
-    def _compile(self, template: str) -> Any:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.parser import Parser
-
-        from slurmllm.data.sandbox import Sandbox
-
-        chat = self
-
-        class Generation(Extension):
-            """`{% generation %}`, which marks the assistant's text and renders it unchanged."""
-
-            tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
-
-            def parse(self, parser: Parser) -> nodes.Node:
-                line = next(parser.stream).lineno
-                chat._marks_generation = True
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                marks = nodes.Name("_generation", "load")
-                begin, end = (
-                    nodes.Output([nodes.Getitem(marks, nodes.Const(index), "load")])
-                    for index in (0, 1)
-                )
-                # transformers' body is a scope too.
-                return nodes.Scope([begin, *body, end], lineno=line)
-
-        def refuse(message: str) -> NoReturn:
-            raise TemplateError(message)
-
-        environment = Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
-        # The options and functions of transformers; any difference would change the tokens.
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = _DATE.strftime
+    def _ask(self, requests: Sequence[Sequence[str]]) -> Iterator[Any]:
+        assert self._sandbox is not None
         try:
-            return environment.from_string(template)
-        # SyntaxError: Python's parser nests less deeply than jinja2's.
-        except (TemplateError, RecursionError, SyntaxError, OverflowError) as error:
-            raise self._template_error(error) from error
-
-    def _template_error(self, error: Exception) -> DataError:
-        return DataError(
-            f"the chat template of {self.source} fails: {error}; fix it, or the text that "
-            "it refuses, or remove it: prompts and completions are then read as plain text"
-        )
-
-
-def first_difference(a: str, b: str) -> int:
-    """Return the index of the first character that differs; the shorter length if none does."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
+            yield from self._sandbox.ask(requests)
+        except OverflowError as error:
+            raise template_error(str(self.source), error) from error
+        except ValueError as error:
+            raise DataError(str(error)) from error
 
 
 def _read(path: Path) -> str:
@@ -279,16 +170,3 @@ def _default_template(templates: Any, path: Path) -> str | None:
     if template is not None and not isinstance(template, str):
         raise DataError(f"chat_template of {path} is {type(template).__name__}, not text; fix it")
     return template
-
-
-# jinja2's own `tojson` escapes HTML characters, which transformers' does not.
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

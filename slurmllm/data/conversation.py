@@ -2,16 +2,18 @@
 
 A record has `messages` as OpenAI, TRL and transformers write them (`role` and `content`), or
 ShareGPT's `conversations` (`from` and `value`). The tokenizer's chat template renders all of it at
-once; the assistant's turns in that text are what is trained.
+once; the assistant's turns in that text are what is trained. Run as a module, it is the child of
+`ChatFormat`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from slurmllm.data.chat import SHOWN, ChatFormat, Message, first_difference
+from slurmllm.data.sandbox import serve
+from slurmllm.data.template import SHOWN, ChatTemplate, Message, first_difference
 from slurmllm.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -134,7 +136,7 @@ def _text_of(part: Any, number: int) -> str:
     return text
 
 
-def render_conversation(chat: ChatFormat, conversation: Conversation) -> Rendered:
+def render_conversation(chat: ChatTemplate, conversation: Conversation) -> Rendered:
     """Render a conversation as transformers does, and find the assistant's turns in the text.
 
     If the template marks them with `{% generation %}`, these are what it marks, as in
@@ -167,7 +169,7 @@ def render_conversation(chat: ChatFormat, conversation: Conversation) -> Rendere
     return Rendered(text, spans)
 
 
-def _renders(chat: ChatFormat, messages: list[Message], tools: Any) -> str | None:
+def _renders(chat: ChatTemplate, messages: list[Message], tools: Any) -> str | None:
     """Return the text of messages, None if the template refuses them."""
     try:
         return chat.render(messages, tools=tools)
@@ -183,7 +185,7 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def _turn_span(
-    chat: ChatFormat, messages: list[Message], turn: int, text: str, tools: Any
+    chat: ChatTemplate, messages: list[Message], turn: int, text: str, tools: Any
 ) -> tuple[int, int]:
     """Return begin and end of an assistant's turn in `text`, the rendering of all messages."""
     before = chat.render(messages[:turn], add_generation_prompt=True, tools=tools)
@@ -228,3 +230,20 @@ def _marked(message: Message, mark: str) -> Message:
     # Before white space at the end and after white space at the begin, which templates trim.
     at = len(content.rstrip()) or len(content)
     return {**message, "content": content[:at] + mark + content[at:]}
+
+
+def _answers(settings: dict[str, Any]) -> Callable[[list[str]], tuple[Any, ...]]:
+    """Return the function that renders a pair of texts, or the JSON of a conversation."""
+    chat = ChatTemplate(**settings)
+
+    def answer(texts: list[str]) -> tuple[Any, ...]:
+        if len(texts) == 2:
+            return chat.texts(*texts)
+        conversation = read_conversation({"messages": texts[0]}, "messages")
+        return render_conversation(chat, conversation)
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve(_answers)

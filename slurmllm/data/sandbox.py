@@ -1,132 +1,177 @@
-"""The Jinja environment of templates that came with somebody's files, with limits."""
+"""Jinja templates that came with somebody's files, rendered in a child process with hard limits.
+
+A template is a program, and one operation of it (`a == b` of long lists, `a|sort`) can run in C for
+hours, so nothing in its own process can stop it. The kernel ends a child that takes more than
+`RENDER_S` of processor time for one answer, and refuses it more than `_RENDER_BYTES`.
+
+    stdin    the settings; then lists of requests: JSON, one a line
+    stdout   for the settings and for each request {"value": …}, {"error": "…"} or {"limit": "…"}
+    stderr   inherited from the parent
+
+A child answers many requests, and exits at the end of stdin: when its parent has exited.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
+import os
+import re
 import resource
-import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, nodes, pass_context
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-# Limits of one rendering of a template; a long chat takes milliseconds and some kilobytes.
-_RENDER_S = 5.0
-_LARGEST = 1 << 24  # characters, elements or bits
+# Limits of one answer; a long chat takes milliseconds and some kilobytes.
+RENDER_S = 5
 _RENDER_BYTES = 1 << 29
-# One at a time: the limit is the process's, and each restores it. Rendering compiles.
-_limiting = threading.RLock()
+LARGEST = 1 << 24  # characters of a rendered text
+# Requests in one line: the parent reads no answer before it has written all of it.
+_AT_ONCE = 64
+# Signals to all processes of a job: a worker still trains after them, and ends its child itself.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class _TimedContext(Context):
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.deadline = time.monotonic() + _RENDER_S
+class Sandbox:
+    """A child process that renders templates, started when it is needed.
 
-
-@pass_context
-def _checked(context: _TimedContext, value: Any) -> Any:
-    if time.monotonic() > context.deadline:
-        raise OverflowError(f"it runs for more than {_RENDER_S:.0f} s")
-    _check_size(_size(value))
-    return value
-
-
-@pass_context
-def _each(context: _TimedContext, values: Iterable[Any]) -> Iterator[Any]:
-    return (_checked(context, value) for value in values)
-
-
-class _LimitedTemplate(Template):
-    def render(self, *values: Any, **named: Any) -> str:
-        with _limited_memory():
-            return super().render(*values, **named)
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """A Jinja environment for templates that came with somebody's files.
-
-    A template is a program: it reaches no Python objects but its values, cannot change them, and
-    fails after `_RENDER_S` or with a value of more than `_LARGEST`. Both are checked at iterations,
-    calls, filters and assignments, so that no signal or thread is needed. What a single one of
-    these allocates is limited to `_RENDER_BYTES`.
+    Args:
+        module: A module that calls `serve` when it is run.
+        settings: For that module, as JSON has it.
     """
 
-    context_class = _TimedContext
-    template_class = _LimitedTemplate
-    intercepted_binops = frozenset({"*", "**"})
+    def __init__(self, module: str, settings: Any) -> None:
+        self._module, self._settings = module, settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # process id: a fork must not use the pipes
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.filters |= {"_checked": _checked, "_each": _each}
-        del self.globals["lipsum"]  # makes any amount of text in one call
+    def ask(self, requests: Sequence[Any]) -> Iterator[Any]:
+        """Yield the answer to each request; after an error another child is started.
 
-    @staticmethod
-    def concat(parts: Iterable[str]) -> str:
-        parts = list(parts)
-        _check_size(sum(map(len, parts)))
-        return "".join(parts)
-
-    def compile(self, *source: Any, **named: Any) -> Any:
-        with _limited_memory():  # constant expressions are evaluated here
-            return super().compile(*source, **named)
-
-    def _parse(self, *source: Any) -> nodes.Template:
-        template = super()._parse(*source)
-        fields: dict[Any, str] = {nodes.For: "iter", nodes.AssignBlock: "filter"}
-        kinds = (nodes.For, nodes.AssignBlock, nodes.Assign, nodes.Filter)
-        for node in list(template.find_all(kinds)):
-            field = fields.get(type(node), "node")
-            inner, name = getattr(node, field), "_each" if field == "iter" else "_checked"
-            if inner is not None or field == "filter":
-                check = nodes.Filter(inner, name, [], [], None, None, lineno=node.lineno)
-                setattr(node, field, check)
-        return template
-
-    def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
-        for value in (*arguments, *named.values()):
-            _check_size(abs(value) if isinstance(value, int) else 0)
-        return _checked(context, super().call(context, function, *arguments, **named))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        times, value = (left, right) if isinstance(left, int) else (right, left)
-        if operator == "**":
-            _check_size(_size(left) * right)
-        elif not isinstance(value, int | float):  # a text or list
-            _check_size(_size(value) * times)
-        return _checked(context, super().call_binop(context, operator, left, right))
-
-
-@contextmanager
-def _limited_memory() -> Iterator[None]:
-    """Limit memory to `_RENDER_BYTES` more than now; the limit also applies to other threads."""
-    with _limiting:
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + _RENDER_BYTES
-        if soft == resource.RLIM_INFINITY or limit < soft:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        Raises:
+            ValueError: the child's error message.
+            OverflowError: it exceeds a limit.
+        """
+        process = self._started()
+        awaited = 0
         try:
-            yield
-        except MemoryError as error:
-            raise OverflowError(
-                f"its rendering exceeds the limit of {_RENDER_BYTES >> 20} MiB"
-            ) from error
+            for begin in range(0, len(requests), _AT_ONCE):
+                batch = requests[begin : begin + _AT_ONCE]
+                awaited = len(batch)
+                _send(process, batch)
+                for _ in batch:
+                    answer = _receive(process)
+                    awaited -= 1
+                    yield answer
         finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+            if awaited:  # an error, or the caller wants no more
+                self._process = None
+                _end(process, self._owner)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._owner != os.getpid():
+            # -P: not the modules of the working directory, which may be another user's.
+            command = [sys.executable, "-P", "-m", self._module]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            weakref.finalize(self, _end, process, os.getpid())
+            _send(process, self._settings)
+            _receive(process)
+            self._process, self._owner = process, os.getpid()
+        return self._process
 
 
-def _size(value: Any) -> int:
-    """Return the length of a text or list, the bits of a whole number; 0 of anything else."""
-    if isinstance(value, int):
-        return value.bit_length()
-    return len(value) if isinstance(value, str | list | tuple | dict) else 0
+def _send(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    line = json.dumps(value, ensure_ascii=False, default=str)
+    with contextlib.suppress(BrokenPipeError):  # reading from it says why
+        process.stdin.write(line.encode("utf-8", "surrogatepass") + b"\n")
+        process.stdin.flush()
 
 
-def _check_size(size: float) -> None:
-    if size > _LARGEST:
-        raise OverflowError(f"it makes a value of more than {_LARGEST:,} characters or elements")
+def _receive(process: subprocess.Popen[bytes]) -> Any:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line.endswith(b"\n"):
+        code = process.wait()
+        if code == -signal.SIGPROF:
+            raise OverflowError(f"it runs for more than {RENDER_S} s")
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise OverflowError(f"the process that renders it ended with {how}")
+    answer = json.loads(line.decode("utf-8", "surrogatepass"))
+    if "limit" in answer:
+        raise OverflowError(answer["limit"])
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer["value"]
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if owner != os.getpid():
+        return
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
+
+
+def serve(build: Callable[[Any], Callable[[Any], Any]]) -> None:
+    """Answer requests from stdin to its end; `build` makes the function of some settings."""
+    for ignored in _IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside an operation
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    answer: Callable[[Any], Any] = build
+    for number, line in enumerate(sys.stdin.buffer):
+        received = json.loads(line.decode("utf-8", "surrogatepass"))
+        for request in received if number else [received]:
+            if soft == hard == resource.RLIM_INFINITY:  # else the user has a limit
+                pages = int(Path("/proc/self/statm").read_text().split()[0])
+                limit = pages * resource.getpagesize() + _RENDER_BYTES
+                resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+            signal.setitimer(signal.ITIMER_PROF, RENDER_S)
+            try:
+                value = answer(request)
+                reply = json.dumps({"value": value if number else None}, ensure_ascii=False)
+            except MemoryError:
+                reason = f"its rendering exceeds the limit of {_RENDER_BYTES >> 20} MiB"
+                reply = json.dumps({"limit": reason})
+            except Exception as error:  # a template may fail in any way
+                reply = json.dumps({"error": str(error) or type(error).__name__})
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
+            sys.stdout.buffer.flush()
+        if not number:
+            answer = value
+
+
+def task_templates(settings: dict[str, Any]) -> Callable[[tuple[str, Any]], str]:
+    """Return the function that renders a template and its values, as lm-evaluation-harness does."""
+    import jinja2
+
+    undefined = getattr(jinja2, settings.pop("undefined"))
+    environment = limited_environment(undefined=undefined, **settings)
+    environment.filters["regex_replace"] = lambda text, pattern, new, count=0: re.sub(
+        pattern, new, text, count=count
+    )
+    compiled = functools.cache(environment.from_string)
+    return lambda request: compiled(request[0]).render(**request[1])
+
+
+def limited_environment(**options: Any) -> Any:
+    """Return a Jinja environment whose templates reach no Python objects but their values."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(**options)
+    del environment.globals["lipsum"]  # makes any amount of text in one call
+    return environment
+
+
+if __name__ == "__main__":
+    serve(task_templates)

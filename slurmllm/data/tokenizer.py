@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +29,13 @@ _END_OF_DOCUMENT_TOKENS = (END_OF_DOCUMENT, "</s>")
 _CACHED_WORDS = 1 << 17
 # 256 bytes and the end-of-document token: no byte-level tokenizer can be smaller.
 MIN_VOCAB_SIZE = 257
+# Pre-tokenizers of Llama 3 (GPT-4) and Qwen 2; GPT-2's is the library's ByteLevel.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORD_PATTERNS = (_WORDS, _WORDS.replace("{1,3}", ""))
+_LOCAL_NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")
 _LARGEST = 1 << 28  # bytes of a tokenizer.json; that of a vocabulary of 256,000 has 35 MB
 
 
@@ -70,6 +81,33 @@ class TokenEncoder:
         # Only an eos token that the file itself does not determine is part of the fingerprint.
         data += b"" if end in _END_OF_DOCUMENT_TOKENS else end.encode()
         self.fingerprint = hashlib.sha256(data).hexdigest()[:16]
+
+    @cached_property
+    def splits_words(self) -> bool:
+        """Whether it is known where the tokenizer splits texts: between words and lines.
+
+        False for Llama 2's, which puts a space before a text, and for all kinds that are not listed
+        here: their documents must be encoded as a whole.
+        """
+        splits = False
+        for step in _steps(self._tokenizer.pre_tokenizer, "pretokenizers"):
+            if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+                splits = splits or step["use_regex"]
+            elif (step["type"], step.get("behavior"), step.get("invert")) == (
+                "Split",
+                "Isolated",
+                False,
+            ) and step["pattern"].get("Regex") in _WORD_PATTERNS:
+                splits = True
+            else:
+                return False
+        normalizers = _steps(self._tokenizer.normalizer, "normalizers")
+        # Special tokens in a text are ordinary characters.
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return splits and not (
+            any(step["type"] not in _LOCAL_NORMALIZERS for step in normalizers)
+            or any(_could_span_words(token) for token in added if not token.special)
+        )
 
     @property
     def num_ids(self) -> int:
@@ -135,6 +173,19 @@ class TokenEncoder:
         """Return the text of token ids, the end-of-document tokens included."""
         with _library_errors(self.path, "decodes no token ids"):
             return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def _steps(component: Any, field: str) -> list[dict[str, Any]]:
+    """Return the parts of a normalizer or pre-tokenizer, as tokenizer.json has them."""
+    if component is None:
+        return []
+    state = json.loads(component.__getstate__())
+    return state[field] if state["type"] == "Sequence" else [state]
+
+
+def _could_span_words(token: Any) -> bool:
+    """Return whether an added token may take what is on both sides of a place to split at."""
+    return token.lstrip or token.rstrip or bool(re.search(r"[^ ] |\n|[，。]", token.content))
 
 
 def _byte_level(model: models.Model) -> Tokenizer:

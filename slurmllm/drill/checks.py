@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from pydantic import Field
 
 from slurmllm.checkpoint.catalogue import read_entry, verify_entry
 from slurmllm.compare.compare import compare
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.drill.injector import FAULTS, FaultKind, Injection
+from slurmllm.drill.resumption import Resumption, Unbroken, judge_resume
 from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve, describe_ranges
+from slurmllm.metrics.row_reader import last_row_of
 from slurmllm.metrics.source import read_curve
 from slurmllm.run.records import EndingClass, Record, WorkerRecord
 from slurmllm.run.rundir import RunDir
@@ -45,6 +50,7 @@ class DrillResult(Record):
     steps_lost: int | None = None  # beyond the last checkpoint
     steps_recomputed: int = 0
     recovery: RecoveryTimes | None = None
+    resume: Resumption | None = None  # of another project's trainer
 
 
 class DrillReport(Record):
@@ -60,6 +66,9 @@ class DrillReport(Record):
     own_reference: bool  # whether the run itself was the reference
     drills: tuple[DrillResult, ...]
     kept: tuple[str, ...]  # runs of the drill that were not removed
+    repeat: str | None = None  # of another project's trainer: a second run without a fault
+    # By metric, the largest relative difference of these two
+    noise: Mapping[str, float] = Field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -74,11 +83,13 @@ def check_recovery(
     steps: int,
     tolerances: Tolerances,
     state: str,
+    unbroken: Unbroken | None = None,
 ) -> DrillResult:
     """Compare a run that had a fault, and has ended, with the reference.
 
     `injection` is None if the injector never started; `reference` is the run directory of the
-    reference, or its metrics file; `state` has state and reason of the run, `done` if it finished.
+    reference, or its metrics file; `state` has state and reason of the run, `done` if it finished;
+    `unbroken` is the reference of another project's trainer.
     """
     attempts = load_attempts(run, "train")
     faults: list[str] = []
@@ -91,17 +102,27 @@ def check_recovery(
     hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
     expected = FAULTS[kind].expected
     injected = injection is not None and not injection.missed
-    if hit is not None and injected and hit.ending != expected:
+    if hit is not None and injected and expected and hit.ending != expected:
         faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
     recomputed = 0
+    resume: Resumption | None = None
+    steps_lost = None if hit is None else hit.steps_lost
     try:
         curve = read_curve(run.path)
         recomputed = curve.overlap_rows
-        faults += _curve_faults(curve, read_curve(reference), steps, tolerances)
+        if unbroken is None:
+            faults += _curve_faults(curve, read_curve(reference), steps, tolerances)
+        elif hit is not None and injected:
+            resume = judge_resume(run, curve, unbroken, hit)
+            if resume.verdict not in ("exact", "within_noise"):
+                faults.append(f"{resume.text} ({resume.confidence_reason or resume.confidence})")
+            last = last_row_of(run.metrics(hit.attempt))
+            if last is not None and resume.from_step is not None:
+                steps_lost = max(0, int(last["step"]) - resume.from_step)
     except RunError as error:
         faults.append(str(error))
-    faults += _checkpoint_faults(run, steps)
-    steps_lost = None if hit is None else hit.steps_lost
+    if unbroken is None:
+        faults += _checkpoint_faults(run, steps)
     if hit is not None and steps_lost is None and hit.last_step is not None:
         steps_lost = max(0, hit.last_step - (hit.checkpoint_after or 0))
     return DrillResult(
@@ -116,6 +137,7 @@ def check_recovery(
         steps_lost=steps_lost,
         steps_recomputed=recomputed,
         recovery=None if injection is None or not injected else recovery_times(run, injection),
+        resume=resume,
     )
 
 

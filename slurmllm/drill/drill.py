@@ -15,17 +15,20 @@ from slurmllm.backends.environment import make_cache_folder
 from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.load import save
 from slurmllm.drill.checks import DrillReport, DrillResult, check_recovery
-from slurmllm.drill.injector import FaultKind, Injection
+from slurmllm.drill.injector import FAULTS, FaultKind, Injection
 from slurmllm.drill.plan import DrillPlan
+from slurmllm.drill.resumption import Unbroken
 from slurmllm.drill.runner import Runner
 from slurmllm.errors import CodeError, NodeError, RunError, StorageError
 from slurmllm.metrics.row_reader import last_row
-from slurmllm.run.records import AttemptRecord, NodeRecord
+from slurmllm.metrics.source import read_curve
+from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord
 from slurmllm.run.rundir import RunDir, write_atomic
 from slurmllm.run.safe_files import open_append, os_error_text, read_limited
 from slurmllm.slurm.client import SlurmClient
 from slurmllm.status.runs import run_state
 from slurmllm.supervise.allocation import node_command
+from slurmllm.supervise.attempts import load_attempts
 
 POLL_S = 0.25
 QUEUE_POLL_S = 2.0  # slurmctld answers slowly if many clients poll it
@@ -52,6 +55,7 @@ class Drill:
         self.tolerances, self.own_reference = tolerances, own_reference
         self.progress, self.show = progress, show
         self.copies: list[RunDir] = []
+        self.unbroken: Unbroken | None = None  # of another project's trainer
 
     def run(self, keep: bool) -> DrillReport:
         """Run the reference and the copies; remove those that passed, unless `keep`.
@@ -60,22 +64,22 @@ class Drill:
         """
         plan = self.plan
         reference, name = plan.run.metrics(0), plan.run.name
+        repeat: RunDir | None = None
         if not self.own_reference:
-            run = self._create("reference", None)
-            self._run_to_end(run, None)
-            state = run_state(run, self.client)
-            if state.state != "done":
-                raise CodeError(
-                    f"the reference run {run.name} did not finish: {state.state} {state.reason}; "
-                    f"see `slurmllm logs {run.name}`: {name} would fail in the same way"
-                )
+            run = self._run_unbroken("reference")
             reference, name = run.path, run.name
+            if (trainer := plan.trainer) is not None:
+                self.plan = plan = plan.with_reference(run)
+                repeat = self._run_unbroken("repeat")
+                curves = read_curve(reference), read_curve(repeat.path)
+                self.unbroken = Unbroken(*curves, trainer, plan.steps, self.tolerances)
         results = [self._test(kind, reference) for kind in plan.kinds]
         failed = {result.run for result in results if not result.passed}
         if not keep:
             for run in list(self.copies):
                 # The reference is kept with a failed copy, to compare them.
-                if run.name not in failed and not (failed and run.name == name):
+                unbroken = run.name == name or run == repeat
+                if run.name not in failed and not (failed and unbroken):
                     self._remove(run)
         return DrillReport(
             run=plan.run.name,
@@ -88,16 +92,44 @@ class Drill:
             own_reference=self.own_reference,
             drills=tuple(results),
             kept=tuple(run.name for run in self.copies),
+            repeat=None if repeat is None else repeat.name,
+            noise={} if self.unbroken is None else self.unbroken.noise,
         )
+
+    def _run_unbroken(self, part: str) -> RunDir:
+        run = self._create(part, None)
+        self._run_to_end(run, None, part)
+        if (state := self._state(run)) != "done":
+            raise CodeError(
+                f"the {part} run {run.name} did not finish: {state}; see `slurmllm logs "
+                f"{run.name}`: {self.plan.run.name} would fail in the same way"
+            )
+        return run
+
+    def _state(self, run: RunDir) -> str:
+        """State and reason of a copy that has ended; `done` if it made all steps."""
+        state = run_state(run, self.client)
+        if self.plan.is_limited and self._made_all_steps(run):
+            return "done"
+        return f"{state.state} ({state.reason})" if state.reason else state.state
+
+    def _made_all_steps(self, run: RunDir) -> bool:
+        row = last_row(run)
+        return row is not None and row["step"] >= self.plan.steps
 
     def _test(self, kind: FaultKind, reference: Path) -> DrillResult:
         run = self._create(kind, kind)
         injection = self._run_to_end(run, kind)
         self.progress(f"{kind}: comparing with the reference")
-        state = run_state(run, self.client)
-        text = f"{state.state} ({state.reason})" if state.reason else state.state
         result = check_recovery(
-            run, kind, injection, reference, self.plan.steps, self.tolerances, text
+            run,
+            kind,
+            injection,
+            reference,
+            self.plan.steps,
+            self.tolerances,
+            self._state(run),
+            self.unbroken,
         )
         self.show(result)
         try:
@@ -112,6 +144,7 @@ class Drill:
         """The directory of a new copy, with only its configuration."""
         run = RunDir(self.plan.run.path.parent / self.plan.name(part))
         try:
+            run.path.parent.mkdir(parents=True, exist_ok=True)
             run.path.mkdir(0o755)
         except FileExistsError:
             raise RunError(f"{run.path} already exists; another drill has created it") from None
@@ -123,12 +156,13 @@ class Drill:
             write_atomic(run.excluded, read_limited(self.plan.run.excluded).decode())
         return run
 
-    def _run_to_end(self, run: RunDir, kind: FaultKind | None) -> Injection | None:
+    def _run_to_end(self, run: RunDir, kind: FaultKind | None, part: str = "") -> Injection | None:
         """Start a copy, start the injector once its workers run, wait until the copy has ended.
 
         Returns the injected fault; None for the reference, or if the copy never trained.
         """
-        part = kind or "reference"
+        part = kind or part
+        is_cut = False
         injector: subprocess.Popen[bytes] | None = None
         polled_at = 0.0
         try:
@@ -147,8 +181,13 @@ class Drill:
                 if time.monotonic() - polled_at >= QUEUE_POLL_S or self.plan.local:
                     polled_at = time.monotonic()
                     # Between the kill of the first node and the requeue the run is not active.
-                    if not self.runner.active(run) and (kind != "first_node" or injector is None):
+                    requeued = kind == "first_node" and injector is not None
+                    has_ended = not self.runner.active(run) and not requeued
+                    if has_ended and (is_cut or not self._resumes_by_hand(run, part)):
                         break
+                if self.plan.is_limited and not is_cut and self._made_all_steps(run):
+                    self.runner.cancel(run)
+                    is_cut = True
                 time.sleep(POLL_S)
         except BaseException:
             self.progress(f"{part}: cancelling {run.name}")
@@ -162,6 +201,17 @@ class Drill:
                 injector.wait()
         return Injection.find(run.drill)
 
+    def _resumes_by_hand(self, run: RunDir, part: str) -> bool:
+        """Resume a trainer's run that its fault has stopped, once, as its user would."""
+        attempts, injection = load_attempts(run, "train"), Injection.find(run.drill)
+        is_first = len(JobsRecord.of(run).submissions) == 1
+        has_fault = is_first and injection is not None and not injection.missed
+        if self.plan.trainer is None or not has_fault or attempts[-1].action != "stop":
+            return False
+        self.progress(f"{part}: resuming by hand: it stopped, {attempts[-1].ending}")
+        self.runner.start(run, self.plan.nodes)
+        return True
+
     def _start_injector(self, run: RunDir, kind: FaultKind) -> subprocess.Popen[bytes] | None:
         """Start the injector on its node, if the first attempt's workers run there already."""
         path = run.attempt("train", 0).record
@@ -173,14 +223,16 @@ class Drill:
             return None
         command = node_command(self.plan.config.cluster, "slurmllm.drill.injector")
         command += [str(run.path), spec.model_dump_json()]
-        return self.runner.start_on_node(run, spec.node, command)
+        nodes = AttemptRecord.load(path).nodes if FAULTS[kind].of_commands else [spec.node]
+        return self.runner.start_on_nodes(run, nodes, command)
 
     def _status(self, run: RunDir) -> str:
         attempts = run.attempts("train")
         if not attempts:
             return "precompiling" if run.attempts("precompile") else "waiting for nodes"
         row = last_row(run)
-        return f"attempt {attempts[-1].number}, step {row['step'] if row else 0}/{self.plan.steps}"
+        of_steps = f"/{self.plan.steps}" if self.plan.steps else ""
+        return f"attempt {attempts[-1].number}, step {row['step'] if row else 0}{of_steps}"
 
     def _remove(self, run: RunDir) -> None:
         shutil.rmtree(run.path, ignore_errors=True)

@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints, newest_complete
+from slurmllm.config.command import CommandConfig
 from slurmllm.errors import NodeError, SlurmllmError
 from slurmllm.metrics.row_reader import last_row
 from slurmllm.run.records import AttemptRecord, EndingClass, NodeRecord, Record
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.environment import slurm_environment
 
-FaultKind = Literal["worker", "node", "first_node", "time_limit", "save", "hang"]
+FaultKind = Literal[
+    "worker", "node", "first_node", "time_limit", "save", "hang", "terminate", "full_disk"
+]
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 # Short, for a quick drill; the watchdog also waits for ten times the run's slow steps, as always.
 HANG_LIMIT_S = 20.0
@@ -43,8 +48,9 @@ _SAVING = re.compile(r"^\.step_(\d{8,})\.(?:\d+\.)?tmp$")
 class Fault(NamedTuple):
     """One kind of fault."""
 
-    expected: EndingClass  # the class that the attempt must get
+    expected: EndingClass | None  # the class that the attempt must get; None: any
     min_nodes: int = 1  # nodes that the run must have
+    of_commands: bool = False  # whether only other projects' trainers get it, on all nodes
     overrides: tuple[str, ...] = ()  # values that the run needs for it, as given to --set
 
 
@@ -57,6 +63,9 @@ FAULTS: dict[FaultKind, Fault] = {
     "hang": Fault(  # SIGSTOP to one worker
         "hang", overrides=("watchdog.enabled=true", f"watchdog.min_step_s={HANG_LIMIT_S:g}")
     ),
+    "terminate": Fault(None, of_commands=True),  # SIGTERM to all workers
+    # Their files can no longer grow (RLIMIT_FSIZE), which takes no rights of root.
+    "full_disk": Fault(None, of_commands=True),
 }
 
 
@@ -69,6 +78,7 @@ class FaultSpec(Record):
     rank: int  # of the worker, for the kinds that hit one worker
     at_step: int  # inject once this step's metrics are written; kind `save`: when its save begins
     local: bool
+    trainer: CommandConfig | None = None  # of another project
 
 
 class Injection(Record):
@@ -152,17 +162,41 @@ def signal_worker(
     return process.pid
 
 
+def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
+    """Return the processes of another project's trainer on this machine, without shells.
+
+    Those of one worker, for the kinds that hit one worker; without the program that starts the
+    workers of a node, such as torchrun.
+    """
+    assert spec.trainer is not None
+    path = run.attempt("train", spec.attempt).node(spec.node)
+    pid, below = NodeRecord.load(path).pids.get(spec.rank), descendants(_launchers(run))
+    of_all = FAULTS[spec.kind].of_commands
+    if not of_all:
+        below = [pid, *descendants([pid])] if pid is not None and pid in below else []
+    below = [pid for pid in below if _proc(pid, "comm").strip() not in (b"", b"bash", b"sh")]
+    if not below:
+        raise NodeError(
+            f"rank {spec.rank} of attempt {spec.attempt} of {run.name} does not run on {spec.node}"
+        )
+    return below[1:] if spec.trainer.one_per_node and not of_all and below[1:] else below
+
+
 def node_pids(run: RunDir, node: str | None = None) -> list[int]:
     """Return a node's launchers, so that none can start workers again, then their descendants.
 
     `node` is one of --local's nodes, which share this machine; None: this machine is the node.
     """
-    launchers = [
+    launchers = _launchers(run, node)
+    return list(dict.fromkeys([*launchers, *descendants(launchers)]))
+
+
+def _launchers(run: RunDir, node: str | None = None) -> list[int]:
+    return [
         process.pid
         for process in find_processes(run)
         if process.role == "launch" and (node is None or _variable(process.pid, _NODE) == node)
     ]
-    return list(dict.fromkeys([*launchers, *descendants(launchers)]))
 
 
 def supervisor_pids(run: RunDir) -> list[int]:
@@ -208,15 +242,22 @@ def save_in_progress(run: RunDir) -> int | None:
     return None
 
 
+def _files_in(folders: Iterable[Path], rewritten: Iterable[Path]) -> set[tuple[str, int]]:
+    """Return the files of folders, with their times if they are written again and again."""
+    files = (path for folder in folders for path in folder.glob("*"))
+    return {(str(p), p.stat().st_mtime_ns if p in rewritten else 0) for p in files}
+
+
 def inject(run: RunDir, spec: FaultSpec) -> Injection:
     """Wait for the step of a fault, inject it, and write drill.json."""
     injection = Injection(kind=spec.kind, attempt=spec.attempt, node=spec.node, time=0.0)
     try:
         step = _wait_for_step(run, spec)
         if step is None:
-            update: dict[str, object] = {
-                "missed": f"attempt {spec.attempt} ended before step {spec.at_step}"
-            }
+            text = f"attempt {spec.attempt} ended before step {spec.at_step}"
+            if spec.trainer is not None and spec.trainer.checkpoints is not None:
+                text += " with a complete checkpoint" + ", and a save" * (spec.kind == "save")
+            update: dict[str, object] = {"missed": text}
         else:
             injection = injection.model_copy(update={"step": step})
             update = {"pids": tuple(_inject_now(run, spec, injection))}
@@ -229,33 +270,70 @@ def inject(run: RunDir, spec: FaultSpec) -> Injection:
 
 def _wait_for_step(run: RunDir, spec: FaultSpec) -> int | None:
     """Return the last completed step, or the one being saved; None if the attempt ended before."""
-    checked_at, save_is_near = time.monotonic(), False
-    while True:
-        if spec.kind == "save" and save_is_near:
-            # Not the first save: a complete checkpoint to resume from must exist.
-            saving = save_in_progress(run) if run.checkpoint_steps() else None
-            if saving is not None:
-                return saving
-        else:
-            row = last_row(run)
-            of_attempt = row is not None and row.get("attempt") == spec.attempt
-            step = int(row["step"]) if row is not None and of_attempt else 0
-            if spec.kind == "save":
-                save_is_near = step >= spec.at_step - STEPS_BEFORE_SAVE
-            elif step >= spec.at_step:
-                return step
+    trainer, is_save = spec.trainer, spec.kind == "save"
+    early = STEPS_BEFORE_SAVE if is_save and trainer is None else 0
+
+    def reached() -> int | None:
+        row = last_row(run)
+        step = int(row["step"]) if row is not None and row.get("attempt") == spec.attempt else 0
+        ready = step >= spec.at_step - early and (trainer is None or _can_resume(run, trainer))
+        return step if ready else None
+
+    step = _poll(run, spec, reached, POLL_S)
+    if step is None or not is_save:
+        return step
+    # Of other projects' trainers the first file next to their checkpoints is the sign of a save.
+    checkpoints = {e.path for e in list_trainer_checkpoints(run, trainer)} if trainer else set()
+    rewritten = set() if trainer and "{step}" in (trainer.checkpoints or "") else checkpoints
+    folders = {path.parent for path in checkpoints}
+    before = _files_in(folders, rewritten)
+
+    def saving() -> int | None:
+        if trainer is not None:
+            return reached() if _files_in(folders, rewritten) - before else None
+        # Not the first save: a complete checkpoint to resume from must exist.
+        return save_in_progress(run) if run.checkpoint_steps() else None
+
+    return _poll(run, spec, saving, SAVE_POLL_S)
+
+
+def _poll(
+    run: RunDir, spec: FaultSpec, probe: Callable[[], int | None], interval_s: float
+) -> int | None:
+    """Return the first value of a probe; None if the attempt ended before."""
+    checked_at = time.monotonic()
+    while (value := probe()) is None:
         if time.monotonic() - checked_at > ATTEMPT_POLL_S:
             checked_at = time.monotonic()
             record = AttemptRecord.load(run.attempt("train", spec.attempt).record)
             if record.ended_at is not None:
                 return None
-        time.sleep(SAVE_POLL_S if save_is_near else POLL_S)
+        time.sleep(interval_s)
+    return value
+
+
+def _can_resume(run: RunDir, command: CommandConfig) -> bool:
+    """Whether there is a checkpoint that the next attempt's command line can name, if it must."""
+    named = any(name in (command.resume or "") for name in ("{checkpoint}", "{step}"))
+    return not named or newest_complete(list_trainer_checkpoints(run, command)) is not None
 
 
 def _inject_now(run: RunDir, spec: FaultSpec, injection: Injection) -> list[int]:
     """Inject the fault; returns the processes that were signalled."""
+    if spec.kind in ("full_disk", "terminate"):
+        pids = trainer_pids(run, spec)
+        if spec.kind == "terminate":
+            kill(pids, signal.SIGTERM)
+        for pid in pids if spec.kind == "full_disk" else ():
+            with suppress(ProcessLookupError):
+                hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+        return pids
     if spec.kind in ("worker", "save", "hang"):
         number = signal.SIGSTOP if spec.kind == "hang" else signal.SIGKILL
+        if spec.trainer is not None:
+            kill(pids := trainer_pids(run, spec)[:1], number)
+            return pids
         return [signal_worker(run, spec.attempt, spec.node, spec.rank, number)]
     if spec.kind == "time_limit":
         pids = supervisor_pids(run)

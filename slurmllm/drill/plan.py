@@ -7,15 +7,20 @@ import random
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints
+from slurmllm.config.command import CommandConfig
 from slurmllm.config.resolve import RunConfig, change
 from slurmllm.drill.injector import FAULT_KINDS, FAULTS, FaultKind, FaultSpec
 from slurmllm.errors import RunError
 from slurmllm.graphs import reuse
+from slurmllm.metrics.following import is_path
+from slurmllm.metrics.row_reader import last_row
 from slurmllm.plan.mesh import adapt_to_nodes, make_mesh
-from slurmllm.run.records import JobsRecord
+from slurmllm.run.records import AttemptRecord, JobsRecord, NodeRecord
 from slurmllm.run.rundir import RUN_NAME, RunDir
 from slurmllm.supervise.attempts import load_attempts
 from slurmllm.supervise.watchdog import recent_step_times
@@ -36,14 +41,23 @@ class DrillPlan:
     local: bool  # whether the nodes are launchers on this machine
     number: int  # number of the drill among those of the run
     kinds: tuple[FaultKind, ...]
-    steps: int
-    every_steps: int  # steps between checkpoints
+    steps: int  # 0: another project's trainer does not say, before the reference has ended
+    every_steps: int  # steps between checkpoints; 0 if not known
     seed: int  # decides steps and victims of the faults
+    first_checkpoint: int = 0  # of another project's trainer: that of the reference
+    is_limited: bool = False  # whether another project's trainer is ended at the last step
+
+    @property
+    def trainer(self) -> CommandConfig | None:
+        """The command, if the recipe has one."""
+        return self.config.recipe.command
 
     @property
     def results(self) -> Path:
         """The file with a line for each copy that has ended, of which each is a `DrillResult`."""
-        return self.run.reports / f"drill-{self.number}.jsonl"
+        if self.run.path.is_dir():
+            return self.run.reports / f"drill-{self.number}.jsonl"
+        return self.run.path.parent / f"{self.run.name}-drill-{self.number}.jsonl"
 
     def name(self, part: str) -> str:
         """The name of a copy: `reference`, or that of a kind of fault."""
@@ -60,20 +74,49 @@ class DrillPlan:
         `nodes` are those of the attempt, the supervisor's first.
         """
         generator = random.Random(f"{self.seed} {kind}")  # noqa: S311 (repeatable, no secret)
-        per_node = self.config.cluster.devices_per_node
-        at_step = generator.randint(
-            self.every_steps + 1, max(self.every_steps + 1, 2 * self.every_steps - 1)
-        )
+        per_node = self.config.workers_per_node
+        first = self.every_steps if self.trainer is None else self.first_checkpoint
+        at_step = generator.randint(first + 1, max(first + 1, first + self.every_steps - 1))
         index = generator.randrange(1, len(nodes)) if kind == "node" else 0
         if kind in ("worker", "hang"):
             index = generator.randrange(len(nodes))
         if kind == "save":
             # The second checkpoint, on the node of rank 0, where its start is visible first.
-            at_step = 2 * self.every_steps
+            at_step = first + (self.every_steps if self.trainer is None else 1)
         rank = index * per_node + generator.randrange(per_node)
+        if kind == "save" and self.trainer is not None:
+            rank = 0
         return FaultSpec(
-            kind=kind, attempt=0, node=nodes[index], rank=rank, at_step=at_step, local=self.local
+            kind=kind,
+            attempt=0,
+            node=nodes[index],
+            rank=rank,
+            at_step=at_step,
+            local=self.local,
+            trainer=self.trainer,
         )
+
+    def with_reference(self, reference: RunDir) -> Self:
+        """Return the plan with the steps and checkpoints of another project's trainer.
+
+        Faults come after its first checkpoint, or half-way if none are known.
+
+        Raises:
+            RunError: no steps of it are known.
+        """
+        assert self.trainer is not None
+        last = last_row(reference)
+        if last is None:
+            nodes = AttemptRecord.load(reference.attempt("train", 0).record).nodes
+            node = NodeRecord.load(reference.attempt("train", 0).node(nodes[0]))
+            missing = node.progress_missing or "no steps"
+            raise RunError(f"{reference.name}: {missing}; set command.progress")
+        steps = min(self.steps or int(last["step"]), int(last["step"]))
+        entries = list_trainer_checkpoints(reference, self.trainer)
+        saved = [entry.step for entry in entries if entry.step < steps]
+        first, *later = saved or [steps // 2]
+        every = (later[0] if later else steps) - first
+        return replace(self, steps=steps, first_checkpoint=first, every_steps=every)
 
 
 def make_plan(
@@ -94,6 +137,8 @@ def make_plan(
     not fit the nodes.
     """
     changed = change(config, None, overrides) if overrides else config
+    if changed.recipe.command is not None:
+        return _plan_trainer(run, changed, nodes, local, kinds, steps, seed)
     train, optim = changed.recipe.train, changed.recipe.optim
     if steps is None:
         times = recent_step_times(run)
@@ -125,11 +170,52 @@ def make_plan(
     drilled = change(changed, None, values)
     drilled = adapt_to_nodes(drilled, nodes)
     make_mesh(drilled, nodes, reuse.measured_micro_batch(run))
+    return _numbered(DrillPlan(run, drilled, nodes, local, 0, kinds, total, every, seed))
+
+
+def _plan_trainer(
+    run: RunDir,
+    config: RunConfig,
+    nodes: int,
+    local: bool,
+    kinds: tuple[FaultKind, ...],
+    steps: int | None,
+    seed: int,
+) -> DrillPlan:
+    """Plan a drill of another project's trainer, whose copies tell their folders by {run}."""
+    command = config.recipe.command
+    assert command is not None
+    paths = {"run": command.run, "checkpoints": command.checkpoints}
+    if command.progress is not None and is_path(command.progress):
+        paths["progress"] = command.progress
+    for name, text in paths.items():
+        if text is not None and "{run}" not in text:
+            raise RunError(
+                f"command.{name}: {text!r} has no {{run}}, so that all copies of the drill would "
+                "share a folder; write the folder of its output as {run}/out"
+            )
+    most = command.steps
+    if steps is not None and not MIN_STEPS <= steps <= (most or steps):
+        limit = f", and no more than command.steps, {most}" if most else ""
+        raise RunError(f"--steps {steps}: must be {MIN_STEPS} at least{limit}")
+    if command.checkpoints is None:
+        kinds = tuple(kind for kind in kinds if kind != "save")
+    if not kinds:
+        raise RunError("--kinds save: takes command.checkpoints, to see a save; set it")
+    config = change(config, None, ["slurm.drain=false"])
+    total, limited = steps or most or 0, steps not in (None, most)
+    plan = DrillPlan(run, config, nodes, local, 0, kinds, total, 0, seed, is_limited=limited)
+    return _numbered(plan)
+
+
+def _numbered(plan: DrillPlan) -> DrillPlan:
+    """Return the plan with the next number among the drills of its run."""
+    run = plan.run
     pattern = re.compile(rf"(?:{re.escape(run.name)}-)?drill-(\d+)[-.]")
-    entries = (*run.path.parent.iterdir(), *run.reports.glob("drill-*.jsonl"))
-    matches = (pattern.match(entry.name) for entry in entries)
+    folders = (folder for folder in (run.path.parent, run.reports) if folder.is_dir())
+    matches = (pattern.match(entry.name) for folder in folders for entry in folder.iterdir())
     number = max((int(match.group(1)) for match in matches if match), default=0) + 1
-    plan = DrillPlan(run, drilled, nodes, local, number, kinds, total, every, seed)
+    plan = replace(plan, number=number)
     longest = plan.name("first_node")
     if not RUN_NAME.fullmatch(longest):
         raise RunError(f"run name {longest!r} is too long; rename the run's directory")
@@ -144,6 +230,8 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str | None:
     """
     if overrides:
         return "--set changes values"
+    if plan.trainer is not None:
+        return "its trainer may have changed"
     run = plan.run
     submissions = JobsRecord.of(run).submissions
     if len(submissions) != 1:
@@ -160,18 +248,18 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str | None:
     return None
 
 
-def parse_kinds(text: str, nodes: int) -> tuple[FaultKind, ...]:
+def parse_kinds(text: str, nodes: int, of_command: bool = False) -> tuple[FaultKind, ...]:
     """Return the kinds of `--kinds`: names separated by commas, or all.
 
     Raises a RunError if a name is unknown, or needs more nodes than there are.
     """
+    possible = [kind for kind in FAULT_KINDS if of_command or not FAULTS[kind].of_commands]
     if text == "all":
-        return tuple(kind for kind in FAULT_KINDS if FAULTS[kind].min_nodes <= nodes)
+        return tuple(kind for kind in possible if FAULTS[kind].min_nodes <= nodes)
     names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or not set(names) <= set(FAULT_KINDS):
+    if not names or not set(names) <= set(possible):
         raise RunError(
-            f"--kinds {text!r}: must be all, or some of {', '.join(FAULT_KINDS)}, with commas "
-            "between"
+            f"--kinds {text!r}: must be all, or some of {', '.join(possible)}, with commas between"
         )
     kinds = tuple(kind for kind in FAULT_KINDS if kind in names)
     for kind in kinds:

@@ -17,7 +17,14 @@ from typing import IO, Any, Protocol
 
 from slurmllm.config.load import load
 from slurmllm.control.rendezvous import die_with_parent
-from slurmllm.errors import CodeError, RunError, SlurmError, SlurmllmError, StorageError
+from slurmllm.errors import (
+    CodeError,
+    OutOfMemoryError,
+    RunError,
+    SlurmError,
+    SlurmllmError,
+    StorageError,
+)
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
@@ -32,7 +39,9 @@ CANCEL_S = 60.0  # for a cancelled run to save and exit
 REQUEUE_S = 120.0  # for Slurm to end a job whose batch script was killed
 _NO_FILES: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 # By the exit code of `slurmllm resume`.
-_ERRORS: dict[int, type[SlurmllmError]] = {2: RunError, 3: SlurmError, 4: StorageError}
+_ERRORS: dict[int, type[SlurmllmError]] = {
+    kind.exit_code: kind for kind in (RunError, SlurmError, StorageError, OutOfMemoryError)
+}
 
 
 class Runner(Protocol):
@@ -41,10 +50,10 @@ class Runner(Protocol):
     def start(self, run: RunDir, nodes: int) -> None:
         """Start a run whose directory has a configuration; raises as `slurmllm resume` does."""
 
-    def start_on_node(
-        self, run: RunDir, node: str, command: Sequence[str]
+    def start_on_nodes(
+        self, run: RunDir, nodes: Sequence[str], command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a node of an active run."""
+        """Start a command on nodes of an active run."""
 
     def active(self, run: RunDir) -> bool:
         """Whether the run is pending or running."""
@@ -68,12 +77,20 @@ class SlurmRunner:
         with locked(run, "drill"):
             submit_jobs(prepare(request), self.client)
 
-    def start_on_node(
-        self, run: RunDir, node: str, command: Sequence[str]
+    def start_on_nodes(
+        self, run: RunDir, nodes: Sequence[str], command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
-        srun = ["srun", f"--jobid={self._job(run)}", f"--nodelist={node}", "--nodes=1"]
+        count = f"--nodes={len(nodes)}"
+        srun = ["srun", f"--jobid={self._job(run)}", f"--nodelist={','.join(nodes)}", count]
         # --overlap, --mem=0: the step shares CPUs and memory of the run's steps.
-        srun += ["--ntasks=1", "--overlap", "--mem=0", "--cpu-bind=none", "--input=none", "--quiet"]
+        srun += [
+            f"--ntasks={len(nodes)}",
+            "--overlap",
+            "--mem=0",
+            "--cpu-bind=none",
+            "--input=none",
+            "--quiet",
+        ]
         try:
             return subprocess.Popen([*srun, *command], env=slurm_environment(), **_NO_FILES)
         except OSError as error:
@@ -125,8 +142,8 @@ class LocalRunner:
             preexec_fn=die_with_parent,
         )
 
-    def start_on_node(
-        self, run: RunDir, node: str, command: Sequence[str]
+    def start_on_nodes(
+        self, run: RunDir, nodes: Sequence[str], command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, **_NO_FILES, preexec_fn=die_with_parent)
 

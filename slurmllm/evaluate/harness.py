@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from slurmllm.data.sandbox import Sandbox
 from slurmllm.errors import DataError, SlurmllmError, UserError
@@ -153,6 +154,19 @@ class Harness:
         return dict(results)
 
 
+class _TaskTemplates(NamedTuple):
+    """The harness's Jinja environment, in a child process."""
+
+    sandbox: Sandbox
+
+    def from_string(self, template: str) -> Any:
+        def render(**values: Any) -> str:
+            (text,) = self.sandbox.ask([(template, values)])
+            return str(text)
+
+        return SimpleNamespace(render=render)
+
+
 @cache
 def task_manager(folder: str | None, allow_code: bool = False) -> Any:
     """Return the harness's index of tasks, with those of a folder.
@@ -168,9 +182,10 @@ def task_manager(folder: str | None, allow_code: bool = False) -> Any:
             f"lm-evaluation-harness (lm_eval) cannot be imported ({error}); {REMEDY}"
         ) from error
     env = lm_eval.utils.env
-    options = {"undefined": env.undefined, "keep_trailing_newline": env.keep_trailing_newline}
-    lm_eval.utils.env = Sandbox(**options)
-    lm_eval.utils.env.filters["regex_replace"] = env.filters["regex_replace"]
+    if not isinstance(env, _TaskTemplates):
+        options = {"undefined": env.undefined.__name__}
+        options["keep_trailing_newline"] = env.keep_trailing_newline
+        lm_eval.utils.env = _TaskTemplates(Sandbox("slurmllm.data.sandbox", options))
     if folder is None:
         manager = TaskManager()
     else:

@@ -107,6 +107,8 @@ class Curve:
     changes: Mapping[int, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
     convention: Convention | None = None  # how it counts steps; None: format not recognized
     texts: tuple[str, ...] = ()  # names of the evaluated texts; the first is `val_loss`
+    tags: tuple[str, ...] = ()  # all that another framework's log has
+    invented_steps: str = ""  # why its steps are none that the training counted; empty: they are
 
     def __repr__(self) -> str:
         return f"<Curve {self.name}: {len(self.steps)} steps of {', '.join(self.columns)}>"

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 from slurmllm.metrics.log_series import RowCollector, log_suffix
+from slurmllm.metrics.numbers import parse_value
 from slurmllm.metrics.row_logs import column_names, json_numbers
 from slurmllm.metrics.row_reader import parse_row
 from slurmllm.metrics.tags import LogFormat
-from slurmllm.metrics.text_logs import Numbers, TextReader, to_float
+from slurmllm.metrics.text_logs import Numbers, TextReader
 from slurmllm.run.safe_files import LONGEST_LINE
+
+_UNIX_TIME = 1e8  # s; smaller is the time of a step
 
 
 class Lines(Protocol):
@@ -25,31 +28,47 @@ class Lines(Protocol):
 
 
 class _RowQueue(RowCollector):
-    """Rows that wait until they are taken."""
+    """Rows that wait until they are taken, of the rank that had the first one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting: list[Numbers] = []
-        self._count = 0
+        self._count = self._losses = 0
+        self._rank: list[tuple[str, str]] | None = None
 
-    def add(self, row: Iterable[tuple[str, float]], line: int = 0) -> None:
-        self.waiting.append(dict(row))
-        self._count += 1
+    def add(
+        self,
+        row: Iterable[tuple[str, float]],
+        line: int = 0,
+        texts: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        self._rank = list(texts) if self._rank is None else self._rank
+        if list(texts) == self._rank:
+            self.waiting.append(dict(row))
+            self._count += 1
+            self._losses += any("loss" in name.lower() for name in self.waiting[-1])
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def num_losses(self) -> int:
+        return self._losses
 
 
 class TextRows:
     """The rows in lines of text."""
 
     def __init__(self, pattern: str | None = None, log_format: LogFormat | None = None) -> None:
-        self._text = TextReader(pattern, None if log_format is None else log_format.name)
-        self._queues = [_RowQueue() for _ in self._text.readers]
-        for reader, queue in zip(self._text.readers, self._queues, strict=True):
-            reader.rows = queue
+        self._queues: list[_RowQueue] = []
+        framework = None if log_format is None else log_format.name
+        self._text = TextReader(pattern, framework, self._make_queue)
         self.format = self._named = log_format
         self.numbered = False  # whether nothing shows the steps: rows are counted
+
+    def _make_queue(self) -> _RowQueue:
+        self._queues.append(_RowQueue())
+        return self._queues[-1]
 
     def read(self, chunk: bytes, last: bool = False) -> list[Numbers]:
         self._text.read(chunk)
@@ -63,16 +82,18 @@ class TextRows:
         return self._take()
 
     def _take(self) -> list[Numbers]:
-        for reader, queue in zip(self._text.readers, self._queues, strict=True):
-            if len(queue):  # as in a whole log, the first format that has rows counts
-                self.format, rows = reader.format or self._named, queue.waiting
-                self.numbered = reader.numbered
-                for each in self._queues:
-                    each.waiting = []
-                for row in rows:
-                    row.pop("time", None)  # of a time zone that it does not name
-                return rows
-        return []
+        reader = self._text.chosen
+        if reader is None:
+            return []
+        self.format, self.numbered = reader.format or self._named, reader.numbered
+        rows: list[Numbers] = []
+        for queue in self._queues:  # as in a whole log, one format counts
+            rows = queue.waiting if queue is reader.rows else rows
+            queue.waiting = []
+        for row in rows:
+            if row.get("time", 0.0) > _UNIX_TIME:  # of a time zone that it does not name
+                del row["time"]
+        return rows
 
 
 class JsonRows:
@@ -114,9 +135,8 @@ class TableRows:
                 cells = next(csv.reader([text], delimiter=self._delimiter), [])
             row = Numbers()
             for name, cell in zip(self._columns, cells, strict=False):
-                with suppress(ValueError, IndexError):
-                    comma = "," in cell and self._delimiter != ","
-                    row[name] = to_float(cell) if comma else float(cell)
+                if (value := parse_value(name, cell)) is not None:
+                    row[name] = value
             if row and len(cells) >= len(self._columns):
                 rows.append(row)
         return rows

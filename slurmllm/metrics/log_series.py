@@ -1,4 +1,4 @@
-"""Logs of other frameworks (also .gz): a series for each tag, and the conversion to a curve."""
+"""Logs of other frameworks (also .gz): a series for each tag."""
 
 from __future__ import annotations
 
@@ -7,35 +7,26 @@ import gzip
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.format import format_plural
-from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, SourceKind, bit_identical
-from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
-from slurmllm.metrics.tags import (
-    LogFormat,
-    TagChoice,
-    choose_tags,
-    common_names,
-    list_tags,
-    per_device,
-    step_keys,
-)
+from slurmllm.metrics.curves import Floats, Ints, SourceKind
+from slurmllm.metrics.numbers import CommaNumber, DecimalMark, decimal_mark
+from slurmllm.metrics.tags import LogFormat, common_names, find_tags, list_tags, step_keys
 from slurmllm.run.safe_files import open_regular
 
 _GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1
 _BLOCK_BYTES = 1 << 16
 _SPOOLED_BYTES = 256 << 20  # in memory; what is longer is in a file
-_MAX_RESTARTS = 1000
 _FRACTIONAL = 0.1  # share of steps that are not whole numbers
-# Share of values that are recomputed, and differ, beyond which a log seems to hold two runs
-_MIXED = 0.3
+_MOST_TEXTS = 200  # different ones in a column that separates rows
+# Metrics that are whole numbers, or rates of them: a comma separates thousands
+COUNTS = ("step", "tokens", "samples", "seq_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -49,6 +40,15 @@ class TagSeries:
 
 
 @dataclass(frozen=True)
+class TextSeries:
+    """The texts of a column, such as the split or the rank of its row."""
+
+    order: Ints  # as in `TagSeries` [rows]
+    codes: Ints  # index into `texts` [rows]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Log:
     """A log as it was read."""
 
@@ -59,6 +59,11 @@ class Log:
     warnings: tuple[str, ...] = ()
     format: LogFormat | None = None  # if its lines have shown it
     lines: Sequence[int] = ()  # number of the line at each position, from 1; 0: unknown
+    texts: Mapping[str, TextSeries] = field(default_factory=dict)  # by column
+    commas: Mapping[str, int] = field(default_factory=dict)  # tag → place of a decimal comma
+    undecided: frozenset[str] = frozenset()  # tags whose commas may be of thousands or decimals
+    val_loss: TagSeries | None = None  # of rows of another split
+    invented_steps: str = ""  # why its steps are none that the training counted
 
     def place(self, order: int) -> str:
         line = self.lines[order] if len(self.lines) else 0
@@ -122,20 +127,44 @@ class RowCollector:
     def __init__(self) -> None:
         self._rows: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
+        self._texts: dict[str, tuple[array[int], array[int], dict[str, int]]] = {}
+        # Key → places of its numbers with a comma among its values, and what they show
+        self._commas: dict[str, tuple[array[int], list[DecimalMark | None]]] = {}
         self._lines = array("q")
 
-    def add(self, row: Iterable[tuple[str, float]], line: int = 0) -> None:
-        """Add a row, and the number of its line if it has one."""
+    def add(
+        self,
+        row: Iterable[tuple[str, float]],
+        line: int = 0,
+        texts: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """Add a row, the number of its line if it has one, and its columns of text."""
         number = len(self._lines)
         for key, value in row:
             if key not in self._rows:
                 self._rows[key], self._values[key] = array("q"), array("d")
+            if type(value) is CommaNumber:
+                places, marks = self._commas.setdefault(key, (array("q"), []))
+                places.append(len(self._values[key]))
+                marks.append(value.mark)
             self._rows[key].append(number)
             self._values[key].append(value)
+        for key, text in texts:
+            rows, codes, known = self._texts.setdefault(key, (array("q"), array("q"), {}))
+            if len(known) < _MOST_TEXTS:
+                rows.append(number)
+                codes.append(known.setdefault(text, len(known)))
         self._lines.append(line)
 
     def __len__(self) -> int:
         return len(self._lines)
+
+    @property
+    def num_losses(self) -> int:
+        """The number of values of the most frequent key that names a loss."""
+        return max(
+            (len(rows) for key, rows in self._rows.items() if "loss" in key.lower()), default=0
+        )
 
     def log(
         self,
@@ -144,6 +173,7 @@ class RowCollector:
         tags: Mapping[str, str],
         warnings: Sequence[str] = (),
         log_format: LogFormat | None = None,
+        invented_steps: str = "",
     ) -> Log:
         """Return the rows as a log, without those that have no step.
 
@@ -155,6 +185,7 @@ class RowCollector:
                 f"no metrics in {path}: it has no row of numbers; give the log of a training run"
                 + "".join(f" ({warning})" for warning in warnings)
             )
+        commas, undecided = self._decide_commas()
         candidates = step_keys(self._rows, tags)
         if not candidates:
             names = [tags["step"]] if "step" in tags else common_names("step")
@@ -196,138 +227,45 @@ class RowCollector:
                 series[key] = TagSeries(
                     key_rows[has_step], row_steps[index[has_step]], values[has_step]
                 )
-        return Log(path, kind, series, (), tuple(warnings), log_format, self._lines)
-
-
-def curve_of_log(log: Log, name: str, tags: Mapping[str, str]) -> Curve:
-    """Convert a log to a curve.
-
-    Raises:
-        RunError: no tag is the loss, or a requested tag is missing.
-    """
-    counts = {tag: len(series.steps) for tag, series in log.series.items()}
-    choice = choose_tags(counts, tags, log.path, log.format)
-    chosen = {metric: log.series[tag] for metric, tag in choice.tags.items()}
-    if choice.tags.get("step_time_s", "").endswith(("_ms", "(ms)")):
-        in_ms = chosen["step_time_s"]
-        chosen["step_time_s"] = replace(in_ms, values=in_ms.values / 1e3)
-    loss = chosen.get("loss") or chosen["grad_norm"]
-    if "time" not in chosen and loss.times is not None:
-        chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
-    starts = _attempt_starts(loss, log.starts)
-    block, (overlap_rows, identical, max_difference) = _merge_tags(chosen, starts)
-    convention = None if choice.format is None else choice.format.convention
-    if convention is not None and convention.counts == "samples":
-        block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
-    warnings = [*log.warnings, *choice.missing, *_tag_warnings(log, choice)]
-    if overlap_rows > _MIXED * len(loss.steps) and max_difference > 1e-3:
-        warnings.append(
-            f"{log.place(int(starts[0]))}: {format_plural(overlap_rows, 'step')} of "
-            f"{len(block.steps)} occur a second time with other values, as if the log held two "
-            "runs; those read last count: split it at the line where the steps begin again"
-        )
-    else:
-        warnings += _order_warnings(log, loss, starts)
-    curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
-    return replace(
-        curve,
-        convention=convention,
-        overlap_rows=overlap_rows,
-        overlap_identical=identical if overlap_rows else None,
-        overlap_max_rel_diff=max_difference if overlap_rows else None,
-    )
-
-
-def _tag_warnings(log: Log, choice: TagChoice) -> Iterator[str]:
-    for metric, others in choice.others.items():
-        used, differing = log.series[choice.tags[metric]], []
-        for tag in others:
-            other = log.series[tag]
-            _, at_a, at_b = np.intersect1d(used.steps, other.steps, return_indices=True)
-            if not at_a.size or not np.allclose(
-                used.values[at_a], other.values[at_b], rtol=1e-6, atol=0.0, equal_nan=True
-            ):
-                differing.append(tag)
-        if differing:
-            yield (
-                f"{log.path}: {metric} is taken from {choice.tags[metric]!r}, not from "
-                f"{', '.join(map(repr, differing))}; select another with --tag {metric}=TAG"
+        texts = {
+            key: TextSeries(
+                np.frombuffer(positions, dtype=np.int64),
+                np.frombuffer(codes, dtype=np.int64),
+                tuple(known),
             )
-    for metric, tag in choice.tags.items():
-        if metric in ("seq_per_s", "tokens_per_s") and per_device(tag):
-            yield f"{metric} is the value of one device, not of the run: {tag!r}"
-
-
-def _order_warnings(log: Log, loss: TagSeries, starts: Ints) -> Iterator[str]:
-    """Warn of steps that decrease within an attempt, or occur twice with different values."""
-    attempts = np.searchsorted(starts, loss.order, side="right")
-    decreases = loss.order[1:][(np.diff(loss.steps) < 0) & (np.diff(attempts) == 0)]
-    _, replaced, winners = select_latest(loss.steps, attempts)
-    differ = ~bit_identical(loss.values[replaced], loss.values[winners])
-    repeats = loss.order[winners[(attempts[replaced] == attempts[winners]) & differ]]
-    if decreases.size or repeats.size:
-        yield (
-            f"{log.place(min([*decreases, *repeats]))}: steps are not in order: "
-            f"{len(decreases)} decrease and {len(repeats)} occur again with another value; sorted, "
-            "and the last value of a step counts; name another column with --tag step=KEY"
+            for key, (positions, codes, known) in self._texts.items()
+            if len(known) < _MOST_TEXTS
+        }
+        return Log(
+            path,
+            kind,
+            series,
+            warnings=tuple(warnings),
+            format=log_format,
+            lines=self._lines,
+            texts=texts,
+            commas=commas,
+            undecided=undecided,
+            invented_steps=invented_steps,
         )
 
+    def _decide_commas(self) -> tuple[dict[str, int], frozenset[str]]:
+        """Correct the values of columns with decimal commas, which were read as thousands.
 
-def _attempt_starts(loss: TagSeries, process_starts: Sequence[int]) -> Ints:
-    """Return the positions at which the second and later attempts begin.
-
-    An attempt begins where a process began to write (unless it wrote no loss), or where the step
-    decreases. If the step decreases often, the rows are not ordered by time, and only
-    `process_starts` are used.
-    """
-    decreases = loss.order[1:][np.diff(loss.steps) < 0]
-    if len(decreases) > min(_MAX_RESTARTS, len(loss.steps) / 3):
-        decreases = decreases[:0]
-    positions = np.union1d(np.asarray(process_starts, dtype=np.int64), decreases)
-    first_loss = np.searchsorted(loss.order, positions)
-    within = (first_loss > 0) & (first_loss < len(loss.order))
-    # Return the start, not the first loss after it: the process may log other tags first.
-    _, index = np.unique(first_loss[within], return_index=True)
-    return np.asarray(positions[within][index], dtype=np.int64)
-
-
-def _merge_tags(
-    chosen: Mapping[str, TagSeries], starts: Ints
-) -> tuple[RowBlock, tuple[int, bool, float]]:
-    """Merge the series of the metrics to one row per step.
-
-    Also returns the overlap after restarts: the number of recomputed rows that have a loss, whether
-    all metrics are bit-identical, and their largest relative difference.
-    """
-    used: dict[str, tuple[Ints, Ints, Floats]] = {}
-    rows, identical, largest = 0, True, 0.0
-    for metric, series in chosen.items():
-        attempts: Ints = np.searchsorted(starts, series.order, side="right")
-        latest, replaced, replacements = select_latest(series.steps, attempts)
-        recomputed = attempts[replaced] < attempts[replacements]
-        replaced, replacements = replaced[recomputed], replacements[recomputed]
-        same, difference = compare_overlap({metric: series.values}, replaced, replacements)
-        identical, largest = identical and same, max(largest, difference)
-        rows = len(replaced) if metric == "loss" else rows
-        # A later attempt may log different steps: all rows of earlier attempts in the range that it
-        # covers are superseded.
-        superseded: Flags = np.zeros(len(series.steps), dtype=bool)
-        for attempt in np.unique(attempts)[1:]:
-            later = series.steps[attempts == attempt]
-            superseded |= (
-                (attempts < attempt) & (series.steps >= later.min()) & (series.steps <= later.max())
-            )
-        latest = latest[~superseded[latest]]
-        used[metric] = (series.steps[latest], attempts[latest], series.values[latest])
-    steps = np.unique(np.concatenate([metric_steps for metric_steps, _, _ in used.values()]))
-    row_attempts = np.zeros(len(steps), dtype=np.int64)
-    columns: dict[str, Floats] = {}
-    absent: dict[str, Flags] = {}
-    for metric, (metric_steps, attempts, values) in used.items():
-        index = np.searchsorted(steps, metric_steps)
-        columns[metric] = np.full(len(steps), np.nan)
-        columns[metric][index] = values
-        absent[metric] = np.ones(len(steps), dtype=bool)
-        absent[metric][index] = False
-        row_attempts[index] = np.maximum(row_attempts[index], attempts)
-    return RowBlock(steps, row_attempts, columns, absent), (rows, identical, largest)
+        Returns:
+            Those columns, with the first such row, and the columns that are undecided.
+        """
+        counts = {tag for metric in COUNTS for tag in find_tags(self._commas, common_names(metric))}
+        all_marks = {mark for _, marks in self._commas.values() for mark in marks}
+        decimal, undecided = dict[str, int](), set[str]()
+        for key, (places, marks) in self._commas.items():
+            values = np.frombuffer(self._values[key]).copy()
+            mark = "point" if key in counts else decimal_mark(values, marks, all_marks)
+            if mark is None:
+                undecided.add(key)
+            elif mark == "comma":
+                index = np.frombuffer(places, dtype=np.int64)[[mark is None for mark in marks]]
+                values[index] /= 1e3
+                self._values[key] = array("d", values)
+                decimal[key] = self._rows[key][places[0]]
+        return decimal, frozenset(undecided)

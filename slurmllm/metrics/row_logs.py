@@ -12,7 +12,7 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 from slurmllm.errors import RunError
 from slurmllm.format import format_plural
 from slurmllm.metrics.log_series import Log, RowCollector, TagSeries, log_suffix, open_log
+from slurmllm.metrics.numbers import LONGEST_NUMBER, parse_value
 from slurmllm.metrics.row_reader import json_number, parse_row
 from slurmllm.metrics.tags import step_keys
-from slurmllm.metrics.text_logs import to_float
 from slurmllm.run.safe_files import LARGEST_RECORD, open_regular, read_limited, read_lines
 
 _LARGEST_JSON = 256 << 20  # parsed, a document takes ten times that
@@ -59,7 +59,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     short, columns = list[int](), set[str]()  # lines, the header is 1; columns with numbers
     # Column → number of cells that are no numbers; line and text of the first
     texts: dict[str, tuple[int, int, str]] = {}
-    last = commas = 0
+    last = 0
     with open_log(path, warnings) as stream:
         lines = _table_lines(stream, path, warnings)
         header = next(lines, "")
@@ -71,26 +71,27 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 if not cells:
                     continue
                 last = reader.line_num + 1
+                if not cells[0][:1].isdigit() and (header_cells := _new_header(cells, names)):
+                    names = header_cells
+                    continue
                 if len(cells) < len(names):
                     short.append(last)
                     continue
                 numbers: list[tuple[str, float]] = []
+                labels: list[tuple[str, str]] = []
                 for name, cell in zip(names, cells, strict=False):
                     if cell and name and not name.endswith(_WANDB_RANGE):
-                        comma = "," in cell and delimiter != ","
-                        try:
-                            numbers.append((name, to_float(cell) if comma else float(cell)))
-                            commas = commas or last * comma
-                        except ValueError:
-                            if cell.strip().lower() not in _MISSING:
-                                count, line, text = texts.get(name, (0, last, cell))
-                                texts[name] = (count + 1, line, text)
+                        number = _parse_cell(name, cell)
+                        if number is not None:
+                            numbers.append((name, number))
+                        elif cell.strip().lower() not in _MISSING:
+                            count, line, text = texts.get(name, (0, last, cell))
+                            texts[name] = (count + 1, line, text)
+                            labels.append((name, cell.strip()))
                 columns.update(name for name, _ in numbers)
-                rows.add(numbers, last)
+                rows.add(numbers, last, labels)
         except csv.Error as error:
             warnings.append(f"{path}:{reader.line_num + 1}: {error}; read as far as that")
-    if commas:
-        warnings.append(f"{path}:{commas}: numbers have decimal commas; read 2,5 as 2.5")
     warnings += [
         f"{path}:{texts[name][1]}: {texts[name][2]!r:.40} in column {name!r} is not a number; such "
         f"cells are missing values: {texts[name][0]}"
@@ -105,6 +106,21 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
             "columns; skipped them"
         )
     return rows.log(path, "csv", tags, warnings)
+
+
+def _parse_cell(name: str, cell: str) -> float | None:
+    if len(cell) <= LONGEST_NUMBER:
+        with suppress(ValueError):
+            return float(cell)
+    return parse_value(name, cell)
+
+
+def _new_header(cells: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names of a header within a table, as a restart writes it; empty if it is none."""
+    header = [cell.strip() for cell in cells]
+    shared = len(set(header) & set(names) - {""})
+    is_header = 2 * shared >= min(len(header), len(names)) and shared > 1
+    return header if is_header and not any(_parse_cell("", cell) for cell in header) else []
 
 
 def column_names(
@@ -166,10 +182,15 @@ def read_json_lines(path: Path, tags: Mapping[str, str]) -> Log:
         for number, line in enumerate(read_lines(stream, LARGEST_RECORD), start=1):
             if not line.strip():
                 continue
-            last = number
             row = parse_row(line)
+            if row is None and not last and line.lstrip().startswith(b"["):
+                return read_json(path, tags)  # an array of many lines
+            last = number
             if isinstance(row, dict):
-                rows.add(json_numbers(row), number)
+                rows.add(json_numbers(row), number, json_texts(row))
+            elif isinstance(row, list) and any(isinstance(part, dict) for part in row):
+                for part in _document_rows(row):
+                    rows.add(json_numbers(part), number, json_texts(part))
             else:
                 broken.append(number)
     if broken and not len(rows):
@@ -211,7 +232,7 @@ def read_json(path: Path, tags: Mapping[str, str]) -> Log:
         ) from error
     rows = RowCollector()
     for row in _document_rows(document):
-        rows.add(json_numbers(row))
+        rows.add(json_numbers(row), 0, json_texts(row))
     return rows.log(path, "jsonl", tags, warnings)
 
 
@@ -222,6 +243,11 @@ def _document_rows(document: Any) -> list[dict[str, Any]]:
         for key in _ROW_KEYS:
             if any(isinstance(row, dict) for row in lists.get(key, ())):
                 return [row for row in lists[key] if isinstance(row, dict)]
+        if golden := [(k, v) for k, v in document.items() if isinstance(v, dict) and "values" in v]:
+            return [row for key, series in golden for row in _golden_rows(key, series)]
+        by_step = {key: row for key, row in document.items() if key.isdigit()}
+        if by_step and all(isinstance(row, dict) for row in by_step.values()):
+            return [{"step": step} | row for step, row in by_step.items()]
         columns = {key: values for key, values in lists.items() if values}
         return [
             dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)
@@ -229,13 +255,38 @@ def _document_rows(document: Any) -> list[dict[str, Any]]:
     return [row for row in document if isinstance(row, dict)] if isinstance(document, list) else []
 
 
+def _golden_rows(key: str, series: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a metric in Megatron-LM's golden values: by step, or from start_step."""
+    values = series["values"]
+    if not isinstance(values, dict):
+        start, interval = series.get("start_step", 0), series.get("step_interval", 1)
+        values = {start + interval * place: value for place, value in enumerate(values)}
+    return [{"step": str(step), key: value} for step, value in values.items()]
+
+
 def json_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a row by dotted path; null counts as absent."""
     for key, value in row.items():
         if isinstance(value, dict):
             yield from json_numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, str):
+            if (number := parse_value(key, value)) is not None:
+                yield prefix + key, number
         elif value is not None and (number := json_number(value)) is not None:
             yield prefix + key, number
+
+
+def json_texts(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the texts and truth values of a row, which may name its split."""
+    for key, value in row.items():
+        if isinstance(value, bool):
+            yield key, str(value).lower()
+        elif (
+            isinstance(value, str)
+            and len(value) <= LONGEST_NUMBER
+            and parse_value(key, value) is None
+        ):
+            yield key, value
 
 
 def read_wandb(path: Path, tags: Mapping[str, str]) -> Log:

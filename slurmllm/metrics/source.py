@@ -14,10 +14,12 @@ from slurmllm.errors import RunError, StorageError
 from slurmllm.metrics import row_logs
 from slurmllm.metrics.curves import Convention, Curve, Setting
 from slurmllm.metrics.evaluations import read_evaluations
-from slurmllm.metrics.log_series import Log, curve_of_log, log_suffix
-from slurmllm.metrics.merge import FileRows, merge_rows, with_evaluations
+from slurmllm.metrics.log_curve import curve_of_log
+from slurmllm.metrics.log_series import Log, log_suffix
+from slurmllm.metrics.merge import FileRows, merge_rows, number_attempts, with_evaluations
+from slurmllm.metrics.numbers import DecimalMark
 from slurmllm.metrics.row_reader import parse_row, read_error
-from slurmllm.metrics.tags import choose_tags, parse_tags
+from slurmllm.metrics.tags import parse_tags
 from slurmllm.metrics.tensorboard_logs import (
     event_files,
     event_folders,
@@ -102,6 +104,8 @@ def read_curve(
     *,
     lenient: bool = False,
     pattern: str | None = None,
+    where: Mapping[str, str] | None = None,
+    decimal: DecimalMark | None = None,
     by_file: FileRows | None = None,
 ) -> Curve:
     """Read the metrics of a run, or the log of another framework.
@@ -111,6 +115,8 @@ def read_curve(
         tags: Metric → the tag, column or key that holds it, in preference to the known names.
         lenient: In our own files, skip broken lines with a warning.
         pattern: Regular expression of a text log's lines, with a named group for each metric.
+        where: Of another framework's log: column → the value that it must have in the rows to read.
+        decimal: The decimal mark of numbers such as 2,345 that do not show it.
         by_file: Filled with what was read of each of our own files, for a second reader.
 
     Raises:
@@ -123,7 +129,7 @@ def read_curve(
         log = _read_file(source, tags, pattern) if is_file else _read_folder(source, tags)
         if log is None:
             return read_run(source, lenient, by_file)
-        return curve_of_log(log, run_name(log.path, is_file), tags)
+        return curve_of_log(log, run_name(log.path, is_file), tags, where, decimal)
     except OSError as error:
         raise RunError(
             f"cannot read {error.filename or source}: {os_error_text(error)}; a log must be "
@@ -147,7 +153,7 @@ def _read_file(source: Path, tags: Mapping[str, str], pattern: str | None) -> Lo
         return read_text(source, tags, pattern)
     if is_event_file(source):
         return read_tensorboard(source, tags)
-    if source.suffix in (".jsonl", ".ndjson") and _is_own_file(source, tags):
+    if source.suffix in (".jsonl", ".ndjson") and _is_own_file(source):
         return None
     if suffix not in _READERS:
         raise RunError(f"{source} is of an unknown kind ({suffix or 'no suffix'}); give {_KINDS}")
@@ -179,19 +185,14 @@ def _read_folder(source: Path, tags: Mapping[str, str]) -> Log | None:
     return read_tensorboard(source, tags)
 
 
-def _is_own_file(path: Path, tags: Mapping[str, str]) -> bool:
-    """Return whether slurmllm wrote a file: by its folder, else by its first whole row's keys."""
+def _is_own_file(path: Path) -> bool:
+    """Return whether slurmllm wrote a file: by its folder, else by its first whole row."""
     if path.absolute().parent.name == "metrics":
         return True
     with open_regular(path) as stream:
         rows = (parse_row(line) for line in islice(read_lines(stream), 100))
         row = next((row for row in rows if isinstance(row, dict)), {})
-    if "attempt" in row:
-        return True
-    if type(row.get("step")) is not int or "loss" not in row or set(tags.values()) & set(row):
-        return False
-    chosen = choose_tags(dict.fromkeys(row, 1), {}, path).tags
-    return all(metric == tag for metric, tag in chosen.items())
+    return "attempt" in row
 
 
 def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = None) -> Curve:
@@ -223,6 +224,7 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
         )
     path = source.absolute()
     if is_file and path.parent.name != "metrics":
+        blocks = number_attempts(blocks)
         return merge_rows(blocks, name=name, path=source, kind="jsonl", warnings=warnings)
     run = RunDir(path.parent.parent if is_file else source)
     records = _read_records(run, warnings)

@@ -34,6 +34,8 @@ class LineFormat(BaseModel):
     following: bool = False
     step_of_bar: bool = False
     steps_from: Literal[0, 1] | None = None
+    epochs_from: Literal[0, 1] = 1
+    counts: StepUnit = "steps"
 
 
 class LogFormat(BaseModel):
@@ -163,9 +165,12 @@ def choose_tags(
                 raise RunError(f"{what}; there are {list_tags(counts)}")
             missing.append(f"{what}; {metric} is taken from {free[0]!r}")
     if not {"loss", "grad_norm"} & chosen.keys():  # `spikes` works with either
+        what, tag = "none of its tags is known", "TAG"
+        if "val_loss" in chosen:
+            what, tag = "it has only that of a validation", chosen["val_loss"]
         raise RunError(
-            f"no loss in {source}: none of its tags is known; there are "
-            f"{list_tags(counts)}; name it with --tag loss=TAG"
+            f"no loss in {source}: {what}; there are {list_tags(counts)}; name it with "
+            f"--tag loss={tag}"
         )
     return TagChoice(chosen, others, framework, tuple(missing))
 

@@ -10,16 +10,19 @@ import calendar
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 from slurmllm.errors import RunError, UserError
 from slurmllm.format import printable
+from slurmllm.metrics.line_prefixes import split_prefix
 from slurmllm.metrics.log_series import Log, RowCollector, open_log
+from slurmllm.metrics.numbers import NUMBER, WRAPPER, WRAPPER_END, parse_number, parse_value
 from slurmllm.metrics.tags import (
     ANY_FRAMEWORK,
     METRICS,
@@ -27,27 +30,27 @@ from slurmllm.metrics.tags import (
     LogFormat,
     all_formats,
     check_metric,
-    log_formats,
     step_keys,
 )
 
 Numbers = dict[str, float]
 
 _CHUNK_BYTES = 1 << 20
-# A line without an end (a core dump in a log) is cut here.
-_MAX_LINE_BYTES = 1 << 16
-_NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
-_VALUE = rf"(?:tensor\(\[?)?(?P<%s>{_NUMBER})"
+_LONGEST_LINE = 1 << 16  # bytes; a longer line, such as a core dump, holds no metrics
+_VALUE = rf"{WRAPPER}(?P<%s>{NUMBER}){WRAPPER_END}"
 # %name of formats.yaml, longer names first
 _NAMES = sorted((*METRICS, "step_time_ms", "epoch", "total", "bar"), key=len, reverse=True)
 _NAME = re.compile(f"%({'|'.join(_NAMES)})")
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
-_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 # What a line of one of the formats holds; all other lines are skipped without decoding them.
-_HINT = re.compile(rb"(?i:loss)|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]")
+_HINT = re.compile(rb"[Ll]oss|trl:|tel:|step=|batch=|\d/\d+ \[|['\"]|\d (?:train|val) ")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
-_BAR = re.compile(r"\|\s*(\d+)/(\d+|\?) \[")
-_DESCRIBED = re.compile(r"[A-Za-z]:\s+\d+%\|")  # a bar of something else: `Loading weights: 5%|`
+_BAR = re.compile(r"\|\s*(\d{1,15})/(\d{1,15}|\?) \[")
+_DESCRIBED = re.compile(r"[A-Za-z]:\s{1,9}\d{1,3}%\|")  # of something else: `Loading weights: 5%|`
+# The step next to a row of names and values: `step 10/400`, `iteration: 10`, else `[10/400]`
+_STEPS = (
+    re.compile(r"(?i)(?:\b|_)(?:step|iter(?:ation)?|update)s?[ =:\[]{1,3}(\d{1,15})\b"),
+    re.compile(r"(?i)(?<!epoch )(?<!epoch: )[\[(](\d{1,15})/\d{1,15}[\])]"),
+)
 _EXAMPLE = r"'step (?P<step>\d+).*loss (?P<loss>\S+)'"
 
 
@@ -59,65 +62,92 @@ def read_text(path: Path, tags: Mapping[str, str], pattern: str | None = None) -
         OSError: the file cannot be read.
     """
     text = TextReader(pattern)
-    readers = text.readers
     warnings: list[str] = []
     with open_log(path, warnings) as stream:
         for chunk in iter(partial(stream.read, _CHUNK_BYTES), b""):
             text.read(chunk)
         text.read(b"", last=True)
-    for reader in readers:
-        reader.finish(path, warnings)
-        if len(reader.rows):
-            return reader.rows.log(path, "text", tags, warnings, reader.format)
+    for reader in text.readers:
+        reader.finish()
+    chosen = text.chosen
+    if chosen is not None:
+        return chosen.rows.log(path, "text", tags, warnings, chosen.format, chosen.invented_steps)
     if pattern is not None:
         raise RunError(
             f"no line of {path} matches --pattern '{pattern}'; check it against a line of the log "
             "(spaces must match exactly)"
         )
-    names = ", ".join(name for name, log_format in log_formats().items() if log_format.lines)
     raise RunError(
-        f"no metrics in {path}: no line is one of {names}, or a progress bar with a loss; give "
-        "such a log, or a table (.csv, .jsonl) of the metrics, or describe its lines with "
-        f"--pattern, such as --pattern {_EXAMPLE}"
+        f"no metrics in {path}: no line is of a known format (docs/metrics.md names them), or a "
+        "progress bar with a loss; give such a log, or a table (.csv, .jsonl) of the metrics, or "
+        f"describe its lines with --pattern, such as --pattern {_EXAMPLE}"
     )
 
 
 class TextReader:
-    """The readers of a text, which comes in pieces; the first one that has rows is used.
+    """The readers of a text, which comes in pieces: one for each format and rank.
 
     Args:
         pattern: The user's, with a named group for each metric.
         framework: Only this one's lines, if it has lines of its own.
+        make_rows: Makes what holds the rows of a format.
     """
 
-    def __init__(self, pattern: str | None = None, framework: str | None = None) -> None:
-        if pattern is None:
-            self.readers = _format_readers()
-        else:
+    def __init__(
+        self,
+        pattern: str | None = None,
+        framework: str | None = None,
+        make_rows: Callable[[], RowCollector] = RowCollector,
+    ) -> None:
+        if pattern is not None:
             check_pattern(pattern)
-            self.readers = [_LineReader(None, [LineFormat(head=pattern)])]
-        if framework is not None:
-            fitting = [r for r in self.readers if r.format and r.format.name == framework]
-            self.readers = fitting or self.readers
-        self._latest = self.readers[0]
-        self._all_lines = pattern is not None
-        self._number, self._rest = 1, b""
+        formats = _line_formats() if pattern is None else [(None, [LineFormat(head=pattern)])]
+        fitting = [entry for entry in formats if entry[0] and entry[0].name == framework]
+        self._formats = [(*entry, make_rows()) for entry in fitting or formats]
+        self._by_rank: dict[str, list[_LineReader]] = {}
+        self._latest: dict[str, _LineReader] = {}  # of each rank, the one that read a line
+        self._whole = pattern is not None  # lines are read as they are
+        self._number, self._rest, self._rank = 1, b"", ""
+        self._continued = False  # a progress bar that overwrites itself has its rank once
+
+    @property
+    def readers(self) -> list[_LineReader]:
+        return [reader for readers in self._by_rank.values() for reader in readers]
+
+    @property
+    def chosen(self) -> _LineReader | None:
+        """The reader with the most losses; None if none has rows."""
+        most = max(self.readers, key=_row_counts, default=None)
+        return most if most is not None and len(most.rows) else None
 
     def read(self, chunk: bytes, last: bool = False) -> None:
         """Read the lines that are complete, at the `last` call also one without an end."""
         lines = (self._rest + chunk).splitlines(keepends=True)
         # A newline may follow a carriage return.
         whole = last or not lines or lines[-1].endswith(b"\n")
-        self._rest = b"" if whole else lines.pop()[-_MAX_LINE_BYTES:]
+        self._rest = b"" if whole else lines.pop()[: _LONGEST_LINE + 1]
         for line in lines:
-            if _HINT.search(line) or self._all_lines or any(reader.row for reader in self.readers):
-                text = printable(line.decode("utf-8-sig", errors="replace").rstrip("\r\n"))
-                for reader in (self._latest, *self.readers):
-                    if reader.read(text, self._number):
-                        if reader.format is not None:  # those of any framework match others' too
-                            self._latest = reader
-                        break
-            self._number += line.endswith(b"\n")
+            open_rows = any(reader.row for reader in self._latest.values())
+            if self._whole or ((open_rows or _HINT.search(line)) and len(line) <= _LONGEST_LINE):
+                self._read_line(printable(line.decode("utf-8-sig", "replace").rstrip("\r\n")))
+            self._continued = not line.endswith(b"\n")
+            self._number += not self._continued
+
+    def _read_line(self, text: str) -> None:
+        rank, line, stamp = "", text, text
+        if not self._whole:
+            name, line = split_prefix(text)
+            rank = self._rank = name or (self._rank if self._continued else "")
+            stamp = text[:100]
+        if rank not in self._by_rank:
+            self._by_rank[rank] = [_make_reader(*entry, rank) for entry in self._formats]
+        readers: Sequence[_LineReader] = self._by_rank[rank]
+        if rank in self._latest and not self._latest[rank].is_general:
+            readers = (self._latest[rank], *readers)
+        for reader in readers:
+            if reader.read(line, self._number, stamp):
+                self._latest[rank] = reader
+                break
 
     def settle(self, last: bool = False) -> None:
         """Add rows that more lines could complete: the output pauses, or this is the `last`."""
@@ -129,47 +159,52 @@ class TextReader:
             reader.settle(last)
 
 
-def to_float(text: str) -> float:
-    """Parse a number: `1,234.5` and `2,504` (thousands), `2,5` (a decimal comma), `1.2K`."""
-    if "," in text:
-        text = text.rstrip(",")
-        text = text.replace(",", "" if _THOUSANDS.fullmatch(text) else ".")
-    if text[-1] in _UNITS:
-        return float(text[:-1]) * _UNITS[text[-1]]
-    return float(text)
-
-
 class _LineReader:
-    """The rows of one format: of a line each, or of a line and those that follow it.
+    """The rows of one format and rank: of a line each, or of a line and those that follow it.
 
     A step that is not in the head is among the names and values, or that of a progress bar.
     """
 
     numbered = False  # whether nothing shows the steps: rows are counted
 
-    def __init__(self, log_format: LogFormat | None, lines: Sequence[LineFormat]) -> None:
-        self.rows = RowCollector()
+    def __init__(
+        self,
+        log_format: LogFormat | None,
+        lines: Sequence[LineFormat],
+        rows: RowCollector,
+        rank: str,
+    ) -> None:
+        self.rows = rows
         self.format = log_format
+        # Lines of other formats may match too
+        self.is_general = log_format is None or lines[0].step_of_bar
         if log_format is not None:
             first = log_format.steps_from if lines[0].steps_from is None else lines[0].steps_from
-            self.format = log_format.model_copy(update={"counts": "steps", "steps_from": first})
+            changes = {"counts": lines[0].counts, "steps_from": first}
+            self.format = log_format.model_copy(update=changes)
         self.row = Numbers()  # the next line may belong to it
+        self.invented_steps = ""
+        self._texts = [("rank", rank)] if rank else []
         self._number = 0  # of its first line
         self._patterns = [
-            (_compile(line.head), _compile(line.pair) if line.pair else None) for line in lines
+            (_compile(line.head), _compile(line.pair) if line.pair else None, line.epochs_from)
+            for line in lines
         ]
         self._following = lines[0].following
         self._before = 0.0  # steps before a progress bar's first, which a restart begins with
+        self._bar = (0.0, 0.0)  # epoch and count of the bar before
+        self._first_epoch = math.inf
 
-    def read(self, line: str, number: int) -> bool:
+    def read(self, line: str, number: int, stamp: str) -> bool:
         """Read a line; return False if it is of another format."""
-        for head, pair in self._patterns:
+        for head, pair, epochs_from in self._patterns:
             match = head.search(line)
-            values = None if match is None else _head_values(match)
+            values = None if match is None else _head_values(match, stamp, epochs_from)
             if values is None and not self.row:
                 continue
             texts = [] if pair is None else pair.findall(line)
-            pairs = {name.strip(): to_float(value) for name, value in texts}
+            parsed = ((name.strip(), parse_value(name, value)) for name, value in texts)
+            pairs = {name: value for name, value in parsed if value is not None}
             if values is not None:
                 self.end_row()
                 self.row, self._number = pairs | values, number
@@ -186,20 +221,36 @@ class _LineReader:
     def end_row(self) -> None:
         row, self.row = self.row, Numbers()
         if "bar" in row:
-            # The bar prints three digits of a large number: from 100,000 its own count is exact.
-            count, step = row.pop("bar"), row.pop("global_step", row.pop("step", None))
-            if step is not None and step < 1e5:
-                self._before = step - count
-            row["step"] = count + self._before
+            row["step"] = self._step_of_bar(row)
         if row:
-            self.rows.add(row.items(), self._number)
+            self.add(row, self._number)
 
     def settle(self, last: bool = False) -> None:
         """Add rows that later lines do not change, while the log grows; `last`: all of them."""
         if last:
             self.end_row()
 
-    def finish(self, path: Path, warnings: list[str]) -> None:
+    def _step_of_bar(self, row: Numbers) -> float:
+        """Return the step that a bar with a loss is at, which may begin anew with each epoch."""
+        count, epoch, total = row.pop("bar"), row.pop("epoch", None), row.pop("total", math.inf)
+        step = row.pop("global_step", row.pop("step", None))
+        if step is not None:
+            # The bar prints three digits of a large number: from 100,000 its own count is exact.
+            if step < 1e5:
+                self._before = step - count
+        elif epoch is not None and math.isfinite(total):
+            # Lightning, which shows v_num, counts epochs from 0, others maybe from 1.
+            self._first_epoch = min(self._first_epoch, epoch, 0.0 if "v_num" in row else 1.0)
+            self._before = (epoch - self._first_epoch) * total
+        elif epoch is not None and epoch > self._bar[0]:
+            self._before += self._bar[1]
+        self._bar = (epoch or 0.0, count)
+        return count + self._before
+
+    def add(self, row: Numbers, number: int) -> None:
+        self.rows.add(row.items(), number, self._texts)
+
+    def finish(self) -> None:
         """Add rows that depend on lines after them."""
         self.end_row()
 
@@ -210,15 +261,15 @@ class _TrainerReader(_LineReader):
     The Hugging Face Trainer prints no step, but draws its progress bar again after each such line.
     """
 
-    def __init__(self, log_format: LogFormat | None, lines: Sequence[LineFormat]) -> None:
-        super().__init__(log_format, lines)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._total = ""  # of the training's bar; those of evaluations come and go
         self._count = math.nan
         self._found: list[tuple[Numbers, int]] = []  # rows, and the number of the line
         self._open = False  # the last row's bar has not come yet
         self._logged = 0.0  # rows with a loss that have been settled
 
-    def read(self, line: str, number: int) -> bool:
+    def read(self, line: str, number: int, stamp: str) -> bool:
         if (bar := _BAR.search(line)) and not _DESCRIBED.search(line):
             self.end_row()
             self._total = self._total or bar[2]
@@ -227,7 +278,12 @@ class _TrainerReader(_LineReader):
                 if self._open:
                     self._found[-1][0]["bar"] = self._count
                 self._open = False
-        return super().read(line, number)
+        matches = super().read(line, number, stamp)
+        if self._number == number and self.row and not step_keys(self.row, {}):
+            outside = f"{line.partition('{')[0]} {line.rpartition('}')[2]}"
+            if step := next(filter(None, (step.search(outside) for step in _STEPS)), None):
+                self.row["step"] = float(step[1])
+        return matches
 
     def end_row(self) -> None:
         row, self.row = self.row, Numbers()
@@ -246,10 +302,10 @@ class _TrainerReader(_LineReader):
             else:
                 self.numbered = math.isnan(count)
                 row["step"] = self._logged if self.numbered else count
-            self.rows.add(row.items(), number)
+            self.add(row, number)
         self._open = self._open and bool(self._found)
 
-    def finish(self, path: Path, warnings: list[str]) -> None:
+    def finish(self) -> None:
         self.end_row()
         have_steps = any(step_keys(row, {}) for row, _ in self._found)
         self.format = None if have_steps else self.format  # another framework's
@@ -261,48 +317,63 @@ class _TrainerReader(_LineReader):
             logged += "loss" in row
             if not have_steps:
                 row["step"] = count if by_bar and not math.isnan(count) else logged
-            self.rows.add(row.items(), number)
+            self.add(row, number)
         if self._found and not (have_steps or by_bar):
-            warnings.append(
-                f"{path}: no progress bar between its lines shows the step; they are numbered 1, "
-                "2, …: give the run's trainer_state.json instead"
+            self.invented_steps = (
+                "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"
             )
 
 
-def _head_values(match: re.Match[str]) -> Numbers | None:
+def _row_counts(reader: _LineReader) -> tuple[int, int]:
+    return reader.rows.num_losses, len(reader.rows)
+
+
+def _head_values(match: re.Match[str], stamp: str, epochs_from: int) -> Numbers | None:
     """Return the values of a line's head, and its time; None if the step is not a number."""
     groups = {name: text for name, text in match.groupdict().items() if text is not None}
     values = Numbers()
     for name, text in groups.items():
-        with suppress(ValueError, IndexError):  # the user's group may be no number
-            values[name] = to_float(text.strip())
+        number = parse_number(text)
+        if number is not None:  # the user's group may be no number
+            values[name] = number
     if "step" in match.re.groupindex:
         if "step" not in values:
             return None
-        values["step"] += (values.pop("epoch", 1.0) - 1) * values.pop("total", 0.0)
+        epoch = values.pop("epoch", epochs_from)
+        values["step"] += (epoch - epochs_from) * values.pop("total", 0.0)
     with suppress(ValueError):
         if "asctime" in groups:
             values["time"] = float(calendar.timegm(time.strptime(groups["asctime"])))
-        elif stamp := _TIMESTAMP.search(match.string[:100]):
-            values["time"] = datetime.fromisoformat(stamp[0]).replace(tzinfo=UTC).timestamp()
+        elif text := _TIMESTAMP.search(stamp):
+            values["time"] = datetime.fromisoformat(text[0]).replace(tzinfo=UTC).timestamp()
     return values
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
     """Return a pattern in which `%name` matches a number; `%value` is not a group."""
-    pattern = pattern.replace("%value", _NUMBER)
+    pattern = pattern.replace("%value", WRAPPER + NUMBER + WRAPPER_END)
     return re.compile(_NAME.sub(lambda match: _VALUE % match[1], pattern), re.IGNORECASE)
 
 
-def _format_readers() -> list[_LineReader]:
-    readers: list[_LineReader] = []
-    for log_format in all_formats().values():
-        # Lines that count steps otherwise have a reader of their own.
-        for _, lines in groupby(log_format.lines, lambda line: (line.steps_from, line.following)):
-            group = list(lines)
-            kind = _TrainerReader if group[0].step_of_bar else _LineReader
-            readers.append(kind(None if log_format.name == ANY_FRAMEWORK else log_format, group))
-    return readers
+def _group_key(line: LineFormat) -> tuple[int | None, bool, str]:
+    return line.steps_from, line.following, line.counts
+
+
+@cache
+def _line_formats() -> list[tuple[LogFormat | None, list[LineFormat]]]:
+    """Return the lines of each format; those that count steps otherwise are apart."""
+    return [
+        (None if log_format.name == ANY_FRAMEWORK else log_format, list(lines))
+        for log_format in all_formats().values()
+        for _, lines in groupby(log_format.lines, _group_key)
+    ]
+
+
+def _make_reader(
+    log_format: LogFormat | None, lines: Sequence[LineFormat], rows: RowCollector, rank: str
+) -> _LineReader:
+    kind = _TrainerReader if lines[0].step_of_bar else _LineReader
+    return kind(log_format, lines, rows, rank)
 
 
 def check_pattern(pattern: str, option: str = "--pattern") -> None:

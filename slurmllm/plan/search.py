@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from slurmllm.config.recipe import Checkpointing
@@ -25,6 +26,7 @@ from slurmllm.plan.mesh import (
     replicate_degree,
     shard_node_options,
 )
+from slurmllm.plan.step import step_time
 
 # The settings that the search varies, unless `fixed` names them.
 _DEGREES = ("tensor", "pipeline", "virtual_pipeline", "sequence", "zero", "shard_nodes")
@@ -41,7 +43,9 @@ _NEURON_TENSOR = (1, 8, 32)
 # From the fastest to the smallest; the list is of AWS's 70B runs.
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", ("core", "mlp"), "full")
 _PARALLEL_RULES = [
-    rule for rule in RULES if any(path.startswith("parallel.") for path in rule.paths)
+    (rule.check, [attrgetter(path) for path in rule.paths])
+    for rule in RULES
+    if any(path.startswith("parallel.") for path in rule.paths)
 ]
 
 Unsupported = Callable[[RunConfig], Sequence[str]]
@@ -119,9 +123,11 @@ def _faster_with_copies(plain: LayoutEstimate) -> list[LayoutEstimate]:
     faster = []
     for count in shard_node_options(plain.config, mesh.nodes):
         config = plain.config.with_settings("parallel", shard_nodes=count)
-        copies = predict(config, replace(mesh, replicate=replicate_degree(config, mesh.nodes)))
-        if copies.fits and copies.seq_per_s > plain.seq_per_s:
-            faster.append(copies)
+        shared = replace(mesh, replicate=replicate_degree(config, mesh.nodes))
+        if step_time(config, shared).total < plain.step.total:
+            copies = predict(config, shared)
+            if copies.fits:
+                faster.append(copies)
     return faster
 
 
@@ -200,12 +206,13 @@ def _layouts(
             values("parallel.sequence", parallel.sequence, sequences),
             values("parallel.zero", parallel.zero, zeros),
             values("parallel.shard_nodes", parallel.shard_nodes, [None]),
-            values("train.activation_checkpointing", train.activation_checkpointing, modes),
         )
-        for *degrees, mode in product([tensor], [pipeline], *options):
+        modes = values("train.activation_checkpointing", train.activation_checkpointing, modes)
+        for degrees in product([tensor], [pipeline], *options):
             settings = dict(zip(_DEGREES, degrees, strict=True))
             layout = config.with_settings("parallel", **settings)
-            yield layout.with_settings("train", activation_checkpointing=mode)
+            for mode in modes:
+                yield layout.with_settings("train", activation_checkpointing=mode)
 
 
 def _tensor_degrees(config: RunConfig, world: int) -> list[int]:
@@ -227,9 +234,8 @@ def _refusal(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | N
             f"tensor {recipe.parallel.tensor} × pipeline {recipe.parallel.pipeline} does not "
             f"divide the {world} workers of {nodes} × {per_node}"
         )
-    for rule in _PARALLEL_RULES:
-        sections = (path.split(".") for path in rule.paths)
-        fault = rule.check(*(getattr(getattr(recipe, part), name) for part, name in sections))
+    for check, values in _PARALLEL_RULES:
+        fault = check(*[value(recipe) for value in values])
         if fault is not None:
             return fault
     try:

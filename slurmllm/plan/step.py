@@ -23,7 +23,7 @@ share of a layer's gradients over all copies (section 3.2.2).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from slurmllm.config.cluster import Hardware
@@ -64,6 +64,7 @@ class Group:
         return self.nodes == 1
 
 
+@lru_cache(maxsize=4096)
 def group(stride: int, size: int, per_node: int) -> Group:
     """Return the group of `size` ranks spaced by `stride` that spans the most nodes."""
     if per_node % (stride * size) == 0:  # else one of the groups crosses a node's boundary
@@ -159,7 +160,7 @@ class StepTime:
 
     def parts(self) -> dict[str, float]:
         """Return name → seconds, in the order of a step."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -241,19 +242,18 @@ class _Step:
         crossings = micro_batches * mesh.virtual_pipeline + mesh.pipeline - 1
         # NxD without ZeRO updates every parameter on every data-parallel worker.
         updated = stage_parameters / (1 if self.nxd and zero == 0 else mesh.shard)
-        step = StepTime(
-            compute=micro_batches * (self.layers * block + head),
-            recompute=micro_batches * self.layers * recomputed_s,
-            tensor=micro_batches * (self.layers * collective + edge),
+        parts = {
+            "compute": micro_batches * (self.layers * block + head),
+            "recompute": micro_batches * self.layers * recomputed_s,
+            "tensor": micro_batches * (self.layers * collective + edge),
             # Filling and draining: once through the other stages, the last of them with the head.
-            bubble=(mesh.pipeline - 1) * stage / mesh.virtual_pipeline,
-            transfer=crossing * crossings if mesh.pipeline > 1 else 0.0,
-            data=self._data_s(stage_parameters, block + recomputed_s),
-            optimizer=_ADAMW * updated * self.formats.stored / self.bandwidth,
-            overhead=0.0,
-        )
-        hidden_s = step.total if self.host_runs_ahead else 0.0
-        return replace(step, overhead=max(0.0, launches_s - hidden_s))
+            "bubble": (mesh.pipeline - 1) * stage / mesh.virtual_pipeline,
+            "transfer": crossing * crossings if mesh.pipeline > 1 else 0.0,
+            "data": self._data_s(stage_parameters, block + recomputed_s),
+            "optimizer": _ADAMW * updated * self.formats.stored / self.bandwidth,
+        }
+        hidden_s = sum(parts.values()) if self.host_runs_ahead else 0.0
+        return StepTime(**parts, overhead=max(0.0, launches_s - hidden_s))
 
     def _forward_s(self) -> float:
         mesh, parallel = self.mesh, self.recipe.parallel

@@ -314,10 +314,12 @@ def _clauses(analysis: SpikeAnalysis, rising: bool) -> Iterator[str]:
         number = _steps(analysis.not_finite_steps)
         yield f"the {name} is not a finite number at {number}, first at step {first}"
     if not analysis.judged:
-        yield (
-            f"{_steps(analysis.steps)} logged are too few: a spike is tested against the "
-            f"{analysis.window} steps before it"
-        )
+        finite = analysis.steps - analysis.not_finite_steps
+        if finite or not analysis.steps:
+            yield (
+                f"{_steps(finite)} logged are too few: a spike is tested against the "
+                f"{analysis.window} steps before it"
+            )
         return
     yield from _describe_spikes(analysis)
     growth = analysis.growth

@@ -82,7 +82,9 @@ class AttemptMonitor:
         self._watchdog: Watchdog | None = None
         if record.stage == "train" and limits.enabled:
             command = config.recipe.command
-            reporting = command and [printing_rank(command.progress, record.world_size)]
+            reporting = None
+            if command is not None:
+                reporting = [printing_rank(command.progress, record.world_size)]
             self._watchdog = Watchdog(run, record, limits, reporting)
         self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
         self._next_look = time.monotonic() + self._look_s

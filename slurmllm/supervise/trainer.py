@@ -12,8 +12,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -44,10 +45,13 @@ from slurmllm.supervise.trainer_command import (
 from slurmllm.supervise.trainer_stacks import stacks_of
 from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.supervise.worker_output import WorkerOutput
+from slurmllm.supervise.workers import WORKER_SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
 _MISSING_S = 60.0  # after which it is said that no steps are known
+# Variables by which torchrun, Open MPI and MPICH number the processes that they start
+_RANKS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 _REAPED_S = 2.0  # for killed processes to be gone
 _OUTPUT_S = 1.0  # interval at which output counts as a sign of life before the first step
 
@@ -100,7 +104,7 @@ class TrainerLauncher(Launcher):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                preexec_fn=_prepare_child,
+                preexec_fn=partial(_prepare_child, self.command.stop_signal),
             )
         except OSError as error:
             raise ConfigError(
@@ -184,7 +188,8 @@ class TrainerObserver:
         run, number = launcher.run, launcher.attempt.number
         self._run = run
         progress = self._command.progress and fill(self._command.progress, launcher.values)
-        self.progress = TrainerProgress(run, number, progress)
+        devices = len(launcher.record.nodes) * launcher.config.cluster.devices_per_node
+        self.progress = TrainerProgress(run, number, progress, devices=devices)
         self._phases = PhaseWriter(phases)
         self._events = EventLog(run.events(number), number)
         self._step: int | None = None
@@ -251,21 +256,40 @@ def _newest(launcher: TrainerLauncher) -> TrainerCheckpoint | None:
     return newest[-1] if newest else None
 
 
-def _prepare_child() -> None:
-    """In the child before exec: die with the launcher, and have no signal ignored."""
+def _prepare_child(stop_signal: signal.Signals | None) -> None:
+    """In the child before exec: die with the launcher, and ignore only the launcher's signal.
+
+    srun passes that one on to all processes of its step, and it would end a trainer that saves.
+    """
     die_with_parent()
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    if stop_signal != WORKER_SIGNAL:
+        signal.signal(WORKER_SIGNAL, signal.SIG_IGN)
 
 
 def _receivers(pid: int) -> list[psutil.Process]:
-    """Return the processes for a signal: a worker, or a shell's children."""
+    """Return the processes for a signal: a worker, or those that a shell or torchrun started.
+
+    torchrun itself ends at SIGUSR1, and gives its workers half a minute at SIGTERM.
+    """
     try:
         worker = psutil.Process(pid)
         children = worker.children()
-        return children if worker.name() in ("bash", "sh") and children else [worker]
+        processes = children if worker.name() in ("bash", "sh") and children else [worker]
+        return [started for process in processes for started in _workers_of(process)] or processes
     except psutil.Error:
         return []
+
+
+def _workers_of(process: psutil.Process) -> Iterator[psutil.Process]:
+    """Yield the workers below a process that starts others; nothing if it is one itself."""
+    if not _RANKS & process.environ().keys():
+        for child in process.children():
+            if _RANKS & child.environ().keys():
+                yield child
+            else:
+                yield from _workers_of(child)
 
 
 def _kill_children(except_for: Iterable[int]) -> None:

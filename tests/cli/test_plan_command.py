@@ -19,6 +19,8 @@ from slurmllm.config.resolve import clusters_dir, resolve
 from slurmllm.plan.mesh import make_mesh, save_mesh
 from slurmllm.run.rundir import RunDir
 
+pytestmark = pytest.mark.usefixtures("layouts_searched_once")
+
 
 def profile(folder: Path, name: str, **changes: object) -> str:
     """A shipped profile with other values; None takes a section away."""

@@ -9,6 +9,8 @@ import pytest
 from amounts import sample
 from cli.planning import answer, call
 
+pytestmark = pytest.mark.usefixtures("layouts_searched_once")
+
 
 def test_profiles_are_compared(tmp_path: Path) -> None:
     arguments = ("gpt3_1.3b", "--nodes", "2", "--nodes", "1,2", "--cluster", "p5", "--cluster")

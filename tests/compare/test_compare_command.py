@@ -367,10 +367,11 @@ def test_another_frameworks_log_by_tokens(run_command, make_run: MakeRun, tmp_pa
 
 def test_more_sources_than_letters() -> None:
     assert _parse_shifts(["#27=3", "Z=2"], 28)[25:] == [2, 3, None]
-    _, patterns = source_options([], ["#28:(?P<step>1)(?P<loss>2)", "A:(?P<step>3)(?P<loss>4)"], 28)
+    values = ["#28:(?P<step>1)(?P<loss>2)", "A:(?P<step>3)(?P<loss>4)"]
+    patterns = [source["pattern"] for source in source_options([], values, [], [], 28)]
     assert patterns == ["(?P<step>3)(?P<loss>4)", *[None] * 26, "(?P<step>1)(?P<loss>2)"]
     with pytest.raises(UserError, match="there is no #29; the sources are A to #28"):
-        source_options([], ["#29:x"], 28)
+        source_options([], ["#29:x"], [], [], 28)
 
 
 def write_tensorboard(run: RunDir, rows: list[dict[str, Any]]) -> None:

@@ -175,10 +175,10 @@ BAD = {
     "cut.jsonl": (b'{"text": "good"}\n{"text": "b', r"cut.jsonl:2: not JSON: .*one whole object"),
     "array.json": (b'["a"]\n{"text": "good"}', r"array.json:1: a JSON list, not an object"),
     "key.jsonl": (b'{"body": "x"}\n{"text": "good"}', r":1: no field 'text' \(fields: body\)"),
-    "null.jsonl": (b'{"text": null}\n{"text": "good"}', r"field 'text' is null, not a string"),
+    "list.jsonl": (b'{"text": []}\n{"text": "good"}', r"field 'text' is \[\], not a string"),
     "utf8.jsonl": (b'{"text": "\xe9"}\n{"text": "good"}', r":1: byte 10 of the line is not UTF-8"),
     "half.jsonl": (b'{"text": "\\ud800"}\n{"text": "good"}', r":1: .* half a surrogate pair"),
-    "deep.jsonl": (b"[" * 10**5 + b'\n{"text": "good"}', r"deep.jsonl:1: not JSON"),
+    "deep.jsonl": (b'{"a": ' * 10**5 + b'\n{"text": "good"}', r"deep.jsonl:1: not JSON"),
 }
 
 

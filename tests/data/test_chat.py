@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +74,9 @@ def test_templates_render_as_in_transformers(
     chat = ChatFormat(path)
     if not whole.startswith(before):
         with pytest.raises(DataError, match="cannot be split into prompt and completion"):
-            chat.texts(*rows)
+            chat.texts([rows])
         return
-    assert chat.texts(*rows) == (before, whole[len(before) :])
+    assert chat.texts([rows]) == [(before, whole[len(before) :])]
     source = open_source(write_prompts(tmp_path / "c.arrow", [rows]), TokenEncoder(path), None)
     tokens = source.read([(0, 0)]).tokens.tolist()
     expected = theirs(before, add_special_tokens=False)["input_ids"]
@@ -83,7 +86,7 @@ def test_templates_render_as_in_transformers(
 def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
     path = folder(tmp_path, "{{ 'old' }}")
     (tmp_path / "chat_template.jinja").write_text(CHATML)
-    assert ChatFormat(path).texts("a", "b")[1] == "b<|im_end|>\n"
+    assert ChatFormat(path).texts([("a", "b")])[0][1] == "b<|im_end|>\n"
 
 
 def marked(path: Path, tokenizer: Path, row: tuple[str, str]) -> tuple[str, str]:
@@ -126,7 +129,7 @@ def test_a_config_belongs_to_its_own_tokenizer(tmp_path: Path) -> None:
 def test_invalid_templates(tmp_path: Path, template: str, message: str) -> None:
     path = folder(tmp_path, template)
     with pytest.raises(DataError, match=message):
-        ChatFormat(path).texts("x", "y")
+        ChatFormat(path).texts([("x", "y")])
 
 
 def test_invalid_files(tmp_path: Path) -> None:
@@ -221,18 +224,64 @@ def test_the_eos_token_of_the_config_ends_documents(tmp_path: Path) -> None:
         TokenEncoder(path)
 
 
+DOUBLED = "{% set a = [1] %}{% set b = [1] %}" + "{% set a = [a, a] %}{% set b = [b, b] %}" * 40
+
+
 @pytest.mark.parametrize(
     ("bomb", "reason"),
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "5 s"),
-        ("{{ 'a' * 10**11 }}", "16,777,216"),
-        ("{% set a = 'aa' %}" + "{% set a = a ~ a %}" * 60, "16,777,216"),
+        # Single operations, in C.
+        (DOUBLED + "{{ a == b }}", "5 s"),
+        pytest.param(DOUBLED + "{{ b in [a] }}", "5 s", marks=pytest.mark.long),
+        pytest.param("{{ 7 ** (9 ** 9) }}", "5 s", marks=pytest.mark.long),
+        pytest.param("{{ 7 ** (9 ** 9) % messages|length }}", "5 s", marks=pytest.mark.long),
+        pytest.param(DOUBLED + "{{ [a, b]|sort }}", "5 s", marks=pytest.mark.long),
+        (DOUBLED + "{{ a|tojson }}", "5 s|512 MiB"),
+        pytest.param(DOUBLED + "{{ a|wordwrap(1) }}", "5 s|512 MiB", marks=pytest.mark.long),
+        pytest.param(DOUBLED + "{{ a|string }}", "5 s|512 MiB", marks=pytest.mark.long),
+        ("{{ 'a' * 10**11 }}", "512 MiB"),
+        ("{% set a = 'aa' %}" + "{% set a = a ~ a %}" * 60, "512 MiB"),
+        ("{{ 'a' * (2**24 + 1) }}", "16,777,216"),
     ],
 )
 def test_templates_are_stopped(tmp_path: Path, bomb: str, reason: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(bomb)
-    with pytest.raises(DataError, match=f"chat template of .*fails: .*{reason}"):
+    with pytest.raises(DataError, match=f"chat template of .*fails: .*({reason}).*; fix it"):
         ChatFormat(tmp_path / "tokenizer.json").validate()
+
+
+def test_one_child_renders_many_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[Any] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **k: children.append(popen(*a, **k)) or children[-1]
+    )
+    template = "{% for m in messages %}{% if m.content == 'bomb' %}"
+    template += "{{ 7 ** (9 ** 9 * messages|length) }}{% endif %}"
+    chat = ChatFormat(folder(tmp_path, template + "{{ m.content }}\ud800{% endfor %}"))
+    pairs = [(f"{n} größer", "\udc00 東京") for n in range(300)]
+    assert chat.texts(pairs) == [(f"{prompt}\ud800", f"{answer}\ud800") for prompt, answer in pairs]
+    assert chat.texts(pairs[:3])
+    assert len(children) == 1
+    with pytest.raises(DataError, match="fails: it runs for more than 5 s"):
+        chat.texts([("a", "b"), ("bomb", "b"), ("c", "d")])
+    assert children[0].poll() is not None
+    assert chat.texts([("a", "b")]) == [("a\ud800", "b\ud800")], "in another child"
+    assert len(children) == 2
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):  # as Slurm sends to all of a job
+        children[1].send_signal(number)
+    assert chat.texts([("a", "b")])
+    children[1].kill()
+    with pytest.raises(DataError, match="the process that renders it ended with SIGKILL"):
+        chat.texts([("a", "b")])
+    if (fork := os.fork()) == 0:  # a fork has a child of its own
+        os._exit(len(chat.texts([("a", "b")])) - 1)
+    assert os.waitpid(fork, 0)[1] == 0
+    assert chat.texts([("a", "b")])
+    assert len(children) == 3
+    del chat
+    assert all(child.poll() is not None for child in children)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +302,7 @@ def test_memory_that_one_expression_takes_is_limited(tmp_path: Path, template: s
     before = resource.getrlimit(resource.RLIMIT_AS)
     reason = "exceeds the limit of 512 MiB"
     if "lipsum" in template or "bos_token" in template:
-        reason = "'lipsum' is undefined|nested parentheses"
+        reason = "'lipsum' is undefined|nested parentheses|more than 5 s"
     with pytest.raises(DataError, match=rf"the chat template of .* fails: .*({reason}).*; fix it"):
         ChatFormat(folder(tmp_path, template)).validate()
     assert resource.getrlimit(resource.RLIMIT_AS) == before

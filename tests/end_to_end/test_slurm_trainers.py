@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from end_to_end.bench import Bench
 from end_to_end.slurm_runs import Cluster, lose_node, wait
+
+from slurmllm.cli.main import cli
 
 pytestmark = pytest.mark.slurm
 
@@ -170,8 +173,9 @@ def test_a_trainer_survives(
     wait(bench, name, "done", "stopped", "cancelled")
     assert bench.endings(name) == ENDINGS[fault]
     before, after = rows_of(bench, name, 0), rows_of(bench, name, 1)
-    reference = unbroken(bench, trainer)
-    shown = json.loads(bench.look("compare", reference, name, "--json", "--no-plot"))
+    reference, adapter = unbroken(bench, trainer), TRAINERS[trainer][0]
+    arguments = ("compare", reference, name, "--json", "--no-plot", "--runs-dir", str(bench.runs))
+    shown = json.loads(CliRunner().invoke(cli, arguments).stdout)
     ending = ENDINGS[fault][0]
     seconds = after[0]["time"] - before[-1]["time"]
     lost = before[-1]["step"] - after[0]["step"] + 1
@@ -180,6 +184,10 @@ def test_a_trainer_survives(
     table.append(f"| {' | '.join((trainer, fault, *ending, f'{seconds:.0f}', str(lost), curve))} |")
     assert after[-1]["step"] == STEPS
     assert 0 <= lost <= 20
-    # DDP's first step after a start sums in another order; Lightning begins the data of an epoch
-    # anew in its middle.
-    assert trainer == "Lightning" or difference < 1e-5
+    if trainer == "Lightning":  # it begins the data of an epoch anew in its middle
+        assert difference > 0.1
+    elif (adapter, fault) == ("hf_trainer", "time limit"):
+        # At SIGTERM the Trainer saves between a forward pass and its update: other dropout follows.
+        assert 0 < difference < 0.01
+    else:  # DDP's first step after a start sums in another order
+        assert difference < 1e-5

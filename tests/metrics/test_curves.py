@@ -149,7 +149,8 @@ def test_values_that_are_no_finite_number(tmp_path: Path) -> None:
         "1e999",
         "1" + "0" * 400,
     ]
-    path.write_text("".join(f'{{"step": {i}, "loss": {v}}}\n' for i, v in enumerate(spelt)))
+    rows = (f'{{"step": {i}, "attempt": 0, "loss": {v}}}\n' for i, v in enumerate(spelt))
+    path.write_text("".join(rows))
     nan, inf = math.nan, math.inf
     expected = np.array([nan, inf, -inf, nan, nan, inf, inf, inf])
     np.testing.assert_array_equal(read_curve(path).columns["loss"], expected)
@@ -158,7 +159,7 @@ def test_values_that_are_no_finite_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ['"high"', "[1]", "true", "{}"])
 def test_a_value_that_is_no_number_at_all(tmp_path: Path, value: str) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_text(f'{{"step": 1, "loss": 2}}\n{{"step": 2, "loss": {value}}}\n')
+    path.write_text(f'{{"step": 1, "attempt": 0}}\n{{"step": 2, "loss": {value}}}\n')
     with pytest.raises(RunError, match=r"m\.jsonl:2: loss is .*, not a number"):
         read_curve(path)
 

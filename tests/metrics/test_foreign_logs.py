@@ -156,7 +156,7 @@ def test_a_restart_that_appends_to_the_log(tmp_path: Path) -> None:
     curve = read_lines(tmp_path, *lines)
     assert curve.steps.tolist() == list(range(1, 31))
     assert (curve.restarts.tolist(), curve.overlap_rows, curve.overlap_identical) == ([16], 5, True)
-    with pytest.raises(RunError, match=r"no metrics in .*: no line is one of slurmllm, "):
+    with pytest.raises(RunError, match=r"no metrics in .*: no line is of a known format"):
         read_lines(tmp_path, "nothing here", name="y.txt")
 
 
@@ -275,12 +275,12 @@ def test_a_damaged_gzip_file_is_read_as_far_as_it_goes(
 def test_cells_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text(
-        'step,loss,note\n999,2.0,ok\n"1,000",1.9,ok\n"1,001",1.8,NA\n1002,n/a,ok\n1003,1.7,ok\n'
+        'step,loss,note\n999,2.0,ok\n"1,000",high,ok\n"1,001",low,NA\n1002,n/a,ok\n1003,1.7,ok\n'
     )
     curve = read_curve(path)
     assert curve.steps.tolist() == [999, 1003]
     assert curve.warnings == (
-        f"{path}:3: '1,000' in column 'step' is not a number; such cells are missing values: 2",
+        f"{path}:3: 'high' in column 'loss' is not a number; such cells are missing values: 2",
     )
 
 

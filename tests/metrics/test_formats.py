@@ -150,7 +150,111 @@ LINES: dict[str, tuple[str, int, dict[str, float]]] = {
         {"loss": 7.1, "grad_norm": 0.5, "lr": 1e-5, "seq_per_s": 3.2},
     ),
 }
+LINES |= {
+    "NeMo or NxD Training": (
+        "Training epoch 1, iteration 3/9999 | lr: 0.0003 | global_batch_size: 512 | global_step: "
+        "{step} | reduced_train_loss: 5.3323 | train_step_timing in s: 12.64 | consumed_samples: 5",
+        0,
+        {"loss": 5.3323, "lr": 3e-4, "step_time_s": 12.64, "samples": 5},
+    ),
+    "fairseq or metaseq": (
+        '2021-03-08 12:31:36 | INFO | train_inner | {{"epoch": 1, "update": 0.027, "loss": '
+        '"16.475", "ppl": "91120.8", "wps": "288.7", "num_updates": "{step}", "lr": "2e-05", '
+        '"gnorm": "20.751", "loss_scale": "4"}}\n2021-03-08 12:31:39 | INFO | valid | {{"epoch": '
+        '1, "valid_loss": "15.1", "valid_ppl": "3", "valid_num_updates": "{step}"}}',
+        1,
+        {"loss": 16.475, "grad_norm": 20.751, "lr": 2e-5, "tokens_per_s": 288.7, "val_loss": 15.1},
+    ),
+    "InternEvo": (
+        "2023-07-07 12:26:58,296\tINFO train.py:323 in record_current_batch_training_metrics -- "
+        "tflops=63.27,step={step},loss=11.634,tgs (tokens/gpu/second)=1424.64,lr=4e-07,"
+        "loss_scale=65536.0,grad_norm=63.67,micro_num=4,num_consumed_tokens=131072",
+        0,
+        {"loss": 11.634, "grad_norm": 63.67, "lr": 4e-7, "tokens": 131072, "tokens_per_s": 1424.64},
+    ),
+    "OLMo": (
+        "[2024-04-17 09:42:26] INFO     [olmo.train:816, rank=0] [step={step}/739328]\n"
+        "    train/CrossEntropyLoss=11.25\n    train/Perplexity=76,631\n"
+        "    throughput/total_tokens=4,194,304\n    throughput/device/tokens_per_second=45,538",
+        1,
+        {"loss": 11.25, "tokens": 4194304, "tokens_per_s": 45538},
+    ),
+    "PaddleNLP": (
+        "[2022-08-31 16:19:16,008] [    INFO] - loss: 3.25806541, learning_rate: 2.9e-05, "
+        "global_step: {step}, interval_runtime: 2.2591, interval_samples_per_second: 3.541, "
+        "interval_steps_per_second: 4.427, epoch: 0.0265",
+        1,
+        {"loss": 3.25806541, "lr": 2.9e-5, "seq_per_s": 3.541},
+    ),
+    "MMEngine or XTuner": (
+        "08/12 11:40:22 - mmengine - INFO - Iter(train) [  {step}/2000]  lr: 4.9841e-05  eta: "
+        "0:11:24  time: 0.2934  data_time: 0.0044  memory: 3725  grad_norm: 3.3291  loss: 2.5882  "
+        "decode.loss_ce: 2.1",
+        1,
+        {"loss": 2.5882, "grad_norm": 3.3291, "lr": 4.9841e-5},
+    ),
+    "Detectron2": (
+        "[01/02 03:04:05 d2.utils.events]:  eta: 0:10:00  iter: {step}  total_loss: 2.1  loss_cls: "
+        "1.5  time: 0.3  data_time: 0.01  lr: 0.0001  max_mem: 100M",
+        0,
+        {"loss": 2.1, "lr": 1e-4, "step_time_s": 0.3},
+    ),
+    "open_lm": (
+        "2024-01-02,03:04:05 | INFO | Train Epoch: 0 [ {step}/1000 (0%)] Loss: 10.9 (10.95) Data "
+        "(t): 0.1 Batch (t): 1.2, 100/s, 50/s/gpu LR: 0.000100 ",
+        0,
+        {"loss": 10.9, "lr": 1e-4},
+    ),
+    "picotron": (
+        "[rank 0] Step: {step}     | Loss: 10.5000 | Global batch size:   4.10K | Tokens/s:   "
+        "12.3K | Tokens/s/GPU:    6.1K | Tokens:   4.10K/1.00M | MFU:  5.00% | Memory usage:   "
+        "1.00GB",
+        1,
+        {"loss": 10.5, "tokens": 4100, "tokens_per_s": 12300},
+    ),
+    "DeepSpeed-Chat": (
+        "Epoch: 0, Step: {step}, Rank: 0, loss = 8.59375",
+        0,
+        {"loss": 8.59375},
+    ),
+    "build-nanogpt": (
+        "{step} val 10.9901\n{step} hella 0.2444\n{step} train 10.955029",
+        0,
+        {"loss": 10.955029, "val_loss": 10.9901},
+    ),
+}
 OTHER_LINES = [
+    (
+        "InternEvo",
+        "2024-03-27 17:03:42,047 INFO training_internlm.py:599 in "
+        "record_current_batch_training_metrics -- tflops=180.4 step={step} loss=0.00535 tgs "
+        "(tokens/gpu/second)=3345.72 tgs/last_tgs_1=3345.74 lr=1e-05 loss_scale=65536.0 grad_norm="
+        "{{'0_default': 0.019, '1_fp32': 0.0}} micro_num=4 num_consumed_tokens=10485760",
+        0,
+        {"loss": 0.00535, "grad_norm": 0.019, "lr": 1e-5},
+    ),
+    (
+        "fairseq or metaseq",
+        "2021-01-01 10:00:00 | INFO | train_inner | epoch 001:    100 / 1000 loss=10.5, ppl=1, "
+        "wps=1000, ups=1.5, wpb=3000, bsz=100, num_updates={step}, lr=1.25e-05, gnorm=2.5, wall=7",
+        1,
+        {"loss": 10.5, "grad_norm": 2.5, "lr": 1.25e-5, "tokens_per_s": 1000},
+    ),
+    (
+        "MMEngine or XTuner",
+        "2021-01-01 10:00:00,123 - mmdet - INFO - Epoch [1][{step}/7330]\tlr: 1.978e-03, eta: "
+        "1:00:00, time: 0.5, data_time: 0.05, memory: 3000, loss_cls: 0.5, loss: 1.25, grad_norm: "
+        "3",
+        1,
+        {"loss": 1.25, "grad_norm": 3, "lr": 1.978e-3},
+    ),
+    (
+        "build-nanogpt",
+        "step    {step} | loss: 6.512345 | lr 6.0000e-04 | norm: 1.2000 | dt: 330.00ms | tok/sec: "
+        "1588000.00",
+        0,
+        {"loss": 6.512345, "lr": 6e-4, "grad_norm": 1.2, "step_time_s": 0.33},
+    ),
     (
         "NxD's examples",
         "step {step} step_time 1.5s throughput 3.2 seq/s step loss 7.1 grad norm None",
@@ -182,6 +286,7 @@ def test_a_frameworks_lines(
     assert expected.items() <= first_row(curve).items()
     assert curve.convention is not None
     assert (curve.convention.format, curve.convention.steps_from) == (name, first)
+    assert not curve.invented_steps
     assert all("is the value of one device" in warning for warning in curve.warnings)
 
 

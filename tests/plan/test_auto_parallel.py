@@ -18,6 +18,8 @@ from slurmllm.plan.estimate import predict
 from slurmllm.plan.fit_check import choose_parallel
 from slurmllm.plan.mesh import make_mesh
 
+pytestmark = pytest.mark.usefixtures("layouts_searched_once")
+
 AUTO = "parallel=auto"
 ROOMY, TIGHT = "cluster.hardware.memory_gib=4000", "cluster.hardware.memory_gib=1"
 

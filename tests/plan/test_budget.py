@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from slurmllm.config.resolve import resolve
+from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.errors import ConfigError, UserError
 from slurmllm.format import format_days
 from slurmllm.plan.budget import Limits, PurchasePlan, parse_limits, purchase_plan, require_prices
@@ -17,11 +17,17 @@ from slurmllm.plan.plot import draw_purchase
 from slurmllm.plan.prices import NodePrice
 from slurmllm.plan.recipe_plan import RecipePlan, plan_recipe
 
+pytestmark = pytest.mark.usefixtures("layouts_searched_once")
+
+
+def anything(_: RunConfig) -> tuple[str, ...]:
+    return ()
+
 
 @cache
 def plans(usd: tuple[float, float] = (20.0, 60.0)) -> tuple[RecipePlan, ...]:
     return tuple(
-        plan_recipe(resolve("gpt3_125m", name), [1, 2, 4], lambda _: (), NodePrice(price), 10**10)
+        plan_recipe(resolve("gpt3_125m", name), [1, 2, 4], anything, NodePrice(price), 10**10)
         for name, price in zip(("p4d", "p5"), usd, strict=True)
     )
 
@@ -96,12 +102,12 @@ def test_choices_are_within_the_limits() -> None:
 
 
 def test_plans_that_cannot_be_compared() -> None:
-    unpriced = plan_recipe(resolve("gpt3_125m", "p4d"), [1], lambda _: (), None, None)
+    unpriced = plan_recipe(resolve("gpt3_125m", "p4d"), [1], anything, None, None)
     with pytest.raises(ConfigError, match="no price of p4d: plans cannot be compared with a bud"):
         require_prices([unpriced], Limits(1, None))
     require_prices([unpriced], Limits(None, 1))
     failing = resolve("gpt3_125m", "p4d", ["slurm.time=6"])
-    endless = plan_recipe(failing, [1], lambda _: (), NodePrice(1.0), None)
+    endless = plan_recipe(failing, [1], anything, NodePrice(1.0), None)
     with pytest.raises(ConfigError, match="no plan reaches its end"):
         purchase_plan([endless], Limits(1, None))
 
@@ -109,7 +115,7 @@ def test_plans_that_cannot_be_compared() -> None:
 @pytest.mark.parametrize("prices", [(None, None), (20.0, None)])
 def test_a_deadline_needs_no_price(prices: tuple[float | None, float | None]) -> None:
     some = [
-        plan_recipe(resolve("gpt3_125m", name), [1, 2, 4], lambda _: (), price, 10**10)
+        plan_recipe(resolve("gpt3_125m", name), [1, 2, 4], anything, price, 10**10)
         for name, usd in zip(("p4d", "p5"), prices, strict=True)
         for price in [None if usd is None else NodePrice(usd)]
     ]
@@ -147,7 +153,7 @@ def test_rank_lower_compares_the_lower_end_of_the_interval() -> None:
     assert not late.choices
     assert "within the limits at the lower end of the interval" in str(late.no_plan_error())
     # Without published runs, the prediction is compared.
-    local = plan_recipe(resolve("tiny_neox", "p5"), [1], lambda _: (), None, None, "lower")
+    local = plan_recipe(resolve("tiny_neox", "p5"), [1], anything, None, None, "lower")
     candidate = local.points()[0].candidate
     assert candidate is not None
     cpu = replace(

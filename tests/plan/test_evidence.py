@@ -22,6 +22,8 @@ from slurmllm.plan.evidence import (
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.recipe_plan import RecipePlan, plan_recipe, plan_warnings
 
+pytestmark = pytest.mark.usefixtures("layouts_searched_once")
+
 
 def layout(recipe: str, nodes: int, *overrides: str, cluster: str | None = None) -> LayoutEstimate:
     config = resolve(recipe, cluster, overrides)

@@ -15,6 +15,8 @@ from slurmllm.plan.output import plan_json
 from slurmllm.plan.recipe_plan import plan_recipe
 from slurmllm.plan.search import search, some_fits
 
+pytestmark = pytest.mark.usefixtures("layouts_searched_once")
+
 RECIPES = ("neox_20b", "pythia_6.9b", "llama2_7b", "llama2_70b", "gpt3_6.7b", "llama3_8b")
 
 
@@ -22,7 +24,7 @@ def near(config: RunConfig, nodes: int, *fixed: str) -> list[SettingSuggestion]:
     return fitting_changes(config, nodes, load_environment(config.backend).unsupported, fixed)
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_node_count_has_a_plan_or_the_nearest_that_do(recipe: str, stride: int) -> None:
     config = resolve(recipe)

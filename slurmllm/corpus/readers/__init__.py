@@ -62,7 +62,7 @@ class DocumentReader:
                 "prompts and completions as JSON lines, CSV, Parquet or Arrow"
             )
         try:
-            stream = OpenedInput(self.file)
+            stream = OpenedInput(self.file, options.zstd_long)
         except OSError as error:
             on_error(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
             return
@@ -72,6 +72,8 @@ class DocumentReader:
                 for chunk in _READERS[kind](stream, options, on_error):
                     self.position_bytes = max(stream.mapped_bytes, stream.offset_bytes)
                     self.documents += len(chunk[0])
+                    if len(chunk[0]):
+                        stream.blank_bytes = 0
                     yield chunk
             except OSError as error:
                 reason = " ".join(str(error).split()).rstrip(".")

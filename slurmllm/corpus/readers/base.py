@@ -6,6 +6,7 @@ either raises, or counts the error and returns.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -37,20 +38,25 @@ class OnError(Protocol):
 
 
 def line_blocks(
-    stream: OpenedInput, on_error: OnError, *, keep_bom: bool = False, longest: int | None = None
+    stream: OpenedInput,
+    on_error: OnError,
+    *,
+    begin: bytes = b"",
+    keep_bom: bool = False,
+    longest: int | None = None,
 ) -> Iterator[bytes]:
     """Yield blocks that end after a line feed, or with the file.
 
     A block has about CHUNK_BYTES, or is one longer line. A byte-order mark is removed unless
-    `keep_bom`. A line of more than `longest` bytes, by default LARGEST_DOCUMENT, is an error, and
-    becomes an empty line.
+    `keep_bom`; `begin` was read before. A line of more than `longest` bytes, by default
+    LARGEST_DOCUMENT, is an error, and becomes an empty line.
     """
     longest = longest or LARGEST_DOCUMENT
     held: list[bytes] = []  # the beginning of a line
     first = not keep_bom
     lines = 0
     skipping = False
-    for data in stream.blocks(CHUNK_BYTES):
+    for data in itertools.chain([begin], stream.blocks(CHUNK_BYTES)):
         if skipping:
             feed = data.find(b"\n")
             if feed < 0:
@@ -101,7 +107,7 @@ def good_rows(
     first_row: int,
     on_row: Callable[[int, str], None],
 ) -> Documents:
-    """Return the rows of a table that are neither null nor invalid UTF-8; others are errors.
+    """Return the rows of a table that are UTF-8; others are errors. Null is an empty text.
 
     Args:
         columns: An array of strings of any kind per key.
@@ -115,11 +121,9 @@ def good_rows(
         reinterpret(column, large) if column.type == binary else column.cast(large)
         for column in columns
     ]
+    texts = [text.fill_null("") if text.null_count else text for text in texts]
     errors: dict[int, str] = {}
     for key, text in zip(keys, texts, strict=True):
-        if text.null_count:
-            null = np.flatnonzero(pc.is_null(text).to_numpy(zero_copy_only=False))
-            errors |= dict.fromkeys(null.tolist(), f"of column {key!r} is null")
         if not _is_valid(text):
             for row in range(len(text)):
                 if not _is_valid(text.slice(row, 1)):
@@ -157,6 +161,8 @@ def conversation_text(row: Mapping[str, Any], key: str) -> str:
     Raises:
         ValueError: the reason why the record cannot be used.
     """
+    if key in row and row[key] is None:
+        return ""
     conversation = read_conversation(row, key)
     try:
         text = conversation.to_json() if conversation.trains else ""

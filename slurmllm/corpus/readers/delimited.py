@@ -37,10 +37,11 @@ def read_delimited(
                 rows += batch.num_rows
                 yield tuple(batch.columns)
             return
-        # Rows of another length, bytes that are not UTF-8, long cells; no such column
-        except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError):
+        # Rows of another length, bytes that are not UTF-8, long cells; no such column; a cut file,
+        # whose last block Arrow discards
+        except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError, OSError):
             pass
-    with OpenedInput(stream.file) as reopened:
+    with OpenedInput(stream.file, stream.zstd_long) as reopened:
         yield from _Rows(reopened, delimiter, on_error).documents(options.keys, rows)
 
 
@@ -106,21 +107,27 @@ class _Rows:
             places = [header.index(key) for key in keys]
             texts: list[list[str]] = [[] for _ in keys]
             size = 0
-            for number, (line, cells) in enumerate(rows, start=1):
-                if number <= done:
-                    continue
-                reason = self._fault(cells, header, keys)
-                if reason:
-                    self._on_error(f"{self._stream.file.name}:{line}: row {number} {reason}")
-                    continue
-                for column, place in zip(texts, places, strict=True):
-                    column.append(cells[place])
-                    size += len(cells[place])
-                if size >= CHUNK_BYTES:
-                    yield tuple(pa.array(column, pa.large_string()) for column in texts)
-                    texts, size = [[] for _ in keys], 0
+            failure: OSError | None = None
+            try:
+                for number, (line, cells) in enumerate(rows, start=1):
+                    if number <= done:
+                        continue
+                    reason = self._fault(cells, header, keys)
+                    if reason:
+                        self._on_error(f"{self._stream.file.name}:{line}: row {number} {reason}")
+                        continue
+                    for column, place in zip(texts, places, strict=True):
+                        column.append(cells[place])
+                        size += len(cells[place])
+                    if size >= CHUNK_BYTES:
+                        yield tuple(pa.array(column, pa.large_string()) for column in texts)
+                        texts, size = [[] for _ in keys], 0
+            except OSError as error:  # what came before it is intact
+                failure = error
             if texts[0]:
                 yield tuple(pa.array(column, pa.large_string()) for column in texts)
+            if failure is not None:
+                raise failure
 
     def _fault(self, cells: list[str], header: list[str], keys: tuple[str, ...]) -> str | None:
         if self._ended:

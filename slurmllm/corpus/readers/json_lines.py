@@ -1,4 +1,4 @@
-"""JSON lines: an object a line, the text in one field, prompt and completion in two, or messages.
+"""JSON lines, or one JSON array: objects with the text in one field, or in two, or messages.
 
 Arrow parses whole blocks, five times as fast as Python parses lines. A block with an unreadable
 line, a null or an empty line is parsed again line by line, which finds place and reason of each
@@ -7,7 +7,10 @@ error.
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +21,9 @@ import pyarrow.json as pj
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ReadOptions
+from slurmllm.corpus.readers import base
 from slurmllm.corpus.readers.base import (
+    BOM,
     SEE_KEYS,
     Documents,
     OnError,
@@ -27,12 +32,20 @@ from slurmllm.corpus.readers.base import (
     valid_utf8,
 )
 
+_NEXT_ELEMENT = re.compile(r"[^\s,]|\Z")
+
 
 def read_json_lines(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
-    line = 1
-    for block in line_blocks(stream, on_error):
+    begin, line = next(stream.blocks(base.CHUNK_BYTES), b""), 1
+    if _is_array(begin):
+        try:
+            yield from _read_array(stream, begin, options, on_error)
+        except UnicodeDecodeError:
+            on_error(f"{stream.file.name}: its JSON array has bytes that are not UTF-8", "rest")
+        return
+    for block in line_blocks(stream, on_error, begin=begin):
         feeds = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
         # Messages differ in their fields, which Arrow would unite.
         whole = options.messages_key is None
@@ -41,6 +54,18 @@ def read_json_lines(
             documents = _parse_lines(block, line, stream.file.name, options, on_error)
         yield documents
         line += len(feeds)
+
+
+def _is_array(begin: bytes) -> bool:
+    """Return whether a file is one array, by its first bytes; not lines of which one is a list."""
+    first, _, rest = begin.removeprefix(BOM).lstrip().partition(b"\n")
+    if not first.startswith(b"[") or not rest.strip():
+        return first.startswith(b"[")
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _parse_block(
@@ -80,7 +105,8 @@ def _parse_lines(
     block: bytes, first_line: int, name: str, options: ReadOptions, on_error: OnError
 ) -> Documents:
     rows: list[tuple[str, ...]] = []
-    for number, line in enumerate(block.split(b"\n"), start=first_line):
+    lines = [] if block.isspace() else block.split(b"\n")  # there are files of line ends only
+    for number, line in enumerate(lines, start=first_line):
         if not line or line.isspace():
             continue
         place = f"{name}:{number}"
@@ -95,36 +121,73 @@ def _parse_lines(
                 reason = f"{error.msg} at character {error.pos + 1}"
             on_error(f"{place}: not JSON: {reason}; a line must hold one whole object")
             continue
+        rows += _rows(record, place, options, on_error)
+    return _documents(rows, options)
+
+
+def _rows(
+    record: Any, place: str, options: ReadOptions, on_error: OnError
+) -> list[tuple[str, ...]]:
+    """Return the document of a record; none if it cannot be used."""
+    try:
         if not isinstance(record, dict):
-            on_error(f"{place}: a JSON {type(record).__name__}, not an object")
-            continue
+            raise ValueError(f"a JSON {type(record).__name__}, not an object")
         if options.messages_key is not None:
-            try:
-                rows.append((conversation_text(record, options.messages_key),))
-            except ValueError as error:
-                on_error(f"{place}: {error}")
-            continue
-        unusable = next(filter(None, (_field_error(record, key) for key in options.keys)), None)
-        if unusable is None:
-            rows.append(tuple(record[key] for key in options.keys))
-        else:
-            on_error(f"{place}: {unusable}")
+            return [(conversation_text(record, options.messages_key),)]
+        return [tuple(_field_text(record, key) for key in options.keys)]
+    except ValueError as error:
+        on_error(f"{place}: {error}")
+        return []
+
+
+def _documents(rows: list[tuple[str, ...]], options: ReadOptions) -> Documents:
     return tuple(
         pa.array([row[index] for row in rows], pa.large_string())
         for index in range(len(options.keys))
     )
 
 
-def _field_error(row: dict[str, Any], key: str) -> str | None:
-    """Return why a field is not text, None if it is."""
-    text = row.get(key)
-    if isinstance(text, str):
+def _read_array(
+    stream: OpenedInput, begin: bytes, options: ReadOptions, on_error: OnError
+) -> Iterator[Documents]:
+    """Read a file that is one JSON array, element by element."""
+    name, decode = stream.file.name, codecs.getincrementaldecoder("utf-8-sig")().decode
+    blocks = map(decode, stream.blocks(base.CHUNK_BYTES))
+    text = decode(begin)
+    at, number, rows = text.index("[") + 1, 1, []
+    while not text.startswith("]", at := next(_NEXT_ELEMENT.finditer(text, at)).start()):
         try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:  # JSON can escape what UTF-8 cannot encode
-            return f"field {key!r} has half a surrogate pair, which is no text"
-        return None
-    if key in row:
-        return f"field {key!r} is {json.dumps(text)[:40]}, not a string"
-    fields = ", ".join(sorted(row)[:10]) or "none"
-    return f"no field {key!r} (fields: {fields}); {SEE_KEYS}"
+            record, end = json.JSONDecoder().raw_decode(text, at)
+            reason = "it is cut" if end == len(text) else ""  # a number may go on
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", str(error))
+        if not reason:
+            rows += _rows(record, f"{name}: element {number}", options, on_error)
+            at, number = end, number + 1
+            continue
+        yield _documents(rows, options)
+        text, at, rows = text[at:], 0, []
+        # Twice as much: an element that is longer than a block is decoded anew each time.
+        more = "".join(itertools.islice(blocks, 1 + len(text) // base.CHUNK_BYTES))
+        if not more or len(text) > base.LARGEST_DOCUMENT:
+            on_error(f"{name}: element {number} of the array: not JSON: {reason}", "rest")
+            return
+        text += more
+    yield _documents(rows, options)
+    if text[at + 1 :].strip() or any(not block.isspace() for block in blocks if block):
+        on_error(f"{name}: more text after the end of its JSON array", "rest")
+
+
+def _field_text(row: dict[str, Any], key: str) -> str:
+    """Return the text of a field, empty if it is null; a ValueError says why there is none."""
+    if key not in row:
+        fields = ", ".join(sorted(row)[:10]) or "none"
+        raise ValueError(f"no field {key!r} (fields: {fields}); {SEE_KEYS}")
+    text = "" if row[key] is None else row[key]
+    if not isinstance(text, str):
+        raise ValueError(f"field {key!r} is {json.dumps(text)[:40]}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # JSON can escape what UTF-8 cannot encode
+        raise ValueError(f"field {key!r} has half a surrogate pair, which is no text") from None
+    return text

@@ -45,7 +45,9 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
     for block in blocks:
         if offset == 0 and block.startswith(BOM):
             offset, block = len(BOM), block[len(BOM) :]
-        if options.text_by == "document":
+        if options.text_by != "document" and block.isspace():
+            spans = np.empty((0, 2), np.int64)
+        elif options.text_by == "document":
             spans = np.array([[0, len(block)]], np.int64)
         else:
             spans = _paragraphs(block) if options.text_by == "paragraph" else _lines(block)
@@ -75,40 +77,55 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
                 if options.text_by != "document":
                     texts = pc.utf8_trim(texts, "\r\n")
             yield (texts,)
+        else:
+            yield (pa.array([], pa.large_string()),)  # progress
         offset += len(block)
 
 
 def _whole_file(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
     held: list[bytes] = []
-    for data in stream.blocks(CHUNK_BYTES):
-        held.append(data)
-        if sum(map(len, held)) > base.LARGEST_DOCUMENT:
-            on_error(f"{stream.file.name}: {base.too_large('document')}", "file")
-            return
+    try:
+        for data in stream.blocks(CHUNK_BYTES):
+            held.append(data)
+            if sum(map(len, held)) > base.LARGEST_DOCUMENT:
+                on_error(f"{stream.file.name}: {base.too_large('document')}", "file")
+                return
+    except OSError:
+        lines, feed, _ = b"".join(held).rpartition(b"\n")
+        yield lines + feed
+        raise
     yield b"".join(held)
 
 
 def _paragraph_blocks(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
     held: list[bytes] = []  # the beginning of a paragraph
     offset, skipping = 0, False
-    for block in line_blocks(stream, on_error, keep_bom=True):
-        offset += len(block)
-        end = 0
-        if leading := _LEADING_BLANK_LINES.match(block):
-            end = leading.end()
-        if skipping and not end:  # the rest of a paragraph
-            blank = _BLANK_LINES.search(block)
-            block = block[blank.start() :] if blank else b""
-        skipping = skipping and not block
-        for blank in _BLANK_LINES.finditer(block):
-            end = blank.end()
-        if end:
-            yield b"".join([*held, memoryview(block)[:end]])
-            held = []
-        held.append(block[end:])
-        if sum(map(len, held)) > base.LARGEST_DOCUMENT:
-            on_error(f"{stream.file.name}: near byte {offset:,}: {base.too_large('paragraph')}")
-            held, skipping = [], True
+    try:
+        for block in line_blocks(stream, on_error, keep_bom=True):
+            offset += len(block)
+            if not any(held) and block.isspace():
+                skipping = False
+                yield block  # there are files of line ends only
+                continue
+            end = 0
+            if leading := _LEADING_BLANK_LINES.match(block):
+                end = leading.end()
+            if skipping and not end:  # the rest of a paragraph
+                blank = _BLANK_LINES.search(block)
+                block = block[blank.start() :] if blank else b""
+            skipping = skipping and not block
+            for blank in _BLANK_LINES.finditer(block):
+                end = blank.end()
+            if end:
+                yield b"".join([*held, memoryview(block)[:end]])
+                held = []
+            held.append(block[end:])
+            if sum(map(len, held)) > base.LARGEST_DOCUMENT:
+                on_error(f"{stream.file.name}: near byte {offset:,}: {base.too_large('paragraph')}")
+                held, skipping = [], True
+    except OSError:
+        yield b"".join(held)
+        raise
     yield b"".join(held)
 
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slurmllm.data.chat import ChatFormat
-from slurmllm.data.conversation import Rendered, read_conversation, render_conversation
+from slurmllm.data.chat import ChatFormat, Rendered
 from slurmllm.data.sources.arrow import ArrowFile
 from slurmllm.data.sources.base import (
     BEGINS,
@@ -35,8 +34,14 @@ from slurmllm.errors import DataError
 PIECE_BYTES = 64 << 10
 # Text of one call: the library's results need some 100 times the memory of the text.
 _CALL_BYTES = 1 << 20
-# Byte-level BPE tokenizers always split a text before the space of ` word`.
-_WORD_ENDS = re.compile(rb"[A-Za-z] (?=[A-Za-z])")
+# Between two English words, after a line, before a Chinese comma or full stop; in UTF-8.
+_HAN = rb"(?:\xe4[\xb8-\xbf]|[\xe5-\xe8][\x80-\xbf])[\x80-\xbf]"  # U+4E00 to U+8FFF, letters
+_CUTS = re.compile(
+    rb"(?<=[A-Za-z])(?= [A-Za-z])"
+    rb"|(?:(?<=[!-~]\n)|(?<=" + _HAN + rb"\n)|(?<=\xe3\x80\x82\n))(?=[A-Za-z]|" + _HAN + rb")"
+    rb"|(?<=" + _HAN + rb")(?=\xef\xbc\x8c|\xe3\x80\x82)"
+)
+_CUT_BYTES = 3  # of what follows a cut
 
 
 class _ArrowSource(Source):
@@ -92,9 +97,9 @@ class _ArrowSource(Source):
 class TextSource(_ArrowSource):
     """The documents of an Arrow corpus, each with the end-of-document token.
 
-    A document of more than PIECE_BYTES is tokenized in pieces, cut between two ASCII words, so
-    that the tokens of byte-level BPE equal those of the whole. If no such place is near, it is cut
-    between two characters, which may cost a token.
+    A document of more than PIECE_BYTES is tokenized in pieces, cut where every tokenizer with
+    `splits_words` splits too, so that the tokens equal those of the whole. Pieces without such a
+    place are part of the one before. Documents of other tokenizers are not cut.
 
     Raises:
         DataError: the file has no text column.
@@ -104,7 +109,10 @@ class TextSource(_ArrowSource):
         super().__init__(file, encoder, "text")
 
     def num_pieces(self, document: int) -> int:
-        return _num_pieces(self.document_size(document))
+        return self._num_pieces(self.document_size(document))
+
+    def _num_pieces(self, size: int) -> int:
+        return -(-size // PIECE_BYTES) or 1 if self._encoder.splits_words else 1
 
     def read(self, requests: Sequence[Request]) -> Pieces:
         ids, ends = array("I"), []  # fromlist is four times as fast as with the type "i"
@@ -130,10 +138,8 @@ class TextSource(_ArrowSource):
         total = 0
         for document, piece in requests:
             data = self._columns[0].data(document)
-            count = _num_pieces(len(data))
-            begin, end = 0, len(data)
-            if count > 1:
-                begin, end = _piece_begin(data, piece), _piece_begin(data, piece + 1)
+            count = self._num_pieces(len(data))
+            begin, end = _piece_bounds(data, piece) if count > 1 else (0, len(data))
             texts.append(self._file.decoded(document, data[begin:end], begin))
             lasts.append(piece + 1 == count)
             if piece == 0:
@@ -146,26 +152,19 @@ class TextSource(_ArrowSource):
             yield texts, lasts
 
 
-def _num_pieces(size: int) -> int:
-    return -(-size // PIECE_BYTES) or 1
+def _piece_bounds(data: memoryview, piece: int) -> tuple[int, int]:
+    """Return begin and end of a piece: the first cuts in and after its share of the bytes.
 
-
-def _piece_begin(data: memoryview, piece: int) -> int:
-    """Return the begin of a piece, from the bytes near it in constant time."""
-    if piece == 0:
-        return 0
-    if piece >= _num_pieces(len(data)):
-        return len(data)
-    begin = piece * PIECE_BYTES
-    searched = begin + PIECE_BYTES // 8
-    if word_end := _WORD_ENDS.search(data[begin - 1 : searched]):
-        return begin + word_end.start()
-    if searched >= len(data):  # the short rest belongs to the piece before
-        return len(data)
-    last = min(begin + 3, len(data))
-    while begin < last and data[begin] & 0xC0 == 0x80:  # inside a UTF-8 character
-        begin += 1
-    return begin
+    A piece whose share has no cut is empty: all pieces together search each byte twice.
+    """
+    begin, next_begin = piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES
+    if piece:
+        cut = _CUTS.search(data, begin, next_begin + _CUT_BYTES)
+        if cut is None or cut.start() >= next_begin:
+            return begin, begin
+        begin = cut.start()
+    cut = _CUTS.search(data, next_begin)
+    return begin, cut.start() if cut else len(data)
 
 
 class PromptSource(_ArrowSource):
@@ -198,7 +197,8 @@ class PromptSource(_ArrowSource):
         self.template = self._chat.fingerprint
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        texts = [self._chat.texts(*self._texts(document)) for document, _ in requests]
+        pairs = [self._texts(document) for document, _ in requests]
+        texts = self._chat.texts([(prompt, completion) for prompt, completion in pairs])
         # A template contains the tokens that the tokenizer would add.
         prompts = self._encoder.encode_dialogue(
             [before for before, _ in texts], begins=not self._chat.has_template
@@ -236,7 +236,8 @@ class ConversationSource(_ArrowSource):
         self.template = self._chat.fingerprint
 
     def read(self, requests: Sequence[Request]) -> Pieces:
-        rendered = [self._rendered(document) for document, _ in requests]
+        answers = self._chat.conversations([self._texts(document)[0] for document, _ in requests])
+        rendered = [self._next(answers, document) for document, _ in requests]
         encoded = self._encoder.encode_with_offsets([text for text, _ in rendered])
         parts = []
         for (document, _), (ids, offsets), (_, spans) in zip(
@@ -257,12 +258,10 @@ class ConversationSource(_ArrowSource):
             parts.append((np.array(ids, dtype=np.int32), marks))
         return joined(parts)
 
-    def _rendered(self, document: int) -> Rendered:
-        (text,) = self._texts(document)
+    def _next(self, answers: Iterator[Rendered], document: int) -> Rendered:
         try:
-            conversation = read_conversation({"messages": text}, "messages")
-            return render_conversation(self._chat, conversation)
-        except (ValueError, DataError) as error:
+            return next(answers)
+        except DataError as error:
             raise self._error(document, str(error)) from error
 
     def _error(self, document: int, reason: str) -> DataError:

@@ -1,0 +1,202 @@
+"""The conversion of another framework's log to a curve: the metrics of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from slurmllm.errors import RunError
+from slurmllm.format import format_plural
+from slurmllm.metrics.curves import Curve, Flags, Floats, Ints, bit_identical
+from slurmllm.metrics.log_series import COUNTS, Log, TagSeries
+from slurmllm.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
+from slurmllm.metrics.numbers import DecimalMark
+from slurmllm.metrics.row_selection import select_rows
+from slurmllm.metrics.step_counters import continue_steps
+from slurmllm.metrics.tags import TagChoice, choose_tags, per_device
+
+_MAX_RESTARTS = 1000
+# Share of values that are recomputed, and differ, beyond which a log seems to hold two runs
+_MIXED = 0.3
+
+
+def curve_of_log(
+    log: Log,
+    name: str,
+    tags: Mapping[str, str],
+    where: Mapping[str, str] | None = None,
+    decimal: DecimalMark | None = None,
+) -> Curve:
+    """Convert a log to a curve.
+
+    Args:
+        where: Column → the value that it must have in the rows to read.
+        decimal: The decimal mark, if the numbers of a column do not show it.
+
+    Raises:
+        RunError: no tag is the loss, a requested tag is missing, a decimal mark is unknown, or
+            rows of several splits or ranks are in one log.
+    """
+    counts = {tag: len(series.steps) for tag, series in log.series.items()}
+    choice = choose_tags(counts, tags, log.path, log.format)
+    log = select_rows(log, choice.tags, where or {})
+    log = continue_steps(_with_decimals(log, choice, decimal), choice.tags)
+    chosen = {metric: log.series[tag] for metric, tag in choice.tags.items() if tag in log.series}
+    if choice.tags.get("step_time_s", "").endswith(("_ms", "(ms)")):
+        in_ms = chosen["step_time_s"]
+        chosen["step_time_s"] = replace(in_ms, values=in_ms.values / 1e3)
+    if log.val_loss is not None and "val_loss" not in chosen:
+        chosen["val_loss"] = log.val_loss
+    loss = chosen.get("loss") or chosen["grad_norm"]
+    if "time" not in chosen and loss.times is not None:
+        chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
+    starts = _attempt_starts(loss, log.starts)
+    block, (overlap_rows, identical, max_difference) = _merge_tags(chosen, starts)
+    convention = None if choice.format is None else choice.format.convention
+    if convention is not None and convention.counts == "samples":
+        block = replace(block, columns={"samples": block.steps.astype(float), **block.columns})
+    warnings = [*log.warnings, *choice.missing, *_tag_warnings(log, choice)]
+    if log.invented_steps:
+        warnings.append(f"{log.path}: {log.invented_steps}")
+    if overlap_rows > _MIXED * len(loss.steps) and max_difference > 1e-3:
+        warnings.append(
+            f"{log.place(int(starts[0]))}: {format_plural(overlap_rows, 'step')} of "
+            f"{len(block.steps)} occur a second time with other values, as if the log held two "
+            "runs; those read last count: split it at the line where the steps begin again"
+        )
+        overlap_rows = 0  # not of a restart
+    else:
+        warnings += _order_warnings(log, loss, starts)
+    curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
+    return replace(
+        curve,
+        convention=convention,
+        overlap_rows=overlap_rows,
+        overlap_identical=identical if overlap_rows else None,
+        overlap_max_rel_diff=max_difference if overlap_rows else None,
+        invented_steps=log.invented_steps,
+        tags=tuple(counts),
+    )
+
+
+def _with_decimals(log: Log, choice: TagChoice, decimal: DecimalMark | None) -> Log:
+    """Apply the user's decimal mark; warn of a column whose numbers have shown a decimal comma."""
+    undecided = sorted(
+        tag for metric, tag in choice.tags.items() if tag in log.undecided and metric not in COUNTS
+    )
+    if undecided and decimal is None:
+        tag = undecided[0]
+        value = log.series[tag].values[np.abs(log.series[tag].values) >= 1e3][:1]
+        shown = f"{value[0]:,.0f}" if value.size else "1,234"
+        raise RunError(
+            f"{log.path}: {shown} in column {tag!r} may be {shown.replace(',', '.', 1)} or "
+            f"{shown.replace(',', '')}: none of its numbers shows it; name the decimal mark: "
+            "--decimal comma or --decimal point"
+        )
+    series = dict(log.series)
+    for tag in undecided if decimal == "comma" else ():
+        values = series[tag].values
+        scaled = np.where(np.abs(values) >= 1e3, values / 1e3, values)
+        series[tag] = replace(series[tag], values=scaled)
+    places = [place for tag, place in log.commas.items() if tag in choice.tags.values()]
+    if places:
+        text = f"{log.place(min(places))}: numbers have decimal commas; read 2,5 as 2.5"
+        log = replace(log, warnings=(*log.warnings, text))
+    return replace(log, series=series)
+
+
+def _tag_warnings(log: Log, choice: TagChoice) -> Iterator[str]:
+    for metric, others in choice.others.items():
+        used, differing = log.series[choice.tags[metric]], []
+        for tag in others:
+            other = log.series[tag]
+            _, at_a, at_b = np.intersect1d(used.steps, other.steps, return_indices=True)
+            if not at_a.size or not np.allclose(
+                used.values[at_a], other.values[at_b], rtol=1e-6, atol=0.0, equal_nan=True
+            ):
+                differing.append(tag)
+        if differing:
+            yield (
+                f"{log.path}: {metric} is taken from {choice.tags[metric]!r}, not from "
+                f"{', '.join(map(repr, differing))}; select another with --tag {metric}=TAG"
+            )
+    for metric, tag in choice.tags.items():
+        if metric in ("seq_per_s", "tokens_per_s") and per_device(tag):
+            yield f"{metric} is the value of one device, not of the run: {tag!r}"
+
+
+def _order_warnings(log: Log, loss: TagSeries, starts: Ints) -> Iterator[str]:
+    """Warn of steps that decrease within an attempt, or occur twice with different values."""
+    attempts = np.searchsorted(starts, loss.order, side="right")
+    decreases = loss.order[1:][(np.diff(loss.steps) < 0) & (np.diff(attempts) == 0)]
+    _, replaced, winners = select_latest(loss.steps, attempts)
+    differ = ~bit_identical(loss.values[replaced], loss.values[winners])
+    repeats = loss.order[winners[(attempts[replaced] == attempts[winners]) & differ]]
+    if decreases.size or repeats.size:
+        yield (
+            f"{log.place(min([*decreases, *repeats]))}: steps are not in order: "
+            f"{len(decreases)} decrease and {len(repeats)} occur again with another value; sorted, "
+            "and the last value of a step counts; name another column with --tag step=KEY"
+        )
+
+
+def _attempt_starts(loss: TagSeries, process_starts: Sequence[int]) -> Ints:
+    """Return the positions at which the second and later attempts begin.
+
+    An attempt begins where a process began to write (unless it wrote no loss), or where the step
+    decreases. If the step decreases often, the rows are not ordered by time, and only
+    `process_starts` are used.
+    """
+    decreases = loss.order[1:][np.diff(loss.steps) < 0]
+    if len(decreases) > min(_MAX_RESTARTS, len(loss.steps) / 3):
+        decreases = decreases[:0]
+    positions = np.union1d(np.asarray(process_starts, dtype=np.int64), decreases)
+    first_loss = np.searchsorted(loss.order, positions)
+    within = (first_loss > 0) & (first_loss < len(loss.order))
+    # Return the start, not the first loss after it: the process may log other tags first.
+    _, index = np.unique(first_loss[within], return_index=True)
+    return np.asarray(positions[within][index], dtype=np.int64)
+
+
+def _merge_tags(
+    chosen: Mapping[str, TagSeries], starts: Ints
+) -> tuple[RowBlock, tuple[int, bool, float]]:
+    """Merge the series of the metrics to one row per step.
+
+    Also returns the overlap after restarts: the number of recomputed rows that have a loss, whether
+    all metrics are bit-identical, and their largest relative difference.
+    """
+    used: dict[str, tuple[Ints, Ints, Floats]] = {}
+    rows, identical, largest = 0, True, 0.0
+    for metric, series in chosen.items():
+        attempts: Ints = np.searchsorted(starts, series.order, side="right")
+        latest, replaced, replacements = select_latest(series.steps, attempts)
+        recomputed = attempts[replaced] < attempts[replacements]
+        replaced, replacements = replaced[recomputed], replacements[recomputed]
+        same, difference = compare_overlap({metric: series.values}, replaced, replacements)
+        identical, largest = identical and same, max(largest, difference)
+        rows = len(replaced) if metric == "loss" else rows
+        # A later attempt may log different steps: all rows of earlier attempts in the range that it
+        # covers are superseded.
+        superseded: Flags = np.zeros(len(series.steps), dtype=bool)
+        for attempt in np.unique(attempts)[1:]:
+            later = series.steps[attempts == attempt]
+            superseded |= (
+                (attempts < attempt) & (series.steps >= later.min()) & (series.steps <= later.max())
+            )
+        latest = latest[~superseded[latest]]
+        used[metric] = (series.steps[latest], attempts[latest], series.values[latest])
+    steps = np.unique(np.concatenate([metric_steps for metric_steps, _, _ in used.values()]))
+    row_attempts = np.zeros(len(steps), dtype=np.int64)
+    columns: dict[str, Floats] = {}
+    absent: dict[str, Flags] = {}
+    for metric, (metric_steps, attempts, values) in used.items():
+        index = np.searchsorted(steps, metric_steps)
+        columns[metric] = np.full(len(steps), np.nan)
+        columns[metric][index] = values
+        absent[metric] = np.ones(len(steps), dtype=bool)
+        absent[metric][index] = False
+        row_attempts[index] = np.maximum(row_attempts[index], attempts)
+    return RowBlock(steps, row_attempts, columns, absent), (rows, identical, largest)

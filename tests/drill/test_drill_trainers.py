@@ -1,0 +1,268 @@
+"""Drills of other projects' trainers: their plan, how they resumed, and whole drills here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_records import make_attempt, save_attempt
+
+from slurmllm.compare.comparison import Tolerances
+from slurmllm.config.command import CommandConfig
+from slurmllm.config.resolve import resolve
+from slurmllm.drill import injector
+from slurmllm.drill.injector import FAULT_KINDS, FaultKind, FaultSpec
+from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds
+from slurmllm.drill.resumption import Resumption, Unbroken, judge_resume
+from slurmllm.errors import NodeError, RunError
+from slurmllm.metrics.source import read_curve
+from slurmllm.run.records import NodeRecord
+from slurmllm.run.rundir import RunDir
+
+TRAINERS = Path(__file__).parents[1] / "trainers"
+STEPS, SAVED, BROKEN = 40, 10, 13
+COMMAND = CommandConfig(run="train --out {run}/out", checkpoints="{run}/out/step-{step}")
+STEP_LINE = r"command.progress=step (?P<step>\d+) loss (?P<loss>\S+)"
+Loss = Callable[[int], float]
+
+
+def plan_of(
+    folder: Path,
+    *overrides: str,
+    steps: int | None = None,
+    kinds: tuple[FaultKind, ...] = FAULT_KINDS,
+) -> DrillPlan:
+    values = ["command.run=train {run}/out", *overrides]
+    config = resolve("trainers/plain", "local", values)
+    run = RunDir(folder / "r")
+    return make_plan(run, config, 1, True, kinds, steps=steps, seed=0)
+
+
+def write_rows(
+    run: RunDir, attempt: int, steps: Iterable[int], loss: Loss = lambda s: 1 / s
+) -> None:
+    run.metrics(attempt).parent.mkdir(parents=True, exist_ok=True)
+    rows = ({"step": s, "attempt": attempt, "time": 1e9 + s, "loss": loss(s)} for s in steps)
+    run.metrics(attempt).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def judged(
+    folder: Path,
+    second: Iterable[int],
+    loss: Loss = lambda s: 1 / s,
+    noise: float = 0.0,
+    every: int = 1,
+    first: Iterable[int] = range(1, BROKEN + 1),
+    **ending: Any,
+) -> Resumption:
+    """The verdict on a run that broke after step 13, with the steps of its second attempt."""
+    reference, repeat, run = (RunDir(folder / name) for name in ("reference", "repeat", "broken"))
+    write_rows(reference, 0, range(every, STEPS + 1, every))
+    write_rows(repeat, 0, range(every, STEPS + 1, every), lambda s: (1 + noise * math.sin(s)) / s)
+    write_rows(run, 0, first)
+    if steps := list(second):
+        write_rows(run, 1, steps, loss)
+    (run.path / "out" / f"step-{SAVED}").mkdir(parents=True)
+    curves = read_curve(reference.path), read_curve(repeat.path)
+    unbroken = Unbroken(*curves, COMMAND, STEPS, Tolerances(exact=True))
+    hit = make_attempt(0, **{"ending": "node_failure", **ending})
+    return judge_resume(run, read_curve(run.path), unbroken, hit)
+
+
+AFTER = range(SAVED + 1, STEPS + 1)
+
+
+def test_an_exact_resume(tmp_path: Path) -> None:
+    resume = judged(tmp_path, AFTER)
+    assert (resume.verdict, resume.from_step, resume.confidence) == ("exact", SAVED, "certain")
+    assert resume.checkpoint.endswith(f"out/step-{SAVED}")
+    assert "identical; 30 steps, loss of 1" in resume.confidence_reason
+
+
+def test_a_resume_with_other_batches_differs(tmp_path: Path) -> None:
+    resume = judged(tmp_path, AFTER, lambda s: 1 / s * (1.1 if s > 15 else 1))
+    assert (resume.verdict, resume.differs_from_step) == ("differs", 16)
+    assert resume.max_rel_diff == pytest.approx(1 - 1 / 1.1)
+    assert (resume.noise, resume.confidence) == (0.0, "certain")
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict", "confidence"),
+    [(1.0, "within_noise", "likely"), (8.0, "differs", "likely"), (1e3, "differs", "certain")],
+)
+def test_the_noise_of_two_unbroken_runs_is_no_difference(
+    tmp_path: Path, factor: float, verdict: str, confidence: str
+) -> None:
+    resume = judged(tmp_path, AFTER, lambda s: (1 + factor * 1e-5 * math.cos(s)) / s, noise=1e-5)
+    assert (resume.verdict, resume.confidence) == (verdict, confidence), resume
+    assert resume.noise == pytest.approx(1e-5, rel=0.01)
+    assert ("would have shown" in resume.confidence_reason) == (verdict == "within_noise")
+
+
+def test_few_steps_show_little(tmp_path: Path) -> None:
+    assert judged(tmp_path, range(37, STEPS + 1), first=range(1, 40)).confidence == "weak"
+
+
+def test_who_begins_at_step_1_does_not_resume(tmp_path: Path) -> None:
+    resume = judged(tmp_path, range(1, STEPS + 1))
+    assert (resume.verdict, resume.from_step) == ("began_again", 0)
+    assert resume.text == "did not resume: began again at step 1"
+
+
+def test_a_sparse_log_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    resume = judged(tmp_path, (16, 24, 32, 40), every=8, first=(8,))
+    assert (resume.verdict, resume.from_step) == ("exact", SAVED)
+
+
+def test_without_a_later_step(tmp_path: Path) -> None:
+    assert judged(tmp_path / "a", ()).text == "did not resume: no step after the fault"
+    done = judged(tmp_path / "b", (), ending="done")
+    assert (done.verdict, done.from_step) == ("not_resumed", None)
+    assert "exited with 0 at step 13" in done.text
+    resume = judged(tmp_path / "c", (), first=range(1, STEPS + 1), ending="done")
+    assert (resume.verdict, resume.text) == ("exact", "continued without a restart: exact")
+
+
+def test_a_run_that_stopped_was_resumed_by_hand(tmp_path: Path) -> None:
+    assert judged(tmp_path, AFTER, ending="storage_failure", action="stop").by_hand
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "command.run=train /out",
+        "command.checkpoints=/out/step-{step}",
+        "command.progress=out/metrics.jsonl",
+    ],
+)
+def test_copies_do_not_share_a_folder(tmp_path: Path, override: str) -> None:
+    with pytest.raises(RunError, match=r"has no \{run\}.*write the folder of its output as \{run"):
+        plan_of(tmp_path, override)
+
+
+def test_steps_are_limited_by_the_commands(tmp_path: Path) -> None:
+    assert plan_of(tmp_path, "command.steps=40", steps=20).is_limited
+    assert not plan_of(tmp_path, "command.steps=40").is_limited
+    assert plan_of(tmp_path).steps == 0  # as many as the reference makes
+    with pytest.raises(RunError, match=r"no more than command\.steps, 40"):
+        plan_of(tmp_path, "command.steps=40", steps=41)
+
+
+@pytest.mark.parametrize(
+    ("saved", "first", "last"),
+    [((10, 20, 30), 11, 19), ((30, 40), 31, 39), ((40,), 21, 39), ((), 21, 39)],
+)
+def test_faults_come_after_the_first_checkpoint_of_the_reference(
+    tmp_path: Path, saved: tuple[int, ...], first: int, last: int
+) -> None:
+    reference = RunDir(tmp_path / "reference")
+    write_rows(reference, 0, range(1, STEPS + 1))
+    for step in saved:
+        (reference.path / "out" / f"step-{step}").mkdir(parents=True)
+    plan = plan_of(tmp_path, "command.checkpoints={run}/out/step-{step}")
+    plan = plan.with_reference(reference)
+    steps = {plan.fault(kind, ["n0"]).at_step for kind in FAULT_KINDS if kind != "node"}
+    assert plan.steps == STEPS
+    assert first <= min(steps) < max(steps) <= last
+    assert plan.fault("save", ["n0"]).rank == 0
+
+
+def test_a_reference_without_steps_says_what_is_missing(tmp_path: Path) -> None:
+    reference = RunDir(tmp_path / "reference")
+    save_attempt(reference, nodes=("n0",))
+    record = NodeRecord(node="n0", progress_missing="no steps: no line of a known format")
+    record.save(reference.attempt("train", 0).node("n0"))
+    with pytest.raises(RunError, match=r"no line of a known format; set command\.progress"):
+        plan_of(tmp_path).with_reference(reference)
+
+
+def test_some_kinds_are_of_other_trainers(tmp_path: Path) -> None:
+    assert parse_kinds("terminate,full_disk", 1, of_command=True) == ("terminate", "full_disk")
+    with pytest.raises(RunError, match="must be all, or some of worker, node"):
+        parse_kinds("terminate", 1)
+    assert "save" not in plan_of(tmp_path).kinds  # its checkpoints are not watched
+    with pytest.raises(RunError, match=r"--kinds save: takes command\.checkpoints"):
+        plan_of(tmp_path, kinds=("save",))
+
+
+def test_the_trainer_below_its_shell_is_hit(tmp_path: Path) -> None:
+    """And of torchrun a worker, not torchrun."""
+    run = RunDir(tmp_path / "r")
+    save_attempt(run, nodes=("local0",))
+    code = "import subprocess, sys; subprocess.run(['bash', '-c', sys.argv[4]])"
+    arguments = ["slurmllm", "launch", str(run.path), "sleep 60; true"]
+    launcher = subprocess.Popen([sys.executable, "-c", code, *arguments[:3], arguments[3]])
+    fault = FaultSpec(
+        kind="worker", attempt=0, node="local0", rank=0, at_step=1, local=True, trainer=COMMAND
+    )
+    try:
+        while len(below := injector.descendants([launcher.pid])) < 2:
+            pass
+        shell, sleep = below
+        record = NodeRecord(node="local0", pids={0: shell})
+        record.save(run.attempt("train", 0).node("local0"))
+        assert injector.trainer_pids(run, fault) == [sleep]
+        NodeRecord(node="local0", pids={0: os.getpid()}).save(
+            run.attempt("train", 0).node("local0")
+        )
+        with pytest.raises(NodeError, match="does not run on local0"):
+            injector.trainer_pids(run, fault)
+    finally:
+        injector.kill([*injector.descendants([launcher.pid]), launcher.pid], signal.SIGKILL)
+        launcher.wait()
+
+
+def drill(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "slurmllm", "drill", "--local", "--json"]
+    command += [f"--runs-dir={folder}", "slurm.backoff_s=1", STEP_LINE, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_that_resumes_after_a_kill_and_not_after_a_signal(tmp_path: Path) -> None:
+    code, report = drill(
+        tmp_path,
+        "--kinds=worker,terminate",
+        "command.checkpoints={run}/out/step-{step}",
+        "command.completion_file=done",
+        "--",
+        *(sys.executable, str(TRAINERS / "steps.py"), "--out", "{run}/out", "--steps=30"),
+        *("--step-s=0.3", "--save-on=TERM"),
+    )
+    killed, asked = report["drills"]
+    assert (code, report["steps"], report["noise"]) == (1, 30, {"loss": 0.0})
+    assert (killed["ending"], killed["passed"]) == ("node_failure", True), killed
+    assert killed["resume"]["verdict"] == "exact"
+    assert killed["steps_lost"] == killed["steps_recomputed"] > 0
+    assert killed["recovery"]["total_s"] > 0
+    assert (asked["resume"]["verdict"], asked["ending"]) == ("not_resumed", "done"), asked
+    names = {entry.name for entry in tmp_path.iterdir() if entry.is_dir()}
+    assert names == {f"steps-drill-1-{part}" for part in ("reference", "repeat", "terminate")}
+    assert len((tmp_path / "steps-drill-1.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not (TRAINERS / "ddp_script.py").is_file(), reason="no DDP script")
+@pytest.mark.parametrize(("option", "verdict"), [("", "exact"), ("--first-batches", "differs")])
+def test_a_script_with_ddp(tmp_path: Path, option: str, verdict: str) -> None:
+    _, report = drill(
+        tmp_path,
+        *("--kinds=worker", "--nodes=2", "--steps=30"),
+        "command.checkpoints={run}/out/step_{step}.pt",
+        *("--", sys.executable, str(TRAINERS / "ddp_script.py"), "--out", "{run}/out"),
+        *("--step-s=0.2", "--steps=1000", *filter(None, [option])),
+    )
+    (result,) = report["drills"]
+    assert result["resume"]["verdict"] == verdict, result

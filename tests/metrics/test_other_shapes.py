@@ -1,0 +1,346 @@
+"""Logs in other people's shapes: steps on the line, splits, prefixes, headers, decimal commas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from slurmllm.cli.main import cli
+from slurmllm.errors import RunError
+from slurmllm.metrics.curves import Curve
+from slurmllm.metrics.line_prefixes import split_prefix
+from slurmllm.metrics.numbers import CommaNumber, parse_number
+from slurmllm.metrics.source import read_curve
+
+STEPS = range(1, 41)
+LOSSES = [round(3 + 7 / (step + 2), 4) for step in STEPS]
+WriteLog = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteLog:
+    def write_log(name: str, *lines: str) -> Path:
+        path = tmp_path / name
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    return write_log
+
+
+def check(curve: Curve, steps: Sequence[int] = STEPS, losses: Sequence[float] = LOSSES) -> Curve:
+    assert curve.steps.tolist() == list(steps)
+    assert curve.columns["loss"].tolist() == list(losses)
+    return curve
+
+
+def points() -> list[tuple[int, float]]:
+    return list(zip(STEPS, LOSSES, strict=True))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{{'loss': '{loss}', 'lr': '3e-4', 'global_step/max_steps': '{step}/400'}}",
+        "{{'loss': {loss}, 'step': '{step}/400'}}",
+        "2026-01-01 10:00:00 INFO Step {step}/400: {{'loss': {loss}, 'epoch': 0.1}}",
+        "[{step}/400] {{'loss': {loss}}}",
+        "{{'loss': {loss}, 'epoch': 0.1}} iteration: {step}",
+        "epoch [1/3] global_step={step} {{'loss': {loss}}}",
+    ],
+)
+def test_the_step_of_a_row_stands_on_its_line(line: str, write: WriteLog) -> None:
+    lines = [line.format(step=10 * step, loss=loss) for step, loss in points()]
+    curve = check(read_curve(write("x.log", *lines)), range(10, 401, 10))
+    assert (curve.invented_steps, curve.warnings) == ("", ())
+
+
+def test_invented_steps_are_refused_where_points_must_match(write: WriteLog) -> None:
+    numbered = write("b.log", *(f"{{'loss': {loss}, 'epoch': 0.1}}" for loss in LOSSES))
+    rows = (json.dumps({"step": step, "loss": loss}) for step, loss in points())
+    ours = write("a.jsonl", *rows)
+    run = CliRunner().invoke
+    for options in (["--exact"], ["--require", "identical"], ["--require", "match"]):
+        for order in ([ours, numbered], [numbered, ours]):
+            result = run(cli, ["compare", *map(str, order), "--no-plot", *options])
+            assert result.exit_code == 2
+            assert f"{' '.join(options)}: the steps of b are invented" in result.output
+    result = run(cli, ["compare", str(ours), str(numbered), "--no-plot"])
+    assert result.exit_code == 0
+    assert "identical: if the invented steps of B are right, loss is" in result.output
+    document = json.loads(
+        run(cli, ["compare", str(ours), str(numbered), "--no-plot", "--json"]).output
+    )
+    assert document["reason"].startswith("if the invented steps of B are right")
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "evaluation"),
+    [
+        ("x.jsonl", '{{"step": {step}, "split": "train", "loss": {loss}}}', '"split": "val"'),
+        ("x.jsonl", '{{"step": {step}, "loss": {loss}}}', '"phase": "validation"'),
+        ("x.jsonl", '{{"step": {step}, "loss": {loss}, "training": true}}', '"training": false'),
+        ("x.json", '{{"iter": {step}, "mode": "train", "loss": {loss}}}', '"mode": "eval"'),
+    ],
+)
+def test_rows_of_splits(name: str, train: str, evaluation: str, write: WriteLog) -> None:
+    lines = []
+    key = "iter" if "iter" in train else "step"
+    for step, loss in points():
+        lines.append(train.format(step=step, loss=loss))
+        if step % 10 == 0:
+            lines.append(f'{{"{key}": {step}, {evaluation}, "loss": 9.5}}')
+    path = write(name, *lines) if name == "x.jsonl" else write(name, f"[{','.join(lines)}]")
+    curve = check(read_curve(path))
+    assert (curve.overlap_rows, curve.restarts.tolist()) == (0, [])
+    assert curve.series("val_loss")[1].tolist() == [9.5] * 4
+    assert "rows of several splits, by" in curve.warnings[0]
+    column, _, value = evaluation.replace('"', "").partition(": ")
+    chosen = read_curve(path, where={column: value})
+    assert chosen.columns["loss"].tolist() == [9.5] * 4
+    for where, message in (({"spilt": "val"}, "no column 'spilt'"), ({column: "x"}, "no row has")):
+        with pytest.raises(RunError, match=message):
+            read_curve(path, where=where)
+
+
+def test_a_table_of_splits_and_of_data_sets(write: WriteLog) -> None:
+    lines = [f"{step},{loss},{is_train}" for step, loss in points() for is_train in (1, 0)]
+    check(read_curve(write("x.csv", "step,loss,is_train", *lines)))
+    lines = [f"{step};{text};{loss}" for text in ("c4", "wiki") for step, loss in points()]
+    path = write("y.csv", "step;set;loss", *lines)
+    assert read_curve(path).warnings == ()  # the same values
+    path = write("y.csv", "step;set;loss", *(line.replace(";wiki;3", ";wiki;4") for line in lines))
+    with pytest.raises(RunError, match=r"column 'set' separates \(c4 40, wiki 40\).*--where set="):
+        read_curve(path)
+    check(read_curve(path, where={"set": "c4"}))
+
+
+def test_a_column_that_changes_at_a_restart_separates_nothing(write: WriteLog) -> None:
+    rows = [(step, "n1", loss) for step, loss in points()[:25]]
+    rows += [(step, "n2", loss + 1e-5) for step, loss in points()[19:]]
+    lines = (json.dumps({"step": step, "host": host, "loss": x}) for step, host, x in rows)
+    curve = read_curve(write("x.jsonl", *lines))
+    assert (curve.restarts.tolist(), curve.overlap_rows) == ([20], 6)
+
+
+BAR = "Epoch {epoch}:  10%|#  | {count}/10 [00:10<00:10,  5.00it/s{more}, train_loss={loss}]"
+
+
+@pytest.mark.parametrize(
+    ("bar", "first"),
+    [
+        (BAR, 0),
+        (BAR, 1),
+        (BAR.replace("{epoch}", "{epoch}/5"), 1),
+        (BAR.replace("/10 [", "/? [").replace(" 10%|#  |", "|"), 0),
+    ],
+)
+def test_bars_that_begin_anew_each_epoch(bar: str, first: int, write: WriteLog) -> None:
+    lines = []
+    for step, loss in points():
+        epoch, count = divmod(step - 1, 10)
+        lines.append(bar.format(epoch=epoch + first, count=count + 1, more="", loss=loss))
+    if "?" not in bar:
+        check(read_curve(write("x.log", "\r".join(lines))))
+    resumed = [line.replace("it/s,", "it/s, v_num=0,") for line in lines[20:]]
+    if first == 0 and "?" not in bar:
+        check(read_curve(write("y.log", *resumed)), STEPS[20:], LOSSES[20:])
+
+
+@pytest.mark.parametrize("counter", ["", "tokens", "consumed_samples", "epoch"])
+@pytest.mark.parametrize("suffix", [".log", ".csv", ".jsonl"])
+def test_a_counter_that_begins_again_is_counted_on(
+    suffix: str, counter: str, write: WriteLog
+) -> None:
+    rows = [(step if step <= 20 else step - 20, step, loss) for step, loss in points()]
+    match suffix:
+        case ".log":
+            lines = [f"{{'step': {s}, 'loss': {x}, '{counter}': {64 * t}}}" for s, t, x in rows]
+            if not counter:
+                lines = [f"iter {s}: loss {x}, time 1ms" for s, _, x in rows]
+        case ".csv":
+            lines = [f"step,loss,{counter}", *(f"{s},{x},{64 * t}" for s, t, x in rows)]
+            lines = lines if counter else [line.rpartition(",")[0] for line in lines]
+        case _:
+            lines = [json.dumps({"step": s, "loss": x, counter: 64 * t}) for s, t, x in rows]
+    curve = check(read_curve(write(f"x{suffix}", *lines)))
+    exact = counter in ("tokens", "consumed_samples")
+    assert bool(curve.invented_steps) is not exact
+    assert "steps begin again at 1" in curve.warnings[0]
+    assert (curve.overlap_rows, "two runs" in str(curve.warnings)) == (0, False)
+
+
+def test_two_runs_in_one_log_are_not_counted_on(write: WriteLog) -> None:
+    lines = [f"iter {step}: loss {loss * factor}" for factor in (1, 1.1) for step, loss in points()]
+    curve = read_curve(write("x.log", *lines))
+    assert curve.steps.tolist() == list(STEPS)
+    assert "as if the log held two runs" in curve.warnings[0]
+    assert (curve.overlap_rows, curve.invented_steps) == (0, "")
+
+
+def test_a_header_within_a_table(write: WriteLog) -> None:
+    first = [f"{step},{loss},0.5" for step, loss in points()[:20]]
+    for header, cells in (
+        ("step,grad_norm,loss", "{step},0.5,{loss}"),
+        ("step, loss", "{step},{loss}"),
+        ("wall,step,loss,grad_norm,lr", "9,{step},{loss},0.5,1e-4"),
+    ):
+        second = [cells.format(step=step, loss=loss) for step, loss in points()[20:]]
+        path = write("x.csv", "step,loss,grad_norm", *first, header, *second)
+        assert check(read_curve(path)).warnings == ()
+
+
+def test_decimal_commas_are_decided_by_the_column(write: WriteLog) -> None:
+    def table(*cells: str) -> Path:
+        return write("x.csv", "step;loss", *(f"{i};{cell}" for i, cell in enumerate(cells)))
+
+    for cells, expected in (
+        (("2,345", "2,35", "2,1"), [2.345, 2.35, 2.1]),
+        (("2,345", "0,532", "12,345"), [2.345, 0.532, 12.345]),
+        (("2,345", "999.25", "1,000"), [2345.0, 999.25, 1000.0]),
+        (("2,345", "1,234,567", "3"), [2345.0, 1234567.0, 3.0]),
+        (("1.234,5", "2,125", "3,250"), [1234.5, 2.125, 3.25]),
+    ):
+        assert read_curve(table(*cells)).columns["loss"].tolist() == expected
+    undecided = table("2,345", "2,125", "3")
+    with pytest.raises(RunError, match=r"2,345 in column 'loss' may be 2\.345 or 2345.*--decimal"):
+        read_curve(undecided)
+    assert read_curve(undecided, decimal="comma").columns["loss"].tolist() == [2.345, 2.125, 3]
+    assert read_curve(undecided, decimal="point").columns["loss"].tolist() == [2345, 2125, 3]
+    with pytest.raises(RunError, match="--decimal"):
+        read_curve(table("2,35", "1,234.5"))
+    path = write("x.csv", "step;loss;val_loss", "0;2,345;2,5", "1;2,125;2,5")
+    assert read_curve(path).columns["loss"].tolist() == [2.345, 2.125], "as the other column"
+    path = write("x.log", "iter 1: loss 2,345, time 1ms", "iter 2: loss 2,35, time 1ms")
+    assert read_curve(path).columns["loss"].tolist() == [2.345, 2.35]
+    path = write("y.csv", "step,loss", *(f'"{step},000",2.5' for step in (1, 2, 10)))
+    assert read_curve(path).steps.tolist() == [1000, 2000, 10000]
+
+
+PREFIXES = {
+    "{rank}: ": "{rank}",
+    " {rank}: ": "{rank}",
+    "[default{rank}]:": "{rank}",
+    "[rank{rank}]: ": "{rank}",
+    "[Rank {rank}] ": "{rank}",
+    "[1,{rank}]<stdout>:": "{rank}",
+    "(RayTrainWorker pid=10{rank}, ip=10.0.0.1) ": "10{rank}",
+    "node{rank}.cluster: ": "node{rank}.cluster",
+    "0: [default{rank}]:": None,
+    "Nov 27 12:00:0{rank} n1 python[123]: ": "",
+    "2026-11-27T12:00:00+0100 n1 slurmd[1]: ": "",
+    "2026-11-27T12:00:00.123456789Z ": "",
+    "2026-11-27T12:00:00.1Z stdout F ": "",
+}
+BODIES = {
+    "trainer": "{{'loss': {loss}, 'step': {step}, 'epoch': 0.1}}",
+    "olmo": "2025-02-01 12:00:00.000\tn0:0\tolmo_core.train:105\tINFO\t[step={step}/99,epoch=1]"
+    "\n    train/CE loss={loss}\n    optim/total grad norm=1.5",
+    "titan": "[titan] 2026-01-01 12:00:00,123 - root - INFO - step:  {step}  loss:  {loss}  tps: 9",
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("body", BODIES)
+def test_lines_behind_prefixes(prefix: str, body: str, write: WriteLog) -> None:
+    def lines(step: int, loss: float, rank: int) -> list[str]:
+        text = BODIES[body].format(step=step, loss=loss)
+        return [prefix.format(rank=rank) + line for line in text.split("\n")]
+
+    path = write("x.log", *(line for step, loss in points() for line in lines(step, loss, 0)))
+    check(read_curve(path))
+    name = PREFIXES[prefix]
+    assert name is None or split_prefix(prefix.format(rank=0))[0] == name.format(rank=0)
+    if not name:
+        return
+    both = []
+    for step, loss in points():  # the lines of two ranks alternate
+        pairs = zip(lines(step, loss, 0), lines(step, loss + 0.5, 1), strict=True)
+        both += [line for pair in pairs for line in pair]
+    path = write("y.log", *both)
+    curve = check(read_curve(path))
+    assert "several write the same steps, by 'rank'" in curve.warnings[0]
+    second = read_curve(path, where={"rank": name.format(rank=1)})
+    np.testing.assert_allclose(second.columns["loss"], np.array(LOSSES) + 0.5)
+
+
+def test_ranks_in_rows(write: WriteLog) -> None:
+    rows = [
+        json.dumps({"step": step, "rank": rank, "loss": loss + rank})
+        for step, loss in points()
+        for rank in (2, 0, 1)
+    ]
+    assert "read rank=0" in check(read_curve(write("x.jsonl", *rows))).warnings[0]
+
+
+def test_megatrons_test_set_is_no_validation(write: WriteLog) -> None:
+    line = " iteration {0:8d}/ 40 | elapsed time per iteration (ms): 5.0 | lm loss: {1:E} |"
+    rows = [line.format(step, loss) for step, loss in points()]
+    rows += [
+        " validation loss at iteration 40 on validation set | lm loss value: 3.5E+00 | lm loss PPL",
+        " validation loss at iteration 40 on test set | lm loss value: 9.9E+00 | lm loss PPL: 9 |",
+    ]
+    curve = read_curve(write("x.log", *rows))
+    assert curve.series("val_loss")[1].tolist() == [3.5]
+
+
+def test_golden_values_of_megatron(write: WriteLog) -> None:
+    values = {str(step): loss for step, loss in points()}
+    new = {"lm loss": {"start_step": 1, "end_step": 40, "step_interval": 1, "values": values}}
+    check(read_curve(write("a.json", json.dumps(new))))
+    old = {"lm loss": {"start_step": 5, "step_interval": 5, "values": LOSSES}}
+    check(read_curve(write("b.json", json.dumps(old))), range(5, 201, 5))
+
+
+def test_rows_of_json_in_other_shapes(write: WriteLog) -> None:
+    rows = [{"step": step, "loss": loss, "grad_norm": None} for step, loss in points()]
+    quoted = [{"step": f"{s}", "loss": f"{x}"} for s, x in points()]
+    for name, text in (
+        ("a.jsonl", json.dumps(rows)),
+        ("b.jsonl", json.dumps(rows, indent=2)),
+        ("c.json", json.dumps(rows)),
+        ("d.jsonl", "\n".join(map(json.dumps, rows))),
+        ("e.jsonl", "\n".join(map(json.dumps, quoted))),
+    ):
+        assert "grad_norm" not in check(read_curve(write(name, text))).columns, "null is absent"
+
+
+def test_tensors_and_scalars_of_numpy(write: WriteLog) -> None:
+    for text in (
+        "{{'loss': tensor({loss}, device='cuda:0'), 'grad_norm': np.float64(0.5), 'step': {step}}}",
+        "{{'loss': tensor({loss},\n  device='cuda:0', grad_fn=<NllLossBackward0>),\n"
+        " 'grad_norm': np.float32(0.5), 'step': {step}}}",
+        "{{'loss': tensor([{loss}]), 'grad_norm': array(0.5), 'step': {step}}}",
+    ):
+        lines = [text.format(step=step, loss=loss) for step, loss in points()]
+        curve = check(read_curve(write("x.log", *lines)))
+        assert curve.columns["grad_norm"].tolist() == [0.5] * 40
+
+
+def test_a_log_with_a_validation_loss_only(write: WriteLog) -> None:
+    lines = [f"step:{step}/40 val_loss:{loss} train_time:1ms" for step, loss in points()]
+    path = write("x.log", *lines)
+    with pytest.raises(RunError, match=r"only that of a validation.*--tag loss=val_loss"):
+        read_curve(path)
+    check(read_curve(path, {"loss": "val_loss"}))
+
+
+def test_numbers() -> None:
+    for text, number in (
+        ("1.2K", 1200.0),
+        ("1,234.5", 1234.5),
+        (".5", 0.5),
+        ("2,5", 2.5),
+        ("np.float64(1.5)", 1.5),
+        ("tensor([2.5], device='cuda:0')", 2.5),
+        ("NaN,", np.nan),
+    ):
+        np.testing.assert_equal(parse_number(text), number)
+    for text in ("1,2,3", "", "K", "12,34.5", "x", "1" * 41, "tensor(x)", "1.2.3"):
+        assert parse_number(text) is None
+    number = parse_number("2,345")
+    assert (number, type(number), getattr(number, "mark", 0)) == (2345.0, CommaNumber, None)
