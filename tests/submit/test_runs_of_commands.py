@@ -87,9 +87,12 @@ def test_a_dry_run_shows_the_command(fake: FakeSlurm) -> None:
     command = ("--", "python", "a b.py", "{run}/out", "{nodes}x{devices}", "{other}")
     shown = call("submit", "--nodes=3", "--name=r", "--dry-run", *command).stdout
     line = f"python 'a b.py' {Path.cwd()}/runs/r/out 3x1 '{{other}}'"
-    assert shown.startswith(f"# ── the command, 1 process a node\n{line}\n")
+    assert shown.startswith(f"# ── the command, 1 on each node\n{line}\n")
     options = ("--nodes=3", "--name=r", "--dry-run", "--json")
     dry = json.loads(call("submit", *options, *SETTINGS, *COMMAND).stdout)
+    printed = call("submit", "--nodes=3", "--name=s", *SETTINGS, *COMMAND).stdout
+    assert f"command    python train.py --out {Path.cwd()}/runs/s/outputs\n" in printed
+    assert "tensor" not in printed
     assert dry["command"] == f"python train.py --out {Path.cwd()}/runs/r/outputs"
     assert dry["mesh"] == {"nodes": 3, "devices_per_node": 1, "world_size": 3}
 
