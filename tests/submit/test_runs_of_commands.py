@@ -97,6 +97,15 @@ def test_a_dry_run_shows_the_command(fake: FakeSlurm) -> None:
     assert dry["mesh"] == {"nodes": 3, "devices_per_node": 1, "world_size": 3}
 
 
+@pytest.mark.parametrize("cluster", ["p5", "trn1", "h100_ib"])
+def test_a_profile_with_devices(fake: FakeSlurm, cluster: str) -> None:
+    options = ("--nodes=2", "--dry-run", "--json", "--cluster", cluster)
+    dry = json.loads(call("submit", *options, "--", "torchrun", "train.py").stdout)
+    devices = 32 if cluster == "trn1" else 8
+    assert dry["mesh"] == {"nodes": 2, "devices_per_node": devices, "world_size": 2 * devices}
+    assert dry["config"]["cluster"]["name"] == cluster
+
+
 def test_resume_changes_the_command_and_the_nodes(run: RunDir, fake: FakeSlurm) -> None:
     new = "command.run=python train.py --more {checkpoint}"
     dry = call_json("resume", "r", "--nodes=3", "command.steps=60", new, "--dry-run")
