@@ -12,6 +12,8 @@ from made_records import save_attempt
 from submit.commands import call, call_json, fails
 from training_rows import write_rows
 
+from slurmllm.config.load import load
+from slurmllm.config.resolve import resolve
 from slurmllm.run.rundir import RunDir
 
 COMMAND = ("--", "python", "train.py", "--out", "{run}/outputs")
@@ -49,7 +51,7 @@ def run(fake: FakeSlurm) -> RunDir:
         (("checkpoint", "list", "r", "--verify"), "its checkpoints are its trainer's"),
         (("submit", "tiny_neox", "train.init_from=r"), "its checkpoints are its trainer's"),
         (("resume", "r", "--from-scratch"), "remove them, or start another run"),
-        (("resume", "r", "optim.lr=1"), r"no section optim (--set optim.lr=1); leave these out"),
+        (("resume", "r", "optim.lr=1"), "has no optim (--set optim.lr=1); leave these out"),
         (("spikes", "r", "--window", "40"), "29 steps logged are too few"),
     ],
 )
@@ -65,8 +67,15 @@ def test_what_is_of_our_trainings_is_refused(
         (("--smoke",), "--smoke needs a model section"),
         (("--steps", "4"), "shorten it by its own arguments"),
         (("--fetch",), "--fetch needs a model section"),
-        (("--data", "builtin"), "no section data (--data builtin)"),
-        (("train.steps=4", "model.num_layers=2"), "no section model (--set model.num_layers=2), t"),
+        (("--data", "builtin"), "has no data (--data builtin); leave"),
+        (
+            ("train.steps=4", "model.num_layers=2"),
+            "has no model (--set model.num_layers=2), tr",
+        ),
+        (
+            ("backend=nxd", "checkpoint.replica=/x"),
+            "no backend (--set backend=nxd), checkpoint",
+        ),
         (("command.stps=3",), "did you mean 'steps'?"),
         (("command=null",), "model: missing"),
     ],
@@ -115,6 +124,15 @@ def test_resume_changes_the_command_and_the_nodes(run: RunDir, fake: FakeSlurm) 
     save_attempt(run, nodes=("n1", "n2"), ended_at=40.0, ending="done", action="finish")
     assert "its command ended with exit code 0; change it with --set" in fails(2, "resume", "r")
     assert call("resume", "r", "command.steps=60").exit_code == 0
+
+
+def test_what_recipes_prints_removes_no_checkpoints(fake: FakeSlurm) -> None:
+    Path("mine.yaml").write_text("name: mine\ncommand: {run: python train.py}\n")
+    for text in ("", "checkpoint: {keep: 2}\n"):
+        Path("again.yaml").write_text(text + call("recipes", "mine.yaml").stdout)
+        assert resolve("again.yaml").is_set("checkpoint.keep") == bool(text)
+        assert call("submit", "again.yaml", "--name", f"r{len(text)}").exit_code == 0
+    assert load(Path("runs/r22/config.yaml").absolute()).recipe.checkpoint.keep == 2
 
 
 def test_what_is_known_of_it(run: RunDir) -> None:
