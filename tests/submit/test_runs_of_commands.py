@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,17 @@ def test_what_is_known_of_it(run: RunDir) -> None:
     ]
     assert "half-written" in call("checkpoint", "list", "r").stdout
     assert call("compare", "r", "r", "--no-plot").stdout.count("bit-identical at all 29 steps") == 1
+
+
+def test_compare_names_the_arguments_that_differ(run: RunDir) -> None:
+    other = RunDir(run.path.with_name("s"))
+    shutil.copytree(run.path, other.path)
+    text = run.config.read_text()
+    other.config.write_text(text.replace("python train.py", "python train.py --lr 1e-3"))
+    run.config.write_text(text.replace("python train.py", "python train.py --lr 1e-4"))
+    (difference,) = call_json("compare", "r", "s", "--no-plot")["settings"]
+    assert difference == "the commands differ: --lr 1e-4 and --lr 1e-3"
+    assert f"warning: {difference}" in call("compare", "r", "s", "--no-plot").output
 
 
 def test_a_report_has_no_figures_of_a_model(run: RunDir) -> None:
