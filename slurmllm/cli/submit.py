@@ -65,13 +65,10 @@ def submit(
 ) -> None:
     """Train RECIPE on N nodes.
 
-    Submits a precompile job, then a train job that depends on it.
-
-    RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, N launcher
-    processes on this machine stand in for nodes; Ctrl-C saves a checkpoint and exits.
-
-    With --sweep or --sweep-file several runs are submitted, in a directory of their own; NAME is
-    the sweep's.
+    Submits a precompile job, then a train job that depends on it. RECIPE is a name from
+    `slurmllm recipes` or a .yaml file. With --local, N launcher processes on this machine stand
+    in for nodes; Ctrl-C saves a checkpoint and exits. With --sweep or --sweep-file several runs
+    are submitted, in a directory of their own; NAME is the sweep's.
 
     With `-- COMMAND …` in place of RECIPE, or after trainers/NAME, a trainer of another project is
     supervised: `slurmllm submit --nodes 4 -- torchrun train.py --out {run}/out`.
@@ -96,12 +93,8 @@ def submit(
         refused = {"--local": shared.local, "--sweep": cases, **dict(settings.values())}
         is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT
         allocation, count = _held_nodes(None if is_default else count, refused)
-    sources = (
-        recipe,
-        cluster,
-        overrides,
-        {**settings, **_data_settings(data, fetch)} | command_settings(command),
-    )
+    settings |= {**_data_settings(data, fetch), **command_settings(command)}
+    sources = (recipe, cluster, overrides, settings)
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if fetch:
         configs[0].recipe.require_training("--fetch", "leave it out")

@@ -34,16 +34,16 @@ def precompile_nodes(config: RunConfig, nodes: int) -> int:
     optimizer state, and the stage makes real steps.
     """
     few = load_environment(config.backend).precompile_nodes(config, nodes)
-    parallel, hardware = config.recipe.parallel, config.cluster.hardware
-    has_command = config.recipe.command is not None  # nothing to precompile
-    if has_command or few == nodes or hardware is None or hardware.rough:
+    if config.recipe.command is not None:
+        return few
+    parallel, train, hardware = config.recipe.parallel, config.recipe.train, config.cluster.hardware
+    if few == nodes or hardware is None or hardware.rough:
         return few
     from slurmllm.plan.estimate import predict
 
     per_node, model = config.cluster.devices_per_node, parallel.tensor * parallel.pipeline
     # As the stage computes: a micro batch for each pipeline stage, or two if it measures.
-    micro_batch = config.recipe.train.micro_batch
-    micro, passes = (1, 2) if micro_batch == "auto" else (micro_batch, 1)
+    micro, passes = (1, 2) if train.micro_batch == "auto" else (train.micro_batch, 1)
     for count in range(few, nodes, few):
         data = count * per_node // model
         batch = data * micro * passes * parallel.pipeline

@@ -153,7 +153,7 @@ def test_a_replayed_log_drives_progress_and_endings(
 def test_logs_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurmllm.supervise.worker_output.MOST_BYTES", 1000)
     log = tmp_path / "log"
-    output = WorkerOutput()
+    output = WorkerOutput(0)
     write = output.open(0, os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND))
     output.start()
     program = "for i in range(9999): print('line', i)\nprint('the end')"

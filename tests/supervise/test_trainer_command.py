@@ -222,19 +222,20 @@ def test_checkpoints_with_a_completion_file(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("age_s", "fields", "complete"),
+    ("age_s", "ended_s", "ending", "complete"),
     [
-        (2, {}, False),  # it may still be written
-        (60, {}, True),
-        (60, {"ended_at": time.time() - 58, "ending": "node_failure"}, False),  # killed meanwhile
-        (60, {"ended_at": time.time() - 20, "ending": "node_failure"}, True),
-        (60, {"ended_at": time.time() - 58, "ending": "done"}, True),
+        (2, None, None, False),  # it may still be written
+        (60, None, None, True),
+        (60, 58, "node_failure", False),  # killed meanwhile
+        (60, 20, "node_failure", True),
+        (60, 58, "done", True),
     ],
 )
 def test_checkpoints_by_their_age(
-    run: RunDir, age_s: float, fields: dict[str, object], complete: bool
+    run: RunDir, age_s: float, ended_s: float | None, ending: str | None, complete: bool
 ) -> None:
-    attempt(run, **fields)
+    ended_at = None if ended_s is None else time.time() - ended_s
+    attempt(run, ended_at=ended_at, ending=ending)
     write(run.path / "step-5/data", age_s)
     command = CommandConfig(run="x", checkpoints="{run}/step-{step}")
     assert [entry.complete for entry in list_trainer_checkpoints(run, command)] == [complete]
