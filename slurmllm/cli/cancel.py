@@ -89,6 +89,7 @@ def _require_own_record(run: RunDir) -> None:
 def _cancel_run(run: RunDir, client: SlurmClient) -> None:
     import signal
 
+    from slurmllm.checkpoint.foreign import command_of
     from slurmllm.errors import RunError
     from slurmllm.run.records import JobsRecord
     from slurmllm.status.runs import is_active, process_elsewhere
@@ -111,7 +112,9 @@ def _cancel_run(run: RunDir, client: SlurmClient) -> None:
             return
         _record(run)  # before the signal: the process reads the reason when it ends
         _signal(submission.pid, signal.SIGTERM)
-        click.echo(f"asked process {submission.pid} to save and exit")
+        command = command_of(run)
+        saves = command is None or command.stop_signal is not None
+        click.echo(f"asked process {submission.pid} to {'save and ' * saves}exit")
     else:
         client.cancel(submission.own_jobs)
         _record(run)

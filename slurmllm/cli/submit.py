@@ -195,7 +195,6 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     import yaml
 
     from slurmllm.display.tables import print_table
-    from slurmllm.format import format_plural
 
     if prepared.fit is not None and prepared.fit.chosen:
         click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
@@ -206,8 +205,7 @@ def _print_dry_run(submitted: SubmittedRun, as_json: bool) -> None:
     for variable, name in prepared.shell_defaults.items():
         click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     if (line := prepared.command_line) is not None:
-        workers = format_plural(prepared.config.workers_per_node, "process")
-        click.echo(f"# ── the command, {workers} a node\n{line}\n")
+        click.echo(f"# ── the command, {prepared.config.workers_per_node} on each node\n{line}\n")
     if "precompile" not in prepared.stages:
         click.echo("# ── no precompile stage")
     for stage in prepared.stages:
@@ -239,10 +237,11 @@ def print_submission(submitted: SubmittedRun, as_json: bool) -> None:
     batch = f"{mesh.accumulation} × micro batch {mesh.micro_batch} a step"
     if mesh.unmeasured:
         batch = "micro batch auto: measured by the precompile stage"
-    click.echo(
-        f"mesh       {mesh.nodes} node(s) × {mesh.devices_per_node}: tensor {mesh.tensor}, "
-        f"pipeline {mesh.pipeline}, data {mesh.data_text}; {batch}"
-    )
+    degrees = f"tensor {mesh.tensor}, pipeline {mesh.pipeline}, data {mesh.data_text}; {batch}"
+    if (command := prepared.command_line) is not None:
+        click.echo(f"command    {command}")
+        degrees = f"{prepared.config.workers_per_node} of the command on each node"
+    click.echo(f"mesh       {mesh.nodes} node(s) × {mesh.devices_per_node}: {degrees}")
     _print_choice(prepared)
     click.echo("next       " + f"slurmllm status {run.name}")
     for verb in ("logs -f", "cancel"):
@@ -256,6 +255,8 @@ def _print_choice(prepared: PreparedRun) -> None:
 
 def _print_graphs(prepared: PreparedRun) -> None:
     source = prepared.graphs_from
+    if prepared.config.recipe.command is not None:
+        return
     if source is not None:
         owner = "this run" if source == prepared.run.name else f"run {source}"
         click.echo(f"graphs     compiled by {owner} already; no precompile stage")

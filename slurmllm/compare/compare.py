@@ -211,7 +211,8 @@ def _record(
     a, b = pair.curves
     alignment, letter, basis = pair.alignment, pair.alignment.letter, measure.basis
     match = verdict != "differ"
-    warnings = measure.warnings
+    commands = comparison.command_differences(a, b)
+    warnings = [*measure.warnings, *commands]
     if match:
         warnings += [
             f"the curves match although {setting.text}"
@@ -237,7 +238,7 @@ def _record(
         ),
         causes=causes,
         diagnosis=None if match else comparison.Diagnosis.of(causes[0]),
-        settings=tuple(setting.text for setting in measure.settings),
+        settings=(*(setting.text for setting in measure.settings), *commands),
         data=data,
         tolerance=measure.tolerances,
         basis=basis,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from pydantic import Field
@@ -389,6 +390,21 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]
         if lacking:
             warnings.append(f"{name} is missing at {lacking} of {num_steps} common steps")
     return warnings
+
+
+def command_differences(a: Curve, b: Curve) -> list[str]:
+    """Return in which arguments the commands of two other projects' trainers differ."""
+    lines = [str(curve.settings.get("command.run") or "").split() for curve in (a, b)]
+    if not all(lines) or lines[0] == lines[1]:
+        return []
+    parts = SequenceMatcher(None, lines[0], lines[1], autojunk=False).get_opcodes()
+    # With the word before, which may be the option of a value.
+    texts = [
+        f"{' '.join(lines[0][max(i - 1, 0) : end])} and {' '.join(lines[1][max(j - 1, 0) : other])}"
+        for how, i, end, j, other in parts
+        if how != "equal"
+    ]
+    return [f"the commands differ: {'; '.join(texts)}"]
 
 
 def precision_warnings(curves: Sequence[Curve], letter: str) -> list[str]:

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -154,6 +155,7 @@ def is_absent(section: object) -> bool:
     return isinstance(section, BaseModel) and type(section).__name__.startswith("_No")
 
 
+@cache  # so that equal recipes are equal
 def _absent(section: type[S], name: str) -> S:
     """Return a section without values; who reads one gets a ConfigError."""
 

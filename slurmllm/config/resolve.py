@@ -52,6 +52,11 @@ def clusters_dir() -> Path:
     return shipped_dir() / "configs" / "clusters"
 
 
+# Of a recipe with a command, beside `REFUSED`: all but _KEEP
+_OF_OUR_TRAINERS = ("backend", "checkpoint")
+_KEEP = "checkpoint.keep"
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that determines a run."""
@@ -86,8 +91,11 @@ class RunConfig:
 
     def values(self) -> dict[str, Any]:
         """Return the nested values, as stored in config.yaml: secrets are masked."""
-        unused = {"command"} if self.recipe.command is None else {*REFUSED, "backend"}
+        unused = {"command"} if self.recipe.command is None else {*REFUSED, *_OF_OUR_TRAINERS}
         recipe = self.recipe.model_dump(mode="json", exclude=unused)
+        # Not its default, which would be set for whoever reads it: a trainer's files are kept.
+        if self.recipe.command is not None and self.is_set(_KEEP):
+            recipe["checkpoint"] = {"keep": self.recipe.checkpoint.keep}
         cluster = self.cluster.model_dump(mode="json")
         cluster["env"] = mask(self.cluster.env)
         return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
@@ -435,17 +443,21 @@ def _import_family(family: Any, modules: Any) -> list[str]:
 
 
 def _take_training_out(recipe_tree: dict[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Take the sections out that a recipe with a command does not have; returns the fault."""
-    sections = {name: recipe_tree.pop(name) for name in REFUSED if recipe_tree.get(name)}
-    places = []
-    for name, section in sections.items():
-        source = next((origins[p] for p in flatten({name: section}) if p in origins), None)
-        places.append(name if source is None else f"{name} ({source})")
+    """Take out what a recipe with a command does not have; returns the fault."""
+    names = [name for name in (*REFUSED, *_OF_OUR_TRAINERS) if recipe_tree.get(name)]
+    taken = flatten({name: recipe_tree.pop(name) for name in names})
+    if _KEEP in taken:
+        recipe_tree["checkpoint"] = {"keep": taken.pop(_KEEP)}
+    places: dict[str, str] = {}  # section → the first source of its values
+    for path in taken:
+        source = f" ({origins[path]})" if path in origins else ""
+        places.setdefault(path.partition(".")[0], source)
     if not places:
         return []
+    named = ", ".join(f"{name}{source}" for name, source in places.items())
     return [
-        f"command: with it a recipe has no section {', '.join(places)}; leave these out, and give "
-        "the trainer its own arguments in command.run"
+        f"command: with it a recipe has no {named}; leave these out, and give the trainer its own "
+        f"arguments in command.run (of checkpoint it has {_KEEP})"
     ]
 
 

@@ -11,6 +11,7 @@ import sys
 from typing import Any, Literal
 
 from slurmllm.config.cluster import Cluster
+from slurmllm.config.command import REFUSED
 from slurmllm.config.families import CHOSEN
 from slurmllm.config.operation import Section
 from slurmllm.config.profiles import shipped_dir
@@ -31,7 +32,12 @@ def schema_line(kind: Kind) -> str:
 def file_schema(kind: Kind) -> dict[str, Any]:
     """Return the schema of a file, of which only one that extends no other must be whole."""
     schema = recipe_schema() if kind == "recipe" else cluster_schema()
-    whole: dict[str, Any] = {"required": schema.pop("required"), "properties": {}}
+    required = schema.pop("required")
+    whole: dict[str, Any] = {"required": required, "properties": {}}
+    if kind == "recipe":
+        with_command = [name for name in required if name not in REFUSED] + ["command"]
+        whole["anyOf"] = [{"required": names} for names in (required, with_command)]
+        del whole["required"]
     for name, field in schema["properties"].items():
         for part in (field, *field.get("anyOf", ())):
             section = schema["$defs"].get(part.get("$ref", "").rpartition("/")[2], {})

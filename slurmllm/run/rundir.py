@@ -188,12 +188,11 @@ class RunDir:
     def outputs(self) -> list[Path]:
         """Return what another project's trainer has written into the directory."""
         parts = (part for part in vars(RunDir).values() if isinstance(part, FixedPath | PathOf))
-        ours = {"attempts", "hooks", *(part.form.partition("/")[0] for part in parts)}
+        ours = {"attempts", "hooks", "core", *(part.form.partition("/")[0] for part in parts)}
         ours -= {self.checkpoints.name}
-        entries = (
-            entry for entry in _entries(self.path) if not entry.name.startswith((".", "core"))
-        )
-        return [entry for entry in entries if entry.name not in ours]
+        entries = (entry for entry in _entries(self.path) if entry.name not in ours)
+        # Temporary files and core files are none.
+        return [e for e in entries if e.is_dir() or not e.name.startswith((".", "core."))]
 
     def worker_log(self, stage: Stage, attempt: int, rank: int) -> Path:
         """Return the output of a worker other than rank 0, as far as it has been collected."""

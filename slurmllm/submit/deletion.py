@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurmllm.checkpoint.foreign import command_of, list_trainer_checkpoints
-from slurmllm.errors import RunError, StorageError
+from slurmllm.checkpoint.foreign import list_trainer_checkpoints
+from slurmllm.config.load import load
+from slurmllm.errors import ConfigError, RunError, StorageError
 from slurmllm.run.records import JobsRecord, SweepRecord
 from slurmllm.run.rundir import RunDir, SweepDir, find_run_or_sweep, is_sweep
 from slurmllm.run.safe_files import os_error_text, user_name
@@ -87,12 +88,15 @@ def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:
 
     Of a trainer of another project that is all that it has written there.
     """
-    if (command := command_of(run)) is None:
-        count = len(run.checkpoint_steps())
-        return count, [run.checkpoints] * (count > 0)
-    paths = [entry.path for entry in list_trainer_checkpoints(run, command)]
+    steps, paths = run.checkpoint_steps(), list[Path]()
+    with suppress(ConfigError):  # then it is not known whose files these are
+        if (command := load(run.config).recipe.command) is None:
+            return len(steps), [run.checkpoints] * bool(steps)
+        paths = [entry.path for entry in list_trainer_checkpoints(run, command)]
     inside = [path.relative_to(run.path).parts[0] for path in paths if run.path in path.parents]
-    return len(inside), list(dict.fromkeys([*run.outputs(), *(run.path / name for name in inside)]))
+    return len(inside) or len(steps), list(
+        dict.fromkeys([*run.outputs(), *(run.path / name for name in inside)])
+    )
 
 
 def _require_ended(runs: Sequence[RunDir], client: SlurmClient) -> None:

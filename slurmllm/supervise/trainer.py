@@ -148,13 +148,15 @@ class TrainerLauncher(Launcher):
 
     def record_failures(self) -> None:
         """Record why workers failed, by what they printed."""
-        now, step = time.time(), None if self.observer is None else self.observer.progress.step
+        now = time.time()
         for rank, code in self.exit_codes().items():
             stopped = rank in self.node_record.stopped_ranks
             if code in (EXIT_OK, EXIT_REQUEUE) or stopped or rank in self._recorded:
                 continue
             self._recorded.add(rank)
             time.sleep(0.1)  # for its last lines
+            self.observe()
+            step = None if self.observer is None else self.observer.progress.step
             failure = failure_of(rank, self.node, code, self.output.lines(rank), step, now)
             if failure is not None:
                 with suppress(StorageError):

@@ -60,6 +60,8 @@ def test_names_under_another_root(runs: Path, tmp_path_factory: pytest.TempPathF
 def test_names_of_recipes_and_profiles(runs: Path) -> None:
     assert "plain,tiny_neox" in complete(runs, "slurmllm", "submit", "tiny_")
     assert "plain,tiny_neox" in complete(runs, "slurmllm", "plan", "tiny_neox", "tiny_")
+    assert complete(runs, "slurmllm", "submit", "trainers/torch") == ["plain,trainers/torchtitan"]
+    assert "plain,trainers/nemo" in complete(runs, "slurmllm", "recipes", "tr")
     assert complete(runs, "slurmllm", "submit", "tiny_neox", "--cluster", "trn") == [
         "plain,trn1",
         "plain,trn1n",

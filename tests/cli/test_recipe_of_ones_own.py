@@ -17,6 +17,7 @@ from slurmllm.config.resolve import recipes_dir, resolve
 from slurmllm.config.schema import schema_line
 from slurmllm.config.yaml_source import parse_yaml
 
+ANY = "command.run=COMMAND"
 RECIPES = available(recipes_dir())
 
 
@@ -90,6 +91,22 @@ def test_init_extends_a_file_of_another_folder(
     assert "submit 'my run.yaml' --nodes 2" in call("plan", "my run.yaml", "--nodes=2").stdout
 
 
+@pytest.mark.parametrize("name", available(recipes_dir().parent / "trainers"))
+def test_init_extends_an_adapter(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    shown = call("init", "--recipe", str(path), "--from", f"trainers/{name}").stdout
+    assert shown.endswith(f"next    slurmllm submit --dry-run {path} --nodes N\n")
+    assert schema_faults("recipe", path.read_text()) == []
+    assert f"extends: trainers/{name}\n" in path.read_text()
+    mine, adapter = resolve(str(path)).recipe, resolve(f"trainers/{name}", None, [ANY]).recipe
+    assert mine.command == adapter.command
+    assert mine.slurm == adapter.slurm
+    # What `recipes` prints of it is a recipe too.
+    path.write_text(call("recipes", str(path)).stdout)
+    assert resolve(str(path)).recipe == mine
+    assert schema_faults("recipe", path.read_text()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +147,11 @@ def test_only_a_file_that_extends_no_other_must_be_whole() -> None:
         "$.optim: 'lr' is a required property",
         *(f"$.train: '{n}' is a required property" for n in ("global_batch", "steps")),
     ]
+    assert schema_faults("recipe", "name: mine\ncommand: {run: python train.py}") == []
+    (fault,) = schema_faults("recipe", "name: mine\ncommand: {steps: 3}")
+    assert fault == "$.command: 'run' is a required property"
+    (fault,) = schema_faults("recipe", "name: mine")
+    assert "not valid under any of the given schemas" in fault
     assert schema_faults("cluster", "extends: p5\nhardware: {memory_gib: 141}") == []
     assert any("'device'" in fault for fault in schema_faults("cluster", "name: mine"))
     (fault,) = schema_faults("recipe", "extends: tiny_llama\noptim: {lrr: 0}")

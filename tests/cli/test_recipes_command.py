@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from click.testing import CliRunner, Result
 
 from slurmllm.cli.main import cli
+from slurmllm.config.profiles import shipped_dir
 
 
 def call(*arguments: str) -> Result:
@@ -91,3 +93,18 @@ def test_the_schemas_describe_every_field() -> None:
     assert {"number", "array", "null"} <= set(options["type"])
     refused = CliRunner().invoke(cli, ["recipes", "neox_20b", "--schema"])
     assert (refused.exit_code, "leave out NAME" in refused.stderr) == (2, True)
+
+
+def test_adapters_of_trainers() -> None:
+    shown = call("trainers/torchtitan").stdout
+    assert shown == (shipped_dir() / "configs/trainers/torchtitan.yaml").read_text()
+    listed = json.loads(call("--trainers", "--json").stdout)["trainers"]
+    rows = {row["name"]: row for row in listed}
+    assert len(rows) == len([*(shipped_dir() / "configs/trainers").iterdir()])
+    titan = rows["trainers/torchtitan"]
+    assert titan["description"].startswith("torchtitan, v0.2.2")
+    assert (titan["progress"], titan["completion_file"]) == ("torchtitan", ".metadata")
+    assert "trainers/nemo" in call("--trainers").stdout
+    fields = call("trainers/torchtitan", "--explain").stdout
+    assert re.search(r"command.completion_file +.metadata +torchtitan.yaml:\d", fields)
+    assert CliRunner().invoke(cli, ["recipes", "--trainers", "tiny_neox"]).exit_code == 2

@@ -257,7 +257,7 @@ def test_old_checkpoints_go_and_incomplete_ones_stay(run: RunDir) -> None:
         ("command.checkpoints={run}/{step}/{step}", "must have {step} once"),
         ("command.start=both", "'auto', 'device' or 'node'"),
         ("command.run=' '", "must not be empty"),
-        ("train.steps=5", "no section train"),
+        ("train.steps=5", "has no train .--set train.steps=5"),
     ],
 )
 def test_faults_of_the_section(setting: str, rule: str) -> None:
