@@ -164,7 +164,8 @@ def submit_run(
         reason = read_status(str(run.path)).reason or f"exit code {code}"
         fix = f"`slurmllm logs {run.name}` shows more, `slurmllm resume {run.name}` continues"
         kinds = (errors.UserError, errors.InfrastructureError, errors.StorageError)
-        by_code = {kind.exit_code: kind for kind in (*kinds, errors.DivergenceError)}
+        of_code = (errors.DivergenceError, errors.OutOfMemoryError)
+        by_code = {kind.exit_code: kind for kind in (*kinds, *of_code)}
         raise by_code.get(code, errors.CodeError)(f"{run.name} stopped: {reason}; {fix}")
     return run
 
@@ -243,7 +244,7 @@ def compare_runs(
     Args:
         a: The reference.
         tolerance: Relative tolerance of the loss; by default 1e-3, or what the precisions allow.
-        exact: Require bit-identical values.
+        exact: Require bit-identical values, without a tolerance.
         by: What points are aligned by: `step`, `tokens` or `samples`.
         seeds: Runs as `a` with other seeds, whose spread is the tolerance.
 
@@ -260,6 +261,9 @@ def compare_runs(
 
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         raise errors.UserError(f"tolerance {tolerance:g}: give 0 or more, such as 1e-3")
+    limits_of_user = {"tolerance": tolerance is not None, "exact": exact, "seeds": bool(seeds)}
+    if len(names := [name for name, is_given in limits_of_user.items() if is_given]) > 1:
+        raise errors.UserError(f"{' and '.join(names)} exclude each other; give one of them")
     first, second, *others = (
         run if isinstance(run, Curve) else read_curves(run, runs_dir=runs_dir)
         for run in (a, b, *seeds)

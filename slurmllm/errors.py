@@ -12,14 +12,14 @@
     │       └── CheckpointError        4  infrastructure   no checkpoint that verifies
     └── CodeError                     70  code
         ├── PluginError               70  code             a plugin's hook that raised
-        └── DivergenceError           71  code             a loss or norm that went wrong
-            └── StaleGraphsError      71  code             at once, with graphs compiled before
+        ├── DivergenceError           71  code             a loss or norm that went wrong
+        │   └── StaleGraphsError      71  code             at once, with graphs compiled before
+        └── OutOfMemoryError          72  code             a run on a device or its host
 
-Three more exit codes are no class of ours: 1, a check that failed (`compare`: the runs differ;
-`evaluate`: some tasks were not scored); 72, a run out of memory, on a device or on the host, where
-the kernel or torch ends the worker; and 75, `EX_TEMPFAIL`: a stage stopped early, saved its work
-and is to be started again. 130 is an interrupt from the keyboard and 141 a closed output pipe, as
-in every shell.
+Two more exit codes are no class of ours: 1, a check that failed (`compare`: the runs differ;
+`evaluate`: some tasks were not scored), and 75, `EX_TEMPFAIL`: a stage stopped early, saved its
+work and is to be started again. 130 is an interrupt from the keyboard and 141 a closed output pipe,
+as in every shell.
 
 A message names the value, the rule and the fix:
 "parallel.tensor 6 does not divide 64 attention heads; choose 1, 2, 4, 8, 16, 32 or 64".
@@ -118,3 +118,9 @@ class DivergenceError(CodeError):
 
 class StaleGraphsError(DivergenceError):
     """The first step's loss or norm is not finite, with graphs that were compiled before."""
+
+
+class OutOfMemoryError(CodeError):
+    """A run that ended because a device's or the host's memory was full."""
+
+    exit_code = EXIT_OUT_OF_MEMORY

@@ -20,7 +20,7 @@ from fake_slurm import FakeSlurm
 
 import slurmllm
 from slurmllm.cli.main import cli
-from slurmllm.errors import ConfigError, DivergenceError, RunError, UserError
+from slurmllm.errors import ConfigError, DivergenceError, OutOfMemoryError, RunError, UserError
 from slurmllm.slurm import client
 from slurmllm.submit import launch
 
@@ -163,6 +163,16 @@ def test_a_folder_without_runs_is_an_empty_table(tmp_path: Path) -> None:
             UserError,
             "0 or more",
         ),
+        (
+            lambda runs: slurmllm.compare_runs("a", "b", tolerance=1, exact=True, runs_dir=runs),
+            UserError,
+            "tolerance and exact exclude each other; give one of them",
+        ),
+        (
+            lambda runs: slurmllm.compare_runs("a", "b", exact=True, seeds=["b"], runs_dir=runs),
+            UserError,
+            "exact and seeds exclude each other",
+        ),
     ],
 )
 def test_errors_are_exceptions_and_nothing_is_printed(
@@ -180,9 +190,10 @@ def test_errors_are_exceptions_and_nothing_is_printed(
 def test_a_local_run_that_fails_raises_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdlib: tuple[Path, Path]
 ) -> None:
-    monkeypatch.setattr(launch, "run_locally", lambda *_, **__: 71)
-    with pytest.raises(DivergenceError, match="`slurmllm logs bad` shows more"):
-        slurmllm.submit_run(rehearsed(stdlib), name="bad", local=True, runs_dir=tmp_path)
+    for kind, name in ((DivergenceError, "bad"), (OutOfMemoryError, "large")):
+        monkeypatch.setattr(launch, "run_locally", lambda *_, code=kind.exit_code, **__: code)
+        with pytest.raises(kind, match=f"`slurmllm logs {name}` shows more"):
+            slurmllm.submit_run(rehearsed(stdlib), name=name, local=True, runs_dir=tmp_path)
     raised: list[BaseException] = []
 
     def submit() -> None:

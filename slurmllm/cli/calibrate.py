@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 
 if TYPE_CHECKING:
     from slurmllm.calibrate.run import Calibration
@@ -38,7 +38,7 @@ class _CalibrationOptions:
         return command + ["--json"] * self.as_json
 
 
-@click.command(cls=options.GroupedCommand, common="cluster nodes set local out plot json")
+@click.command(cls=commands.GroupedCommand, common="cluster nodes set local out plot json")
 @options.cluster
 @options.set_value
 @options.node_count(type=click.IntRange(1), help="Nodes to measure together.  [default: 1]")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 
 if TYPE_CHECKING:
     from slurmllm.compare.comparison import Comparison, Overlap, Side
@@ -55,7 +55,7 @@ class _Choices:
 
 
 @click.command(
-    cls=options.GroupedCommand,
+    cls=commands.GroupedCommand,
     common="tolerance grad-norm-tolerance require exact seed from-step to-step plot json",
 )
 @click.argument("a", shell_complete=options.complete_run)

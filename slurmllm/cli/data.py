@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 from slurmllm.cli.fetch import fetch
 from slurmllm.cli.inspect import inspect
 
@@ -115,7 +115,7 @@ def input_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_inputs
 
 
-@click.group(cls=options.Verbs)
+@click.group(cls=commands.Verbs)
 def data() -> None:
     """Fetch, build and inspect the corpus that training reads."""
 
@@ -125,7 +125,7 @@ data.add_command(inspect)
 
 
 @data.command(
-    cls=options.GroupedCommand,
+    cls=commands.GroupedCommand,
     common="format text-key overwrite prompt-key completion-key messages-key workers slurm out",
 )
 @input_options

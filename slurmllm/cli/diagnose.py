@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ _UNITS = dict.fromkeys(("memory", "node-local disk"), " GB") | {"all-reduce": " 
 _UNITS |= dict.fromkeys(("shared file system", "clock"), " s")
 
 
-@click.command(cls=options.GroupedCommand, common="cluster nodes bandwidth set local json")
+@click.command(cls=commands.GroupedCommand, common="cluster nodes bandwidth set local json")
 @options.cluster
 @options.node_count(type=click.IntRange(min=1), help="Number of nodes.  [default: 1]")
 @options.job_options(

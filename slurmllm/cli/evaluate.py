@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 from slurmllm.errors import EXIT_NEGATIVE, CheckpointError, ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _repeatable(option: str, name: str, metavar: str, text: str) -> Callable[[An
 
 
 @click.command(
-    cls=options.GroupedCommand,
+    cls=commands.GroupedCommand,
     common="suite task checkpoint limit shots device jobs force fetch json",
 )
 @click.argument("run", shell_complete=options.complete_run)

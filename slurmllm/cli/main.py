@@ -12,7 +12,8 @@ from typing import IO, Any
 import click
 
 from slurmllm import __version__
-from slurmllm.cli.options import Verbs, open_outputs
+from slurmllm.cli.commands import Verbs
+from slurmllm.cli.options import open_outputs
 from slurmllm.errors import EXIT_INTERRUPTED, CodeError, SlurmllmError, StorageError, UserError
 from slurmllm.format import printable
 from slurmllm.run.safe_files import os_error_text

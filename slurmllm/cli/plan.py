@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 
 if TYPE_CHECKING:
     from slurmllm.config.resolve import RunConfig
@@ -67,7 +67,7 @@ class _Request:
 
 
 @click.command(
-    cls=options.GroupedCommand,
+    cls=commands.GroupedCommand,
     common="nodes cluster set tokens price budget deadline top explain json",
 )
 @click.argument("recipes", nargs=-1, metavar="[RECIPE…]", shell_complete=options.complete_recipe)

@@ -207,7 +207,9 @@ def _show(
 def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None:
     """Replace what a layout has set by the recipe's layouts, so that it is for any cluster."""
     from slurmllm.config.layouts import LAYOUT
-    from slurmllm.config.resolve import read_layouts
+    from slurmllm.config.profiles import find_yaml
+    from slurmllm.config.recipe_file import read_layouts
+    from slurmllm.config.resolve import recipes_dir
 
     paths = [path for path, source in config.origins.items() if source.startswith(LAYOUT)]
     for path in paths:
@@ -217,7 +219,9 @@ def _restore_layouts(tree: dict[str, Any], config: RunConfig, name: str) -> None
     if any(path.startswith("parallel") for path in paths):
         del tree["parallel"]
     if paths:
-        tree["layouts"] = read_layouts(name)
+        shipped = recipes_dir()
+        file = find_yaml(name, shipped, "recipe", "slurmllm recipes")
+        tree["layouts"] = read_layouts(file, shipped)
 
 
 def _tree(config: RunConfig, unchosen: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmllm.cli import options
+from slurmllm.cli import commands, options
 from slurmllm.cli import sweep as sweeps
 from slurmllm.cli.nodes import include_nodes, include_option
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    cls=options.GroupedCommand,
+    cls=commands.GroupedCommand,
     common="nodes name set cluster data fetch smoke steps dry-run local",
 )
 @click.argument("recipe", shell_complete=options.complete_recipe)
@@ -67,11 +67,9 @@ def submit(
 
     Submits a precompile job, then a train job that depends on it.
 
-    RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, N launcher
-    processes on this machine stand in for nodes; Ctrl-C saves a checkpoint and exits.
-
-    With --sweep or --sweep-file several runs are submitted, in a directory of their own; NAME is
-    the sweep's.
+    RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, N launcher processes
+    on this machine stand in for nodes; Ctrl-C saves a checkpoint and exits. With --sweep or
+    --sweep-file several runs are submitted, in a directory of their own; NAME is the sweep's.
 
     With `-- COMMAND …` in place of RECIPE, or after trainers/NAME, a trainer of another project is
     supervised: `slurmllm submit --nodes 4 -- torchrun train.py --out {run}/out`.
@@ -96,12 +94,8 @@ def submit(
         refused = {"--local": shared.local, "--sweep": cases, **dict(settings.values())}
         is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT
         allocation, count = _held_nodes(None if is_default else count, refused)
-    sources = (
-        recipe,
-        cluster,
-        overrides,
-        {**settings, **_data_settings(data, fetch)} | command_settings(command),
-    )
+    settings |= {**_data_settings(data, fetch), **command_settings(command)}
+    sources = (recipe, cluster, overrides, settings)
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if fetch:
         configs[0].recipe.require_training("--fetch", "leave it out")
@@ -299,7 +293,7 @@ def run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
 
 
 @click.command(
-    cls=options.GroupedCommand, common="nodes cluster set from-scratch include dry-run local"
+    cls=commands.GroupedCommand, common="nodes cluster set from-scratch include dry-run local"
 )
 @click.argument("run", shell_complete=options.complete_run)
 @options.nodes(help="Number of nodes, or a range.  [default: as before]")

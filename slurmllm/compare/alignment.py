@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Literal
 
 import numpy as np
 
 from slurmllm.errors import RunError
-from slurmllm.metrics.curves import Axis, Curve, Flags, Floats, Ints, Range, describe_ranges
+from slurmllm.metrics.curves import (
+    Axis,
+    Curve,
+    Flags,
+    Floats,
+    Ints,
+    Range,
+    SourceKind,
+    describe_ranges,
+)
 
 Method = Literal["exact", "interpolated"]
 # Share of the sparser curve's points that must be common; else the denser one is interpolated.
@@ -21,6 +31,9 @@ _CLOSE = 0.2
 _FAR = 0.5
 _MIN_POINTS = 8
 _MAX_ROWS = 4096  # suffice to judge
+_DIGITS_SAMPLE = 512  # values that show how many digits a log prints
+_SAME_AT_FIRST = 3  # points
+_PRINTED_DIGITS = range(3, 10)  # fewer are no precision of a log, more are not printed
 
 
 @dataclass(frozen=True)
@@ -31,9 +44,20 @@ class Points:
     positions: Floats  # on the axis [points]
     a: Floats  # [points]
     b: Floats  # [points]
+    # Of the last digit printed in the log of fewer digits; 0: all digits. [points, or all alike]
+    unit: Floats | float = 0.0
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def as_printed(self, a: Curve, b: Curve) -> Points:
+        """Replace values of B by those of A if the printed digits do not tell them apart."""
+        unit = np.maximum(_printed_unit(self.a, a.kind), _printed_unit(self.b, b.kind))
+        same = np.isfinite(unit) & (np.abs(self.a - self.b) <= 0.5000001 * unit)
+        by_kind = {"text", "tensorboard"} & {a.kind, b.kind}
+        if not by_kind and not same[:_SAME_AT_FIRST].all():
+            return self  # what looks like few digits may be chance
+        return replace(self, b=np.where(same, self.a, self.b), unit=unit)
 
 
 @dataclass(frozen=True)
@@ -294,6 +318,26 @@ def _present(curve: Curve, metric: str, rows: Ints) -> Flags:
     if metric not in curve.absent:
         return np.ones(len(rows), dtype=bool)
     return ~curve.absent[metric][rows]
+
+
+def _printed_unit(values: Floats, kind: SourceKind) -> Floats:
+    """Return the place value of the last digit that a log prints of each value. [points]
+
+    It prints as many decimals or as many significant digits of all: whichever of both is coarser.
+    """
+    if kind == "tensorboard":
+        return np.spacing(np.abs(values).astype(np.float32)).astype(np.float64)
+    finite = values[np.isfinite(values) & (values != 0)]
+    sample = np.unique(finite[:: len(finite) // _DIGITS_SAMPLE + 1]).tolist()
+    printed = [Decimal(repr(value)).normalize().as_tuple() for value in sample]
+    digits = max((len(number.digits) for number in printed), default=0)
+    # Values that are constant, or few, may end in zeros that are printed.
+    if (kind != "text" and not (digits in _PRINTED_DIGITS and len(sample) > 3)) or not printed:
+        return np.zeros(len(values))
+    last = min(int(number.exponent) for number in printed)
+    magnitude = np.floor(np.log10(np.abs(values)))
+    unit: Floats = np.maximum(10.0**last, 10.0 ** (magnitude + 1 - digits))
+    return unit
 
 
 def ranges(picked: Ints, among: Ints) -> tuple[Range, ...]:

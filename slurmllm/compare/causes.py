@@ -24,7 +24,9 @@ from slurmllm.metrics.curves import (
 from slurmllm.run.records import Record
 
 _Change = Literal["lr", "seed", "data", "batches", "precision", "rounding", "model", "optimizer"]
-Kind = _Change | Literal["mesh", "gradient", "not_finite", "logging", "unknown"]
+Kind = (
+    _Change | Literal["mesh", "gradient", "not_finite", "transient", "resume", "logging", "unknown"]
+)
 Confidence = Literal["certain", "likely", "possible"]
 
 # Between logged points a schedule is not linear, and at the end of a warm-up it has a corner.

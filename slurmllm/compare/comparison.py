@@ -13,7 +13,7 @@ from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.causes import Cause, Kind, describe_schedule_change, tokens_per_step
 from slurmllm.compare.statistics import Statistics
 from slurmllm.display.tables import data_frame
-from slurmllm.metrics.curves import Axis, Curve, Range, describe_ranges
+from slurmllm.metrics.curves import Axis, Curve, Ints, Range, describe_ranges
 from slurmllm.run.records import Record
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class MetricComparison(Record):
     max_rel_diff_step: int | None
     mean_rel_diff: float | None
     first_difference_step: int | None  # first step without the same bits
+    first_visible_step: int | None  # likewise, with the digits that both logs print
     first_departure_step: int | None  # first step beyond the tolerance
     first_departure_rel_diff: float | None  # None if a value is not finite
     departures: int  # steps beyond the tolerance
@@ -104,6 +105,7 @@ class MetricComparison(Record):
     scattered: bool  # beyond the tolerance by independent scatter
     scatter: Scattering
     onset_step: int | None  # at which the curves begin to diverge
+    onset_rel_diff: float | None  # at that step; None if a value is not finite
     lasting_departure_step: int | None  # first step of one that lasts
     lasting_departure_last_step: int | None
     lasting_departure_points: int | None
@@ -220,16 +222,19 @@ def reason(
     band: Band | None,
     causes: Sequence[Cause],
     letter: str,
-    identical_to: int | None,
+    steps: Ints,
 ) -> str:
-    count = metrics["loss"].steps_compared
-    steps = "the one step compared" if count == 1 else f"all {count} steps compared"
+    everywhere = "the one step compared"
+    if len(steps) > 1:
+        everywhere = f"all {len(steps)} steps compared"
     if verdict == "identical":
         verb = "is" if len(metrics) == 1 else "are"
-        return f"{' and '.join(metrics)} {verb} bit-identical at {steps}"
+        return f"{' and '.join(metrics)} {verb} bit-identical at {everywhere}"
     if verdict != "differ":
         if basis.kind == "exact":
-            return f"{' and '.join(metrics)} are the same at {steps}, as far as both logs show it"
+            return (
+                f"{' and '.join(metrics)} are the same at {everywhere}, as far as both logs show it"
+            )
         if band is None:
             texts = [" and ".join(_describe_match(*item) for item in metrics.items())]
             if basis.precisions is not None:
@@ -240,7 +245,7 @@ def reason(
                 for name, metric in band.metrics.items()
             ]
             texts = [f"within the band of {len(band.seeds)} seeds: {' and '.join(spreads)}"]
-        texts[0] += f" at {steps}" if verdict == "match" else ""
+        texts[0] += f" at {everywhere}" if verdict == "match" else ""
         power = [f"{format_figure(metric.power)} in {name}" for name, metric in metrics.items()]
         texts.append(f"a lasting bias of {' or '.join(power)} would have been found")
     else:
@@ -249,12 +254,7 @@ def reason(
             for name, metric in metrics.items()
             if metric.departs
         ]
-    first = min(metric.first_difference_step or math.inf for metric in metrics.values())
-    onsets = [metric.onset_step or 0 for metric in metrics.values() if metric.departs]
-    if identical_to is not None:
-        texts.append(f"bit-identical up to step {identical_to}")
-    elif first < min(onsets, default=0):
-        texts.append(f"the values differ from step {first} on")
+    texts += _describe_beginning(metrics, steps)
     # The metrics' texts have what is not finite.
     causes = [cause for cause in causes if cause.kind != "not_finite"]
     for confidence, title in (("certain", "cause (certain)"), ("likely", "likely cause")):
@@ -274,6 +274,8 @@ def _describe_match(name: str, metric: MetricComparison) -> str:
             f"{format_figure(metric.noise or 0.0)}"
             + ("" if shared is None else f" (correlation of the curves' noise {shared:.2f})")
         )
+    if metric.first_visible_step is None and (metric.max_rel_diff or 0.0) > metric.tolerance:
+        return f"{name} the same as printed ({most} at most)"
     if not metric.departures:
         return f"{name} within {tolerance} ({most} at most)"
     return (
@@ -300,19 +302,39 @@ def _describe_divergence(
         if step is not None
     ]
     not_finite = f"is not a finite number {' and '.join(sides)}"
-    if metric.first_departure_rel_diff is None:
+    if metric.onset_rel_diff is None:
         return f"{name} {not_finite}"
+    sizes = f"{format_figure(metric.onset_rel_diff)} relative"
+    if metric.lasting_departure_rel_diff and metric.onset_rel_diff <= metric.tolerance:
+        last = metric.lasting_departure_last_step
+        sizes += (
+            f", {format_figure(metric.lasting_departure_rel_diff)} in the median to step {last}"
+        )
     rule = f"tolerance {format_figure(metric.tolerance)}"
     if basis.kind == "exact":
         rule = "bit-identical values required"
-    step, size = metric.first_departure_step, metric.first_departure_rel_diff
-    if metric.lasting_departure_rel_diff and metric.onset_step != step:
-        # Under noise a single point beyond the tolerance may come long before the divergence.
-        step, size = metric.onset_step, metric.lasting_departure_rel_diff
-    text = f"{name} diverges at step {step}: {format_figure(size)} relative, {rule}"
+    text = f"{name} diverges at step {metric.onset_step}: {sizes}, {rule}"
     if metric.rule == "noise":
         text += ", and scatters from point to point"
     return f"{text}, and {not_finite}" if sides else text
+
+
+def _describe_beginning(metrics: Mapping[str, MetricComparison], steps: Ints) -> list[str]:
+    """Describe up to which step the curves are the same, if they are not all along."""
+
+    def earliest(field: str) -> float:
+        values = (getattr(metric, field) for metric in metrics.values())
+        return min((step for step in values if step is not None), default=math.inf)
+
+    first, visible = earliest("first_difference_step"), earliest("first_visible_step")
+    onset = earliest("onset_step")
+    if len(same := steps[steps < first]):
+        return [f"bit-identical up to step {same[-1]}"]
+    if first >= onset or onset == math.inf:
+        return []
+    if visible <= onset and len(same := steps[steps < visible]):
+        return [f"the same as printed up to step {same[-1]}"]
+    return [f"the first difference is at step {first:.0f}"]
 
 
 def warnings_of(alignment: Alignment, points: Mapping[str, Points]) -> list[str]:

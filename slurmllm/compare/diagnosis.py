@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from slurmllm.compare.alignment import Points
-from slurmllm.compare.causes import Cause, Kind, SettingDifference
+from slurmllm.compare.alignment import Points, ranges
+from slurmllm.compare.causes import Cause, Confidence, Kind, SettingDifference
 from slurmllm.compare.statistics import largest_rise
-from slurmllm.metrics.curves import Curve, Floats
+from slurmllm.metrics.curves import Curve, Floats, Ints, bit_identical, describe_ranges
 from slurmllm.run.records import Record
 
 _TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in a step's order
@@ -27,7 +27,10 @@ _LIKELY = 6
 # Sizes: relative differences up to which they are called tiny or small
 _TINY = {"loss": 1e-4, "grad_norm": 2e-3}
 _SMALL = {"loss": 2**-8, "grad_norm": 10 * 2**-8}
+_TINY_AT_MOST = {name: 5 * limit for name, limit in _TINY.items()}  # the largest one
 _ROUNDED = {"loss": 2**-5}  # more is of no number format
+_JUMP = 30.0  # times all differences before: no growth of roundings
+_UNITS = 10.0  # of the last digit printed: a difference that is not the digit's
 _LAST_DIGITS = 1e-6  # of fp32
 _FACTOR = 1e-6  # by which a constant factor may vary
 _FAR = 1e3  # times the last digit of the gradient norm: a loss that differs by more shows in it
@@ -75,6 +78,7 @@ class Observation:
         self.points = {name: points[name] for name in _TRAINED if name in points}
         self.lr = points.get("lr")
         self.r = {name: differences[name] for name in self.points}
+        self.finite = all(bool(np.isfinite(r).all()) for r in self.r.values())
         self.starts = {
             name: int(self.points[name].steps[np.argmax(r != 0)])
             for name, r in self.r.items()
@@ -128,15 +132,14 @@ class Observation:
     def identity(self) -> str | None:
         """Return the clue that identities of the columns prove: another way of logging."""
         if self.first is None:
-            return None
-        finite = all(np.isfinite(r).all() for r in self.r.values())
+            return "digits"
         for clue, name, other in (
             ("only_loss", "loss", "grad_norm"),
             ("only_norm", "grad_norm", "loss"),
         ):
             same = self.after(other)
             differ = np.max(np.abs(self.after(name)), initial=0.0) > _LAST_DIGITS
-            if not (finite and name in self.starts and differ and len(same) >= _MIN_POINTS):
+            if not (self.finite and name in self.starts and differ and len(same) >= _MIN_POINTS):
                 continue
             # A constant column, or one of few digits, may be the same of another training: losses
             # of other gradients may part slowly, gradients of other losses show in their first
@@ -177,6 +180,57 @@ class Observation:
         ranks = [np.argsort(np.argsort(values)).astype(float) for values in changes]
         return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
+    def transient(self) -> Cause | None:
+        """Return the cause of differences after which both curves are the same again.
+
+        Curves that differed by roundings before do so again. The weights are the same then.
+        """
+        loss = self.points["loss"]
+        for largest in (dict.fromkeys(self.r, 0.0), _TINY_AT_MOST):
+            off, clear = {}, False
+            for name, limit in largest.items():
+                if name in self.r:
+                    points, size = self.points[name], np.abs(self.r[name])
+                    off[name] = points.steps[~(size <= limit) & ~bit_identical(points.a, points.b)]
+                    of_digits = np.abs(points.b - points.a) < _UNITS * points.unit
+                    clear |= bool(np.any(~(size <= _UNITS * limit) & ~of_digits))
+            steps = np.unique(np.concatenate(list(off.values())))
+            varied = len(np.unique(loss.a[loss.steps > steps[-1]])) if len(steps) else 0
+            names = [name for name, of_column in off.items() if len(of_column)]
+            identical = not any(largest.values())
+            # A column that differs alone, and for long, is logged in another way: see `identity`.
+            alone = len(names) < len(self.r) and len(names) == 1 and len(steps) > _JUMP_POINTS
+            enough = varied >= (1 if identical else _MIN_POINTS)
+            if not clear or not enough or alone or not self._calm_again(steps[0], steps[-1]):
+                continue
+            confidence: Confidence = "likely"
+            if identical and not _SLACK_POINTS <= varied < _MIN_POINTS:
+                confidence = "certain" if varied >= _MIN_POINTS else "possible"
+            text = clue_table()["transient" if identical else "transient_in_noise"].text.format(
+                columns=f"{' and '.join(names)} differ{'s' * (len(names) == 1)}",
+                steps=describe_steps(steps, loss.steps),
+                step=loss.steps[np.searchsorted(loss.steps, steps[-1], side="right")],
+            )
+            return Cause(kind="transient", confidence=confidence, step=int(steps[0]), evidence=text)
+        return None
+
+    def _calm_again(self, first: int, last: int) -> bool:
+        """Return whether the columns differ after some steps by no more than before these."""
+        for name, r in self.r.items():
+            size, steps = np.abs(r), self.points[name].steps
+            before, after = size[steps < first], size[steps > last]
+            usual = float(np.median(before)) if len(before) else 0.0
+            if len(after) and not np.median(after) <= _SLACK_POINTS * usual:
+                return False
+        return True
+
+    @property
+    def sudden(self) -> bool:
+        """Whether the loss jumps further than any number format rounds, and not by growth."""
+        size = np.abs(self.after("loss"))
+        before = np.maximum.accumulate(np.append(0.0, size[:-1]))[: len(size)]
+        return bool(np.any((size > _ROUNDED["loss"]) & (size > _JUMP * before)))
+
     def below(self, limits: Mapping[str, float], which: slice) -> bool:
         """Return whether loss and gradient norm differ by no more, in the median of some points."""
         sizes = {name: np.abs(self.after(name)[which]) for name in limits}
@@ -210,7 +264,10 @@ class Observation:
         if len(self.points) == 1:
             clues.append("loss_only")
         early, late = slice(_EARLY_POINTS), slice(-(len(self.after("loss")) // 4 or 1), None)
-        if self.below(_TINY, early) and self.below(_TINY, late):
+        sizes = {name: np.abs(self.after(name)) for name in _TINY}
+        tiny = self.finite and len(sizes["loss"]) >= _MIN_POINTS
+        tiny &= all(np.all(size <= _TINY_AT_MOST[name]) for name, size in sizes.items())
+        if tiny and self.below(_TINY, early) and self.below(_TINY, late):
             return [*clues, "tiny"]
         if {"undated", *_FORWARD_CLUES} & set(clues):
             clues += self._clues_of_size(early)
@@ -265,26 +322,27 @@ def explain(
         letter: Name of B in texts.
     """
     shown = Observation(points, differences, onset)
+    first = _not_finite(shown, letter)
+    within = bool(first) and onset == first[0].step  # what differed before is no cause of it
     starts = [start for start in (onset, shown.first) if start is not None]
     step = min(starts, default=int(points["loss"].steps[0]))
-    if not shared and onset is not None:
+    if onset is not None and (within or not shared):
         step = onset
-    where = shown.at if step == shown.first else f"at step {step}"
-    text = f"the settings and values recorded do not decide what differs {where}"
-    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=text)
-    if causes := _not_finite(shown):
-        return (*causes, unknown)
-    clues = []
+    clues: list[str] = []
     if exact and shared:
-        if (name := shown.identity()) is not None:
-            text, first = clue_table()[name].text, shown.first or step
-            return (Cause(kind="logging", confidence="certain", step=first, evidence=text),)
+        first += _of_columns(shown, onset, step, ((letter, b), ("A", a)))
+        if any(c.kind in ("transient", "logging") and c.confidence != "possible" for c in first):
+            return tuple(first)
         clues = shown.clues()
     of_settings = _of_settings(select_settings(settings, step, onset, shown, a, b), shown, clues)
     recorded = [cause for cause in of_settings if cause.confidence != "possible"]
     if any(cause.confidence == "certain" for cause in recorded):
-        return tuple(recorded)
+        return (*first, *recorded)
     seen = _of_clues(clues, shown, b, letter)
+    if within:
+        text = "a gradient that is not finite makes the weights so"
+        seen = [Cause(kind="gradient", confidence="possible", step=step, evidence=text)]
+        of_settings, recorded = [*recorded, *of_settings], []
     # A loss by itself does not show which part of a step differs.
     undecided = len(shown.points) == 1 and not any(cause.confidence == "likely" for cause in seen)
     if onset is None:
@@ -292,27 +350,62 @@ def explain(
     seen += [cause for cause in of_settings if cause.confidence == "possible"]
     kinds = {cause.kind for cause in recorded}
     seen = [cause for cause in seen if cause.kind not in kinds]
-    if undecided and not recorded:
+    where = shown.at if step == shown.first else f"at step {step}"
+    text = f"the settings and values recorded do not decide what differs {where}"
+    unknown = Cause(kind="unknown", confidence="possible", step=step, evidence=text)
+    if undecided and not recorded and not first:
         return (unknown, *seen)
-    return (*recorded, *seen, unknown)
+    return (*first, *recorded, *seen, unknown)
 
 
-def _not_finite(shown: Observation) -> list[Cause]:
-    """Return the causes if a value is not finite before any other difference."""
-    steps = []
+def _of_columns(
+    shown: Observation, onset: int | None, step: int, curves: Sequence[tuple[str, Curve]]
+) -> list[Cause]:
+    """Return what columns and attempts show by themselves."""
+    transient, causes = shown.transient(), _resume(shown, onset, curves)
+    if transient is not None and transient.confidence != "possible":
+        return [transient]
+    if (name := shown.identity()) is not None:
+        confidence: Confidence = "likely" if name == "digits" else "certain"
+        text, step = clue_table()[name].text, shown.first or step
+        causes.append(Cause(kind="logging", confidence=confidence, step=step, evidence=text))
+    return causes if transient is None else [transient, *causes]
+
+
+def _not_finite(shown: Observation, letter: str) -> list[Cause]:
+    """Return the cause if values are not finite."""
+    causes = []
     for name, points in shown.points.items():
-        bad = ~(np.isfinite(points.a) & np.isfinite(points.b))
-        if bad.any():
-            steps.append((int(points.steps[np.argmax(bad)]), name))
-    step, name = min(steps, default=(0, ""))
-    if not steps or (shown.first is not None and step > shown.first):
-        return []
-    text = f"{name} is not a finite number from step {step} on"
-    gradient = "a gradient that is not finite makes the weights so"
-    return [
-        Cause(kind="not_finite", confidence="certain", step=step, evidence=text),
-        Cause(kind="gradient", confidence="possible", step=step, evidence=gradient),
-    ]
+        sides = {"A": ~np.isfinite(points.a), letter: ~np.isfinite(points.b)}
+        bad = points.steps[np.logical_or(*sides.values())]
+        if len(bad):
+            lasts = len(bad) > 1 and bad[0] == points.steps[-len(bad)]
+            at = f"from step {bad[0]} on" if lasts else describe_steps(bad, points.steps)
+            who = " and ".join(side for side, flags in sides.items() if flags.any())
+            text = f"{name} is not a finite number in {who} {at}"
+            cause = Cause(kind="not_finite", confidence="certain", step=bad[0], evidence=text)
+            causes.append(cause)
+    return sorted(causes, key=lambda cause: cause.step)[:1]
+
+
+def _resume(
+    shown: Observation, onset: int | None, curves: Sequence[tuple[str, Curve]]
+) -> list[Cause]:
+    """Return the resume of a log without records at which the curves begin to differ."""
+    steps = shown.points["loss"].steps
+    starts = [(shown.first, 0), (onset, _SLACK_POINTS)]
+    for letter, curve in curves:
+        for restart in () if curve.kind == "run" or curve.settings else curve.restarts.tolist():
+            place = int(np.searchsorted(steps, restart))
+            for start, slack in starts if place else ():
+                points = -place if start is None else int(np.searchsorted(steps, start)) - place
+                if -slack <= points <= _SLACK_POINTS:
+                    confidence: Confidence = "possible" if slack or points > 1 else "likely"
+                    text = clue_table()["resume"].text.format(letter=letter, step=restart)
+                    return [
+                        Cause(kind="resume", confidence=confidence, step=restart, evidence=text)
+                    ]
+    return []
 
 
 def select_settings(
@@ -357,7 +450,7 @@ def _of_settings(
     # An update cannot change the loss of its own step.
     forward = "together" in clues and not shown.jumped
     strong = [setting for setting in settings if not setting.weak]
-    small = shown.below(_SMALL, slice(_EARLY_POINTS)) or not clues
+    small = not clues or (shown.below(_SMALL, slice(_EARLY_POINTS)) and not shown.sudden)
     jumps = shown.jumped or {"gradient_first", "update_first", "other_batches"} & set(clues)
     for setting in settings:
         step = max(setting.step, first) if setting.kind in _ROUNDING_KINDS else setting.step
@@ -378,7 +471,7 @@ def _of_clues(clues: Sequence[str], shown: Observation, b: Curve, letter: str) -
     points: Counter[Kind] = Counter()
     for name in clues:
         points.update(clue_table()[name].points)
-    if not shown.below(_ROUNDED, slice(_EARLY_POINTS)):
+    if shown.sudden or not shown.below(_ROUNDED, slice(_EARLY_POINTS)):
         del points["precision"], points["rounding"]
     causes: list[Cause] = []
     for kind, sum_of_points in points.most_common():
@@ -389,6 +482,10 @@ def _of_clues(clues: Sequence[str], shown: Observation, b: Curve, letter: str) -
         confidence = "likely" if not causes and sum_of_points >= _LIKELY else "possible"
         causes.append(Cause(kind=kind, confidence=confidence, step=shown.first or 0, evidence=text))
     return causes
+
+
+def describe_steps(steps: Ints, among: Ints) -> str:
+    return f"at step{'s' * (len(steps) > 1)} {describe_ranges(ranges(steps, among))}"
 
 
 def _describe_nodes(step: int, b: Curve, letter: str) -> str:

@@ -48,7 +48,7 @@ FEW = 20
 _CHANCE_OF_MEAN = 5e-3
 _CHANCE_OF_RANKS = 1e-2
 _FEWEST = 5  # points of which a mean is tested
-_IDENTICAL = 5  # points with the same bits, after which nothing is noise
+IDENTICAL = 5  # points with the same bits, after which nothing is noise
 _CHANGED = 8  # points after these whose mean counts
 # Shared noise of the curves above which scatter is not independent
 _SHARED = 0.5
@@ -133,7 +133,7 @@ def detect_divergence(
         shared: Correlation of the noise of the two curves.
     """
     spread = scatter(r) if len(r) > 2 else None
-    after_identical = identical >= _IDENTICAL
+    after_identical = identical >= IDENTICAL
     mean = mean_and_error(r)
     power = tolerance if after_identical or len(r) < _FEWEST else tolerance + mean.error
     noise = None if spread is None else spread.median

@@ -13,28 +13,20 @@ from pydantic import BaseModel, ValidationError
 
 from slurmllm.config.cluster import Cluster
 from slurmllm.config.command import REFUSED
-from slurmllm.config.directives import may_be_in_file, parse_options, user_defaults
+from slurmllm.config.directives import parse_options, user_defaults
 from slurmllm.config.families import CHOSEN, find_family
 from slurmllm.config.huggingface import read_model
 from slurmllm.config.layouts import LAYOUT, apply_layouts
-from slurmllm.config.profiles import (
-    Level,
-    did_you_mean,
-    find_yaml,
-    merge,
-    read_chain,
-    read_profile,
-    shipped_dir,
-)
+from slurmllm.config.profiles import did_you_mean, find_yaml, read_profile, shipped_dir
 from slurmllm.config.recipe import ParallelConfig, Recipe, with_family
+from slurmllm.config.recipe_file import AUTO, default_cluster, read_recipe, untrusted_fault
 from slurmllm.config.rules import broken_rules
 from slurmllm.config.user_file import (
     choose_cluster,
     user_configuration,
     with_user_configuration,
 )
-from slurmllm.config.variables import MASK, TUNING, is_secret, is_secret_at, mask
-from slurmllm.config.variables import may_be_in_file as may_set_variable
+from slurmllm.config.variables import MASK, is_secret_at, mask
 from slurmllm.config.yaml_source import flatten, parse_scalar, write_yaml
 from slurmllm.errors import ConfigError
 from slurmllm.format import format_plural
@@ -48,7 +40,6 @@ PLANNER = "planner: "  # prefix of the origins of the planner's choices
 # Mappings by name that `--set section.name=null` removes an entry from.
 _REMOVED_BY_NULL = ("hooks", "eval.corpora")
 
-_AUTO = {"auto": True}  # the meaning of `parallel: auto`
 # Settings that are left to the planner if a recipe does not set them.
 OPEN = ("train.micro_batch", "train.activation_checkpointing")
 
@@ -203,17 +194,17 @@ def resolve(
         ConfigError: with all faults of recipe, profile and overrides.
     """
     recipe_path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
-    values, origins = _read_recipe(recipe_path)
+    values, origins = read_recipe(recipe_path, recipes_dir())
     chosen, source = choose_cluster(cluster)
     fix = "--cluster FILE.yaml" if chosen == cluster else f"correct {source}, which names it"
-    chosen = chosen or _default_cluster(values, origins)
+    chosen = chosen or default_cluster(values, origins)
     cluster_path = find_yaml(chosen, clusters_dir(), "cluster profile", fix)
     profile = read_profile(cluster_path, clusters_dir())
     cluster_values, cluster_origins = with_user_configuration(profile)
     apply_layouts(values, origins, cluster_values)
     if values.get("parallel") == "auto":
         # A copy: `_assign` changes sections in place.
-        values["parallel"] = dict(_AUTO)
+        values["parallel"] = dict(AUTO)
         origins["parallel.auto"] = origins.pop("parallel")
     layouts = values.pop("layouts", {})
     tree: dict[str, Any] = {**values, "cluster": cluster_values}
@@ -237,27 +228,6 @@ def resolve(
     return replace(config, recipe=config.recipe.model_copy(update={"layouts": {}}))
 
 
-def read_layouts(recipe: str) -> dict[str, Any]:
-    """Return the layouts of a recipe's file and of what it extends."""
-    path = find_yaml(recipe, recipes_dir(), "recipe", "slurmllm recipes")
-    return dict(_read_recipe(path)[0].get("layouts", {}))
-
-
-def _default_cluster(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Return the profile that a recipe names, or `local`."""
-    # A default of another type is a fault that the validation reports.
-    chosen = values.get("default_cluster")
-    if not isinstance(chosen, str):
-        return "local"
-    if Path(chosen).suffix in (".yaml", ".yml"):  # a profile's setup runs as the user
-        raise ConfigError(
-            f"default_cluster: {chosen!r} ({origins.get('default_cluster')}): a recipe, which may "
-            "be another user's file, names shipped profiles only; if you trust the profile, "
-            f"--cluster {chosen}"
-        )
-    return chosen
-
-
 def _assign_user_defaults(tree: dict[str, Any], origins: dict[str, str], faults: list[str]) -> None:
     """Set the options of sbatch that the user's shell has and nothing else sets."""
     cluster, leaves = tree["cluster"], flatten(tree)
@@ -270,59 +240,6 @@ def _assign_user_defaults(tree: dict[str, Any], origins: dict[str, str], faults:
         is_open = leaves.get(path) is None and not origins.get(path, "").startswith("--set")
         if is_open and name not in of_profile:
             _assign(tree, path, value, f"SBATCH_{name.upper()}", origins, faults)
-
-
-def _read_recipe(path: Path) -> Level:
-    """Read a recipe with all that it extends: its values, and the source of each.
-
-    Its values replace those of the recipe that it extends, section by section; null takes one out.
-    `parallel: auto` and the file of a published model replace the whole section.
-    """
-    (file, recipe), *extensions = reversed(read_chain(path, recipes_dir(), "recipe"))
-    _read_sections(file, recipe)
-    for file, changes in extensions:
-        replaced = _read_sections(file, changes)
-        base = {name: value for name, value in recipe[0].items() if name not in replaced}
-        recipe = merge((base, recipe[1]), changes)
-    return recipe
-
-
-def _read_sections(file: Path, recipe: Level) -> set[str]:
-    """Replace `parallel: auto` and `model: FILE` by their sections; returns these."""
-    values, origins = recipe
-    sections: dict[str, tuple[dict[str, Any], str]] = {}
-    if values.get("parallel") == "auto":
-        # A copy: `_assign` changes sections in place.
-        sections["parallel"] = dict(_AUTO), origins["parallel"]
-    if isinstance(values.get("model"), str):
-        model = file.parent / values["model"]
-        sections["model"] = read_model(model), str(model)
-    for name, (section, source) in sections.items():
-        values[name] = section
-        del origins[name]
-        origins.update(dict.fromkeys(flatten({name: section}), source))
-    return set(sections)
-
-
-def untrusted_fault(path: str, value: Any, source: str) -> str | None:
-    """Return why a recipe's or sweep's file, which may be another user's, may not set a value."""
-    section, _, name = path.rpartition(".")
-    also = ""
-    if path.startswith("env.") and not may_set_variable(path[4:], value):
-        shown = MASK if is_secret(path[4:], value) else repr(value)
-        what = f"{shown}: a recipe's file sets only variables for tuning ({', '.join(TUNING[:7])}, "
-        what += "…: docs/recipes.md), and none that names a file, a library, a plugin or an address"
-        also = ", or the cluster profile's env"
-    elif path.startswith("slurm.notify.command") and value:
-        what = "a recipe may not set a program to run"
-    elif section.startswith("slurm.directives") and not may_be_in_file(name):
-        what = "a recipe may set options for resources only"
-    else:
-        return None
-    return (
-        f"{path} ({source}): {what}, as it may be another user's file; if you trust it, "
-        f"--set {path}=…{also}"
-    )
 
 
 def change(
@@ -390,7 +307,7 @@ def _override(
     settings.sort(key=lambda setting: setting[:2] != ("parallel", "auto"))
     for dotted, value, source in settings:
         whole = (dotted, value) == ("parallel", "auto")
-        _assign(tree, dotted, dict(_AUTO) if whole else value, source, origins, faults)
+        _assign(tree, dotted, dict(AUTO) if whole else value, source, origins, faults)
         for path in OPEN if whole else ():  # a layout's are the planner's now
             if origins.get(path, "").startswith(LAYOUT):
                 group, _, name = path.partition(".")

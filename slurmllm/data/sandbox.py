@@ -123,8 +123,8 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def serve(build: Callable[[Any], Callable[[Any], Any]]) -> None:
     """Answer requests from stdin to its end; `build` makes the function of some settings."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in _IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside an operation
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     answer: Callable[[Any], Any] = build

@@ -17,7 +17,14 @@ from typing import IO, Any, Protocol
 
 from slurmllm.config.load import load
 from slurmllm.control.rendezvous import die_with_parent
-from slurmllm.errors import CodeError, RunError, SlurmError, SlurmllmError, StorageError
+from slurmllm.errors import (
+    CodeError,
+    OutOfMemoryError,
+    RunError,
+    SlurmError,
+    SlurmllmError,
+    StorageError,
+)
 from slurmllm.run.records import JobsRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.slurm.client import SlurmClient
@@ -32,7 +39,9 @@ CANCEL_S = 60.0  # for a cancelled run to save and exit
 REQUEUE_S = 120.0  # for Slurm to end a job whose batch script was killed
 _NO_FILES: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 # By the exit code of `slurmllm resume`.
-_ERRORS: dict[int, type[SlurmllmError]] = {2: RunError, 3: SlurmError, 4: StorageError}
+_ERRORS: dict[int, type[SlurmllmError]] = {
+    kind.exit_code: kind for kind in (RunError, SlurmError, StorageError, OutOfMemoryError)
+}
 
 
 class Runner(Protocol):

@@ -289,7 +289,9 @@ class MetricNames:
             step = row.get(self._step, -1.0)
             if not 0 <= step < 2**53 or step != int(step):
                 continue
-            metrics = {}
+            metrics = Numbers()
+            if self.format is not None and self.format.counts == "samples":
+                metrics["samples"] = step
             for metric, tag in self._choice.tags.items():
                 if tag in row:
                     metrics[metric] = self._value(metric, tag, row[tag])

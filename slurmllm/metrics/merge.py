@@ -46,6 +46,18 @@ class RowBlock:
         return self.columns[name] if name in self.columns else np.full(len(self.steps), np.nan)
 
 
+def number_attempts(blocks: list[RowBlock]) -> list[RowBlock]:
+    """Number the attempts of rows that name none: one begins where the step goes back."""
+    steps = np.concatenate([block.steps for block in blocks])
+    back = np.diff(steps, prepend=steps[:1]) < 0
+    if any(block.attempts.any() for block in blocks) or np.count_nonzero(back) > len(steps) / 3:
+        return blocks  # steps that go back often are in no order
+    parts = np.split(
+        np.cumsum(back, dtype=np.int64), np.cumsum([len(block.steps) for block in blocks])[:-1]
+    )
+    return [replace(block, attempts=part) for block, part in zip(blocks, parts, strict=True)]
+
+
 FileRows = dict[Path, tuple[list[RowBlock], list[str]]]  # file → its rows, and its warnings
 
 

@@ -16,7 +16,7 @@ from slurmllm.metrics.curves import Convention, Curve, Setting
 from slurmllm.metrics.evaluations import read_evaluations
 from slurmllm.metrics.log_curve import curve_of_log
 from slurmllm.metrics.log_series import Log, log_suffix
-from slurmllm.metrics.merge import FileRows, merge_rows, with_evaluations
+from slurmllm.metrics.merge import FileRows, merge_rows, number_attempts, with_evaluations
 from slurmllm.metrics.numbers import DecimalMark
 from slurmllm.metrics.row_reader import parse_row, read_error
 from slurmllm.metrics.tags import parse_tags
@@ -224,6 +224,7 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
         )
     path = source.absolute()
     if is_file and path.parent.name != "metrics":
+        blocks = number_attempts(blocks)
         return merge_rows(blocks, name=name, path=source, kind="jsonl", warnings=warnings)
     run = RunDir(path.parent.parent if is_file else source)
     records = _read_records(run, warnings)

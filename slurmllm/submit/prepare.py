@@ -191,18 +191,10 @@ def prepare(request: RunRequest) -> PreparedRun:
     refusals = _refuse(request, title, site_faults(config, request.local))
     fit: FitCheck | None = None
     if not is_command:
-        title = f"backend {config.backend} cannot train {recipe.name} like this"
-        refusals += _refuse(request, title, _setting_faults(request, mesh))
-        fit, fit_refusals = _check_fit(request, run)
-        refusals += fit_refusals
-        if request.check_weights and recipe.train.init_from is not None:
-            config = _find_weights(config, recipe.train.init_from, request.root)
+        config, fit, more = _check_training(request, run, mesh)
+        refusals += more
     warnings, limit_faults = _check_limits(request, run, STAGES)  # before data are fetched
-    missing: Sequence[str] = ()
-    if is_command:
-        config = with_folder(config)
-    else:
-        config, missing = _resolve_data(request, config)
+    config, missing = (with_folder(config), ()) if is_command else _resolve_data(request, config)
     if request.dry_run:
         prepared = render_run(config, request.nodes, run)
         prepared = replace(prepared, warnings=warnings, limit_faults=limit_faults)
@@ -234,6 +226,23 @@ def prepare(request: RunRequest) -> PreparedRun:
             remove_unsubmitted(run)
         raise
     return prepared
+
+
+def _check_training(
+    request: RunRequest, run: RunDir, mesh: Mesh
+) -> tuple[RunConfig, FitCheck | None, list[str]]:
+    """Check what our own trainer is to do.
+
+    Returns:
+        The configuration with the initial weights, the planner's prediction, and the refusals.
+    """
+    config, recipe = request.config, request.config.recipe
+    title = f"backend {config.backend} cannot train {recipe.name} like this"
+    refusals = _refuse(request, title, _setting_faults(request, mesh))
+    fit, fit_refusals = _check_fit(request, run)
+    if request.check_weights and recipe.train.init_from is not None:
+        config = _find_weights(config, recipe.train.init_from, request.root)
+    return config, fit, refusals + fit_refusals
 
 
 def _find_weights(config: RunConfig, name: str, root: Path) -> RunConfig:

@@ -34,6 +34,8 @@ def precompile_nodes(config: RunConfig, nodes: int) -> int:
     optimizer state, and the stage makes real steps.
     """
     few = load_environment(config.backend).precompile_nodes(config, nodes)
+    if config.recipe.command is not None:
+        return few
     parallel, train, hardware = config.recipe.parallel, config.recipe.train, config.cluster.hardware
     if few == nodes or hardware is None or hardware.rough:
         return few

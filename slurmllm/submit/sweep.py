@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from slurmllm.config.resolve import RunConfig, resolve, untrusted_fault
+from slurmllm.config.recipe_file import untrusted_fault
+from slurmllm.config.resolve import RunConfig, resolve
 from slurmllm.config.variables import is_secret_at
 from slurmllm.config.yaml_source import flatten, parse_scalar, read_yaml
 from slurmllm.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, SlurmError, UserError

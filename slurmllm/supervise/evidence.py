@@ -46,11 +46,6 @@ def gather_evidence(
 
     `command`: of a trainer of another project.
     """
-    uncompiled: tuple[str, ...] = ()
-    if record.stage == "precompile":
-        uncompiled = ("no archive of compiled graphs was written",)
-        with suppress(StorageError):  # no manifest, or a damaged one
-            uncompiled = faults(GraphManifest.load(run.graphs_manifest), run)
     nodes = attempts.node_records(run, record)
     failures = attempts.failure_records(run, record)
     # The state first: accounting, from which the next lines read, lags behind SIGTERM.
@@ -85,7 +80,7 @@ def gather_evidence(
         down_nodes=down_nodes,
         stop_signal=stop_signal,
         overran_s=observed.overran_s,
-        uncompiled=uncompiled,
+        uncompiled=_uncompiled(run) if record.stage == "precompile" else (),
         hang=hang,
         stacks=lines,
         log_tails=dict(zip(ranks, tails, strict=True)),
@@ -96,6 +91,12 @@ def gather_evidence(
             launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
         ),
     )
+
+
+def _uncompiled(run: RunDir) -> Sequence[str]:
+    with suppress(StorageError):  # no manifest, or a damaged one
+        return faults(GraphManifest.load(run.graphs_manifest), run)
+    return ("no archive of compiled graphs was written",)
 
 
 def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> dict[str, str]:

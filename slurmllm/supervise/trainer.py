@@ -188,7 +188,8 @@ class TrainerObserver:
         run, number = launcher.run, launcher.attempt.number
         self._run = run
         progress = self._command.progress and fill(self._command.progress, launcher.values)
-        self.progress = TrainerProgress(run, number, progress)
+        devices = len(launcher.record.nodes) * launcher.config.cluster.devices_per_node
+        self.progress = TrainerProgress(run, number, progress, devices=devices)
         self._phases = PhaseWriter(phases)
         self._events = EventLog(run.events(number), number)
         self._step: int | None = None

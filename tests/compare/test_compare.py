@@ -317,8 +317,9 @@ def test_values_that_are_no_finite_number_differ(compared, value: float, exact: 
     rows = make_rows(1, 50)
     rows[9]["loss"] = value
     result = compared(make_rows(1, 50), rows, tolerances={"exact": exact})
-    same = "; bit-identical up to step 9"
-    assert result.reason == f"loss is not a finite number in B at step 10{same}"
+    same = "; bit-identical up to step 9; cause (certain): loss differs at step 10 only and then"
+    assert result.reason.startswith(f"loss is not a finite number in B at step 10{same} no more")
+    assert [cause.kind for cause in result.causes] == ["not_finite", "transient"]
     loss = result.metrics["loss"]
     assert (loss.first_departure_step, loss.first_departure_rel_diff) == (10, None)
     assert (loss.max_rel_diff, loss.departures) == (0, 1)

@@ -217,8 +217,8 @@ def test_roundings_begin_before_they_leave_the_tolerance(compared) -> None:
     assert onset > 1
     assert diagnosed(comparison) == ("precision", 1)
     assert f"diverges at step {onset}" in comparison.reason
-    assert comparison.reason.count("step 1 ") == 1
-    assert "; the values differ from step 1 on; cause (certain): precision" in comparison.reason
+    assert comparison.reason.count("step 1;") == 1
+    assert "; the first difference is at step 1; cause (certain): precision" in comparison.reason
     later = changed(loss=(K, drift(0.02)), grad_norm=(K, drift(0.05)))
     for row in later:
         row["attempt"] = int(row["step"] >= K)
@@ -424,5 +424,5 @@ def test_every_clue_is_used_and_named_once() -> None:
     source = Path(diagnosis.__file__).read_text()
     for name, clue in diagnosis.clue_table().items():
         assert f'"{name}"' in source, name
-        assert clue.text.format(at="at step 1", gap=10, step=1)
+        assert clue.text.format(at="at step 1", gap=10, step=1, columns="", steps="", letter="B")
         assert all(points > 0 for points in clue.points.values())

@@ -59,7 +59,9 @@ UNCUT = {
         pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS), "removed", True), BYTES]),
     ),
 }
-SAMPLES = """the|'s|I'll|42|1234|naïve|你好|，|。|东京|䷀|"|x = f(y)|    return|<|x|>|🙂|！|A|ﬁ|½|_|a b"""
+SAMPLES = (
+    """the|'s|I'll|42|1234|naïve|你好|，|。|东京|䷀|"|x = f(y)|    return|<|x|>|🙂|！|A|ﬁ|½|_|a b"""
+)
 SPACES = [" ", "  ", "\n", "\r\n", "\t", "\u3000", "\xa0", "\u2028", "\u0301", "e\u0301", "。\n"]
 PARTS = st.sampled_from([*SAMPLES.split("|"), *SPACES]) | st.text(max_size=3)
 

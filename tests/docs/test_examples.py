@@ -75,7 +75,8 @@ def test_submit_would_be_accepted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, [*shlex.split(command)[1:], "--dry-run"])
+    _, verb, *words = shlex.split(command)  # what follows `--` may be another program's
+    result = CliRunner().invoke(cli, [verb, "--dry-run", *words])
     assert result.exit_code == 0, result.output
     assert "would refuse" not in result.stderr + caplog.text
 

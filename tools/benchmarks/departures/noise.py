@@ -2,12 +2,13 @@
 
 Noise of a third of the tolerance, normal and heavy-tailed, white and slow, must not be called a
 departure; nor must a further seed outside of a band of seeds, or independent noise around one
-trajectory of 100,000 steps. A bias of twice the tolerance must be found.
+trajectory of 100,000 steps. A bias of twice the tolerance must be found. A transient, and values
+that are not finite, must be the first cause, with their step, whatever digits are printed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 
 import numpy as np
@@ -22,6 +23,8 @@ _LONG_SEEDS = 20
 # Relative scatter in long curves, and the size of the planted departure
 _LONG_NOISE = {"loss": 1e-3, "grad_norm": 2e-2}
 _LONG_DEPARTURE = {"loss": 5e-3, "grad_norm": 3e-2}
+_LOGGED = {"all digits": None, "6 digits": 6, "4 digits": 4}
+_ROUNDED = {"loss": 1e-6, "grad_norm": 1e-5}  # relative scatter by roundings
 
 
 def measure(seeds: int) -> dict[str, float]:
@@ -30,6 +33,7 @@ def measure(seeds: int) -> dict[str, float]:
         **false_alarms(seeds),
         **band_alarms(seeds),
         **biases_found(seeds),
+        **causes_found(seeds),
         **long_curves(min(seeds, _LONG_SEEDS)),
     }
 
@@ -100,6 +104,52 @@ def biases_found(seeds: int) -> dict[str, float]:
         / seeds
         for points in (20, 64, 200)
     }
+
+
+def causes_found(seeds: int) -> dict[str, float]:
+    """How often a transient, or values that are not finite, are the first cause with their step."""
+    random = np.random.default_rng(12)
+    kinds: dict[str, tuple[str, Callable[[Floats, int], None]]] = {
+        "1 step": ("transient", lambda values, at: _multiply(values[at : at + 1])),
+        "1 loss of 1 step": ("transient", lambda values, at: _multiply(values[at : at + 1])),
+        "12 steps": ("transient", lambda values, at: _multiply(values[at : at + 12])),
+        "NaN to the end": ("not_finite", lambda values, at: values[at:].fill(np.nan)),
+        "NaN at 1 step": ("not_finite", lambda values, at: values[at : at + 1].fill(np.nan)),
+        "Inf after a departure": ("not_finite", _departs_and_overflows),
+    }
+    found = {}
+    for name, (kind, change) in kinds.items():
+        for logged, digits in (*_LOGGED.items(), ("roundings", None)):
+            right = 0
+            for _ in range(seeds):
+                points = int(random.integers(40, 400))
+                at = int(random.integers(8, points - 24))
+                a = {
+                    "loss": decay(points) * (1 + 0.01 * random.standard_normal(points)),
+                    "grad_norm": decay(points) / 4 * (1 + 0.1 * random.standard_normal(points)),
+                }
+                b = {metric: values.copy() for metric, values in a.items()}
+                for metric, values in b.items():
+                    if logged == "roundings":
+                        values *= 1 + _ROUNDED[metric] * random.standard_normal(points)
+                    if metric == "loss" or "1 loss" not in name:
+                        change(values, at)
+                    if digits:
+                        values[:] = [float(f"{value:.{digits}g}") for value in values]
+                answer = compare(curve("A", a), curve("B", b)).causes
+                step = at + 1 + (12 if change is _departs_and_overflows else 0)
+                right += bool(answer) and (answer[0].kind, answer[0].step) == (kind, step)
+            found[f"cause: {kind}, {name}, {logged}"] = right / seeds
+    return found
+
+
+def _multiply(values: Floats) -> None:
+    values *= 1.25
+
+
+def _departs_and_overflows(values: Floats, at: int) -> None:
+    values[at:] *= 1.02
+    values[at + 12 :] = np.inf
 
 
 def long_curves(seeds: int) -> dict[str, float]:

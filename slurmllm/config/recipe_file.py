@@ -1,0 +1,93 @@
+"""A recipe's file with what it extends, and what such a file may not set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmllm.config.directives import may_be_in_file
+from slurmllm.config.huggingface import read_model
+from slurmllm.config.profiles import Level, merge, read_chain
+from slurmllm.config.variables import MASK, TUNING, is_secret
+from slurmllm.config.variables import may_be_in_file as may_set_variable
+from slurmllm.config.yaml_source import flatten
+from slurmllm.errors import ConfigError
+
+AUTO = {"auto": True}  # the meaning of `parallel: auto`
+
+
+def read_recipe(path: Path, shipped: Path) -> Level:
+    """Read a recipe with all that it extends: its values, and the source of each.
+
+    Its values replace those of the recipe that it extends, section by section; null takes one out.
+    `parallel: auto` and the file of a published model replace the whole section.
+
+    Args:
+        shipped: Folder of the recipes that are extended by name.
+    """
+    (file, recipe), *extensions = reversed(read_chain(path, shipped, "recipe"))
+    _read_sections(file, recipe)
+    for file, changes in extensions:
+        replaced = _read_sections(file, changes)
+        base = {name: value for name, value in recipe[0].items() if name not in replaced}
+        recipe = merge((base, recipe[1]), changes)
+    return recipe
+
+
+def _read_sections(file: Path, recipe: Level) -> set[str]:
+    """Replace `parallel: auto` and `model: FILE` by their sections; returns these."""
+    values, origins = recipe
+    sections: dict[str, tuple[dict[str, Any], str]] = {}
+    if values.get("parallel") == "auto":
+        # A copy: `--set` changes sections in place.
+        sections["parallel"] = dict(AUTO), origins["parallel"]
+    if isinstance(values.get("model"), str):
+        model = file.parent / values["model"]
+        sections["model"] = read_model(model), str(model)
+    for name, (section, source) in sections.items():
+        values[name] = section
+        del origins[name]
+        origins.update(dict.fromkeys(flatten({name: section}), source))
+    return set(sections)
+
+
+def read_layouts(path: Path, shipped: Path) -> dict[str, Any]:
+    """Return the layouts of a recipe's file and of what it extends."""
+    return dict(read_recipe(path, shipped)[0].get("layouts", {}))
+
+
+def default_cluster(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """Return the profile that a recipe names, or `local`."""
+    # A default of another type is a fault that the validation reports.
+    chosen = values.get("default_cluster")
+    if not isinstance(chosen, str):
+        return "local"
+    if Path(chosen).suffix in (".yaml", ".yml"):  # a profile's setup runs as the user
+        raise ConfigError(
+            f"default_cluster: {chosen!r} ({origins.get('default_cluster')}): a recipe, which may "
+            "be another user's file, names shipped profiles only; if you trust the profile, "
+            f"--cluster {chosen}"
+        )
+    return chosen
+
+
+def untrusted_fault(path: str, value: Any, source: str) -> str | None:
+    """Return why a recipe's or sweep's file, which may be another user's, may not set a value."""
+    section, _, name = path.rpartition(".")
+    also = ""
+    if path.startswith("env.") and not may_set_variable(path[4:], value):
+        shown = MASK if is_secret(path[4:], value) else repr(value)
+        what = f"{shown}: a recipe's file sets only variables for tuning ({', '.join(TUNING[:7])}, "
+        what += "…: docs/recipes.md), and none that names a file, a library, a plugin or an address"
+        also = ", or the cluster profile's env"
+    elif path.startswith("slurm.notify.command") and value:
+        what = "a recipe may not set a program to run"
+    elif section.startswith("slurm.directives") and not may_be_in_file(name):
+        what = "a recipe may set options for resources only"
+    else:
+        return None
+    return (
+        f"{path} ({source}): {what}, as it may be another user's file; if you trust it, "
+        f"--set {path}=…{also}"
+    )
