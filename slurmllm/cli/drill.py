@@ -166,6 +166,8 @@ def _find(
     is_recipe = names or name.endswith((".yaml", ".yml"))
     if command is None and (not is_recipe or is_run(runs_dir / name)):
         run = find_run(name, runs_dir)
+        if cluster is not None:
+            raise RunError(f"--cluster {cluster}: {name} is a run, with a profile; leave it out")
         return _Subject(run, load(run.config, trusted=True), JobsRecord.of(run).last, overrides)
     config = resolve(name, local_cluster(cluster, local), overrides, command_settings(command))
     if config.recipe.command is None:
