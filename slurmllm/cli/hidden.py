@@ -41,12 +41,21 @@ def supervise(ctx: click.Context, run: Path, stage: Stage) -> None:
 @click.pass_context
 def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
     """Start this node's workers (called by the supervisor through srun)."""
+    from slurmllm.config.load import load
+    from slurmllm.errors import NodeError
     from slurmllm.log import setup_logging
     from slurmllm.run.rundir import RunDir
-    from slurmllm.supervise.launcher import launch as run_launcher
+    from slurmllm.supervise.launcher import Launcher
 
     setup_logging()
-    ctx.exit(run_launcher(RunDir(run), stage, attempt))
+    if "SLURMLLM_CACHE" not in os.environ:
+        raise NodeError("SLURMLLM_CACHE is not set: `launch` is started by the job scripts")
+    kind = Launcher
+    if load(run / "config.yaml", trusted=True).recipe.command is not None:
+        from slurmllm.supervise.trainer import TrainerLauncher
+
+        kind = TrainerLauncher
+    ctx.exit(kind(RunDir(run), stage, attempt).main())
 
 
 @click.command(hidden=True)

@@ -65,11 +65,10 @@ def submit(
 ) -> None:
     """Train RECIPE on N nodes.
 
-    Submits a precompile job, then a train job that depends on it.
-
-    RECIPE is a name from `slurmllm recipes` or a .yaml file. With --local, N launcher processes
-    on this machine stand in for nodes; Ctrl-C saves a checkpoint and exits. With --sweep or
-    --sweep-file several runs are submitted, in a directory of their own; NAME is the sweep's.
+    Submits a precompile job, then a train job that depends on it. RECIPE is a name from
+    `slurmllm recipes` or a .yaml file. With --local, N launcher processes on this machine stand
+    in for nodes; Ctrl-C saves a checkpoint and exits. With --sweep or --sweep-file several runs
+    are submitted, in a directory of their own; NAME is the sweep's.
 
     With `-- COMMAND …` in place of RECIPE, or after trainers/NAME, a trainer of another project is
     supervised: `slurmllm submit --nodes 4 -- torchrun train.py --out {run}/out`.

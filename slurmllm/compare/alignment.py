@@ -182,8 +182,11 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     ends, begins, values = ends[there], begins[there], values[there]
     total = np.append(0.0, np.cumsum(losses))  # NaN from the first NaN on: compared as not finite
     mean = (total[ends] - total[begins]) / (ends - begins)
-    to_mean = float(np.nanmedian(np.abs(mean - values)))
-    to_point = float(np.nanmedian(np.abs(losses[ends - 1] - values)))
+    apart = np.abs(np.stack((mean, losses[ends - 1])) - values)
+    apart = apart[:, np.isfinite(apart).all(axis=0)]
+    if not apart.size:
+        return None
+    to_mean, to_point = np.median(apart, axis=1).tolist()
     by_format = coarse.convention is not None and coarse.convention.loss_is_mean
     if by_format and to_point < _CLOSE * to_mean:
         return None

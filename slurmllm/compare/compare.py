@@ -392,7 +392,7 @@ def _detect(
     correlation = shared_noise(a, b, r)
     shared = 1.0 if correlation is None else 0.0 if limits.unstable else correlation
     # After a change of precision there is noise.
-    identical = 0 if limits.scatter else int(np.searchsorted(points.steps, measure.changed))
+    identical = 0 if limits.scatter else int(np.searchsorted(points.steps[finite], measure.changed))
     # A few that are identical are no noise, but too few to say that what follows is none.
     skipped = identical if identical < min(IDENTICAL, len(r)) else 0
     result = detect_divergence(r[skipped:], limits.bias, rough, identical - skipped, shared)

@@ -206,7 +206,8 @@ class Observation:
             confidence: Confidence = "likely"
             if identical and not _SLACK_POINTS <= varied < _MIN_POINTS:
                 confidence = "certain" if varied >= _MIN_POINTS else "possible"
-            text = clue_table()["transient" if identical else "transient_in_noise"].text.format(
+            text = clue_table()["transient"].text.format(
+                before="" if identical else " than before",
                 columns=f"{' and '.join(names)} differ{'s' * (len(names) == 1)}",
                 steps=describe_steps(steps, loss.steps),
                 step=loss.steps[np.searchsorted(loss.steps, steps[-1], side="right")],

@@ -211,11 +211,7 @@ class SeedBand:
             seed_points = alignment.of(metric)
             at = np.searchsorted(seed_points.steps, steps)
             at[at == len(seed_points.steps)] = 0
-            logged = (
-                seed_points.steps[at] == steps
-                if len(seed_points)
-                else np.zeros(len(steps), dtype=bool)
-            )
+            logged = np.isin(steps, seed_points.steps)
             if np.count_nonzero(logged) < 2:
                 raise RunError(
                     f"--seed {name} has {metric} at none of the steps compared; name runs that "

@@ -45,7 +45,7 @@ _REREAD_S, _REREAD_SHARE = 10.0, 0.05
 _MAX_WAITING = 10_000  # rows before the first with a loss
 
 
-class Source(Protocol):
+class MetricsSource(Protocol):
     """What is followed."""
 
     @property
@@ -199,7 +199,7 @@ def newest(path: Path) -> Path | None:
     return max(paths, key=lambda each: each.stat().st_mtime_ns, default=None)
 
 
-def follow(progress: str | None, tags: Mapping[str, str]) -> Source:
+def follow(progress: str | None, tags: Mapping[str, str]) -> MetricsSource:
     """Return the source of `progress`: the output (by a format or pattern), or a path."""
     if progress is None or "(?P<" in progress:
         return FollowedOutput(TextRows(progress))

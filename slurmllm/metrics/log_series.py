@@ -150,10 +150,10 @@ class RowCollector:
             self._rows[key].append(number)
             self._values[key].append(value)
         for key, text in texts:
-            rows, codes, known = self._texts.setdefault(key, (array("q"), array("q"), {}))
-            if len(known) < _MOST_TEXTS:
+            rows, codes, codes_of = self._texts.setdefault(key, (array("q"), array("q"), {}))
+            if len(codes_of) < _MOST_TEXTS:
                 rows.append(number)
-                codes.append(known.setdefault(text, len(known)))
+                codes.append(codes_of.setdefault(text, len(codes_of)))
         self._lines.append(line)
 
     def __len__(self) -> int:
@@ -231,10 +231,10 @@ class RowCollector:
             key: TextSeries(
                 np.frombuffer(positions, dtype=np.int64),
                 np.frombuffer(codes, dtype=np.int64),
-                tuple(known),
+                tuple(codes_of),
             )
-            for key, (positions, codes, known) in self._texts.items()
-            if len(known) < _MOST_TEXTS
+            for key, (positions, codes, codes_of) in self._texts.items()
+            if len(codes_of) < _MOST_TEXTS
         }
         return Log(
             path,

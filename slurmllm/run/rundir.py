@@ -188,12 +188,12 @@ class RunDir:
     def outputs(self) -> list[Path]:
         """Return what another project's trainer has written into the directory."""
         parts = (part for part in vars(RunDir).values() if isinstance(part, FixedPath | PathOf))
-        own = {"attempts", "hooks", *(part.form.partition("/")[0] for part in parts)}
-        own -= {self.checkpoints.name}
+        ours = {"attempts", "hooks", *(part.form.partition("/")[0] for part in parts)}
+        ours -= {self.checkpoints.name}
         entries = (
             entry for entry in _entries(self.path) if not entry.name.startswith((".", "core"))
         )
-        return [entry for entry in entries if entry.name not in own]
+        return [entry for entry in entries if entry.name not in ours]
 
     def worker_log(self, stage: Stage, attempt: int, rank: int) -> Path:
         """Return the output of a worker other than rank 0, as far as it has been collected."""

@@ -27,7 +27,6 @@ from slurmllm.backends.environment import (
     requires_graphs,
     worker_environment,
 )
-from slurmllm.config.load import load
 from slurmllm.config.variables import is_secret
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.graphs import archive as graph_cache
@@ -289,14 +288,3 @@ class Launcher(Workers):
         if self.stop_requested and self.stopped_at is None:
             self.stopped_at = time.monotonic()
         return self.stopped_at is not None and time.monotonic() > self.stopped_at + STOPPED_GRACE_S
-
-
-def launch(run: RunDir, stage: Stage, attempt: int) -> int:
-    """Entry of the hidden verb `launch`."""
-    if "SLURMLLM_CACHE" not in os.environ:
-        raise NodeError("SLURMLLM_CACHE is not set: `launch` is started by the job scripts")
-    if load(run.config, trusted=True).recipe.command is not None:
-        from slurmllm.supervise.trainer import TrainerLauncher
-
-        return TrainerLauncher(run, stage, attempt).main()
-    return Launcher(run, stage, attempt).main()

@@ -121,8 +121,8 @@ class TrainerProgress:
             return ""
         what = self._fault or self._names.problem
         if not what and isinstance(self._source, FollowedOutput):
-            known = "of a known format" if self._progress is None else f"like {self._progress!r}"
-            what = f"no line {known} in {self._bytes:,} bytes of the output of rank 0"
+            kind = "of a kind format" if self._progress is None else f"like {self._progress!r}"
+            what = f"no line {kind} in {self._bytes:,} bytes of the output of rank 0"
         return (
             f"no steps: {what or f'no new rows in {self._progress}'}; give `progress` a format "
             "that the trainer prints (torchtitan, Megatron-LM, …: docs/metrics.md), a pattern such "
@@ -140,8 +140,9 @@ class TrainerProgress:
         if rows:
             first = self._names.format is None
             self._add(list(self._names.convert(rows, self._source.format)))
-            if first and (known := self._names.format) is not None and known.steps_from == 0:
-                log.info("%s counts %s from 0: metrics hold them from 1", known.name, known.counts)
+            rule = self._names.format
+            if first and rule is not None and rule.steps_from == 0:
+                log.info("%s counts %s from 0: metrics hold them from 1", rule.name, rule.counts)
         self._write()
 
     def _add(self, rows: Sequence[tuple[int, Numbers]]) -> None:
@@ -171,8 +172,8 @@ class TrainerProgress:
         """Append a row of a batch that was read at `now`, and whose last step is `end`."""
         last = self._last
         begun, before = (last[1]["time"], last[0]) if last is not None else (now, step)
-        again = last is not None and before == step
-        if not (again or self._is_of_run(values)):
+        repeats = last is not None and before == step
+        if not (repeats or self._is_of_run(values)):
             share = (step - before) / (end - before) if before < step <= end else 1.0
             values["time"] = begun + (now - begun) * share
         taken = values.get("step_time_s", math.nan)

@@ -112,8 +112,8 @@ def slurm_variables(record: AttemptRecord, rank: int, local_rank: int) -> dict[s
 
 def exit_code_of(code: int) -> int:
     """Return a shell's 128 + N as the end by signal N that it reports."""
-    known = {number.value for number in signal.Signals}
-    return 128 - code if code > 128 and code - 128 in known else code
+    numbers = {number.value for number in signal.Signals}
+    return 128 - code if code > 128 and code - 128 in numbers else code
 
 
 def failure_of(

@@ -424,5 +424,6 @@ def test_every_clue_is_used_and_named_once() -> None:
     source = Path(diagnosis.__file__).read_text()
     for name, clue in diagnosis.clue_table().items():
         assert f'"{name}"' in source, name
-        assert clue.text.format(at="at step 1", gap=10, step=1, columns="", steps="", letter="B")
+        texts = dict.fromkeys(("columns", "steps", "letter", "before"), "")
+        assert clue.text.format(at="at step 1", gap=10, step=1, **texts)
         assert all(points > 0 for points in clue.points.values())
