@@ -261,7 +261,7 @@ def test_without_a_complete_checkpoint_a_fault_waits(run: RunDir) -> None:
 
 def drill(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "slurmllm", "drill", "--local", "--json"]
-    command += [f"--runs-dir={folder}", "slurm.backoff_s=1", STEP_LINE, *arguments]
+    command += [f"--runs-dir={folder}", "slurm.backoff_s=1", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.stdout, done.stderr
@@ -273,6 +273,7 @@ def test_a_trainer_that_resumes_after_a_kill_and_not_after_a_signal(tmp_path: Pa
     code, report = drill(
         tmp_path,
         "--kinds=worker,terminate",
+        STEP_LINE,
         "command.checkpoints={run}/out/step-{step}",
         "command.completion_file=done",
         "--",
@@ -291,17 +292,30 @@ def test_a_trainer_that_resumes_after_a_kill_and_not_after_a_signal(tmp_path: Pa
     assert len((tmp_path / "steps-drill-1.jsonl").read_text().splitlines()) == 2
 
 
+DDP = ("trainers/plain", STEP_LINE, "command.checkpoints={run}/out/step_{step}.pt")
+DDP_SCRIPT = ("ddp_script.py", "--out={run}/out", "--step-s=0.2", "--steps=1000")
+HF_SCRIPT = ("hf_trainer.py", "--output_dir={run}/outputs", "--step_s=0.2")
+LIGHTNING = ("lightning_script.py", "--root={run}/outputs", "--step_s=0.2")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not (TRAINERS / "ddp_script.py").is_file(), reason="no DDP script")
-@pytest.mark.parametrize(("option", "verdict"), [("", "exact"), ("--first-batches", "differs")])
-def test_a_script_with_ddp(tmp_path: Path, option: str, verdict: str) -> None:
-    _, report = drill(
-        tmp_path,
-        *("--kinds=worker", "--nodes=2", "--steps=30"),
-        "command.checkpoints={run}/out/step_{step}.pt",
-        *("--", sys.executable, str(TRAINERS / "ddp_script.py"), "--out", "{run}/out"),
-        *("--step-s=0.2", "--steps=1000", *filter(None, [option])),
-    )
+@pytest.mark.parametrize(
+    ("module", "recipe", "script", "verdict"),
+    [
+        ("torch", DDP, DDP_SCRIPT, "exact"),
+        ("torch", DDP, (*DDP_SCRIPT, "--first-batches"), "differs"),
+        ("transformers", ("trainers/hf_trainer",), HF_SCRIPT, "exact"),
+        ("transformers", ("trainers/hf_trainer",), (*HF_SCRIPT, "--ignore_data_skip"), "differs"),
+        ("pytorch_lightning", ("trainers/lightning",), LIGHTNING, "differs"),
+    ],
+)
+def test_real_trainers(
+    tmp_path: Path, module: str, recipe: tuple[str, ...], script: tuple[str, ...], verdict: str
+) -> None:
+    pytest.importorskip(module)
+    arguments = [*recipe, "--kinds=worker", "--steps=30", "--", sys.executable]
+    _, report = drill(tmp_path, *arguments, str(TRAINERS / script[0]), *script[1:])
     (result,) = report["drills"]
     assert result["resume"]["verdict"] == verdict, result
+    assert result["resume"]["from_step"] == 10
