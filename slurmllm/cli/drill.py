@@ -28,7 +28,8 @@ _HEADINGS = (
 
 # Of another project's trainer
 _TRAINER_HEADINGS = (*_HEADINGS[:5], "from step", "resume")
-_LONGEST = ("first_node", "", "storage_failure", *[""] * len(_HEADINGS[3:]))
+_LONGEST = ("first_node", "", "advance_signal", *[""] * len(_HEADINGS[3:]))
+_TRAINER_LONGEST = ("first_node", "", "storage_failure", *_LONGEST[3 : len(_TRAINER_HEADINGS)])
 _Pause = contextlib.AbstractContextManager[None]
 
 
@@ -166,6 +167,8 @@ def _find(
     is_recipe = names or name.endswith((".yaml", ".yml"))
     if command is None and (not is_recipe or is_run(runs_dir / name)):
         run = find_run(name, runs_dir)
+        if cluster is not None:
+            raise RunError(f"--cluster {cluster}: {name} is a run, with a profile; leave it out")
         return _Subject(run, load(run.config, trusted=True), JobsRecord.of(run).last, overrides)
     config = resolve(name, local_cluster(cluster, local), overrides, command_settings(command))
     if config.recipe.command is None:
@@ -267,8 +270,8 @@ def _echo_row(result: DrillResult | None, of_trainer: bool = False) -> None:
 
     # The widths are those of the longest usual row: the later rows are not known yet.
     headings = _TRAINER_HEADINGS if of_trainer else _HEADINGS
-    rows = [_LONGEST] if result is None else [_LONGEST, _row(result, of_trainer)]
-    rows = [row[: len(headings)] for row in rows]
+    longest = _TRAINER_LONGEST if of_trainer else _LONGEST
+    rows = [longest] if result is None else [longest, _row(result, of_trainer)]
     heading, _, *lines = fitted([Column(name) for name in headings], rows, 0).lines
     if result is None:
         click.echo(click.style(heading, bold=True))
@@ -282,19 +285,17 @@ def _row(result: DrillResult, of_trainer: bool) -> tuple[str, ...]:
     if result.recovery is not None:
         total_s, *phases = result.recovery.model_dump().values()  # in the order of the columns
         seconds = [f"{total_s:.1f} s", *(f"{phase:.1f}" for phase in phases)]
+    verdict = "exact" if result.passed else "failed"
+    if of_trainer:
+        seconds = [seconds[0], ""]
+    if (resume := result.resume) is not None:
+        seconds[1] = "" if resume.from_step is None else str(resume.from_step)
+        verdict = f"{resume.text} ({resume.confidence}){', resumed by hand' * resume.by_hand}"
     return (
         result.kind,
         "" if result.at_step is None else str(result.at_step),
         result.ending or "",
         "" if result.steps_lost is None else str(result.steps_lost),
-        *(_resume_cells(result, seconds[0]) if of_trainer else seconds),
-        "exact" if result.passed else "failed",
+        *seconds,
+        verdict,
     )
-
-
-def _resume_cells(result: DrillResult, seconds: str) -> tuple[str, str, str]:
-    if (resume := result.resume) is None:
-        return seconds, "", "failed"
-    by_hand = ", resumed by hand" if resume.by_hand else ""
-    from_step = "" if resume.from_step is None else str(resume.from_step)
-    return seconds, from_step, f"{resume.text} ({resume.confidence}){by_hand}"

@@ -65,6 +65,7 @@ class Drill:
         plan = self.plan
         reference, name = plan.run.metrics(0), plan.run.name
         repeat: RunDir | None = None
+        noise: dict[str, float] = {}
         if not self.own_reference:
             run = self._run_unbroken("reference")
             reference, name = run.path, run.name
@@ -73,6 +74,7 @@ class Drill:
                 repeat = self._run_unbroken("repeat")
                 curves = read_curve(reference), read_curve(repeat.path)
                 self.unbroken = Unbroken(*curves, trainer, plan.steps, self.tolerances)
+                noise = self.unbroken.noise
         results = [self._test(kind, reference) for kind in plan.kinds]
         failed = {result.run for result in results if not result.passed}
         if not keep:
@@ -93,7 +95,7 @@ class Drill:
             drills=tuple(results),
             kept=tuple(run.name for run in self.copies),
             repeat=None if repeat is None else repeat.name,
-            noise={} if self.unbroken is None else self.unbroken.noise,
+            noise=noise,
         )
 
     def _run_unbroken(self, part: str) -> RunDir:

@@ -251,8 +251,11 @@ def _files_in(folders: Iterable[Path], rewritten: Iterable[Path]) -> set[tuple[s
 def inject(run: RunDir, spec: FaultSpec) -> Injection:
     """Wait for the step of a fault, inject it, and write drill.json."""
     injection = Injection(kind=spec.kind, attempt=spec.attempt, node=spec.node, time=0.0)
+    pids: list[int] | None = None
     try:
         step = _wait_for_step(run, spec)
+        if step is not None and spec.kind == "save" and spec.trainer is not None:
+            step, pids = _kill_in_save(run, spec, spec.trainer)
         if step is None:
             text = f"attempt {spec.attempt} ended before step {spec.at_step}"
             if spec.trainer is not None and spec.trainer.checkpoints is not None:
@@ -260,7 +263,7 @@ def inject(run: RunDir, spec: FaultSpec) -> Injection:
             update: dict[str, object] = {"missed": text}
         else:
             injection = injection.model_copy(update={"step": step})
-            update = {"pids": tuple(_inject_now(run, spec, injection))}
+            update = {"pids": tuple(pids or _inject_now(run, spec, injection))}
     except SlurmllmError as error:
         update = {"step": None, "missed": str(error)}
     injection = injection.model_copy(update={**update, "time": time.time()})
@@ -268,33 +271,45 @@ def inject(run: RunDir, spec: FaultSpec) -> Injection:
     return injection
 
 
+def _step_of(run: RunDir, spec: FaultSpec) -> int:
+    row = last_row(run)
+    return int(row["step"]) if row is not None and row.get("attempt") == spec.attempt else 0
+
+
 def _wait_for_step(run: RunDir, spec: FaultSpec) -> int | None:
     """Return the last completed step, or the one being saved; None if the attempt ended before."""
-    trainer, is_save = spec.trainer, spec.kind == "save"
-    early = STEPS_BEFORE_SAVE if is_save and trainer is None else 0
+    trainer, is_our_save = spec.trainer, spec.kind == "save" and spec.trainer is None
+    begin = spec.at_step - (STEPS_BEFORE_SAVE if is_our_save else 0)
 
     def reached() -> int | None:
-        row = last_row(run)
-        step = int(row["step"]) if row is not None and row.get("attempt") == spec.attempt else 0
-        ready = step >= spec.at_step - early and (trainer is None or _can_resume(run, trainer))
-        return step if ready else None
-
-    step = _poll(run, spec, reached, POLL_S)
-    if step is None or not is_save:
-        return step
-    # Of other projects' trainers the first file next to their checkpoints is the sign of a save.
-    checkpoints = {e.path for e in list_trainer_checkpoints(run, trainer)} if trainer else set()
-    rewritten = set() if trainer and "{step}" in (trainer.checkpoints or "") else checkpoints
-    folders = {path.parent for path in checkpoints}
-    before = _files_in(folders, rewritten)
+        step = _step_of(run, spec)
+        return step if step >= begin and (trainer is None or _can_resume(run, trainer)) else None
 
     def saving() -> int | None:
-        if trainer is not None:
-            return reached() if _files_in(folders, rewritten) - before else None
         # Not the first save: a complete checkpoint to resume from must exist.
         return save_in_progress(run) if run.checkpoint_steps() else None
 
-    return _poll(run, spec, saving, SAVE_POLL_S)
+    step = _poll(run, spec, reached, POLL_S)
+    return _poll(run, spec, saving, SAVE_POLL_S) if step is not None and is_our_save else step
+
+
+def _kill_in_save(
+    run: RunDir, spec: FaultSpec, trainer: CommandConfig
+) -> tuple[int | None, list[int]]:
+    """Kill a worker at the first new file next to the checkpoints; returns the step and it."""
+    pids = trainer_pids(run, spec)[:1]  # looked up before: a save may take some milliseconds
+    checkpoints = {entry.path for entry in list_trainer_checkpoints(run, trainer)}
+    rewritten = set() if "{step}" in (trainer.checkpoints or "") else checkpoints
+    folders = {path.parent for path in checkpoints}
+    before = _files_in(folders, rewritten)
+
+    def killed() -> int | None:
+        if not _files_in(folders, rewritten) - before:
+            return None
+        kill(pids)
+        return _step_of(run, spec)
+
+    return _poll(run, spec, killed, SAVE_POLL_S), pids
 
 
 def _poll(

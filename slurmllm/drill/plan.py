@@ -170,7 +170,8 @@ def make_plan(
     drilled = change(changed, None, values)
     drilled = adapt_to_nodes(drilled, nodes)
     make_mesh(drilled, nodes, reuse.measured_micro_batch(run))
-    return _numbered(DrillPlan(run, drilled, nodes, local, 0, kinds, total, every, seed))
+    number = _next_number(run)
+    return DrillPlan(run, drilled, nodes, local, number, kinds, total, every, seed)
 
 
 def _plan_trainer(
@@ -202,24 +203,30 @@ def _plan_trainer(
         kinds = tuple(kind for kind in kinds if kind != "save")
     if not kinds:
         raise RunError("--kinds save: takes command.checkpoints, to see a save; set it")
-    config = change(config, None, ["slurm.drain=false"])
-    total, limited = steps or most or 0, steps not in (None, most)
-    plan = DrillPlan(run, config, nodes, local, 0, kinds, total, 0, seed, is_limited=limited)
-    return _numbered(plan)
+    return DrillPlan(
+        run,
+        change(config, None, ["slurm.drain=false"]),
+        nodes,
+        local,
+        _next_number(run),
+        kinds,
+        steps or most or 0,
+        every_steps=0,
+        seed=seed,
+        is_limited=steps not in (None, most),
+    )
 
 
-def _numbered(plan: DrillPlan) -> DrillPlan:
-    """Return the plan with the next number among the drills of its run."""
-    run = plan.run
+def _next_number(run: RunDir) -> int:
+    """Return the next number among the drills of a run."""
     pattern = re.compile(rf"(?:{re.escape(run.name)}-)?drill-(\d+)[-.]")
     folders = (folder for folder in (run.path.parent, run.reports) if folder.is_dir())
     matches = (pattern.match(entry.name) for folder in folders for entry in folder.iterdir())
     number = max((int(match.group(1)) for match in matches if match), default=0) + 1
-    plan = replace(plan, number=number)
-    longest = plan.name("first_node")
+    longest = f"{run.name}-drill-{number}-first_node"
     if not RUN_NAME.fullmatch(longest):
         raise RunError(f"run name {longest!r} is too long; rename the run's directory")
-    return plan
+    return number
 
 
 def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str | None:

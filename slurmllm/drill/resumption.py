@@ -74,16 +74,16 @@ def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptReco
     result = _compare(curve, unbroken, first)
     if not len(later):
         return result.model_copy(update={"text": f"continued without a restart: {result.text}"})
-    steps, update = unbroken.reference.steps, dict[str, object](by_hand=hit.action == "stop")
-    if first <= steps[0]:
-        update |= {"text": f"did not resume: began again at step {first}", "from_step": 0}
-        return result.model_copy(update={**update, "verdict": "began_again"})
     # The checkpoint tells the step between two rows of a sparse log.
-    update["from_step"] = before = int(steps[steps < first][-1])
+    steps = unbroken.reference.steps
+    from_step, path = int(max(steps[steps < first], default=0)), ""
     for entry in list_trainer_checkpoints(run, unbroken.command):
-        if before <= entry.step < first:
-            update |= {"from_step": entry.step, "checkpoint": str(entry.path)}
-    return result.model_copy(update=update)
+        if from_step <= entry.step < first:
+            from_step, path = entry.step, str(entry.path)
+    update: dict[str, Any] = {"from_step": from_step, "checkpoint": path}
+    if from_step == 0:
+        update |= {"verdict": "began_again", "text": "did not resume: began again at step 1"}
+    return result.model_copy(update={**update, "by_hand": hit.action == "stop"})
 
 
 def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,12 @@ from slurmllm.compare.comparison import Tolerances
 from slurmllm.config.command import CommandConfig
 from slurmllm.config.resolve import resolve
 from slurmllm.drill import injector
-from slurmllm.drill.injector import FAULT_KINDS, FaultKind, FaultSpec
+from slurmllm.drill.injector import FAULT_KINDS, FaultKind, FaultSpec, Injection
 from slurmllm.drill.plan import DrillPlan, make_plan, parse_kinds
 from slurmllm.drill.resumption import Resumption, Unbroken, judge_resume
 from slurmllm.errors import NodeError, RunError
 from slurmllm.metrics.source import read_curve
-from slurmllm.run.records import NodeRecord
+from slurmllm.run.records import AttemptRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 
 TRAINERS = Path(__file__).parents[1] / "trainers"
@@ -193,36 +196,72 @@ def test_some_kinds_are_of_other_trainers(tmp_path: Path) -> None:
         plan_of(tmp_path, kinds=("save",))
 
 
-def test_the_trainer_below_its_shell_is_hit(tmp_path: Path) -> None:
-    """And of torchrun a worker, not torchrun."""
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    """A run whose launcher has started a shell, and that `sleep`, as rank 0."""
     run = RunDir(tmp_path / "r")
     save_attempt(run, nodes=("local0",))
-    code = "import subprocess, sys; subprocess.run(['bash', '-c', sys.argv[4]])"
-    arguments = ["slurmllm", "launch", str(run.path), "sleep 60; true"]
-    launcher = subprocess.Popen([sys.executable, "-c", code, *arguments[:3], arguments[3]])
-    fault = FaultSpec(
-        kind="worker", attempt=0, node="local0", rank=0, at_step=1, local=True, trainer=COMMAND
-    )
-    try:
-        while len(below := injector.descendants([launcher.pid])) < 2:
-            pass
-        shell, sleep = below
-        record = NodeRecord(node="local0", pids={0: shell})
-        record.save(run.attempt("train", 0).node("local0"))
-        assert injector.trainer_pids(run, fault) == [sleep]
-        NodeRecord(node="local0", pids={0: os.getpid()}).save(
-            run.attempt("train", 0).node("local0")
-        )
-        with pytest.raises(NodeError, match="does not run on local0"):
-            injector.trainer_pids(run, fault)
-    finally:
-        injector.kill([*injector.descendants([launcher.pid]), launcher.pid], signal.SIGKILL)
-        launcher.wait()
+    code = "import subprocess, sys; subprocess.run(['bash', '-c', 'sleep 60; true'])"
+    launcher = subprocess.Popen([sys.executable, "-c", code, "slurmllm", "launch", str(run.path)])
+    while len(below := injector.descendants([launcher.pid])) < 2:
+        time.sleep(0.01)
+    NodeRecord(node="local0", pids={0: below[0]}).save(run.attempt("train", 0).node("local0"))
+    yield run
+    injector.kill([*injector.descendants([launcher.pid]), launcher.pid], signal.SIGKILL)
+    launcher.wait()
+
+
+def fault(kind: FaultKind, **fields: Any) -> FaultSpec:
+    values = {"attempt": 0, "node": "local0", "rank": 0, "at_step": 3, "local": True}
+    return FaultSpec.model_validate({"kind": kind, "trainer": COMMAND, **values, **fields})
+
+
+def test_the_trainer_below_its_shell_is_hit(run: RunDir) -> None:
+    (launcher,) = injector.find_processes(run)
+    _, sleep = injector.descendants([launcher.pid])
+    assert injector.trainer_pids(run, fault("worker")) == [sleep]
+    record = run.attempt("train", 0).node("local0")
+    NodeRecord(node="local0", pids={0: os.getpid()}).save(record)
+    with pytest.raises(NodeError, match="does not run on local0"):
+        injector.trainer_pids(run, fault("worker"))
+    assert injector.trainer_pids(run, fault("terminate")) == [sleep]
+
+
+def test_files_can_no_longer_grow(run: RunDir) -> None:
+    write_rows(run, 0, (3,))
+    injection = injector.inject(run, fault("full_disk"))
+    (pid,) = injection.pids
+    assert (injection.step, resource.prlimit(pid, resource.RLIMIT_FSIZE)[0]) == (3, 0)
+
+
+def test_a_save_is_hit_at_its_first_file(run: RunDir) -> None:
+    write_rows(run, 0, (3,))
+    (run.path / "out" / "step-2").mkdir(parents=True)
+    injections: list[Injection] = []
+    agent = threading.Thread(target=lambda: injections.append(injector.inject(run, fault("save"))))
+    agent.start()
+    time.sleep(0.3)
+    assert agent.is_alive()  # the first one is let pass
+    write_rows(run, 0, (3, 4))
+    (run.path / "out" / "half.tmp").touch()
+    agent.join(20)
+    assert (injections[0].step, injections[0].missed) == (4, "")
+    assert len(injections[0].pids) == 1
+
+
+def test_without_a_complete_checkpoint_a_fault_waits(run: RunDir) -> None:
+    write_rows(run, 0, (3,))
+    record = run.attempt("train", 0).record
+    ended = AttemptRecord.load(record).model_copy(update={"ended_at": 1e9})
+    ended.save(record)
+    command = COMMAND.model_copy(update={"resume": "--from {checkpoint}"})
+    missed = injector.inject(run, fault("worker", trainer=command)).missed
+    assert missed == "attempt 0 ended before step 3 with a complete checkpoint"
 
 
 def drill(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "slurmllm", "drill", "--local", "--json"]
-    command += [f"--runs-dir={folder}", "slurm.backoff_s=1", STEP_LINE, *arguments]
+    command += [f"--runs-dir={folder}", "slurm.backoff_s=1", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.stdout, done.stderr
@@ -234,6 +273,7 @@ def test_a_trainer_that_resumes_after_a_kill_and_not_after_a_signal(tmp_path: Pa
     code, report = drill(
         tmp_path,
         "--kinds=worker,terminate",
+        STEP_LINE,
         "command.checkpoints={run}/out/step-{step}",
         "command.completion_file=done",
         "--",
@@ -252,17 +292,30 @@ def test_a_trainer_that_resumes_after_a_kill_and_not_after_a_signal(tmp_path: Pa
     assert len((tmp_path / "steps-drill-1.jsonl").read_text().splitlines()) == 2
 
 
+DDP = ("trainers/plain", STEP_LINE, "command.checkpoints={run}/out/step_{step}.pt")
+DDP_SCRIPT = ("ddp_script.py", "--out={run}/out", "--step-s=0.2", "--steps=1000")
+HF_SCRIPT = ("hf_trainer.py", "--output_dir={run}/outputs", "--step_s=0.2")
+LIGHTNING = ("lightning_script.py", "--root={run}/outputs", "--step_s=0.2")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not (TRAINERS / "ddp_script.py").is_file(), reason="no DDP script")
-@pytest.mark.parametrize(("option", "verdict"), [("", "exact"), ("--first-batches", "differs")])
-def test_a_script_with_ddp(tmp_path: Path, option: str, verdict: str) -> None:
-    _, report = drill(
-        tmp_path,
-        *("--kinds=worker", "--nodes=2", "--steps=30"),
-        "command.checkpoints={run}/out/step_{step}.pt",
-        *("--", sys.executable, str(TRAINERS / "ddp_script.py"), "--out", "{run}/out"),
-        *("--step-s=0.2", "--steps=1000", *filter(None, [option])),
-    )
+@pytest.mark.parametrize(
+    ("module", "recipe", "script", "verdict"),
+    [
+        ("torch", DDP, DDP_SCRIPT, "exact"),
+        ("torch", DDP, (*DDP_SCRIPT, "--first-batches"), "differs"),
+        ("transformers", ("trainers/hf_trainer",), HF_SCRIPT, "exact"),
+        ("transformers", ("trainers/hf_trainer",), (*HF_SCRIPT, "--ignore_data_skip"), "differs"),
+        ("pytorch_lightning", ("trainers/lightning",), LIGHTNING, "differs"),
+    ],
+)
+def test_real_trainers(
+    tmp_path: Path, module: str, recipe: tuple[str, ...], script: tuple[str, ...], verdict: str
+) -> None:
+    pytest.importorskip(module)
+    arguments = [*recipe, "--kinds=worker", "--steps=30", "--", sys.executable]
+    _, report = drill(tmp_path, *arguments, str(TRAINERS / script[0]), *script[1:])
     (result,) = report["drills"]
     assert result["resume"]["verdict"] == verdict, result
+    assert result["resume"]["from_step"] == 10
