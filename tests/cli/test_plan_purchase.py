@@ -27,7 +27,7 @@ def test_profiles_are_compared(tmp_path: Path) -> None:
     assert [(row["cluster"], float(row["usd"])) for row in rows] == [
         (item["cluster"], item["usd"]) for item in result
     ]
-    everything = answer("gpt3_125m", "--nodes", "1", "--cluster", "all")
+    everything = answer("tiny_neox", "--nodes", "1", "--cluster", "all")
     assert set(everything["prices"]) == set(everything["cluster"]) >= {"p4d", "p5"}
     assert "local" not in everything["prices"]
 
