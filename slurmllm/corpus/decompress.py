@@ -14,7 +14,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import Any
 
 import xxhash
 
@@ -147,20 +147,8 @@ class _HashedFile(io.RawIOBase):
         super().close()
 
 
-class _Decompressor(Protocol):
-    """The interface of lzma's, bz2's and zstd's decompressors of one stream."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, /, max_length: int = ...) -> bytes: ...
-
-
 class _GzipMember:
-    """zlib's decompressor with that interface."""
+    """zlib's decompressor with the interface of lzma's, bz2's and zstd's."""
 
     def __init__(self) -> None:
         self._member = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -181,7 +169,7 @@ class _GzipMember:
         return text
 
 
-def _new_decompressor(compression: Compression, zstd_long: int) -> Callable[[], _Decompressor]:
+def _new_decompressor(compression: Compression, zstd_long: int) -> Callable[[], Any]:
     if compression == "zstd":
         if sys.version_info >= (3, 14):
             from compression import zstd
