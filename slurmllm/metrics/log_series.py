@@ -187,37 +187,8 @@ class RowCollector:
         if row is not None:
             place = f"{path}:{self._lines[row]}" if self._lines[row] else str(path)
             warnings = (*warnings, f"{place}: numbers have decimal commas; read 2,5 as 2.5")
-        candidates = step_keys(self._rows, tags)
-        if not candidates:
-            names = [tags["step"]] if "step" in tags else common_names("step")
-            raise RunError(
-                f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
-                f"{list_tags(self._rows)}; name the step's key with --tag step=KEY"
-            )
-        # Some rows may lack the preferred key: take the first candidate that occurs at least half
-        # as often as the most frequent one.
-        most = max(len(self._rows[key]) for key in candidates)
-        step_key = next(key for key in candidates if 2 * len(self._rows[key]) >= most)
-        rows = np.frombuffer(self._rows[step_key], dtype=np.int64)
-        steps = np.frombuffer(self._values[step_key])
-        with np.errstate(invalid="ignore"):
-            # Beyond 2**53 a float64 cannot represent every integer.
-            valid = (steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))
-        fractional = np.flatnonzero(np.isfinite(steps) & (steps != np.floor(steps)))
-        # A few may be damage; the whole ones among many would be another curve.
-        if fractional.size > _FRACTIONAL * len(steps):
-            place, line = fractional[0], self._lines[rows[fractional[0]]]
-            raise RunError(
-                f"{path}{f':{line}' if line else ''}: {step_key} is {steps[place]:g}, not a whole "
-                "number; name the column of the step with --tag step=KEY"
-            )
-        if not valid.all():
-            warnings = (
-                *warnings,
-                f"{path}: skipped {np.sum(~valid)} of {len(steps)} rows: {step_key} is "
-                f"{steps[~valid][0]:g}, not an integer of 0 or more",
-            )
-        rows, row_steps = rows[valid], steps[valid].astype(np.int64)
+        step_key, rows, row_steps, skipped = self._select_steps(path, tags)
+        warnings = (*warnings, *skipped)
         series = {}
         for key, positions in self._rows.items():
             key_rows = np.frombuffer(positions, dtype=np.int64)
@@ -244,6 +215,41 @@ class RowCollector:
             undecided=undecided,
             invented_steps=invented_steps,
         )
+
+    def _select_steps(
+        self, path: Path, tags: Mapping[str, str]
+    ) -> tuple[str, Ints, Ints, Sequence[str]]:
+        """Return the key of the step, the rows that have one, their steps, and warnings."""
+        candidates = step_keys(self._rows, tags)
+        if not candidates:
+            names = [tags["step"]] if "step" in tags else common_names("step")
+            raise RunError(
+                f"no step in {path}: it has none of the keys {', '.join(names)}; its keys are "
+                f"{list_tags(self._rows)}; name the step's key with --tag step=KEY"
+            )
+        # Some rows may lack the preferred key: take the first candidate that occurs at least half
+        # as often as the most frequent one.
+        most = max(len(self._rows[key]) for key in candidates)
+        step_key = next(key for key in candidates if 2 * len(self._rows[key]) >= most)
+        rows = np.frombuffer(self._rows[step_key], dtype=np.int64)
+        steps = np.frombuffer(self._values[step_key])
+        with np.errstate(invalid="ignore"):
+            # Beyond 2**53 a float64 cannot represent every integer.
+            valid = (steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))
+        fractional = np.flatnonzero(np.isfinite(steps) & (steps != np.floor(steps)))
+        # A few may be damage; the whole ones among many would be another curve.
+        if fractional.size > _FRACTIONAL * len(steps):
+            place, line = fractional[0], self._lines[rows[fractional[0]]]
+            raise RunError(
+                f"{path}{f':{line}' if line else ''}: {step_key} is {steps[place]:g}, not a whole "
+                "number; name the column of the step with --tag step=KEY"
+            )
+        warnings = [
+            f"{path}: skipped {np.sum(~valid)} of {len(steps)} rows: {step_key} is {step:g}, not "
+            "an integer of 0 or more"
+            for step in steps[~valid][:1].tolist()
+        ]
+        return step_key, rows[valid], steps[valid].astype(np.int64), warnings
 
     def _decide_commas(self) -> tuple[frozenset[str], int | None]:
         """Correct the values of columns with decimal commas, which were read as thousands.

@@ -77,8 +77,7 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                 if len(cells) < len(names):
                     short.append(last)
                     continue
-                numbers: list[tuple[str, float]] = []
-                labels: list[tuple[str, str]] = []
+                numbers, labels = list[tuple[str, float]](), list[tuple[str, str]]()
                 for name, cell in zip(names, cells, strict=False):
                     if cell and name and not name.endswith(_WANDB_RANGE):
                         number = parse_cell(name, cell)

@@ -59,7 +59,9 @@ def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
             warnings = (*log.warnings, warning)
             log = replace(log, series=series, val_loss=val_loss, warnings=warnings)
             return select_rows(log, metrics)
-        shared, differ = _separates(loss, codes) if len(texts) > 1 else (False, False)
+        shared = differ = False
+        if 1 < len(texts) <= len(codes) / 2:
+            shared, differ = _separates(loss, codes, bool(_RANK.fullmatch(name)))
         if shared and _RANK.fullmatch(name):
             rank = min(texts, key=lambda text: (len(text), text))
             warning = (
@@ -99,10 +101,11 @@ def _codes_at(column: TextSeries, series: TagSeries) -> Ints:
     return codes
 
 
-def _separates(loss: TagSeries, codes: Ints) -> tuple[bool, bool]:
+def _separates(loss: TagSeries, codes: Ints, is_rank: bool) -> tuple[bool, bool]:
     """Return whether rows of one step have different codes, and whether different values.
 
-    A restart repeats steps too: its codes, if they change, change once, and at a later step.
+    A restart repeats steps too: its codes, if they change, change once, and at a later step, or
+    with every few rows, as a remaining time does.
     """
     order = np.lexsort((codes, loss.steps))
     steps, values, codes_by_step = loss.steps[order], loss.values[order], codes[order]
@@ -110,12 +113,14 @@ def _separates(loss: TagSeries, codes: Ints) -> tuple[bool, bool]:
     within = repeated & (codes_by_step[1:] == codes_by_step[:-1])
     changes = 1 + np.flatnonzero(np.diff(codes))
     in_blocks = len(changes) + 1 == len(np.unique(codes))
+    in_turn = (np.diff(loss.steps) == 0) & (np.diff(codes) != 0)
     if in_blocks and np.any(loss.steps[changes] > loss.steps[0]):
         return False, False
+    if not (in_blocks or is_rank or in_turn.any()):
+        return False, False
     differ = np.any(repeated & ~bit_identical(values[1:], values[:-1]))
-    # The counter of a rank may begin again each epoch: then its rows alternate with another's.
-    alternate = (np.diff(loss.steps) == 0) & (np.diff(codes) != 0)
-    shared = 2 * within.sum() < repeated.sum() or 3 * alternate.sum() > len(codes)
+    # The counter of a rank may begin again each epoch: then its rows take turns with another's.
+    shared = 2 * within.sum() < repeated.sum() or 3 * in_turn.sum() > len(codes)
     return bool(shared), bool(differ)
 
 

@@ -127,6 +127,16 @@ def test_a_column_that_changes_at_a_restart_separates_nothing(write: WriteLog) -
     assert (curve.restarts.tolist(), curve.overlap_rows) == ([20], 6)
 
 
+def test_a_text_that_changes_with_the_time_separates_nothing(write: WriteLog) -> None:
+    rows = [*points()[:25], *((step, loss + 1e-5) for step, loss in points()[19:])]
+    lines = (
+        json.dumps({"step": step, "eta": f"{(len(rows) - place) // 4} h", "loss": loss})
+        for place, (step, loss) in enumerate(rows)
+    )
+    curve = read_curve(write("x.jsonl", *lines))
+    assert (curve.restarts.tolist(), curve.overlap_rows) == ([20], 6)
+
+
 BAR = "Epoch {epoch}:  10%|#  | {count}/10 [00:10<00:10,  5.00it/s{more}, train_loss={loss}]"
 
 
