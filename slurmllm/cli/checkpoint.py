@@ -435,31 +435,26 @@ def _list_trainers(run: RunDir, command: CommandConfig, as_json: bool) -> None:
     """List the checkpoints of a trainer of another project, which are only looked at."""
     from slurmllm.checkpoint.foreign import list_trainer_checkpoints
 
-    entries = list_trainer_checkpoints(run, command)
-    now = time.time()
+    rows: list[dict[str, Any]] = [
+        {
+            **entry._asdict(),
+            "path": str(entry.path),
+            "age_s": max(time.time() - entry.changed_at, 0),
+        }
+        for entry in list_trainer_checkpoints(run, command)
+    ]
     if as_json:
-        rows = [
-            {**entry._asdict(), "path": str(entry.path), "age_s": max(now - entry.changed_at, 0.0)}
-            for entry in entries
-        ]
         options.echo_json({"run": run.name, "checkpoints": rows})
-    elif entries:
+    elif rows:
         from slurmllm.display.tables import print_table
 
-        table = (
-            (
-                str(entry.step),
-                format_age(now - entry.changed_at),
-                "complete" if entry.complete else "half-written",
-                str(entry.path),
-            )
-            for entry in entries
-        )
+        states = ["complete" if row["complete"] else "half-written" for row in rows]
+        columns = zip(rows, states, strict=True)
+        table = [(str(r["step"]), format_age(r["age_s"]), s, r["path"]) for r, s in columns]
         print_table(("step", "changed", "state", "path"), table, fold="path")
-    elif command.checkpoints is None:
-        click.echo(f"run {run.name} does not say where its trainer saves: command.checkpoints")
     else:
-        click.echo(f"run {run.name} has no checkpoint yet: nothing is {command.checkpoints}")
+        place = command.checkpoints or "not set"
+        click.echo(f"run {run.name}: no checkpoint; command.checkpoints: {place}")
 
 
 def _print_table(entries: list[CheckpointEntry]) -> None:
