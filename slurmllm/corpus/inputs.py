@@ -7,7 +7,7 @@ import glob
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -126,31 +126,11 @@ def find_inputs(
     unknown: list[Path] = []
     files: dict[Path, InputFile] = {}
     for argument in arguments:
-        count = 0
-        candidates: list[Path] = []
-        saved: set[Path] = set()
-        for path in _expand(argument, split, on_note, saved):
-            resolved = path.resolve()
-            if resolved in excluded and str(path) == str(Path(argument)):
-                raise DataError(
-                    f"{argument}: input and output are the same file; choose another --out"
-                )
-            if resolved in excluded or not excluded.isdisjoint(resolved.parents):
-                continue
-            if _classify(path, format) is None and Path(argument).is_dir():
-                unknown.append(path)
-                continue
-            candidates.append(path)
-        if Path(argument).is_dir():
-            kinds = [(path, _classify(path, format)) for path in candidates if path not in saved]
-            texts = [(path, kind is not None and kind[0] == "text") for path, kind in kinds]
-            selected = {*select_data(Path(argument), texts, split, on_note), *saved}
-            candidates = [path for path in candidates if path in selected]
+        candidates = _candidates(argument, format, split, excluded, unknown, on_note)
         for path in candidates:
-            count += 1
             if (resolved := path.resolve()) not in files:
                 files[resolved] = input_file(path, format)
-        if not count:
+        if not candidates:
             raise DataError(
                 f"{argument}: no file to read; {_KNOWN}, and --format text takes any file"
             )
@@ -161,6 +141,35 @@ def find_inputs(
             "--format names their format"
         )
     return list(files.values())
+
+
+def _candidates(
+    argument: str,
+    format: FormatOption,
+    split: str | None,
+    excluded: Container[Path],
+    unknown: list[Path],
+    on_note: Callable[[str], None],
+) -> list[Path]:
+    """Return the files of an argument to read; those with unknown endings go to `unknown`."""
+    candidates: list[Path] = []
+    saved: set[Path] = set()
+    for path in _expand(argument, split, on_note, saved):
+        resolved = path.resolve()
+        if resolved in excluded and str(path) == str(Path(argument)):
+            raise DataError(f"{argument}: input and output are the same file; choose another --out")
+        if any(part in excluded for part in (resolved, *resolved.parents)):
+            continue
+        if _classify(path, format) is None and Path(argument).is_dir():
+            unknown.append(path)
+        else:
+            candidates.append(path)
+    if not Path(argument).is_dir():
+        return candidates
+    kinds = [(path, _classify(path, format)) for path in candidates if path not in saved]
+    texts = [(path, kind is not None and kind[0] == "text") for path, kind in kinds]
+    selected = {*select_data(Path(argument), texts, split, on_note), *saved}
+    return [path for path in candidates if path in selected]
 
 
 def _expand(

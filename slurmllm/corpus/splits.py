@@ -55,40 +55,20 @@ def select_data(
     """
     if not files:
         return []
-    tables = [path for path, is_text in files if not is_text and not _is_documentation(path)]
-    configured = _configured_splits(folder)
-    splits: dict[Path, str | None] = {}
-    documentation = []
-    for path, _ in files:
-        if (path.suffix in (".md", ".rst", ".py") and tables) or _is_documentation(path):
-            documentation.append(path)
-        else:
-            splits[path] = _split_of(path.relative_to(folder), configured)
+    splits = _without_documentation(folder, files, split, on_note)
     names = {name for name in splits.values() if name is not None}
-    if not tables and DEFAULT not in names and split is None:
-        names = set()  # plain texts may be called anything
-    if documentation and splits and (tables or names):
-        on_note(f"left out {_some(documentation, folder)}: documentation; name it to read it too")
-    else:
-        if documentation and splits:
-            on_note(f"{_some(documentation, folder)}: documentation that is read as text too")
-        splits |= dict.fromkeys(documentation)
     if split == ALL or (not names and split in (None, DEFAULT)):
-        return [path for path, _ in files if path in splits]
+        return list(splits)
     # Files that name no split belong to `train`, unless others name it.
     chosen = split or (DEFAULT if len(names) > 1 or None in splits.values() else min(names))
-    taken = [
-        path
-        for path, _ in files
-        if path in splits and (splits[path] or ("" if DEFAULT in names else DEFAULT)) == chosen
-    ]
+    unnamed = "" if DEFAULT in names else DEFAULT
+    taken = [path for path, name in splits.items() if (name or unnamed) == chosen]
     if not taken:
         raise DataError(
             f"{folder} has no split {chosen!r} but {', '.join(sorted(names)) or 'no splits'}; "
             f"choose one with --split, or --split {ALL}"
         )
-    left_out = [path for path in splits if path not in taken]
-    if left_out:
+    if left_out := [path for path in splits if path not in taken]:
         on_note(
             f"read the split {chosen} of {folder}, {_some(taken, folder)}; left out "
             f"{_some(left_out, folder)}; --split chooses ({', '.join(sorted(names))}, {ALL})"
@@ -96,6 +76,38 @@ def select_data(
     elif split is None and chosen != DEFAULT:
         on_note(f"{folder} has only the split {chosen}")
     return taken
+
+
+def _without_documentation(
+    folder: Path,
+    files: Sequence[tuple[Path, bool]],
+    split: str | None,
+    on_note: Callable[[str], None],
+) -> dict[Path, str | None]:
+    """Return the split that each file of data names, in the order of the files.
+
+    Documentation is left out next to tables or splits; among plain texts it is one of them.
+    """
+    tables = [path for path, is_text in files if not is_text and not _is_documentation(path)]
+    configured = _configured_splits(folder)
+    splits: dict[Path, str | None] = {}
+    documentation = set()
+    for path, _ in files:
+        if (path.suffix in (".md", ".rst", ".py") and tables) or _is_documentation(path):
+            documentation.add(path)
+        else:
+            splits[path] = _split_of(path.relative_to(folder), configured)
+    if not tables and split is None and DEFAULT not in splits.values():
+        splits = dict.fromkeys(splits)  # plain texts may be called anything
+    named = bool(tables) or any(splits.values())
+    if documentation and splits and named:
+        on_note(
+            f"left out {_some([*documentation], folder)}: documentation; name it to read it too"
+        )
+        return splits
+    if documentation and splits:
+        on_note(f"{_some([*documentation], folder)}: documentation that is read as text too")
+    return {path: splits.get(path) for path, _ in files}
 
 
 def _some(paths: Sequence[Path], folder: Path) -> str:
