@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from end_to_end.bench import Bench
 
-from slurmllm.supervise.worker_output import WorkerOutput
+from slurmllm.supervise.worker_output import WorkerOutput, _Stream
 
 TRAINERS = Path(__file__).resolve().parent.parent / "trainers"
 STEPS = r"command.progress=step (?P<step>\d+) loss (?P<loss>\S+)"
@@ -153,7 +153,7 @@ def test_a_replayed_log_drives_progress_and_endings(
 def test_logs_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurmllm.supervise.worker_output.MOST_BYTES", 1000)
     log = tmp_path / "log"
-    output = WorkerOutput()
+    output = WorkerOutput(0)
     write = output.open(0, os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND))
     output.start()
     program = "for i in range(9999): print('line', i)\nprint('the end')"
@@ -172,3 +172,13 @@ def test_logs_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert b" bytes left out]\n" in text
     assert text.endswith(b"the end\n")
     assert len(text) < 1000 + (65 << 10)
+
+
+def test_a_progress_bar_is_in_the_log_now_and_then(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    stream = _Stream(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 0)
+    for percent in range(100):
+        stream.add(b"\r%3d%%|#" % percent)
+    stream.add(b"\nthe end\n\r 1%")
+    stream.close()
+    assert log.read_bytes() == b"\r  0%|#\r 99%|#\nthe end\n\r 1%"
