@@ -109,13 +109,14 @@ def require_own_trainer(run: RunDir) -> None:
 def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
     """Remove all complete checkpoints but the `keep` newest; returns those removed.
 
-    What has no step in its name is one file, which is never removed.
+    What has no step in its name is one file, which is never removed. Without a completion file the
+    newest one may still be written, slowly, and one more stays.
     """
     if command.checkpoints is None or _STEP not in command.checkpoints:
         return []
     complete = [entry for entry in list_trainer_checkpoints(run, command) if entry.complete]
     removed = []
-    for entry in complete[:-keep]:
+    for entry in complete[: -keep - (command.completion_file is None)]:
         with suppress(OSError):
             if entry.path.is_dir() and not entry.path.is_symlink():
                 shutil.rmtree(entry.path)

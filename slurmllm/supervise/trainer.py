@@ -25,6 +25,7 @@ from slurmllm.checkpoint.foreign import (
     remove_old,
 )
 from slurmllm.config.command import fill
+from slurmllm.config.operation import leaving_s
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, StorageError
 from slurmllm.metrics.following import is_path, printing_rank
@@ -74,7 +75,7 @@ class TrainerLauncher(Launcher):
         self.output = WorkerOutput(self._printing)
         self._codes: dict[int, int] = {}  # rank → exit code
         self._recorded: set[int] = set()  # ranks whose failures are recorded
-        self._asked = False  # whether the workers were asked to stop
+        self._asked, self._asked_at = False, 0.0  # whether the workers were asked to stop
         self._hangs = False  # whether the supervisor has found a hang
         self.observer: TrainerObserver | None = None
         # Processes that outlive their worker become children of this one, which ends them.
@@ -123,11 +124,15 @@ class TrainerLauncher(Launcher):
         return super().wait()
 
     def ask_to_stop(self) -> None:
-        """Send the trainer's signal once; without one, end it."""
+        """Send the trainer's signal once; without one, or if it does not leave, end it."""
+        now = time.monotonic()
         if self._asked:
+            late = now - self._asked_at > leaving_s(self.config.recipe.slurm.signal_lead_s)
+            if self.local and late:  # in a job the supervisor ends it
+                self.kill([*self.pids()])
             return
         self.exit_codes()  # those that ended before
-        self._asked = True
+        self._asked, self._asked_at = True, now
         number = self.command.stop_signal
         if number is None:
             self.kill([*self.pids()])
@@ -209,6 +214,7 @@ class TrainerObserver:
         self._phases = PhaseWriter(phases)
         self._events = EventLog(run.events(number), number)
         self._step: int | None = None
+        self._failed = False  # whether reading progress has
         self._printed, self._next_output, self._next_look = 0, 0.0, 0.0
         self._newest = _newest(launcher)
         keep = launcher.config.is_set("checkpoint.keep")
@@ -217,9 +223,14 @@ class TrainerObserver:
 
     def observe(self) -> None:
         now, output = time.monotonic(), self._launcher.output
-        if data := output.take():
+        data = output.take()
+        try:
             self.progress.feed(data)
-        self.progress.update()
+            self.progress.update()
+        except Exception:  # of a reader: no reason to end a trainer that trains
+            if not self._failed:
+                log.exception("progress cannot be read")
+            self._failed = True
         step = self.progress.step
         if step is None and output.printed != self._printed and now >= self._next_output:
             # Until there are steps, any output is a sign of life.
@@ -260,8 +271,11 @@ class TrainerObserver:
                 log.info("removed %s: checkpoint.keep is %s", path, self._keep)
 
     def close(self, finished: bool) -> None:
-        self.progress.feed(self._launcher.output.take())
-        self.progress.close()
+        try:
+            self.progress.feed(self._launcher.output.take())
+            self.progress.close()
+        except Exception:
+            log.exception("progress cannot be read")
         self._look_at_checkpoints()
         if finished or self._missing:
             self._save_missing()
