@@ -36,6 +36,7 @@ class _Stream:
         self.tail: deque[tuple[float, bytes]] = deque()  # with the Unix time of its arrival
         self.tail_bytes = 0
         self._next_bar, self._bar = 0.0, b""
+        self._last = b"\n"  # byte of the log
 
     def add(self, data: bytes) -> None:
         now = time.time()
@@ -63,6 +64,7 @@ class _Stream:
             while done < len(data):
                 done += os.write(self.log, data[done:])
         self.written += done
+        self._last = data[done - 1 : done] if done else self._last
         return done
 
     def lines(self) -> list[OutputLine]:
@@ -78,6 +80,8 @@ class _Stream:
         if self.left_out:
             last = b"".join(data for _, data in self.tail)[-_TAIL_BYTES:]
             self._write(b"\n[%d bytes left out]\n" % max(self.left_out - len(last), 0) + last)
+        if self._last != b"\n":  # rank 0 shares the log with what follows
+            self._write(b"\n")
         os.close(self.log)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from end_to_end.bench import Bench
 
+from slurmllm.supervise.attempts import process_identity
 from slurmllm.supervise.worker_output import WorkerOutput, _Stream
 
 TRAINERS = Path(__file__).resolve().parent.parent / "trainers"
@@ -181,4 +182,11 @@ def test_a_progress_bar_is_in_the_log_now_and_then(tmp_path: Path) -> None:
         stream.add(b"\r%3d%%|#" % percent)
     stream.add(b"\nthe end\n\r 1%")
     stream.close()
-    assert log.read_bytes() == b"\r  0%|#\r 99%|#\nthe end\n\r 1%"
+    assert log.read_bytes() == b"\r  0%|#\r 99%|#\nthe end\n\r 1%\n"
+
+
+def test_what_a_killed_launcher_has_started_is_ended(bench: Bench) -> None:
+    text = "if [ $RANK = 1 ]; then sleep 2; exit 3; fi; sleep 600 & echo $! > {run}/child; wait"
+    settings = ("--nodes=2", "--local", "--name=r", *QUICKLY, "slurm.restart=none")
+    bench.call("submit", *settings, "--", text, code=70)
+    assert process_identity(int((bench.runs / "r/child").read_text())) is None
