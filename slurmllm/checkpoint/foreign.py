@@ -3,7 +3,7 @@
 They are looked at from outside: nothing of them is read, changed or moved. With `completion_file`
 a checkpoint is complete once it holds that file; a file of `torch.save` with its table of contents,
 which comes last; another one if it had not changed for QUIET_S when its attempt ended, or its
-attempt ended by itself.
+trainer finished, or left after the signal to save: else it may have been killed while it saved.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from slurmllm.config.command import CommandConfig
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import ConfigError, RunError, StorageError
-from slurmllm.metrics.row_reader import read_rows
+from slurmllm.metrics.row_reader import last_rows, read_rows
 from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.run.safe_files import open_regular
 
 QUIET_S = 10.0
+_FEW_ROWS = 1000
 _MOST_FILES = 10_000  # of a checkpoint that are looked at
 _STEP = "{step}"
-_BY_ITSELF = ("done", "advance_signal", "code_error", "bad_configuration", "divergence")
 
 
 class TrainerCheckpoint(NamedTuple):
@@ -45,38 +45,48 @@ class TrainerCheckpoint(NamedTuple):
 
 
 def list_trainer_checkpoints(
-    run: RunDir, command: CommandConfig, *, newest_only: bool = False
+    run: RunDir,
+    command: CommandConfig,
+    *,
+    newest_only: bool = False,
+    closing: AttemptRecord | None = None,
 ) -> list[TrainerCheckpoint]:
-    """Return the checkpoints of a run, in the order of their steps; with all or the last one.
+    """Return the checkpoints of a run, in the order of their steps; all or those of the last one.
+
+    `closing`: an attempt's record, with its end, in place of the one that is written.
 
     A pattern without {step} is a file that is written again and again: its step is the last one
     that was read before it changed.
     """
     if command.checkpoints is None:
         return []
-    attempts = _attempts(run)
+    attempts = [] if command.completion_file else _attempts(run, closing)
     checkpoints = []
     matching = sorted(_matching(run, command), key=lambda entry: entry[1] or 0)
-    for path, step in matching[-1:] if newest_only else matching:
-        changed_at = _changed_at(path)
+    if newest_only:
+        matching = [entry for entry in matching if entry[1] == matching[-1][1]]
+    for path, step in matching:
+        completed_at = _completed_at(path, command)
+        by_mark = completed_at is not None and step is not None
+        changed_at = completed_at if by_mark else _changed_at(path)
         if changed_at is None:  # removed meanwhile
             continue
         if step is None and (step := _step_at(run, changed_at)) is None:
             continue
-        complete = _is_complete(path, changed_at, command.completion_file, attempts)
+        complete = completed_at is not None or _is_complete(path, changed_at, command, attempts)
         checkpoints.append(TrainerCheckpoint(step, path, complete, changed_at))
-    return sorted(checkpoints)
+    return sorted(checkpoints, key=lambda entry: (entry.step, entry.changed_at))
 
 
 def newest_complete(checkpoints: Sequence[TrainerCheckpoint]) -> TrainerCheckpoint | None:
     return next((checkpoint for checkpoint in reversed(checkpoints) if checkpoint.complete), None)
 
 
-def saved_steps(run: RunDir, config: RunConfig) -> list[int]:
+def saved_steps(run: RunDir, config: RunConfig, closing: AttemptRecord | None = None) -> list[int]:
     """Return the steps of a run's checkpoints, of its own trainer or of another project's."""
     if config.recipe.command is None:
         return run.checkpoint_steps()
-    checkpoints = list_trainer_checkpoints(run, config.recipe.command)
+    checkpoints = list_trainer_checkpoints(run, config.recipe.command, closing=closing)
     return [checkpoint.step for checkpoint in checkpoints if checkpoint.complete]
 
 
@@ -99,13 +109,14 @@ def require_own_trainer(run: RunDir) -> None:
 def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
     """Remove all complete checkpoints but the `keep` newest; returns those removed.
 
-    What has no step in its name is one file, which is never removed.
+    What has no step in its name is one file, which is never removed. Without a completion file the
+    newest one may still be written, slowly, and one more stays.
     """
     if command.checkpoints is None or _STEP not in command.checkpoints:
         return []
     complete = [entry for entry in list_trainer_checkpoints(run, command) if entry.complete]
     removed = []
-    for entry in complete[:-keep]:
+    for entry in complete[: -keep - (command.completion_file is None)]:
         with suppress(OSError):
             if entry.path.is_dir() and not entry.path.is_symlink():
                 shutil.rmtree(entry.path)
@@ -115,12 +126,13 @@ def remove_old(run: RunDir, command: CommandConfig, keep: int) -> list[Path]:
     return removed
 
 
-def _attempts(run: RunDir) -> list[AttemptRecord]:
+def _attempts(run: RunDir, closing: AttemptRecord | None) -> list[AttemptRecord]:
     records = []
     for attempt in run.attempts("train"):
         with suppress(StorageError):
             if (record := AttemptRecord.find(attempt.record)) is not None:
-                records.append(record)
+                same = closing is not None and closing.attempt == record.attempt
+                records.append(closing if closing is not None and same else record)
     return records
 
 
@@ -137,6 +149,16 @@ def _matching(run: RunDir, command: CommandConfig) -> Iterator[tuple[Path, int |
     for name in glob.glob(pattern, root_dir=base):  # noqa: PTH207 - the pattern may be absolute
         if match := re.fullmatch(expression, name):
             yield base / name, int(match["step"]) if _STEP in command.checkpoints else None
+
+
+def _completed_at(path: Path, command: CommandConfig) -> float | None:
+    """Return when the completion file was written; it saves a look at all other files."""
+    if command.completion_file is None:
+        return None
+    with suppress(OSError):
+        times = (file.stat().st_mtime for file in path.glob(command.completion_file))
+        return max(times, default=None)
+    return None
 
 
 def _changed_at(path: Path) -> float | None:
@@ -160,16 +182,17 @@ def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _is_complete(
-    path: Path, changed_at: float, completion_file: str | None, attempts: Iterable[AttemptRecord]
+    path: Path, changed_at: float, command: CommandConfig, attempts: Iterable[AttemptRecord]
 ) -> bool:
-    if completion_file is not None:
-        return next(path.glob(completion_file), None) is not None
+    if command.completion_file is not None:
+        return False
     if _begins_as_archive(path):
         return zipfile.is_zipfile(path)
     writer = next((a for a in reversed([*attempts]) if a.started_at <= changed_at), None)
     if writer is None or writer.ended_at is None:
         return time.time() - changed_at >= QUIET_S
-    return writer.ended_at - changed_at >= QUIET_S or writer.ending in _BY_ITSELF
+    left = writer.ending == "advance_signal" and command.stop_signal is not None
+    return writer.ending == "done" or left or writer.ended_at - changed_at >= QUIET_S
 
 
 def _begins_as_archive(path: Path) -> bool:
@@ -181,10 +204,19 @@ def _begins_as_archive(path: Path) -> bool:
 
 def _step_at(run: RunDir, time_s: float) -> int | None:
     """Return the last step that was read before a time."""
-    step: int | None = None
-    for path in run.metrics_files():
+    for path in reversed(run.metrics_files()):
+        count, read = _FEW_ROWS, 0
+        step: int | None = None
         with suppress(RunError, OSError):
+            # From the end, where it mostly is: this is asked every few seconds.
+            while len(rows := last_rows(path, count)) > read:
+                for row in reversed(rows):
+                    if row.get("time", time_s + 1) <= time_s:
+                        return int(row["step"])
+                count, read = 8 * count, len(rows)
             for _, row in read_rows(path):
                 if row.get("time", time_s + 1) <= time_s:
                     step = int(row["step"])
-    return step
+        if step is not None:
+            return step
+    return None

@@ -291,6 +291,7 @@ class AttemptRecord(Record):
     first_step: int | None = None  # first step that this attempt made
     last_step: int | None = None
     checkpoint_before: int | None = None  # newest step at the start
+    checkpoint_path: str | None = None  # of a trainer of another project: that of this step
     checkpoint_after: int | None = None  # newest step at the end
     steps_gained: int | None = None  # steps that its checkpoints hold
     steps_lost: int | None = None  # steps to be recomputed

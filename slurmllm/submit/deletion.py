@@ -75,12 +75,12 @@ def plan_deletion(
         left = [run for run in cases if only_checkpoints(run)]
         runs = [*runs_of(target), *left, *target.graph_runs()]
     _require_ended(runs, client)
-    counts, places = zip(*map(_saved, runs), strict=True)
-    folders = [folder for run_folders in places for folder in run_folders]
+    saved = [_saved(run) for run in runs]
+    folders = [folder for _, places in saved for folder in places]
     keeps = bool(folders) and not with_checkpoints
     paths = [*_all_but(folders, path)] if keeps else [path]
     sizes = _freed_bytes(paths), _freed_bytes(folders)
-    return Deletion(target, paths, sizes[0], sum(counts), sizes[1], keeps)
+    return Deletion(target, paths, sizes[0], sum(count for count, _ in saved), sizes[1], keeps)
 
 
 def _saved(run: RunDir) -> tuple[int, Sequence[Path]]:

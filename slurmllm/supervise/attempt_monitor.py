@@ -7,8 +7,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
+
+import psutil
 
 from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import RunConfig
@@ -124,7 +127,14 @@ class AttemptMonitor:
     def _send(self, number: signal.Signals) -> None:
         for launcher in self._launchers:
             if launcher.poll() is None:
+                below = []
+                if number == signal.SIGKILL:  # it can no longer end what its workers started
+                    with suppress(psutil.Error):
+                        below = psutil.Process(launcher.pid).children(recursive=True)
                 launcher.send_signal(number)
+                for process in below:
+                    with suppress(psutil.Error):
+                        process.kill()
 
     def _check_failures(self, now: float) -> None:
         """After the first failure, give the other launchers a grace period."""

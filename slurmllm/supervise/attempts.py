@@ -20,7 +20,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from slurmllm.checkpoint.foreign import list_trainer_checkpoints, saved_steps
+from slurmllm.checkpoint.foreign import (
+    list_trainer_checkpoints,
+    newest_complete,
+    saved_steps,
+)
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.rendezvous import free_ports
@@ -176,7 +180,11 @@ def open_attempt(
     run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
 ) -> AttemptRecord:
     """Begin the next attempt and write its record; raises StorageError if that is impossible."""
-    steps = saved_steps(run, config)
+    steps, newest = list[int](), None
+    if (command := config.recipe.command) is None:
+        steps = saved_steps(run, config)
+    elif newest := newest_complete(list_trainer_checkpoints(run, command)):
+        steps = [newest.step]
     while True:
         number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1
         folder = run.attempt(stage, number).path
@@ -206,6 +214,8 @@ def open_attempt(
         control_port=control_port,
         started_at=time.time(),
         checkpoint_before=max(steps, default=None),
+        # Once, for all nodes: a shared file system may show them different ones.
+        checkpoint_path=None if newest is None else str(newest.path),
     )
     record.save(run.attempt(stage, record.attempt).record)
     return record
@@ -236,6 +246,7 @@ def close_attempt(
     be read or written.
     """
     config, end, times = load(run.config), ended_at or time.time(), Timeline()
+    record = record.model_copy(update={"ended_at": end, "ending": ending.ending})
     if record.stage == "train":
         times = timeline(run, record, end, first_symptom_at, config)
     earlier = load_attempts(run, record.stage)
@@ -243,14 +254,14 @@ def close_attempt(
     nodes = node_records(run, record).values()
     closed = record.model_copy(
         update={
-            "ended_at": end,
-            "ending": ending.ending,
             "evidence": ending.evidence,
             "blamed_nodes": ending.blamed_nodes,
             "launch_failure": ending.launch,
             "first_step": times.first_step,
             "last_step": times.last_step,
-            "checkpoint_after": max(saved_steps(run, config), default=record.checkpoint_before),
+            "checkpoint_after": max(
+                saved_steps(run, config, record), default=record.checkpoint_before
+            ),
             "steps_gained": times.steps_gained,
             "steps_lost": times.steps_lost,
             "phases_s": {name: round(seconds, 3) for name, seconds in phases.items()},
@@ -379,7 +390,7 @@ def saved_by(
             return [] if last is None else [int(last["step"])]
     if command is not None:
         end = ended_at or record.ended_at or time.time()
-        entries = list_trainer_checkpoints(run, command)
+        entries = list_trainer_checkpoints(run, command, closing=record)
         inside = (e for e in entries if e.complete and record.started_at <= e.changed_at <= end)
         return [entry.step for entry in inside]
     steps = []

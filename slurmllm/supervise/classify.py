@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slurmllm.errors import EXIT_OK, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, StorageError
+from slurmllm.errors import EXIT_OK, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, ConfigError, StorageError
 from slurmllm.run.error_patterns import ENDINGS, cause_line, matches, meaning_of
 from slurmllm.run.records import EndingClass, FailureRecord, HangRecord, LaunchFailure, NodeRecord
 
@@ -292,8 +292,12 @@ def _by_exit_code(evidence: Evidence) -> Ending | None:
 
 
 def _launcher_error(evidence: Evidence) -> Ending | None:
+    errors = [evidence.nodes[n].error_code for n in evidence.expected_nodes if n in evidence.nodes]
+    by_user = len(errors) == len(evidence.expected_nodes) and {*errors} == {ConfigError.exit_code}
     for name, node in evidence.nodes.items():
         if node.error is not None:
+            if by_user:  # what no node accepts is no node's fault
+                return Ending("bad_configuration", (f"{name}: {node.error}",))
             # Not a node's own disk: that is a NodeError.
             shared = node.error_code == StorageError.exit_code
             if shared and matches(node.error, "storage", "storage_lasting"):

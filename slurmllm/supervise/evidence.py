@@ -104,7 +104,8 @@ def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> d
     last = None
     with suppress(OSError):
         last = last_row_of(run.metrics(record.attempt))
-    newest = newest_complete(list_trainer_checkpoints(run, command))
+    closing = record.model_copy(update={"ended_at": time.time(), "ending": "advance_signal"})
+    newest = newest_complete(list_trainer_checkpoints(run, command, closing=closing))
     where = "no complete checkpoint is known" if newest is None else f"checkpoint {newest.step}"
     ended = "left" if command.stop_signal else "ended, as command.save_signal is none"
     fields = {"leaving": f"{ended}; {where}"}

@@ -183,8 +183,9 @@ class TrainerProgress:
                 values["step_time_s"] = (values["time"] - begun) / (step - before)
         row: dict[str, Any] = {"step": step, "attempt": self._attempt}
         for name, value in values.items():
-            row[name] = value if math.isfinite(value) else None  # JSON has no NaN
-            if name in ("tokens", "samples") and value == int(value):
+            finite = math.isfinite(value)
+            row[name] = value if finite else None  # JSON has no NaN
+            if name in ("tokens", "samples") and finite and value == int(value):
                 row[name] = int(value)
         self._unwritten += json.dumps(row, separators=(",", ":")).encode() + b"\n"
         self._last, self.step = (step, values), step

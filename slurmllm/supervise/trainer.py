@@ -25,9 +25,10 @@ from slurmllm.checkpoint.foreign import (
     remove_old,
 )
 from slurmllm.config.command import fill
+from slurmllm.config.operation import leaving_s
 from slurmllm.control.rendezvous import die_with_parent
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, StorageError
-from slurmllm.metrics.following import printing_rank
+from slurmllm.metrics.following import is_path, printing_rank
 from slurmllm.plan.mesh import Mesh
 from slurmllm.run.rundir import RunDir, Stage
 from slurmllm.run.safe_files import os_error_text, write_whole
@@ -42,16 +43,18 @@ from slurmllm.supervise.trainer_command import (
     peer_variables,
     slurm_variables,
 )
-from slurmllm.supervise.trainer_stacks import stacks_of
+from slurmllm.supervise.trainer_stacks import abort, catches, stacks_of
 from slurmllm.supervise.watchdog import Heartbeats
 from slurmllm.supervise.worker_output import WorkerOutput
-from slurmllm.supervise.workers import WORKER_SIGNAL
+from slurmllm.supervise.workers import STACKS_S, WORKER_SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_CHECKPOINTS_S = 5.0  # interval between looks at the newest checkpoint
+# Interval between looks at the newest checkpoint, and their share of the time
+_CHECKPOINTS_S, _CHECKPOINTS_SHARE = 5.0, 0.05
 _MISSING_S = 60.0  # after which it is said that no steps are known
 # Variables by which torchrun, Open MPI and MPICH number the processes that they start
 _RANKS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+_ABORT_S = 0.5  # for faulthandler to print stacks
 _REAPED_S = 2.0  # for killed processes to be gone
 _OUTPUT_S = 1.0  # interval at which output counts as a sign of life before the first step
 
@@ -65,13 +68,15 @@ class TrainerLauncher(Launcher):
         super().__init__(run, stage, attempt)
         assert self.config.recipe.command is not None
         self.command = self.config.recipe.command
-        self.values = command_values(run, self.config, attempt, len(self.record.nodes))
+        nodes = len(self.record.nodes)
+        self.values = command_values(run, self.config, attempt, nodes, self.record)
         self.text = command_line(self.command, self.values)
         self._printing = printing_rank(self.command.progress, self.record.world_size)
         self.output = WorkerOutput(self._printing)
         self._codes: dict[int, int] = {}  # rank → exit code
         self._recorded: set[int] = set()  # ranks whose failures are recorded
-        self._asked = False  # whether the workers were asked to stop
+        self._asked, self._asked_at = False, 0.0  # whether the workers were asked to stop
+        self._hangs = False  # whether the supervisor has found a hang
         self.observer: TrainerObserver | None = None
         # Processes that outlive their worker become children of this one, which ends them.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -97,7 +102,7 @@ class TrainerLauncher(Launcher):
         output = self.output.open(rank, os.dup(1) if rank == 0 else self.logs.open(rank))
         try:
             return subprocess.Popen(
-                ["bash", "-c", self.text],
+                ["bash", "-o", "pipefail", "-c", self.text],  # `python … | tee log` fails too
                 env=environment,
                 cwd=self.command.folder,
                 stdin=subprocess.DEVNULL,
@@ -119,17 +124,21 @@ class TrainerLauncher(Launcher):
         return super().wait()
 
     def ask_to_stop(self) -> None:
-        """Send the trainer's signal once; without one, end it."""
+        """Send the trainer's signal once; without one, or if it does not leave, end it."""
+        now = time.monotonic()
         if self._asked:
+            late = now - self._asked_at > leaving_s(self.config.recipe.slurm.signal_lead_s)
+            if self.local and late:  # in a job the supervisor ends it
+                self.kill([*self.pids()])
             return
         self.exit_codes()  # those that ended before
-        self._asked = True
+        self._asked, self._asked_at = True, now
         number = self.command.stop_signal
         if number is None:
             self.kill([*self.pids()])
             return
         for pid in self.pids().values():
-            for process in _receivers(pid):
+            for process in _receivers(pid, number):
                 with suppress(psutil.Error):
                     process.send_signal(number)
 
@@ -143,7 +152,10 @@ class TrainerLauncher(Launcher):
         for rank, worker in self.processes.items():
             code = worker.poll()
             if code is not None and rank not in self._codes:
-                self._codes[rank] = EXIT_REQUEUE if self._asked else exit_code_of(code)
+                code = exit_code_of(code)
+                # Slurm's SIGTERM reaches it at the same time as this process.
+                left = self._asked or (self.stop_requested and code == -signal.SIGTERM)
+                self._codes[rank] = EXIT_REQUEUE if left else code
         return dict(self._codes)
 
     def record_failures(self) -> None:
@@ -163,11 +175,18 @@ class TrainerLauncher(Launcher):
                     failure.save(self.attempt.failure(rank))
 
     def dump_stacks(self, heartbeats: Heartbeats) -> None:
+        until = time.monotonic() + STACKS_S
         for rank, pid in self.pids().items():
             with suppress(OSError):
-                write_whole(self.attempt.stacks(rank), stacks_of(pid).encode(), durable=False)
+                text = stacks_of(pid, until)
+                write_whole(self.attempt.stacks(rank), text.encode(), durable=False)
+        self._hangs = True
 
     def kill(self, ranks: Sequence[int]) -> None:
+        if self._hangs:  # by now all nodes have looked: who loses a peer no longer hangs
+            for rank in ranks:
+                abort(self.processes[rank].pid)
+            time.sleep(_ABORT_S)
         for rank in ranks:
             with suppress(OSError):
                 os.killpg(self.processes[rank].pid, signal.SIGKILL)
@@ -190,11 +209,14 @@ class TrainerObserver:
         run, number = launcher.run, launcher.attempt.number
         self._run = run
         progress = self._command.progress and fill(self._command.progress, launcher.values)
+        if progress and "(?P<" not in progress and is_path(progress):
+            progress = str(Path(self._command.folder or ".", progress))
         devices = len(launcher.record.nodes) * launcher.config.cluster.devices_per_node
         self.progress = TrainerProgress(run, number, progress, devices=devices)
         self._phases = PhaseWriter(phases)
         self._events = EventLog(run.events(number), number)
         self._step: int | None = None
+        self._failed = False  # whether reading progress has
         self._printed, self._next_output, self._next_look = 0, 0.0, 0.0
         self._newest = _newest(launcher)
         keep = launcher.config.is_set("checkpoint.keep")
@@ -203,9 +225,14 @@ class TrainerObserver:
 
     def observe(self) -> None:
         now, output = time.monotonic(), self._launcher.output
-        if data := output.take():
+        data = output.take()
+        try:
             self.progress.feed(data)
-        self.progress.update()
+            self.progress.update()
+        except Exception:  # of a reader: no reason to end a trainer that trains
+            if not self._failed:
+                log.exception("progress cannot be read")
+            self._failed = True
         step = self.progress.step
         if step is None and output.printed != self._printed and now >= self._next_output:
             # Until there are steps, any output is a sign of life.
@@ -218,8 +245,10 @@ class TrainerObserver:
             self._judged_at = now + _MISSING_S
             self._save_missing()
         if now >= self._next_look:
-            self._next_look = now + _CHECKPOINTS_S
             self._look_at_checkpoints()
+            # Of many files on a slow file system rarely.
+            took_s = time.monotonic() - now
+            self._next_look = now + max(_CHECKPOINTS_S, took_s / _CHECKPOINTS_SHARE)
 
     def _save_missing(self) -> None:
         """Record for `status` why no steps are known."""
@@ -244,8 +273,11 @@ class TrainerObserver:
                 log.info("removed %s: checkpoint.keep is %s", path, self._keep)
 
     def close(self, finished: bool) -> None:
-        self.progress.feed(self._launcher.output.take())
-        self.progress.close()
+        try:
+            self.progress.feed(self._launcher.output.take())
+            self.progress.close()
+        except Exception:
+            log.exception("progress cannot be read")
         self._look_at_checkpoints()
         if finished or self._missing:
             self._save_missing()
@@ -270,15 +302,18 @@ def _prepare_child(stop_signal: signal.Signals | None) -> None:
         signal.signal(WORKER_SIGNAL, signal.SIG_IGN)
 
 
-def _receivers(pid: int) -> list[psutil.Process]:
+def _receivers(pid: int, number: int) -> list[psutil.Process]:
     """Return the processes for a signal: a worker, or those that a shell or torchrun started.
 
-    torchrun itself ends at SIGUSR1, and gives its workers half a minute at SIGTERM.
+    torchrun itself ends at SIGUSR1, and gives its workers half a minute at SIGTERM. Of a pipeline
+    only what handles the signal gets it: without `tee` the trainer could not print any more.
     """
     try:
         worker = psutil.Process(pid)
         children = worker.children()
         processes = children if worker.name() in ("bash", "sh") and children else [worker]
+        if len(processes) > 1:
+            processes = [p for p in processes if catches(p.pid, number)] or processes
         return [started for process in processes for started in _workers_of(process)] or processes
     except psutil.Error:
         return []

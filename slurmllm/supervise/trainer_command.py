@@ -10,11 +10,15 @@ from typing import NamedTuple
 from slurmllm.checkpoint.foreign import list_trainer_checkpoints, newest_complete
 from slurmllm.config.command import CommandConfig, fill
 from slurmllm.config.resolve import RunConfig
+from slurmllm.errors import EXIT_OUT_OF_MEMORY, EXIT_REQUEUE
 from slurmllm.run.error_patterns import cause_line, meaning_of
 from slurmllm.run.records import AttemptRecord, FailureRecord
 from slurmllm.run.rundir import RunDir
+from slurmllm.supervise.classify import CRASHES
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # of bash
+_OF_OUR_WORKERS = {4, 71, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE}  # errors.py
+_FOREIGN = 256
 _RECENT_S = 120.0  # before the end: an exception that was logged earlier did not end the trainer
 _BASH = re.compile(r"^bash: line \d+: ")
 _MESSAGE = 400  # characters
@@ -35,16 +39,20 @@ class OutputLine(NamedTuple):
     text: str
 
 
-def command_values(run: RunDir, config: RunConfig, attempt: int, nodes: int) -> dict[str, object]:
-    """Return what is filled into a command's texts in an attempt."""
+def command_values(
+    run: RunDir, config: RunConfig, attempt: int, nodes: int, record: AttemptRecord | None = None
+) -> dict[str, object]:
+    """Return what is filled into a command's texts in an attempt; of one to come without record."""
     command = config.recipe.command
     assert command is not None
-    newest = newest_complete(list_trainer_checkpoints(run, command))
+    step, path = (record.checkpoint_before, record.checkpoint_path) if record else (None, None)
+    if record is None and (newest := newest_complete(list_trainer_checkpoints(run, command))):
+        step, path = newest.step, str(newest.path)
     return {
         "run": run.path,
         "attempt": attempt,
-        "step": newest.step if newest else 0,
-        "checkpoint": newest.path if newest else "",
+        "step": step or 0,
+        "checkpoint": path or "",
         "nodes": nodes,
         "devices": config.cluster.devices_per_node,
     }
@@ -111,8 +119,13 @@ def slurm_variables(record: AttemptRecord, rank: int, local_rank: int) -> dict[s
 
 
 def exit_code_of(code: int) -> int:
-    """Return a shell's 128 + N as the end by signal N that it reports."""
+    """Return a shell's 128 + N as the end by signal N that it reports.
+
+    What has a meaning as the exit code of our own workers gets 256 more: it has none here.
+    """
     numbers = {number.value for number in signal.Signals}
+    if code in _OF_OUR_WORKERS:
+        return code + _FOREIGN
     return 128 - code if code > 128 and code - 128 in numbers else code
 
 
@@ -147,12 +160,14 @@ def failure_of(
         text, meaning = cause
         line = next(line for line in recent if line.text == text)
         blame = "infrastructure" if meaning == "node" else "code"
-        return record(line, f"exit code {code}", text.strip(), blame=blame)
+        return record(line, f"exit code {code % _FOREIGN}", text.strip(), blame=blame)
     for line in recent:
         if match := _KILLED.search(line.text):
-            text = f"a process of the trainer was killed by signal {match[1] or match[2]}"
-            return record(line, "killed", text, blame="infrastructure")
-    return record(last, f"exit code {code}", f"its last line: {last.text.strip()}")
+            number = int(match[1] or match[2])
+            text = f"a process of the trainer was killed by signal {number}"
+            blame = "code" if number in CRASHES else "infrastructure"
+            return record(line, "killed", text, blame=blame)
+    return record(last, f"exit code {code % _FOREIGN}", f"its last line: {last.text.strip()}")
 
 
 def _exceptions(lines: Iterable[OutputLine]) -> Iterable[tuple[OutputLine, str, str]]:

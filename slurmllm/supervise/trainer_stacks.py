@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from slurmllm.supervise.watchdog import inspect_process
 _MOST_PROCESSES = 16  # of a worker
 
 
-def stacks_of(pid: int) -> str:
+def stacks_of(pid: int, until: float) -> str:
     """Return what can be seen of a worker and the processes below it, a stopped one first.
 
-    A process that has faulthandler gets SIGABRT, and prints its stack into its log before it ends.
+    After `until`, by time.monotonic(), without py-spy: the supervisor waits for the node.
     """
     processes = list[psutil.Process]()
     with suppress(psutil.Error):
@@ -27,19 +28,24 @@ def stacks_of(pid: int) -> str:
         with suppress(psutil.Error):
             head = f"process {process.pid}, {process.name()}: " if len(processes) > 1 else ""
             stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-            texts[stopped].append(head + inspect_process(process.pid))
-    for process in processes:
-        if _handles_abort(process.pid):
-            with suppress(psutil.Error):
-                process.send_signal(signal.SIGABRT)
+            texts[stopped].append(head + inspect_process(process.pid, time.monotonic() < until))
     # The others wait for what does not run.
     return ("no answer; " if texts[True] else "") + "\n".join(texts[True] + texts[False])
 
 
-def _handles_abort(pid: int) -> bool:
-    """Whether a process has a handler of SIGABRT, as faulthandler installs one."""
+def abort(pid: int) -> None:
+    """Have a worker and those below it that have faulthandler print their stacks, and end."""
+    with suppress(psutil.Error):
+        worker = psutil.Process(pid)
+        for process in [worker, *worker.children(recursive=True)][:_MOST_PROCESSES]:
+            if catches(process.pid, signal.SIGABRT):
+                process.send_signal(signal.SIGABRT)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signal.SIGABRT - 1) & 1)
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

@@ -398,13 +398,13 @@ class Heartbeats:
         return self.folder / f"{name}"
 
 
-def inspect_process(pid: int) -> str:
+def inspect_process(pid: int, by_spy: bool = True) -> str:
     """Return what /proc and py-spy show of a process: its state, where it waits, its stack."""
     states = [line for line in _read_proc(pid, "status").splitlines() if "State" in line]
     # "State:	T (stopped)" → "T (stopped)"
     state = states[0].partition(":")[2].strip() if states else "?"
     head = f"state {state}, waits in {_read_proc(pid, 'wchan')}\n"
-    spy = shutil.which("py-spy")
+    spy = shutil.which("py-spy") if by_spy else None
     if spy is None:
         return head
     command = [spy, "dump", "--nonblocking", "--pid", str(pid)]

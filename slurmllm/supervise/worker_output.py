@@ -24,7 +24,7 @@ _TAIL_BYTES = 64 << 10
 _MOST_PENDING = 16 << 20  # of the rank that shows progress, until the launcher looks at it
 _BAR_S = 5.0  # between two texts of a progress bar in the log
 _POLL_S = 0.2
-_OVERWRITTEN = re.compile(rb"[^\r\n]*\r(?!\n)")
+_OVERWRITTEN = re.compile(rb"(?:[^\r\n]*\r(?!\n))+")
 
 
 class _Stream:
@@ -35,7 +35,8 @@ class _Stream:
         self.written = self.left_out = 0
         self.tail: deque[tuple[float, bytes]] = deque()  # with the Unix time of its arrival
         self.tail_bytes = 0
-        self._next_bar = 0.0
+        self._next_bar, self._bar = 0.0, b""
+        self._last = b"\n"  # byte of the log
 
     def add(self, data: bytes) -> None:
         now = time.time()
@@ -43,11 +44,17 @@ class _Stream:
         self.tail_bytes += len(self.tail[-1][1])
         while self.tail_bytes - len(self.tail[0][1]) >= _TAIL_BYTES:
             self.tail_bytes -= len(self.tail.popleft()[1])
-        if b"\r" in data:
-            if now < self._next_bar:
-                data = _OVERWRITTEN.sub(b"", data)
-            else:
-                self._next_bar = now + _BAR_S
+        data, self._bar = self._bar + data, b""
+        if b"\r" in data and now >= self._next_bar:
+            self._next_bar = now + _BAR_S
+        elif b"\r" in data:
+            data = _OVERWRITTEN.sub(b"\r", data)
+            begin = data.rfind(b"\r")
+            if data.find(b"\n", begin) < 0 and len(data) - begin < _TAIL_BYTES:
+                data, self._bar = data[:begin], data[begin:]  # a bar's last text, so far
+        self._put(data)
+
+    def _put(self, data: bytes) -> None:
         room = max(MOST_BYTES - self.written, 0)
         self.left_out += len(data) - self._write(data[:room])
 
@@ -57,6 +64,7 @@ class _Stream:
             while done < len(data):
                 done += os.write(self.log, data[done:])
         self.written += done
+        self._last = data[done - 1 : done] if done else self._last
         return done
 
     def lines(self) -> list[OutputLine]:
@@ -68,9 +76,12 @@ class _Stream:
         return [*lines, OutputLine(self.tail[-1][0], rest)] if rest else lines
 
     def close(self) -> None:
+        self._put(self._bar)
         if self.left_out:
             last = b"".join(data for _, data in self.tail)[-_TAIL_BYTES:]
             self._write(b"\n[%d bytes left out]\n" % max(self.left_out - len(last), 0) + last)
+        if self._last != b"\n":  # rank 0 shares the log with what follows
+            self._write(b"\n")
         os.close(self.log)
 
 
@@ -83,6 +94,7 @@ class WorkerOutput:
         self._selector = selectors.DefaultSelector()
         self._pending: deque[bytes] = deque()
         self._pending_bytes = 0
+        self._lock = threading.Lock()  # of these two
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._read, name="output", daemon=True)
         self.printed = 0  # bytes of that rank
@@ -106,10 +118,10 @@ class WorkerOutput:
 
     def take(self) -> bytes:
         """Return what that rank has printed since the last call."""
-        parts = []
-        with suppress(IndexError):
-            while True:
-                parts.append(self._pending.popleft())
+        with self._lock:
+            parts = [*self._pending]
+            self._pending.clear()
+            self._pending_bytes = 0
         return b"".join(parts)
 
     def close(self) -> None:
@@ -143,7 +155,8 @@ class WorkerOutput:
         self._streams[rank].add(data)
         if rank == self._printing:
             self.printed += len(data)
-            self._pending.append(data)
-            while sum(map(len, list(self._pending)[:64])) > _MOST_PENDING:
-                with suppress(IndexError):
-                    self._pending.popleft()
+            with self._lock:
+                self._pending.append(data)
+                self._pending_bytes += len(data)
+                while self._pending_bytes > _MOST_PENDING:
+                    self._pending_bytes -= len(self._pending.popleft())

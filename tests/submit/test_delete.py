@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,14 @@ def test_sweeps(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
     assert done.exit_code == 0, done.output
     assert call("delete", "t", "--yes").exit_code == 0
     assert not Path("runs/t").exists()
+
+
+def test_a_sweep_that_has_made_no_run(fake: FakeSlurm, inputs: tuple[str, ...]) -> None:
+    submitted(fake, inputs, "--name", "s", "--sweep", "train.seed=1,2")
+    call("cancel", "s")
+    sweep = Path("runs/s")
+    for path in sweep.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    assert call("delete", "s", "--yes").exit_code == 0
+    assert not sweep.exists()

@@ -346,3 +346,12 @@ def test_nothing_is_lost_while_the_disk_is_full(
             follower.update()
     follower.update()
     assert [row["step"] for _, row in read_rows(run.metrics(0))] == [1, 2]
+
+
+def test_a_number_of_tokens_that_is_unknown(run: RunDir, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    follower = TrainerProgress(run, 0, str(log))
+    log.write_text('{"step":1,"loss":2.0,"tokens":NaN}\n{"step":2,"loss":1.5,"tokens":64}\n')
+    follower.close()
+    rows = [row for _, row in read_rows(run.metrics(0))]
+    assert [(row["step"], row["tokens"]) for row in rows] == [(1, None), (2, 64)]

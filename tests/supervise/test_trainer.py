@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from end_to_end.bench import Bench
 
-from slurmllm.supervise.worker_output import WorkerOutput
+from slurmllm.supervise.attempts import process_identity
+from slurmllm.supervise.worker_output import WorkerOutput, _Stream
 
 TRAINERS = Path(__file__).resolve().parent.parent / "trainers"
 STEPS = r"command.progress=step (?P<step>\d+) loss (?P<loss>\S+)"
@@ -172,3 +173,20 @@ def test_logs_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert b" bytes left out]\n" in text
     assert text.endswith(b"the end\n")
     assert len(text) < 1000 + (65 << 10)
+
+
+def test_a_progress_bar_is_in_the_log_now_and_then(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    stream = _Stream(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 0)
+    for percent in range(100):
+        stream.add(b"\r%3d%%|#" % percent)
+    stream.add(b"\nthe end\n\r 1%")
+    stream.close()
+    assert log.read_bytes() == b"\r  0%|#\r 99%|#\nthe end\n\r 1%\n"
+
+
+def test_what_a_killed_launcher_has_started_is_ended(bench: Bench) -> None:
+    text = "if [ $RANK = 1 ]; then sleep 2; exit 3; fi; sleep 600 & echo $! > {run}/child; wait"
+    settings = ("--nodes=2", "--local", "--name=r", *QUICKLY, "slurm.restart=none")
+    bench.call("submit", *settings, "--", text, code=70)
+    assert process_identity(int((bench.runs / "r/child").read_text())) is None

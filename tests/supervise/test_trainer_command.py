@@ -14,10 +14,12 @@ from slurmllm.cli.command_line import with_command
 from slurmllm.config.command import CommandConfig, fill, join_words, name_of_command
 from slurmllm.config.resolve import resolve
 from slurmllm.errors import ConfigError
+from slurmllm.run.records import AttemptRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise.trainer_command import (
     OutputLine,
     command_line,
+    command_values,
     exit_code_of,
     failure_of,
     peer_variables,
@@ -120,7 +122,9 @@ def test_variables_of_torchrun_and_of_slurm() -> None:
     assert slurm_variables(record.model_copy(update={"job_id": None}), 6, 2) == {}
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (137, -9), (143, -15), (255, 255)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, 0), (3, 3), (137, -9), (143, -15), (255, 255), (4, 260), (75, 331)]
+)
 def test_a_shell_s_code_of_a_signal(code: int, expected: int) -> None:
     assert exit_code_of(code) == expected
 
@@ -165,6 +169,14 @@ _TORCHRUN = [
             "infrastructure",
         ),
         (127, ["bash: line 1: nope: command not found"], "command not found", "nope", "user"),
+        (
+            1,
+            [line.replace("9", "11").replace("KILL", "SEGV") for line in _TORCHRUN],
+            "killed",
+            "a process of the trainer was killed by signal 11",
+            "code",
+        ),
+        (260, ["hello", ""], "exit code 4", "its last line: hello", "code"),
         (5, ["hello", ""], "exit code 5", "its last line: hello", "code"),
         (5, [], "exit code 5", "its last line: it printed nothing", "code"),
     ],
@@ -229,6 +241,8 @@ def test_checkpoints_with_a_completion_file(run: RunDir) -> None:
         (60, 58, "node_failure", False),  # killed meanwhile
         (60, 20, "node_failure", True),
         (60, 58, "done", True),
+        (60, 58, "advance_signal", False),  # killed too
+        (60, 58, "code_error", False),
     ],
 )
 def test_checkpoints_by_their_age(
@@ -239,6 +253,38 @@ def test_checkpoints_by_their_age(
     write(run.path / "step-5/data", age_s)
     command = CommandConfig(run="x", checkpoints="{run}/step-{step}")
     assert [entry.complete for entry in list_trainer_checkpoints(run, command)] == [complete]
+
+
+def test_a_checkpoint_at_the_end_counts_when_its_attempt_is_closed(run: RunDir) -> None:
+    attempt(run)
+    write(run.path / "step-5/data", 1)
+    command = CommandConfig(run="x", checkpoints="{run}/step-{step}", save_signal="USR1")
+    ending = {"ended_at": time.time(), "ending": "advance_signal"}
+    closing = AttemptRecord.load(run.attempt("train", 0).record).model_copy(update=ending)
+    assert not list_trainer_checkpoints(run, command)[0].complete
+    assert list_trainer_checkpoints(run, command, closing=closing)[0].complete
+
+
+def test_a_checkpoint_without_a_step_has_the_last_one_before_it(run: RunDir) -> None:
+    attempt(run)
+    begun = time.time() - 5000
+    rows = "".join(f'{{"step":{n},"time":{begun + n}}}\n' for n in range(1, 5000))
+    run.metrics(0).parent.mkdir()
+    run.metrics(0).write_text(rows)
+    command = CommandConfig(run="x", checkpoints="{run}/*.pt")
+    for age_s, step in ((4800.5, 199), (10.5, 4989)):
+        write(run.path / "c.pt", age_s)
+        assert [entry.step for entry in list_trainer_checkpoints(run, command)] == [step]
+
+
+def test_all_nodes_resume_from_the_checkpoint_of_the_record(run: RunDir) -> None:
+    write(run.path / "step-9/done", 0)  # that this node alone shows
+    command = CommandConfig(run="x", checkpoints="{run}/step-{step}", completion_file="done")
+    config = resolve(*PLAIN, ["command.run=x"]).with_settings("command", **dict(command))
+    record = attempt_record(checkpoint_before=5, checkpoint_path="/a/step-5")
+    values = command_values(run, config, 1, 2, record)
+    assert (values["step"], values["checkpoint"]) == (5, "/a/step-5")
+    assert command_values(run, config, 1, 2)["step"] == 9
 
 
 def test_old_checkpoints_go_and_incomplete_ones_stay(run: RunDir) -> None:

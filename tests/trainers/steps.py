@@ -79,6 +79,8 @@ def fault(name: str) -> None:
 
 state, step = 1.0, 0
 saved = [path for path in args.out.glob("step-*") if (path / "done").exists()]
+if args.fault != "none" and args.number == args.attempt == 0:
+    saved = []  # those of a rank that started earlier
 if saved:
     newest = max(saved, key=lambda path: int(path.name[5:]))
     content = json.loads((newest / "state.json").read_text())
