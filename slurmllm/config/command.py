@@ -10,7 +10,7 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,6 +25,7 @@ S = TypeVar("S", bound=BaseModel)
 PLACEHOLDERS = ("run", "attempt", "step", "checkpoint", "nodes", "devices")
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 _SPLIT = re.compile(rf"({_PLACEHOLDER.pattern.replace('(', '(?:')})")
+_FIRST_WORDS = 6  # of a command line, such as `KEY=1 uv run python -m torch.distributed.run`
 _LAUNCHERS = {
     *("torchrun", "accelerate", "deepspeed", "composer", "mpirun", "mpiexec", "colossalai"),
     *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
@@ -102,8 +103,8 @@ def _starts_others(text: str) -> bool:
         words = shlex.split(text)
     except ValueError:
         return False
-    words = [word for word in words if not re.match(r"[A-Za-z_]\w*=", word)]
-    return bool(_LAUNCHERS & {Path(word).name for word in (*words[:1], *words[2:3])})
+    program = takewhile(lambda word: not word.endswith((".py", ".sh")), words)
+    return bool(_LAUNCHERS & {Path(word).name for word in islice(program, _FIRST_WORDS)})
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -381,13 +381,16 @@ def saved_by(
 ) -> list[int]:
     """Return the steps of the existing checkpoints that an attempt wrote.
 
-    Of a trainer whose checkpoints are not watched, all steps that it trained count as saved.
+    Of a trainer whose checkpoints are not watched, all steps count as saved that come after those
+    of the attempts before it.
     """
     attempt, command = record.attempt, config.recipe.command if config else None
     if command is not None and command.checkpoints is None:
         with suppress(RunError, OSError):
+            earlier = (a.last_step or 0 for a in load_attempts(run, "train") if a.attempt < attempt)
             last = last_row_of(run.metrics(attempt))
-            return [] if last is None else [int(last["step"])]
+            new = last is not None and int(last["step"]) > max(earlier, default=0)
+            return [int(last["step"])] if last is not None and new else []
     if command is not None:
         end = ended_at or record.ended_at or time.time()
         entries = list_trainer_checkpoints(run, command, closing=record)

@@ -121,7 +121,7 @@ class TrainerProgress:
             return ""
         what = self._fault or self._names.problem
         if not what and isinstance(self._source, FollowedOutput):
-            kind = "of a known format" if self._progress is None else f"like {self._progress!r}"
+            kind = "of a known format" if self._progress is None else f"like '{self._progress}'"
             what = f"no line {kind} in {self._bytes:,} bytes of the output of rank 0"
         return (
             f"no steps: {what or f'no new rows in {self._progress}'}; give `progress` a format "

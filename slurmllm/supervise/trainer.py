@@ -26,7 +26,7 @@ from slurmllm.checkpoint.foreign import (
 )
 from slurmllm.config.command import fill
 from slurmllm.config.operation import leaving_s
-from slurmllm.control.rendezvous import die_with_parent
+from slurmllm.control.rendezvous import SECRET, die_with_parent
 from slurmllm.errors import EXIT_OK, EXIT_REQUEUE, ConfigError, StorageError
 from slurmllm.metrics.following import is_path, printing_rank
 from slurmllm.plan.mesh import Mesh
@@ -56,7 +56,7 @@ _MISSING_S = 60.0  # after which it is said that no steps are known
 _RANKS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 _ABORT_S = 0.5  # for faulthandler to print stacks
 _REAPED_S = 2.0  # for killed processes to be gone
-_OUTPUT_S = 1.0  # interval at which output counts as a sign of life before the first step
+_OUTPUT_S = 5.0  # interval at which output counts as a sign of life before the first step
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class TrainerLauncher(Launcher):
         try:
             return subprocess.Popen(
                 ["bash", "-o", "pipefail", "-c", self.text],  # `python … | tee log` fails too
-                env=environment,
+                env={name: value for name, value in environment.items() if name != SECRET},
                 cwd=self.command.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -216,6 +216,8 @@ class TrainerObserver:
         self._phases = PhaseWriter(phases)
         self._events = EventLog(run.events(number), number)
         self._step: int | None = None
+        earlier = any(path != run.metrics(number) for path in run.metrics_files())
+        self._expects_steps = self._command.progress is not None or earlier
         self._failed = False  # whether reading progress has
         self._printed, self._next_output, self._next_look = 0, 0.0, 0.0
         self._newest = _newest(launcher)
@@ -234,8 +236,10 @@ class TrainerObserver:
                 log.exception("progress cannot be read")
             self._failed = True
         step = self.progress.step
-        if step is None and output.printed != self._printed and now >= self._next_output:
-            # Until there are steps, any output is a sign of life.
+        # Until there are steps, any output is a sign of life; where none need ever come, no
+        # silence is a hang.
+        sign = output.printed != self._printed or not self._expects_steps
+        if step is None and sign and now >= self._next_output:
             self._printed, self._next_output = output.printed, now + _OUTPUT_S
             self._phases.begin("first_step", 0)
         if step is not None and step != self._step:

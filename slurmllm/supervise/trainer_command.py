@@ -20,6 +20,8 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # of bash
 _OF_OUR_WORKERS = {4, 71, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE}  # errors.py
 _FOREIGN = 256
 _RECENT_S = 120.0  # before the end: an exception that was logged earlier did not end the trainer
+# Of Python and of argparse, without a traceback
+_REFUSAL = re.compile(r"\bNo module named\b|: can't open file |^\S{1,80}: error: ")
 _BASH = re.compile(r"^bash: line \d+: ")
 _MESSAGE = 400  # characters
 # `[rank3]:`, `[default0]:`, `3: ` of torch, torchrun and srun before a line
@@ -143,7 +145,7 @@ def failure_of(
             }
         )
 
-    last = next((line for line in reversed(lines) if line.text.strip()), None)
+    last = next((line for line in reversed(lines) if re.search(r"\w", line.text)), None)
     last = last or OutputLine(ended_at, "it printed nothing")
     if code in (_NOT_FOUND, _NOT_EXECUTABLE):
         name = "command not found" if code == _NOT_FOUND else "not executable"
@@ -167,6 +169,9 @@ def failure_of(
             text = f"a process of the trainer was killed by signal {number}"
             blame = "code" if number in CRASHES else "infrastructure"
             return record(line, "killed", text, blame=blame)
+    for line in recent:
+        if _REFUSAL.search(line.text):
+            return record(line, f"exit code {code % _FOREIGN}", line.text.strip())
     return record(last, f"exit code {code % _FOREIGN}", f"its last line: {last.text.strip()}")
 
 

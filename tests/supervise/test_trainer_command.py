@@ -100,7 +100,10 @@ def test_the_arguments_for_resuming() -> None:
 
 
 def test_one_process_on_a_node_for_programs_that_start_the_others() -> None:
-    for text in ("torchrun x.py", "A=1 accelerate launch x", "python -m torch.distributed.run x"):
+    for text in (
+        *("torchrun x.py", "A=1 accelerate launch x", "python -u -m torch.distributed.run x"),
+        "uv run torchrun x.py",
+    ):
         assert CommandConfig(run=text).one_per_node
     for text in ("python x.py", "python torchrun.py", "bash -c 'torchrun x'"):
         assert not CommandConfig(run=text).one_per_node
@@ -177,7 +180,8 @@ _TORCHRUN = [
             "code",
         ),
         (260, ["hello", ""], "exit code 4", "its last line: hello", "code"),
-        (5, ["hello", ""], "exit code 5", "its last line: hello", "code"),
+        (5, ["hello", "====", ""], "exit code 5", "its last line: hello", "code"),
+        (1, ["python: No module named x", "see y", "=="], "exit code 1", "python: No mod", "code"),
         (5, [], "exit code 5", "its last line: it printed nothing", "code"),
     ],
 )
