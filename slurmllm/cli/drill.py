@@ -255,8 +255,8 @@ def _print(report: DrillReport) -> None:
         how = "resumes exactly" if exact else "resumes within the noise"
         how = how if passed else "does not resume exactly"
         click.echo(
-            f"{report.run} {how} after {len(passed) or count} of {count} faults: up to {lost} steps "
-            f"lost, {max(times, default=0.0):.1f} s to the next step"
+            f"{report.run} {how} after {len(passed) or count} of {count} faults: up to {lost} "
+            f"steps lost, {max(times, default=0.0):.1f} s to the next step"
         )
     elif report.passed:
         click.echo(f"{report.run} recovers from {count} of {count}: curves match the reference")
