@@ -252,10 +252,11 @@ def _print(report: DrillReport) -> None:
         lost = max((result.steps_lost or 0 for result in report.drills), default=0)
         times = [result.recovery.total_s for result in report.drills if result.recovery]
         exact = all(result.resume and result.resume.verdict == "exact" for result in passed)
+        how = "resumes exactly" if exact else "resumes within the noise"
+        how = how if passed else "does not resume exactly"
         click.echo(
-            f"{report.run} resumes {'exactly' if exact else 'within the noise'} after "
-            f"{len(passed)} of {count} faults: up to {lost} steps lost, "
-            f"{max(times, default=0.0):.1f} s to the next step"
+            f"{report.run} {how} after {len(passed) or count} of {count} faults: up to {lost} "
+            f"steps lost, {max(times, default=0.0):.1f} s to the next step"
         )
     elif report.passed:
         click.echo(f"{report.run} recovers from {count} of {count}: curves match the reference")
