@@ -91,7 +91,7 @@ def drill(
     configuration and number of nodes, one after the other; their curves must be bit-identical
     to that of a copy without a fault. RUN gets a report, and is otherwise only read.
 
-    Of a trainer of another project, RECIPE or `-- COMMAND …` may take the place of RUN: does it
+    RECIPE or `-- COMMAND …` of a trainer of another project may take the place of RUN: does it
     resume exactly, and what does it lose?
 
     Exit codes: 0 all copies recovered exactly, 1 one did not, 2 invalid input or configuration.
@@ -112,9 +112,8 @@ def drill(
         text = f"{plan.steps} steps each, a checkpoint every {plan.every_steps}"
         if plan.trainer is not None:
             text, source = f"{plan.steps or 'all'} steps each", "two separate runs, for their noise"
-        click.echo(
-            f"drill      {', '.join(plan.kinds)}: {text}, {plan.nodes} node(s)\nreference  {source}"
-        )
+        click.echo(f"drill      {', '.join(plan.kinds)}: {text}, {plan.nodes} node(s)")
+        click.echo(f"reference  {source}")
         _echo_row(None, plan.trainer is not None)
     with _progress() as (progress, pause):
 

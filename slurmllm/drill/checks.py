@@ -16,7 +16,7 @@ from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Curve, describe_ranges
 from slurmllm.metrics.row_reader import last_row_of
 from slurmllm.metrics.source import read_curve
-from slurmllm.run.records import EndingClass, Record, WorkerRecord
+from slurmllm.run.records import AttemptRecord, EndingClass, Record, WorkerRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.status.history import read_history
 from slurmllm.status.recoveries import find_recoveries
@@ -92,18 +92,9 @@ def check_recovery(
     `unbroken` is the reference of another project's trainer.
     """
     attempts = load_attempts(run, "train")
-    faults: list[str] = []
-    if injection is None:
-        faults.append("the fault injector never started on the node")
-    elif injection.missed:
-        faults.append(f"the fault was not injected: {injection.missed}")
-    if state != "done":
-        faults.append(f"did not finish: {state}")
     hit = next((a for a in attempts if injection and a.attempt == injection.attempt), None)
-    expected = FAULTS[kind].expected
     injected = injection is not None and not injection.missed
-    if hit is not None and injected and expected and hit.ending != expected:
-        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
+    faults = _ending_faults(kind, injection, hit, state)
     recomputed = 0
     resume: Resumption | None = None
     steps_lost = None if hit is None else hit.steps_lost
@@ -139,6 +130,24 @@ def check_recovery(
         recovery=None if injection is None or not injected else recovery_times(run, injection),
         resume=resume,
     )
+
+
+def _ending_faults(
+    kind: FaultKind, injection: Injection | None, hit: AttemptRecord | None, state: str
+) -> list[str]:
+    """Return what was wrong with the fault itself, and with what the supervisor made of it."""
+    faults: list[str] = []
+    if injection is None:
+        faults.append("the fault injector never started on the node")
+    elif injection.missed:
+        faults.append(f"the fault was not injected: {injection.missed}")
+    if state != "done":
+        faults.append(f"did not finish: {state}")
+    expected = FAULTS[kind].expected
+    missed = injection is None or injection.missed
+    if hit is not None and not missed and expected and hit.ending != expected:
+        faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
+    return faults
 
 
 def _curve_faults(curve: Curve, reference: Curve, steps: int, tolerances: Tolerances) -> list[str]:
