@@ -20,6 +20,7 @@ from slurmllm.supervise.worker_output import WorkerOutput, _Stream
 TRAINERS = Path(__file__).resolve().parent.parent / "trainers"
 STEPS = r"command.progress=step (?P<step>\d+) loss (?P<loss>\S+)"
 LONG = pytest.mark.long  # their classes: test_trainer_command.py
+SHORT_LIMITS = ("watchdog.min_step_s=5", "watchdog.step_factor=2", "watchdog.save_s=5")
 QUICKLY = ("slurm.backoff_s=0", "cluster.health.enabled=false")
 WATCHED = (
     *("command.checkpoints={run}/out/step-{step}", "command.completion_file=done", STEPS),
@@ -91,8 +92,7 @@ def test_endings_that_stop(
 
 
 def test_a_hang(bench: Bench) -> None:
-    limits = ("watchdog.min_step_s=2", "watchdog.step_factor=2", "watchdog.save_s=2")
-    bench.call(*steps("--fault=stop", "--rank=1", settings=(*WATCHED, *limits)))
+    bench.call(*steps("--fault=stop", "--rank=1", settings=(*WATCHED, *SHORT_LIMITS)))
     attempts = bench.status("r")["attempts"]
     assert [attempt["class"] for attempt in attempts] == ["hang", "done"], attempts
     assert any("state T (stopped)" in line for line in attempts[0]["evidence"])
@@ -134,19 +134,26 @@ LOGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["torchtitan", pytest.param("Megatron-LM", marks=LONG)])
-def test_a_replayed_log_drives_progress_and_endings(
-    bench: Bench, tmp_path: Path, name: str
+@pytest.mark.parametrize(
+    ("name", "then", "ending"),
+    [
+        ("torchtitan", "KILL", "node_failure"),
+        pytest.param("torchtitan", "STOP", "hang", marks=LONG),
+        pytest.param("Megatron-LM", "KILL", "node_failure", marks=LONG),
+    ],
+)
+def test_a_replayed_log_drives_progress_endings_and_hangs(
+    bench: Bench, tmp_path: Path, name: str, then: str, ending: str
 ) -> None:
     log = tmp_path / "a.log"
     lines = [LOGS[name].format(step=step, loss=8 / step) for step in range(1, 41)]
     log.write_text("".join(f"noise\n[rank0]:{line}\n" for line in lines))
     words = (str(TRAINERS / "replay.py"), str(log), "--attempt", "{attempt}")
-    settings = (f"command.progress={name}", "command.steps=40", *QUICKLY)
-    then = ("--lines=50", "--then=KILL")
-    bench.call(*arguments(*words, *then, settings=settings, nodes=1))
+    limits = SHORT_LIMITS if then == "STOP" else ()
+    settings = (f"command.progress={name}", "command.steps=40", *QUICKLY, *limits)
+    bench.call(*arguments(*words, "--lines=50", f"--then={then}", settings=settings, nodes=1))
     status = bench.status("r")
-    assert [a["class"] for a in status["attempts"]] == ["node_failure", "done"]
+    assert [a["class"] for a in status["attempts"]] == [ending, "done"]
     assert status["attempts"][0]["last_step"] == 25
     assert losses(bench) == pytest.approx({step: 8 / step for step in range(1, 41)}, rel=1e-4)
 
