@@ -133,7 +133,7 @@ def test_null_rows_and_batches_without_rows(tmp_path: Path, tokenizer: Path, kin
     assert [len(whole(source, row)) for row in range(4)] == [
         len(encoder.encode(text or "")) for text in texts
     ]
-    assert built(path)[0] == ["one", "two"]
+    assert built(path)[0] == ["one", "", "two", ""]
 
 
 def test_streams_without_rows(tmp_path: Path, tokenizer: Path) -> None:
