@@ -16,7 +16,6 @@ import psutil
 from slurmllm.config.operation import leaving_s
 from slurmllm.config.resolve import RunConfig
 from slurmllm.errors import SlurmllmError, StorageError
-from slurmllm.metrics.following import printing_rank
 from slurmllm.run.records import AttemptRecord, FailureRecord, HangRecord, NodeRecord
 from slurmllm.run.rundir import RunDir
 from slurmllm.supervise import attempts
@@ -87,6 +86,8 @@ class AttemptMonitor:
             command = config.recipe.command
             reporting = None
             if command is not None:
+                from slurmllm.metrics.following import printing_rank  # only such runs need it
+
                 reporting = [printing_rank(command.progress, record.world_size)]
             self._watchdog = Watchdog(run, record, limits, reporting)
         self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
