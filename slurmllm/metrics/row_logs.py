@@ -56,7 +56,8 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         OSError: the file cannot be read.
     """
     rows, warnings = RowCollector(), list[str]()
-    short, columns = list[int](), set[str]()  # lines, the header is 1; columns with numbers
+    short, wide = list[int](), list[int]()  # lines, the header is 1
+    columns = set[str]()  # with numbers
     # Column → number of cells that are no numbers; line and text of the first
     texts: dict[str, tuple[int, int, str]] = {}
     last = 0
@@ -76,6 +77,9 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                     continue
                 if len(cells) < len(names):
                     short.append(last)
+                    continue
+                if any(cell.strip() for cell in cells[len(names) :]):
+                    wide.append(last)
                     continue
                 numbers, labels = list[tuple[str, float]](), list[tuple[str, str]]()
                 for name, cell in zip(names, cells, strict=False):
@@ -99,11 +103,13 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
     ]
     if short == [last]:
         warnings.append(f"{path}:{last}: skipped the truncated last line")
-    elif short:
-        warnings.append(
-            f"{path}:{short[0]}: {len(short)} rows have fewer than the header's {len(names)} "
-            "columns; skipped them"
-        )
+        short.clear()
+    for lines_of_kind, how in ((short, "fewer"), (wide, "more")):
+        if lines_of_kind:
+            warnings.append(
+                f"{path}:{lines_of_kind[0]}: skipped {format_plural(len(lines_of_kind), 'row')} "
+                f"with {how} than the header's {len(names)} columns"
+            )
     return rows.log(path, "csv", tags, warnings)
 
 

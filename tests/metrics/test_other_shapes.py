@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from slurmllm import compare_runs
 from slurmllm.cli.main import cli
-from slurmllm.errors import RunError
+from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.line_prefixes import split_prefix
 from slurmllm.metrics.numbers import CommaNumber, parse_number
@@ -76,6 +77,43 @@ def test_invented_steps_are_refused_where_points_must_match(write: WriteLog) -> 
         run(cli, ["compare", str(ours), str(numbered), "--no-plot", "--json"]).output
     )
     assert document["reason"].startswith("if the invented steps of B are right")
+    with pytest.raises(UserError, match="exact=True: the steps of b are invented"):
+        compare_runs(ours, numbered, exact=True)
+    assert compare_runs(ours, numbered).verdict == "identical"
+
+
+def test_remedies_of_unclear_rows_and_marks_are_options_of_each_command(write: WriteLog) -> None:
+    names = ("other", "train")
+    rows = (
+        json.dumps({"step": step, "corpus": name, "loss": loss + (name == "other")})
+        for step, loss in points()
+        for name in names
+    )
+    mixed, ours = write("b.jsonl", *rows), write("a.csv", "step,loss", "1,3.5", "2,3.25")
+    commas = write("c.csv", "step;loss", "1;2,345", "2;2,125")
+    for command in (["report", "--no-files"], ["spikes", "--no-plot", "--window", "1"]):
+        for path, remedy in ((mixed, "--where corpus=train"), (commas, "--decimal comma")):
+            result = CliRunner().invoke(cli, [*command, str(path)])
+            assert (result.exit_code, remedy in result.output) == (2, True)
+            assert CliRunner().invoke(cli, [*command, str(path), *remedy.split()]).exit_code == 0
+    both = ["compare", str(ours), str(mixed), "--no-plot", "--where"]
+    result = CliRunner().invoke(cli, [*both, "corpus=train"])
+    assert "a.csv has no column 'corpus'" in result.output
+    assert "--where B:corpus=train" in result.output
+    assert CliRunner().invoke(cli, [*both, "B:corpus=train"]).exit_code == 1  # other losses
+
+
+def test_rows_wider_than_the_header_are_not_read(write: WriteLog) -> None:
+    rows = [f"{step},{loss}" for step, loss in points()]
+    # A resume that logs one more column, but writes no header
+    curve = read_curve(write("x.csv", "step,loss", *rows[:20], "21,1e-4,3.5", "22,1e-4,3.4,"))
+    check(curve, range(1, 21), LOSSES[:20])
+    assert curve.warnings[0].endswith(
+        "x.csv:22: skipped 2 rows with more than the header's 2 columns"
+    )
+    check(read_curve(write("x.csv", "step,loss", *(f"{row},, " for row in rows))))
+    with pytest.raises(RunError, match="skipped 1 row with more than the header's 2 columns"):
+        read_curve(write("x.csv", "step,loss", "1,2,345"))
 
 
 @pytest.mark.parametrize(
