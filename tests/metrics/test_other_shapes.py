@@ -103,6 +103,19 @@ def test_remedies_of_unclear_rows_and_marks_are_options_of_each_command(write: W
     assert CliRunner().invoke(cli, [*both, "B:corpus=train"]).exit_code == 1  # other losses
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "log"])
+def test_a_git_lfs_pointer_in_place_of_a_log(ending: str, write: WriteLog) -> None:
+    path = write(f"x.{ending}", "version https://git-lfs.github.com/spec/v1", "oid sha256:a")
+    with pytest.raises(RunError, match="a Git LFS pointer, not the file"):
+        read_curve(path)
+
+
+@pytest.mark.parametrize("tag", ["train_loss_step", "train/loss_step", "loss_step"])
+def test_a_bar_of_lightning_with_the_suffix_of_steps(tag: str, write: WriteLog) -> None:
+    bar = "Epoch 0: 5%|#  | {}/40 [00:10<00:10, 5.00it/s, v_num=0, {}={}]"
+    check(read_curve(write("x.log", *(bar.format(step, tag, loss) for step, loss in points()))))
+
+
 def test_rows_wider_than_the_header_are_not_read(write: WriteLog) -> None:
     rows = [f"{step},{loss}" for step, loss in points()]
     # A resume that logs one more column, but writes no header
