@@ -116,6 +116,14 @@ def test_a_bar_of_lightning_with_the_suffix_of_steps(tag: str, write: WriteLog) 
     check(read_curve(write("x.log", *(bar.format(step, tag, loss) for step, loss in points()))))
 
 
+def test_lines_with_bars_and_losses_of_other_data(
+    write: WriteLog,
+) -> None:
+    lines = [f"step {step} | loss {loss}" for step, loss in points()]
+    for name in ("eval", "heldout", "held-out"):
+        check(read_curve(write("x.log", *lines, f"step 40 | {name} loss 9.5")))
+
+
 def test_rows_wider_than_the_header_are_not_read(write: WriteLog) -> None:
     rows = [f"{step},{loss}" for step, loss in points()]
     # A resume that logs one more column, but writes no header
