@@ -124,6 +124,18 @@ def test_lines_with_bars_and_losses_of_other_data(
         check(read_curve(write("x.log", *lines, f"step 40 | {name} loss 9.5")))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "INFO:root:Step: {}, Loss: {}, Grad Norm: {}",  # not picotron's
+        "2026-01-01 00:00:00,000 INFO train.py:33 global_step {} | loss {} | gnorm {}",
+    ],
+)
+def test_lines_of_plain_scripts(line: str, write: WriteLog) -> None:
+    curve = check(read_curve(write("x.log", *(line.format(*point, 0.5) for point in points()))))
+    assert set(curve.columns["grad_norm"]) == {0.5}
+
+
 def test_rows_wider_than_the_header_are_not_read(write: WriteLog) -> None:
     rows = [f"{step},{loss}" for step, loss in points()]
     # A resume that logs one more column, but writes no header
