@@ -58,15 +58,12 @@ def report(
     out: str | None,
     no_html: bool,
     no_files: bool,
-    tags: tuple[str, ...],
-    patterns: tuple[str, ...],
-    wheres: tuple[str, ...],
-    decimals: tuple[str, ...],
     plot: str | None,
     prediction: bool,
     cluster: str | None,
     runs_dir: Path,
     as_json: bool,
+    **of_logs: tuple[str, ...],
 ) -> None:
     """Report curves, throughput, utilization and cost of runs.
 
@@ -84,19 +81,16 @@ def report(
     from slurmllm.slurm.client import SlurmClient
 
     if prediction or cluster is not None:
-        of_page = (price, out, plot, tags, patterns, wheres, decimals, no_html)
-        alone = prediction and not any(of_page)
+        alone = prediction and not any((price, out, plot, no_html, *of_logs.values()))
         print_prediction(sources if alone else (), cluster, runs_dir, as_json)
         return
     choice = None if price is None else parse_price(price)
     _check_paths(out, plot, no_files)
     client = SlurmClient()
     rankings, paths = _locate(sources, runs_dir, client)
-    arguments = options.source_options(tags, patterns, wheres, decimals, len(paths))
-    facts = [
-        read_run_facts(path, of_source, choice, client)
-        for path, of_source in zip(paths, arguments, strict=True)
-    ]
+    arguments = options.source_options(**of_logs, count=len(paths))
+    logs = zip(paths, arguments, strict=True)
+    facts = [read_run_facts(*log, choice, client) for log in logs]
     runs = compare_with_first(make_names_unique(facts))
     if plot is not None:
         _draw(runs, plot)

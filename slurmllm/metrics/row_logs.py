@@ -101,16 +101,20 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         for name in names
         if name in texts and name in columns
     ]
-    if short == [last]:
-        warnings.append(f"{path}:{last}: skipped the truncated last line")
-        short.clear()
-    for lines_of_kind, how in ((short, "fewer"), (wide, "more")):
-        if lines_of_kind:
-            warnings.append(
-                f"{path}:{lines_of_kind[0]}: skipped {format_plural(len(lines_of_kind), 'row')} "
-                f"with {how} than the header's {len(names)} columns"
-            )
+    warnings += _skipped_rows(path, short, wide, last, len(names))
     return rows.log(path, "csv", tags, warnings)
+
+
+def _skipped_rows(
+    path: Path, short: Sequence[int], wide: Sequence[int], last: int, width: int
+) -> Iterator[str]:
+    if short == [last]:
+        yield f"{path}:{last}: skipped the truncated last line"
+        short = []
+    for lines, how in ((short, "fewer"), (wide, "more")):
+        if lines:
+            rows = format_plural(len(lines), "row")
+            yield f"{path}:{lines[0]}: skipped {rows} with {how} than the header's {width} columns"
 
 
 def parse_cell(name: str, cell: str) -> float | None:
