@@ -88,8 +88,7 @@ def report(
     _check_paths(out, plot, no_files)
     client = SlurmClient()
     rankings, paths = _locate(sources, runs_dir, client)
-    arguments = options.source_options(**of_logs, count=len(paths))
-    logs = zip(paths, arguments, strict=True)
+    logs = zip(paths, options.source_options(**of_logs, count=len(paths)), strict=True)
     facts = [read_run_facts(*log, choice, client) for log in logs]
     runs = compare_with_first(make_names_unique(facts))
     if plot is not None:
