@@ -234,6 +234,7 @@ def _read(
     from concurrent.futures import ThreadPoolExecutor
     from importlib import import_module
 
+    from slurmllm.compare.comparison import refuse_invented_steps
     from slurmllm.metrics.source import locate, read_curve
 
     sources = (*runs, *choices.seeds)
@@ -252,22 +253,10 @@ def _read(
             import_module("slurmllm.compare.plot")
         curves = list(reading)
     options.refuse_unused(curves, [value for values in of_logs for value in values])
-    _refuse_invented_steps(curves, choices)
+    if choices.exact or choices.require in ("identical", "match"):
+        option = "--exact" if choices.exact else f"--require {choices.require}"
+        refuse_invented_steps(curves, option)
     return curves[: len(runs)], curves[len(runs) :]
-
-
-def _refuse_invented_steps(curves: Sequence[Curve], choices: _Choices) -> None:
-    """Raise UserError if points are required to match, but a log does not have their steps."""
-    from slurmllm.errors import UserError
-
-    option = "--exact" if choices.exact else f"--require {choices.require}"
-    invented = [curve for curve in curves if curve.invented_steps]
-    if invented and option in ("--exact", "--require identical", "--require match"):
-        raise UserError(
-            f"{option}: the steps of {invented[0].name} are invented, so that its points are not "
-            f"those of the other run: {invented[0].invented_steps}; leave out {option}, or give a "
-            "log with steps"
-        )
 
 
 def _compare(

@@ -36,6 +36,9 @@ _MOST_OF_SWEEP = 20  # runs in the page of a sweep
 @click.option("--no-html", is_flag=True, help="Write only the Markdown version.")
 @click.option("--no-files", is_flag=True, help="Write no files; only print the tables.")
 @options.tags
+@options.patterns
+@options.wheres
+@options.decimals
 @options.plot(": a stacked bar of node hours per run.")
 @click.option(
     "--prediction", is_flag=True, help="Only compare a run with what `plan` predicts for it."
@@ -55,12 +58,12 @@ def report(
     out: str | None,
     no_html: bool,
     no_files: bool,
-    tags: tuple[str, ...],
     plot: str | None,
     prediction: bool,
     cluster: str | None,
     runs_dir: Path,
     as_json: bool,
+    **of_logs: tuple[str, ...],
 ) -> None:
     """Report curves, throughput, utilization and cost of runs.
 
@@ -72,21 +75,21 @@ def report(
     """
     from slurmllm.cli.prediction import print_prediction
     from slurmllm.cli.sweep import ranking_json
-    from slurmllm.metrics.source import parse_tags
     from slurmllm.plan.prices import parse_price
     from slurmllm.report.sources import compare_with_first, make_names_unique, read_run_facts
     from slurmllm.report.write import default_path, to_json
     from slurmllm.slurm.client import SlurmClient
 
     if prediction or cluster is not None:
-        alone = prediction and not any((price, out, plot, tags, no_html))
+        alone = prediction and not any((price, out, plot, no_html, *of_logs.values()))
         print_prediction(sources if alone else (), cluster, runs_dir, as_json)
         return
     choice = None if price is None else parse_price(price)
     _check_paths(out, plot, no_files)
-    mapping, client = parse_tags(tags), SlurmClient()
+    client = SlurmClient()
     rankings, paths = _locate(sources, runs_dir, client)
-    facts = [read_run_facts(path, mapping, choice, client) for path in paths]
+    logs = zip(paths, options.source_options(**of_logs, count=len(paths)), strict=True)
+    facts = [read_run_facts(*log, choice, client) for log in logs]
     runs = compare_with_first(make_names_unique(facts))
     if plot is not None:
         _draw(runs, plot)

@@ -14,6 +14,7 @@ from slurmllm.compare.alignment import Alignment, Points
 from slurmllm.compare.causes import Cause, Kind, describe_schedule_change, tokens_per_step
 from slurmllm.compare.statistics import Statistics
 from slurmllm.display.tables import data_frame
+from slurmllm.errors import UserError
 from slurmllm.metrics.curves import Axis, Curve, Ints, Range, describe_ranges
 from slurmllm.run.records import Record
 
@@ -214,6 +215,17 @@ def invented_steps(curves: Sequence[Curve], letter: str) -> str:
     """Return the begin of a reason that says which curves have steps their logs do not show."""
     labels = [x for x, curve in zip(("A", letter), curves, strict=True) if curve.invented_steps]
     return f"if the invented steps of {' and '.join(labels)} are right, " if labels else ""
+
+
+def refuse_invented_steps(curves: Sequence[Curve], option: str) -> None:
+    """Raise UserError if `option` requires equal points, but a log does not have their steps."""
+    for curve in curves:
+        if curve.invented_steps:
+            raise UserError(
+                f"{option}: the steps of {curve.name} are invented, so that its points are not "
+                f"those of the other run: {curve.invented_steps}; leave out {option}, or give a "
+                "log with steps"
+            )
 
 
 def reason(

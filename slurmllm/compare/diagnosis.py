@@ -341,8 +341,7 @@ def explain(
         return (*first, *recorded)
     seen = _of_clues(clues, shown, b, letter)
     if within:
-        text = "a gradient that is not finite makes the weights so"
-        seen = [Cause(kind="gradient", confidence="possible", step=step, evidence=text)]
+        seen = [_before_not_finite(shown, step)]
         of_settings, recorded = [*recorded, *of_settings], []
     # A loss by itself does not show which part of a step differs.
     undecided = len(shown.points) == 1 and not any(cause.confidence == "likely" for cause in seen)
@@ -387,6 +386,19 @@ def _not_finite(shown: Observation, letter: str) -> list[Cause]:
             cause = Cause(kind="not_finite", confidence="certain", step=bad[0], evidence=text)
             causes.append(cause)
     return sorted(causes, key=lambda cause: cause.step)[:1]
+
+
+def _before_not_finite(shown: Observation, step: int) -> Cause:
+    """Return what can have made values not finite; finite gradient norms rule out the weights."""
+    kind: Kind = "gradient"
+    text = "a gradient that is not finite makes the weights so"
+    norm = shown.points.get("grad_norm")
+    if norm is not None:
+        later = norm.steps >= step
+        if np.count_nonzero(later) > 1 and np.isfinite([norm.a[later], norm.b[later]]).all():
+            kind = "logging"
+            text = "the gradient norms stay finite, and so the weights: what was logged is not"
+    return Cause(kind=kind, confidence="possible", step=step, evidence=text)
 
 
 def _resume(

@@ -18,7 +18,7 @@ from slurmllm.errors import RunError
 from slurmllm.metrics.curves import Floats, Ints, SourceKind
 from slurmllm.metrics.numbers import CommaNumber, DecimalMark, decimal_mark
 from slurmllm.metrics.tags import LogFormat, common_names, find_tags, list_tags, step_keys
-from slurmllm.run.safe_files import open_regular
+from slurmllm.run.safe_files import LFS_POINTER, LFS_REASON, open_regular
 
 _GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1
 _BLOCK_BYTES = 1 << 16
@@ -80,12 +80,16 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
     If a .gz is damaged, it ends at the last complete line, and a warning is appended to `warnings`.
 
     Raises:
-        RunError: the name ends in .gz but the file is not gzip.
+        RunError: the name ends in .gz but the file is not gzip; it is UTF-16 or a Git LFS pointer.
         OSError: the file cannot be read.
     """
     stream = open_regular(path)
-    begin = stream.read(2)
+    start = stream.read(len(LFS_POINTER))
     stream.seek(0)
+    if start == LFS_POINTER:
+        stream.close()
+        raise RunError(f"{path} is {LFS_REASON}")
+    begin = start[:2]
     if path.suffix != ".gz":
         if begin in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             stream.close()

@@ -56,7 +56,8 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         OSError: the file cannot be read.
     """
     rows, warnings = RowCollector(), list[str]()
-    short, columns = list[int](), set[str]()  # lines, the header is 1; columns with numbers
+    short, wide = list[int](), list[int]()  # lines, the header is 1
+    columns = set[str]()  # with numbers
     # Column → number of cells that are no numbers; line and text of the first
     texts: dict[str, tuple[int, int, str]] = {}
     last = 0
@@ -76,6 +77,9 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
                     continue
                 if len(cells) < len(names):
                     short.append(last)
+                    continue
+                if any(cell.strip() for cell in cells[len(names) :]):
+                    wide.append(last)
                     continue
                 numbers, labels = list[tuple[str, float]](), list[tuple[str, str]]()
                 for name, cell in zip(names, cells, strict=False):
@@ -97,14 +101,20 @@ def read_table(path: Path, tags: Mapping[str, str]) -> Log:
         for name in names
         if name in texts and name in columns
     ]
-    if short == [last]:
-        warnings.append(f"{path}:{last}: skipped the truncated last line")
-    elif short:
-        warnings.append(
-            f"{path}:{short[0]}: {len(short)} rows have fewer than the header's {len(names)} "
-            "columns; skipped them"
-        )
+    warnings += _skipped_rows(path, short, wide, last, len(names))
     return rows.log(path, "csv", tags, warnings)
+
+
+def _skipped_rows(
+    path: Path, short: Sequence[int], wide: Sequence[int], last: int, width: int
+) -> Iterator[str]:
+    if short == [last]:
+        yield f"{path}:{last}: skipped the truncated last line"
+        short = []
+    for lines, how in ((short, "fewer"), (wide, "more")):
+        if lines:
+            rows = format_plural(len(lines), "row")
+            yield f"{path}:{lines[0]}: skipped {rows} with {how} than the header's {width} columns"
 
 
 def parse_cell(name: str, cell: str) -> float | None:

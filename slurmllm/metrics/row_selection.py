@@ -71,9 +71,10 @@ def select_rows(log: Log, metrics: Mapping[str, str]) -> Log:
             warnings = (*log.warnings, warning) if differ else log.warnings
             return select_rows(rows_with(replace(log, warnings=warnings), name, rank), metrics)
         if shared and differ:
+            example = next((t for t in texts if _TRAIN.match(f"{name}={t}")), texts[-1])
             raise RunError(
                 f"{log.path}: steps have several rows with other values, which the column {name!r} "
-                f"separates ({listed}); name one, such as --where {name}={texts[-1]}"
+                f"separates ({listed}); name one, such as --where {name}={example}"
             )
     return log
 
@@ -138,7 +139,8 @@ def rows_with(log: Log, name: str, text: str) -> Log:
     names = (*log.texts, *log.series) if column is None else column.texts
     if column is None or text not in column.texts:
         raise RunError(
-            f"{log.path} has no {what} (--where {name}={text}); there are {list_tags(names)}"
+            f"{log.path} has no {what} (--where {name}={text}); there are {list_tags(names)}; "
+            f"for one of the sources only, give its letter: --where B:{name}={text}"
         )
     orders = column.order[column.codes == column.texts.index(text)]
     series = {tag: _take(s, np.isin(s.order, orders)) for tag, s in log.series.items()}

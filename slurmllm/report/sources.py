@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurmllm.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
 from slurmllm.checkpoint.foreign import list_trainer_checkpoints
@@ -72,11 +72,12 @@ def _is_run_or_part(path: Path) -> bool:
 
 
 def read_run_facts(
-    source: Path, tags: Mapping[str, str], price: PriceChoice | None, client: SlurmClient
+    source: Path, of_log: Mapping[str, Any], price: PriceChoice | None, client: SlurmClient
 ) -> RunFacts:
     """Read a run, whole or in part, or another framework's log.
 
-    `tags` has the tag of each metric in logs; without a `price` it is on demand, if known.
+    `of_log` has arguments of `read_curve`, such as the tags; without a `price` it is on demand, if
+    known.
 
     Raises:
         RunError: the source is not a run, and its metrics cannot be read.
@@ -85,10 +86,10 @@ def read_run_facts(
     if _is_run_or_part(source):  # whatever is readable of it
         metrics: FileRows = {}
         curve = warn_on_error(
-            lambda: read_curve(source, tags, lenient=True, by_file=metrics), warnings
+            lambda: read_curve(source, lenient=True, by_file=metrics, **of_log), warnings
         )
         return _read_run(RunDir(source), curve, metrics, warnings, price, client)
-    curve = read_curve(source, tags, lenient=True)
+    curve = read_curve(source, lenient=True, **of_log)
     paid = _price(None, price, warnings)
     return RunFacts(
         name=curve.name,

@@ -164,6 +164,16 @@ def test_what_is_not_finite_comes_before_other_causes(tmp_path) -> None:
     assert result.metrics["loss"].onset_step == 31
 
 
+@pytest.mark.parametrize(("norm", "kind"), [(1.0, "logging"), (NAN, "gradient")])
+def test_finite_gradient_norms_rule_out_weights_that_are_not(tmp_path, norm, kind) -> None:
+    rows = trained()
+    bad = [(NAN, of_step * norm) for _, of_step in rows[K - 1 :]]
+    result = of_files(
+        jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", [*rows[: K - 1], *bad])
+    )
+    assert [cause[0] for cause in causes(result)] == ["not_finite", kind, "unknown"]
+
+
 def test_a_value_that_is_not_finite_once(tmp_path) -> None:
     rows = trained()
     rows[50] = (rows[50][0], float("inf"))

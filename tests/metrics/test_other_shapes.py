@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from slurmllm import compare_runs
 from slurmllm.cli.main import cli
-from slurmllm.errors import RunError
+from slurmllm.errors import RunError, UserError
 from slurmllm.metrics.curves import Curve
 from slurmllm.metrics.line_prefixes import split_prefix
 from slurmllm.metrics.numbers import CommaNumber, parse_number
@@ -76,6 +77,76 @@ def test_invented_steps_are_refused_where_points_must_match(write: WriteLog) -> 
         run(cli, ["compare", str(ours), str(numbered), "--no-plot", "--json"]).output
     )
     assert document["reason"].startswith("if the invented steps of B are right")
+    with pytest.raises(UserError, match="exact=True: the steps of b are invented"):
+        compare_runs(ours, numbered, exact=True)
+    assert compare_runs(ours, numbered).verdict == "identical"
+
+
+def test_remedies_of_unclear_rows_and_marks_are_options_of_each_command(write: WriteLog) -> None:
+    names = ("other", "train")
+    rows = (
+        json.dumps({"step": step, "corpus": name, "loss": loss + (name == "other")})
+        for step, loss in points()
+        for name in names
+    )
+    mixed, ours = write("b.jsonl", *rows), write("a.csv", "step,loss", "1,3.5", "2,3.25")
+    commas = write("c.csv", "step;loss", "1;2,345", "2;2,125")
+    for command in (["report", "--no-files"], ["spikes", "--no-plot", "--window", "1"]):
+        for path, remedy in ((mixed, "--where corpus=train"), (commas, "--decimal comma")):
+            result = CliRunner().invoke(cli, [*command, str(path)])
+            assert (result.exit_code, remedy in result.output) == (2, True)
+            assert CliRunner().invoke(cli, [*command, str(path), *remedy.split()]).exit_code == 0
+    both = ["compare", str(ours), str(mixed), "--no-plot", "--where"]
+    result = CliRunner().invoke(cli, [*both, "corpus=train"])
+    assert "a.csv has no column 'corpus'" in result.output
+    assert "--where B:corpus=train" in result.output
+    assert CliRunner().invoke(cli, [*both, "B:corpus=train"]).exit_code == 1  # other losses
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "log"])
+def test_a_git_lfs_pointer_in_place_of_a_log(ending: str, write: WriteLog) -> None:
+    path = write(f"x.{ending}", "version https://git-lfs.github.com/spec/v1", "oid sha256:a")
+    with pytest.raises(RunError, match="a Git LFS pointer, not the file"):
+        read_curve(path)
+
+
+@pytest.mark.parametrize("tag", ["train_loss_step", "train/loss_step", "loss_step"])
+def test_a_bar_of_lightning_with_the_suffix_of_steps(tag: str, write: WriteLog) -> None:
+    bar = "Epoch 0: 5%|#  | {}/40 [00:10<00:10, 5.00it/s, v_num=0, {}={}]"
+    check(read_curve(write("x.log", *(bar.format(step, tag, loss) for step, loss in points()))))
+
+
+def test_lines_with_bars_and_losses_of_other_data(
+    write: WriteLog,
+) -> None:
+    lines = [f"step {step} | loss {loss}" for step, loss in points()]
+    for name in ("eval", "heldout", "held-out"):
+        check(read_curve(write("x.log", *lines, f"step 40 | {name} loss 9.5")))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "INFO:root:Step: {}, Loss: {}, Grad Norm: {}",  # not picotron's
+        "2026-01-01 00:00:00,000 INFO train.py:33 global_step {} | loss {} | gnorm {}",
+    ],
+)
+def test_lines_of_plain_scripts(line: str, write: WriteLog) -> None:
+    curve = check(read_curve(write("x.log", *(line.format(*point, 0.5) for point in points()))))
+    assert set(curve.columns["grad_norm"]) == {0.5}
+
+
+def test_rows_wider_than_the_header_are_not_read(write: WriteLog) -> None:
+    rows = [f"{step},{loss}" for step, loss in points()]
+    # A resume that logs one more column, but writes no header
+    curve = read_curve(write("x.csv", "step,loss", *rows[:20], "21,1e-4,3.5", "22,1e-4,3.4,"))
+    check(curve, range(1, 21), LOSSES[:20])
+    assert curve.warnings[0].endswith(
+        "x.csv:22: skipped 2 rows with more than the header's 2 columns"
+    )
+    check(read_curve(write("x.csv", "step,loss", *(f"{row},, " for row in rows))))
+    with pytest.raises(RunError, match="skipped 1 row with more than the header's 2 columns"):
+        read_curve(write("x.csv", "step,loss", "1,2,345"))
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def _check_json(path: Path) -> None:
         reason = error.strerror or str(error)
     except (ValueError, RecursionError) as error:
         reason = str(error)
-    raise DataError(f"{path} is not a tokenizer's: {reason}; remove it or fetch it again")
+    raise DataError(f"{path} is no file of transformers: {reason}; remove it or fetch it again")
 
 
 def tokenizer_from_file(path: Path) -> TokenizerFiles:
