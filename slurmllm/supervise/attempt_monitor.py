@@ -82,8 +82,9 @@ class AttemptMonitor:
         self._job_limited = job_limited
         limits = config.recipe.watchdog
         self._watchdog: Watchdog | None = None
+        command = config.recipe.command
+        self._has_command = command is not None
         if record.stage == "train" and limits.enabled:
-            command = config.recipe.command
             reporting = None
             if command is not None:
                 from slurmllm.metrics.following import printing_rank  # only such runs need it
@@ -129,7 +130,8 @@ class AttemptMonitor:
         for launcher in self._launchers:
             if launcher.poll() is None:
                 below = []
-                if number == signal.SIGKILL:  # it can no longer end what its workers started
+                # A killed launcher can no longer end what another project's workers started.
+                if number == signal.SIGKILL and self._has_command:
                     with suppress(psutil.Error):
                         below = psutil.Process(launcher.pid).children(recursive=True)
                 launcher.send_signal(number)
