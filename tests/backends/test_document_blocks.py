@@ -87,7 +87,9 @@ def test_same_training_as_with_the_dense_mask(
     assert max(deviation(outcomes, expected)) < training_rounding(config, 2, targets=targets)
 
 
-@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recomputed", ["none", "selective", pytest.param("full", marks=pytest.mark.long)]
+)
 def test_one_mask_a_micro_batch_and_one_graph_for_all_blocks(
     new_backend: NewBackend, flex: None, monkeypatch: pytest.MonkeyPatch, recomputed: str
 ) -> None:
