@@ -12,11 +12,11 @@ from slurmllm.config.profiles import TRAINERS
 def with_command(
     before: Sequence[str], positional: Sequence[str], after: Sequence[str]
 ) -> list[str]:
-    """Return arguments with the command line among those after `--` as the option --command.
+    """Return arguments in which the command line after `--` is the option --command.
 
-    After a RECIPE, words of which the first begins with a dash are options of sbatch, all of them.
-    Without one, or after an adapter, options of sbatch are written `--name=value`, and the command
-    begins with the first other word.
+    After a RECIPE, if the first argument after `--` begins with a dash, all are options of sbatch.
+    Without a RECIPE, or after an adapter (trainers/NAME), only those before the first argument
+    without a dash are, each as `--name=value`; the command begins there.
     """
     options = list(takewhile(lambda word: word.startswith("-"), after))
     is_adapter = bool(positional) and positional[0].startswith(f"{TRAINERS}/")

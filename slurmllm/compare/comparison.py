@@ -214,7 +214,9 @@ def curve_letter(position: int) -> str:
 def invented_steps(curves: Sequence[Curve], letter: str) -> str:
     """Return the begin of a reason that says which curves have steps their logs do not show."""
     labels = [x for x, curve in zip(("A", letter), curves, strict=True) if curve.invented_steps]
-    return f"if the invented steps of {' and '.join(labels)} are right, " if labels else ""
+    if not labels:
+        return ""
+    return f"if the step numbers of {' and '.join(labels)}, which no log shows, are right, "
 
 
 def refuse_invented_steps(curves: Sequence[Curve], option: str) -> None:

@@ -525,7 +525,7 @@ def _describe(
     if item["type"] == "missing" and isinstance(item["loc"][-1], int):
         return f"{dotted}: {list(item['input'])}{where}: an element is missing"
     if item["type"] == "missing" and dotted == "command.run":
-        return "command.run: missing; write the command line after `--`, or here"
+        return "command.run: missing; set it in the recipe, or write the command line after `--`"
     if item["type"] == "missing":
         file = "profile" if dotted.startswith("cluster.") else "recipe"
         return f"{dotted}: missing; it has no default, so the {file} must set it"

@@ -254,7 +254,7 @@ def _beginnings(name: str) -> set[str]:
 
 
 class MetricNames:
-    """Which names of a log's rows are which metrics, by its rows so far.
+    """The metrics that the names in a log's rows stand for, inferred from the rows so far.
 
     Attributes:
         problem: Why no row has a metric; empty if one has.

@@ -106,8 +106,14 @@ def _of_trainer(run: RunDir, record: AttemptRecord, command: CommandConfig) -> d
         last = last_row_of(run.metrics(record.attempt))
     closing = record.model_copy(update={"ended_at": time.time(), "ending": "advance_signal"})
     newest = newest_complete(list_trainer_checkpoints(run, command, closing=closing))
-    where = "no complete checkpoint is known" if newest is None else f"checkpoint {newest.step}"
-    ended = "left" if command.stop_signal else "ended, as command.save_signal is none"
+    where = (
+        "no complete checkpoint is known"
+        if newest is None
+        else f"newest checkpoint: step {newest.step}"
+    )
+    ended = "asked to save, and left"
+    if command.stop_signal is None:
+        ended = "ended without saving, as command.save_signal is none"
     fields = {"leaving": f"{ended}; {where}"}
     if last is not None and command.steps is not None and int(last["step"]) < command.steps:
         text = f"the last step that was read is {last['step']} of {command.steps} (command.steps)"

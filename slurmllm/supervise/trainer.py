@@ -202,7 +202,7 @@ class TrainerLauncher(Launcher):
 
 
 class TrainerObserver:
-    """Progress and checkpoints of a trainer, for the run's metrics, events and the watchdog."""
+    """Watches a running trainer: its progress and checkpoints become metrics and events."""
 
     def __init__(self, launcher: TrainerLauncher, phases: Path | None) -> None:
         self._launcher, self._command = launcher, launcher.command
@@ -218,7 +218,7 @@ class TrainerObserver:
         self._step: int | None = None
         earlier = any(path != run.metrics(number) for path in run.metrics_files())
         self._expects_steps = self._command.progress is not None or earlier
-        self._failed = False  # whether reading progress has
+        self._fault = ""  # of reading progress
         self._printed, self._next_output, self._next_look = 0, 0.0, 0.0
         self._newest = _newest(launcher)
         keep = launcher.config.is_set("checkpoint.keep")
@@ -227,14 +227,7 @@ class TrainerObserver:
 
     def observe(self) -> None:
         now, output = time.monotonic(), self._launcher.output
-        data = output.take()
-        try:
-            self.progress.feed(data)
-            self.progress.update()
-        except Exception:  # of a reader: no reason to end a trainer that trains
-            if not self._failed:
-                log.exception("progress cannot be read")
-            self._failed = True
+        self._follow()
         step = self.progress.step
         # Until there are steps, any output is a sign of life; where none need ever come, no
         # silence is a hang.
@@ -256,7 +249,7 @@ class TrainerObserver:
 
     def _save_missing(self) -> None:
         """Record for `status` why no steps are known."""
-        if (missing := self.progress.missing()) != self._missing:
+        if (missing := self._fault or self.progress.missing()) != self._missing:
             self._missing = missing
             with suppress(StorageError):
                 self._launcher.save(progress_missing=missing)
@@ -276,12 +269,21 @@ class TrainerObserver:
             for path in remove_old(self._run, self._command, self._keep) if self._keep else ():
                 log.info("removed %s: checkpoint.keep is %s", path, self._keep)
 
-    def close(self, finished: bool) -> None:
+    def _follow(self, last: bool = False) -> None:
+        """Read new steps; a reader's fault is no reason to end a trainer that trains."""
         try:
             self.progress.feed(self._launcher.output.take())
-            self.progress.close()
-        except Exception:
-            log.exception("progress cannot be read")
+            if last:
+                self.progress.close()
+            else:
+                self.progress.update()
+        except Exception as error:
+            if not self._fault:
+                log.exception("progress cannot be read")
+            self._fault = f"progress cannot be read: {error!r}; see the log of rank 0"
+
+    def close(self, finished: bool) -> None:
+        self._follow(last=True)
         self._look_at_checkpoints()
         if finished or self._missing:
             self._save_missing()

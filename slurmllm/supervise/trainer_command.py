@@ -73,7 +73,7 @@ def command_line(command: CommandConfig, values: dict[str, object]) -> str:
 
 
 def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> dict[str, str]:
-    """Return the variables by which a trainer finds its nodes, beyond those of `rendezvous`.
+    """Return variables that tell a trainer about its peers, besides those of `control.rendezvous`.
 
     torchrun reads PET_*; the other names are those that scripts for `accelerate launch` and mpirun
     use. https://github.com/pytorch/pytorch torch/distributed/argparse_util.py, `env`.
@@ -121,9 +121,9 @@ def slurm_variables(record: AttemptRecord, rank: int, local_rank: int) -> dict[s
 
 
 def exit_code_of(code: int) -> int:
-    """Return a shell's 128 + N as the end by signal N that it reports.
+    """Return a worker's exit code; -N for the 128 + N by which a shell reports signal N.
 
-    What has a meaning as the exit code of our own workers gets 256 more: it has none here.
+    Codes with a meaning in our own workers get 256 added: from a foreign command they have none.
     """
     numbers = {number.value for number in signal.Signals}
     if code in _OF_OUR_WORKERS:
@@ -134,7 +134,7 @@ def exit_code_of(code: int) -> int:
 def failure_of(
     rank: int, node: str, code: int, lines: Sequence[OutputLine], step: int | None, ended_at: float
 ) -> FailureRecord | None:
-    """Return why a worker failed, by what it printed last; None if only its signal is known."""
+    """Return why a worker failed, from its last output; None if only a signal is known."""
     recent = [line for line in lines if line.time >= ended_at - _RECENT_S]
 
     def record(line: OutputLine, error: str, message: str, **fields: object) -> FailureRecord:

@@ -72,11 +72,14 @@ def test_invented_steps_are_refused_where_points_must_match(write: WriteLog) -> 
             assert f"{' '.join(options)}: the steps of b are invented" in result.output
     result = run(cli, ["compare", str(ours), str(numbered), "--no-plot"])
     assert result.exit_code == 0
-    assert "identical: if the invented steps of B are right, loss is" in result.output
+    assert (
+        "identical: if the step numbers of B, which no log shows, are right, loss is"
+        in result.output
+    )
     document = json.loads(
         run(cli, ["compare", str(ours), str(numbered), "--no-plot", "--json"]).output
     )
-    assert document["reason"].startswith("if the invented steps of B are right")
+    assert document["reason"].startswith("if the step numbers of B, which no log shows, are right")
     with pytest.raises(UserError, match="exact=True: the steps of b are invented"):
         compare_runs(ours, numbered, exact=True)
     assert compare_runs(ours, numbered).verdict == "identical"

@@ -101,8 +101,10 @@ def test_a_hang(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("save", "text", "checkpoint"),
     [
-        ("USR1", "left; checkpoint", True),
-        pytest.param("none", "ended, as command.save_signal is none; ", False, marks=LONG),
+        ("USR1", "asked to save, and left; newest checkpoint: step ", True),
+        pytest.param(
+            "none", "ended without saving, as command.save_signal is none; ", False, marks=LONG
+        ),
     ],
 )
 def test_a_stop_before_the_end(bench: Bench, save: str, text: str, checkpoint: bool) -> None:

@@ -317,6 +317,6 @@ def test_faults_of_the_section(setting: str, rule: str) -> None:
 
 def test_a_section_that_is_not_there_says_so() -> None:
     config = resolve(*PLAIN, ["command.run=x"])
-    with pytest.raises(ConfigError, match=r"this needs model\.num_layers"):
+    with pytest.raises(ConfigError, match=r"model\.num_layers is needed here"):
         _ = config.recipe.model.num_layers
     assert "train" not in config.values()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurmllm.backends.environment import Variable
-from slurmllm.backends.without_graphs import (  # noqa: F401 - of `BackendEnvironment`
+from slurmllm.backends.command.environment import (  # noqa: F401 - of `BackendEnvironment`
     arguments,
     cache_variables,
     expects_graphs,
@@ -18,6 +17,7 @@ from slurmllm.backends.without_graphs import (  # noqa: F401 - of `BackendEnviro
     processor,
     versions,
 )
+from slurmllm.backends.environment import Variable
 from slurmllm.config.resolve import RunConfig
 
 
