@@ -163,8 +163,8 @@ def _absent(section: type[S], name: str) -> S:
     def refuse(self: BaseModel, field: str) -> Any:
         if field in section.model_fields:
             raise ConfigError(
-                f"{name}.{field} is needed here, and the recipe has a command in place of the section "
-                f"{name}: its trainer is not slurmllm's"
+                f"{name}.{field} is needed here, and the recipe has a command in place of the "
+                f"section {name}: its trainer is not slurmllm's"
             )
         raise AttributeError(field)
 
