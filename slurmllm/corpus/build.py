@@ -7,23 +7,38 @@ stay in the work folder, and the next build continues from them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slurmllm.corpus.finished_shard import FinishedShard
+import numpy as np
+
 from slurmllm.corpus.inputs import FormatOption, InputFile
-from slurmllm.corpus.join import JoinResult, join
-from slurmllm.corpus.options import (
-    ERROR_EXAMPLES,
-    BuildOptions,
-    ReadOptions,
-    TokenizeOptions,
+from slurmllm.corpus.join import (
+    FinishedShard,
+    column_parts,
+    column_size,
+    mark_duplicates,
+    write_arrow,
+    write_tokens,
 )
+from slurmllm.corpus.options import ERROR_EXAMPLES, BuildOptions, ReadOptions, TokenizeOptions
 from slurmllm.corpus.shard import Shard, load_shard, plan_shards
-from slurmllm.corpus.work_folder import WorkFolder, output_files, refuse_existing
-from slurmllm.corpus.workers import peak_bytes, run_in_process, run_locally, run_on_slurm
+from slurmllm.corpus.work_folder import (
+    OutputFile,
+    WorkFolder,
+    output_files,
+    refuse_existing,
+    writing,
+)
+from slurmllm.corpus.workers import (
+    ShardResult,
+    peak_bytes,
+    run_locally,
+    run_on_slurm,
+    run_shard,
+)
 from slurmllm.display.progress import OnStage
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.records import Record
@@ -41,10 +56,7 @@ class CorpusInput(Record):
 
 
 class CorpusManifest(Record):
-    """`<corpus>.json`: inputs, options and counts of a build.
-
-    Equal inputs and options give equal bytes, so it has neither time nor memory of the build.
-    """
+    """`<corpus>.json`: inputs, options and counts of a build; equal builds give equal bytes."""
 
     version: Literal[2] = 2
     documents: int
@@ -111,20 +123,16 @@ def build_corpus(
     on_progress: OnStage = lambda stage, done, total: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> BuildResult:
-    """Write a corpus and its manifest.
+    """Write a corpus, or the files of token ids (`output_paths`), and the manifest next to it.
 
     Args:
-        out: The corpus; the manifest is written next to it (`manifest_path`).
-        dedup: Skip documents with the same text as an earlier one.
-        tokenize: Write token ids (`output_paths`) instead of an Arrow file.
         format: The `--format` that the files were found with, for the manifest.
         workers: Processes that read (one: this process), or with `slurm` jobs at a time.
 
     Raises:
         DataError: `out` exists, an input cannot be read, no input has text, or another build
             writes the same file.
-        NodeError: a worker was killed.
-        SlurmError: a job failed, or Slurm refused it.
+        NodeError, SlurmError: a worker was killed, or a job failed.
         StorageError: the output cannot be written.
     """
     options = BuildOptions(read, dedup, tokenize)
@@ -140,7 +148,11 @@ def build_corpus(
             peaks = _write_missing_shards(
                 shards, continued, work, workers, slurm, on_progress, on_note
             )
-            manifest = _write_outputs(outputs, files, shards, work, options, format, on_progress)
+            finished = _verify_shards(shards, work, on_progress)
+            with output_files([*outputs, manifest_path(outputs[0])], work) as (*opened, last):
+                counts = _join(finished, files, opened, options, work, on_progress)
+                manifest = _make_manifest(finished, counts, options, format)
+                last.write(manifest.content())
             work.remove()
         except BaseException:
             work.remove_unfinished()  # also on Ctrl-C
@@ -204,7 +216,7 @@ def _write_missing_shards(
     on_progress: OnStage,
     on_note: Callable[[str], None],
 ) -> dict[int, int]:
-    """Write the unfinished shards; returns the peak memory of each worker by process id, bytes."""
+    """Write the unfinished shards; return the peak memory of each worker by process id, bytes."""
     missing = [shard for shard in shards if shard.name not in finished]
     sizes = {shard.name: shard.size_bytes for shard in shards}
     done = finished.copy()
@@ -215,12 +227,16 @@ def _write_missing_shards(
         begun = sum(min(count, sizes.get(name, 0)) for name, count in running.items())
         on_progress("reading", sum(sizes[name] for name in done) + begun, sum(sizes.values()))
 
+    def run_here(shard: Shard) -> ShardResult:
+        return run_shard(shard, work.path, lambda done: report({shard.name: done}))
+
+    results: Iterator[ShardResult]
     if slurm is not None and missing:
         results = run_on_slurm(missing, work, workers, slurm, report, on_note)
     elif workers > 1 and len(missing) > 1:
         results = run_locally(missing, work, min(workers, len(missing)), report)
     else:
-        results = run_in_process(missing, work, report)
+        results = map(run_here, missing)
     for result in results:
         if result.error is not None:
             raise result.error
@@ -231,21 +247,14 @@ def _write_missing_shards(
     return peaks
 
 
-def _write_outputs(
-    outputs: Sequence[Path],
-    files: Sequence[InputFile],
-    shards: Sequence[Shard],
-    work: WorkFolder,
-    options: BuildOptions,
-    format: FormatOption,
-    on_progress: OnStage,
-) -> CorpusManifest:
-    """Join the finished shards into the corpus, and write its manifest."""
+def _verify_shards(
+    shards: Sequence[Shard], work: WorkFolder, on_progress: OnStage
+) -> list[FinishedShard]:
     finished, checked = [], 0
     total = sum(shard.size_bytes for shard in shards)
     for shard in shards:
         folder = work.shard(shard.name)
-        record = load_shard(folder, options.read.skip_bad)
+        record = load_shard(folder, shard.options.read.skip_bad)
         if record is None:
             raise StorageError(
                 f"{folder} differs from what was written: the disk or the machine failed in "
@@ -254,49 +263,80 @@ def _write_outputs(
         finished.append(FinishedShard(folder, record))
         checked += shard.size_bytes
         on_progress("verifying shards", checked, total)
-    names = [file.name for file in files]
-    endings = ("bin", "idx") if options.tokenize else ("arrow",)
-    with output_files([*outputs, manifest_path(outputs[0])], work) as (*opened, manifest_file):
-        by_ending = dict(zip(endings, opened, strict=True))
-        joined = join(finished, names, by_ending, options, work, on_progress)
-        manifest = _make_manifest(files, finished, joined, options, format)
-        manifest_file.write(manifest.content())
-    return manifest
+    return finished
+
+
+def _join(
+    shards: Sequence[FinishedShard],
+    inputs: Sequence[InputFile],
+    outputs: Sequence[OutputFile],
+    options: BuildOptions,
+    work: WorkFolder,
+    on_progress: OnStage,
+) -> dict[str, Any]:
+    """Write the documents of all shards; return counts and digests for the manifest."""
+    names = [file.name for file in inputs]
+    if not any(shard.record.documents for shard in shards):
+        # Wrong options (--text-key) are the usual cause: shards read with them are of no use.
+        work.remove_except(())
+        empty = sum(shard.record.empty for shard in shards)
+        bad = sum(shard.record.bad for shard in shards)
+        raise DataError(
+            f"no text in {len(names)} input file{'s' if len(names) != 1 else ''} ({empty} empty "
+            f"documents, {bad} unreadable); no corpus was written. The first input "
+            f"is {names[0]}: see --format and --text-key"
+        )
+    with writing(work.path):
+        duplicates = mark_duplicates(shards, work.path) if options.dedup else 0
+    by_input = [count for shard in shards for count in shard.documents_by_input()]
+    documents = sum(by_input)
+    counts: dict[str, Any] = {"documents": documents, "duplicates": duplicates}
+    if tokenize := options.tokenize:
+        tokens = column_size(shards, "tokens")
+        total = tokens * np.dtype(tokenize.dtype).itemsize
+        outputs[0].on_write = lambda done: on_progress("writing", done, total)
+        write_tokens(outputs[0], outputs[1], shards, documents, tokenize.dtype)
+        sizes = column_parts(shards, "text_bytes")
+        counts |= {
+            "text_bytes": sum(int(np.asarray(part).sum()) for part in sizes),
+            "columns": (),
+            "tokens": tokens,
+            "tokenizer": str(tokenize.tokenizer),
+            "tokenizer_fingerprint": tokenize.fingerprint,
+            "dtype": tokenize.dtype,
+        }
+    else:
+        text_sizes = {column: column_size(shards, column) for column in options.read.columns}
+        text_bytes = sum(text_sizes.values())
+        # The file also holds ids, offsets and metadata: report no more than the text's bytes.
+        outputs[0].on_write = lambda done: on_progress("writing", min(done, text_bytes), text_bytes)
+        columns = write_arrow(outputs[0], shards, documents, text_sizes, names, work)
+        counts |= {"text_bytes": text_bytes, "columns": columns}
+    for ending, file in zip(("bin", "idx") if tokenize else ("arrow",), outputs, strict=True):
+        counts |= {f"{ending}_bytes": file.size_bytes, f"{ending}_sha256": file.sha256}
+    read_inputs = [entry for shard in shards for entry in shard.record.inputs]
+    counts["inputs"] = tuple(
+        CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
+        for file, count, entry in zip(inputs, by_input, read_inputs, strict=True)
+    )
+    return counts
 
 
 def _make_manifest(
-    files: Sequence[InputFile],
     shards: Sequence[FinishedShard],
-    joined: JoinResult,
+    counts: Mapping[str, Any],
     options: BuildOptions,
     format: FormatOption,
 ) -> CorpusManifest:
-    tokenize = options.tokenize
     records = [shard.record for shard in shards]
     examples = [example for record in records for example in record.bad_examples]
-    read_inputs = [entry for record in records for entry in record.inputs]
-    outputs: dict[str, Any] = {}
-    for ending, (size, sha256) in joined.files.items():
-        outputs |= {f"{ending}_bytes": size, f"{ending}_sha256": sha256}
     settings = asdict(options.read) | {"dedup": options.dedup}
     del settings["skip_bad"], settings["zstd_long"]  # what was skipped is counted
     return CorpusManifest(
-        **outputs,
+        **counts,
         **settings,
-        documents=joined.documents,
-        text_bytes=joined.text_bytes,
-        columns=joined.columns,
-        tokens=joined.tokens,
-        tokenizer=str(tokenize.tokenizer) if tokenize else None,
-        tokenizer_fingerprint=tokenize.fingerprint if tokenize else None,
-        dtype=tokenize.dtype if tokenize else None,
         format=format,
         empty=sum(record.empty for record in records),
-        duplicates=joined.duplicates,
         bad=sum(record.bad for record in records),
         bad_examples=tuple(examples[:ERROR_EXAMPLES]),
-        inputs=tuple(
-            CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
-            for file, count, entry in zip(files, joined.by_input, read_inputs, strict=True)
-        ),
     )

@@ -27,39 +27,31 @@ _MAX_BYTES = 12_000_000
 # Every n-th file trains the tokenizer: the vocabulary hardly differs, the time does.
 _TOKENIZER_STRIDE = 3
 # Tests, third-party packages, and what distributions remove or package separately.
-_EXCLUDED_FOLDERS = frozenset(
-    {
-        *("test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "tkinter"),
-        *("site-packages", "dist-packages", "__pycache__", "__phello__"),
-    }
+_EXCLUDED_FOLDERS = (
+    *("test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "tkinter"),
+    *("site-packages", "dist-packages", "__pycache__", "__phello__"),
 )
 # Written by a distribution or an administrator, not by Python.
-_EXCLUDED_FILES = frozenset({"sitecustomize.py", "usercustomize.py"})
+_EXCLUDED_FILES = ("sitecustomize.py", "usercustomize.py")
 
 
 def ensure_stdlib(folder: Path, vocab_size: int = VOCAB_SIZE) -> tuple[Path, Path]:
     """Make corpus and tokenizer under `folder`, unless they exist, and return their paths.
 
     The same Python makes the same bytes, so processes that do this at the same time replace each
-    other's files with equal ones.
-
-    Args:
-        vocab_size: The model's, if it is smaller than `VOCAB_SIZE`.
-
-    Raises:
-        DataError: this Python has no sources on disk.
-        StorageError: the files cannot be written.
+    other's files with equal ones. `vocab_size` is the model's; only a smaller one counts.
     """
     version = f"{sys.implementation.name}-{'.'.join(map(str, sys.version_info[:3]))}"
     corpus = folder / f"stdlib-{version}.arrow"
     entries = max(min(vocab_size, VOCAB_SIZE), MIN_VOCAB_SIZE)
     size = "" if entries == VOCAB_SIZE else f".{entries}"
     tokenizer = folder / f"stdlib-{version}{size}.tokenizer.json"
+    if corpus.is_file() and tokenizer.is_file():
+        return corpus, tokenizer
     # Paragraphs: a short run would read only a handful of whole modules.
     options = ReadOptions(text_by="paragraph", skip_bad=True)
-    files: list[InputFile] = []
+    files = _sources()
     if not corpus.is_file():
-        files = _sources()
         corpus.parent.mkdir(parents=True, exist_ok=True)
         # In a folder of its own, since two builds of one output exclude each other.
         with tempfile.TemporaryDirectory(prefix=".stdlib-", dir=corpus.parent) as temporary:
@@ -68,8 +60,7 @@ def ensure_stdlib(folder: Path, vocab_size: int = VOCAB_SIZE) -> tuple[Path, Pat
             manifest_path(built).replace(manifest_path(corpus))
             built.replace(corpus)
     if not tokenizer.is_file():
-        sample = (files or _sources())[::_TOKENIZER_STRIDE]
-        texts = DocumentStream(sample, options, InputErrors(skip_bad=True))
+        texts = DocumentStream(files[::_TOKENIZER_STRIDE], options, InputErrors(skip_bad=True))
         write_atomic(tokenizer, train_tokenizer(texts, entries))
     return corpus, tokenizer
 

@@ -13,17 +13,14 @@ import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import xxhash
 
 from slurmllm.corpus.inputs import Compression, InputFile
-from slurmllm.corpus.options import MOST_ZSTD_LONG, ZSTD_LONG
 
 # Bytes requested of a decompressor at once: an error loses no more text than this.
 _STEP_BYTES = 64 << 10
-_PACKED_STEP_BYTES = 64 << 10
 # A few kilobytes can unpack to terabytes of line ends.
 _MOST_BLANK_BYTES = 1 << 30
 
@@ -32,43 +29,32 @@ class OpenedInput(io.RawIOBase):
     """One open input file; a Python file for libraries that need one.
 
     Attributes:
-        file: The file.
-        zstd_long: Largest window of zstd streams, as log2 of its bytes.
+        offset_bytes: Position in the file on disk; decompressors read up to 64 KiB ahead.
         mapped_bytes: Position of a reader that maps the file instead of reading it here.
         blank_bytes: Bytes decompressed since the last document, which the reader sets to 0.
     """
 
-    def __init__(self, file: InputFile, zstd_long: int = ZSTD_LONG) -> None:
-        self.file, self.zstd_long = file, zstd_long
-        self.mapped_bytes = self.blank_bytes = 0
-        self._raw = _HashedFile(file)
+    def __init__(self, file: InputFile, zstd_long: int) -> None:
+        self.file = file
+        self.offset_bytes = self.mapped_bytes = self.blank_bytes = 0
+        self._raw = file.path.open("rb", buffering=0)
+        self._digest = xxhash.xxh3_128()
         self._streams = None
         if file.compression is not None:
-            self._streams = _Streams(self._raw, file.compression, zstd_long)
+            self._streams = _Streams(self._read_raw, file.compression, zstd_long)
         self._error: OSError | None = None
-        self._ahead: Future[bytes] | None = None
 
     def readable(self) -> bool:
         return True
 
     def close(self) -> None:
-        self._join_thread()
         self._raw.close()
         super().close()
 
-    @property
-    def offset_bytes(self) -> int:
-        """Position in the file on disk; decompressors read up to 64 KiB ahead."""
-        return self._raw.offset_bytes
-
     def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes; fewer, but some, before an error or the end; then none.
-
-        Raises:
-            OSError: the rest of the file cannot be read.
-        """
+        """Return the next `size` bytes; fewer, but some, before an error or the end; then none."""
         if self._streams is None:
-            return self._raw.read(size)
+            return self._read_raw(size)
         if self._error is not None:
             raise self._error
         parts: list[bytes] = []
@@ -86,9 +72,6 @@ class OpenedInput(io.RawIOBase):
                 self._error = error  # raised by the next call: what came before it is intact
                 break
             if not part:
-                # An empty compressed file is a cut one: even no text has a header.
-                if self.offset_bytes == 0:
-                    raise OSError("Truncated compressed stream: the file is empty")
                 break
             parts.append(part)
             size -= len(part)
@@ -96,55 +79,21 @@ class OpenedInput(io.RawIOBase):
         return b"".join(parts)
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """Yield all bytes, `size` at a time; a thread decompresses while the caller computes.
-
-        Raises:
-            OSError: the rest of the file cannot be read.
-        """
-        while data := self.read(size) if self._ahead is None else self._ahead.result():
-            self._ahead = None
-            if self.file.compression is not None and len(data) == size:
-                self._ahead = _threads().submit(self.read, size)
+        """Yield all bytes, `size` at a time."""
+        while data := self.read(size):
             yield data
 
     def checksum(self) -> str:
         """xxh3-128 of the file on disk, in hexadecimal; reads the rest of it."""
-        self._join_thread()
-        while self._raw.read(1 << 20):
+        while self._read_raw(1 << 20):
             pass
-        return self._raw.digest.hexdigest()
+        return self._digest.hexdigest()
 
-    def _join_thread(self) -> None:
-        if self._ahead is not None:
-            wait([self._ahead])
-            self._ahead = None
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "decompress")
-
-
-class _HashedFile(io.RawIOBase):
-    """A file read from beginning to end, with the digest of the bytes read."""
-
-    def __init__(self, file: InputFile) -> None:
-        self._stream = file.path.open("rb", buffering=0)
-        self.digest = xxhash.xxh3_128()
-        self.offset_bytes = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._stream.read(size) or b""
-        self.digest.update(data)
+    def _read_raw(self, size: int) -> bytes:
+        data = self._raw.read(size) or b""
+        self._digest.update(data)
         self.offset_bytes += len(data)
         return data
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
 
 
 class _GzipMember:
@@ -177,9 +126,8 @@ def _new_decompressor(compression: Compression, zstd_long: int) -> Callable[[], 
             from backports import zstd
         options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: zstd_long}
         return functools.partial(zstd.ZstdDecompressor, options=options)
-    if compression == "gzip":
-        return _GzipMember
-    return bz2.BZ2Decompressor if compression == "bz2" else lzma.LZMADecompressor
+    kinds = {"gzip": _GzipMember, "bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
+    return kinds[compression]
 
 
 class _Streams:
@@ -189,35 +137,36 @@ class _Streams:
     add them.
     """
 
-    def __init__(self, raw: _HashedFile, compression: Compression, zstd_long: int) -> None:
-        self._raw, self._compression, self._zstd_long = raw, compression, zstd_long
+    def __init__(
+        self, read_packed: Callable[[int], bytes], compression: Compression, zstd_long: int
+    ) -> None:
+        self._read_packed, self._compression, self._zstd_long = read_packed, compression, zstd_long
         self._new = _new_decompressor(compression, zstd_long)
         self._decompressor = self._new()
-        self._packed = b""
         self._streams = 0  # that ended
         self._has_text = False  # the current one
 
-    def read(self, nbytes: int, /) -> bytes:
+    def read(self, nbytes: int) -> bytes:
         data = b""
         while not data:
+            packed = b""
             if self._decompressor.eof:
                 self._streams += 1
-                self._packed = self._decompressor.unused_data.lstrip(b"\0")
-                while not self._packed:
-                    padding = self._raw.read(_PACKED_STEP_BYTES)
+                packed = self._decompressor.unused_data.lstrip(b"\0")
+                while not packed:
+                    padding = self._read_packed(_STEP_BYTES)
                     if not padding:
                         return b""
-                    self._packed = padding.lstrip(b"\0")
+                    packed = padding.lstrip(b"\0")
                 self._decompressor, self._has_text = self._new(), False
             elif self._decompressor.needs_input:
-                self._packed = self._raw.read(_PACKED_STEP_BYTES)
-                if not self._packed:
+                packed = self._read_packed(_STEP_BYTES)
+                if not packed:
                     raise OSError("Truncated compressed stream")
             try:
-                data = self._decompressor.decompress(self._packed, nbytes)
+                data = self._decompressor.decompress(packed, nbytes)
             except Exception as error:  # each library has its own
                 raise OSError(self._reason(error)) from error
-            self._packed = b""
         self._has_text = True
         return data
 
@@ -225,7 +174,7 @@ class _Streams:
         if "too much memory" in str(error):
             return (
                 f"its zstd window is larger than 2^{self._zstd_long} bytes; a process that reads "
-                f"it needs as much memory: allow it with --zstd-long {MOST_ZSTD_LONG}, or less"
+                "it needs as much memory: allow it with --zstd-long 31, or less"
             )
         part = f"what follows its {self._streams} complete streams" if self._streams else "it"
         state = "damaged" if self._has_text else f"not {self._compression}, or damaged"

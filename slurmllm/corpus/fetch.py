@@ -96,7 +96,12 @@ class Fetch:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self._locked():
+            with open_lock(self.folder / ".fetch.lock") as lock:
+                try:
+                    flock(lock)  # without locks, the verification refuses what two wrote
+                except BlockingIOError:
+                    self.on_note(f"waiting for another fetch into {self.folder}")
+                    flock(lock, wait=True)
                 files = self._fetched()
                 if files is None:
                     if self.parts is None:
@@ -116,16 +121,6 @@ class Fetch:
     @property
     def _manifest(self) -> Path:
         return self.folder / MANIFEST
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with open_lock(self.folder / ".fetch.lock") as lock:
-            try:
-                flock(lock)  # without locks, the verification refuses what two wrote
-            except BlockingIOError:
-                self.on_note(f"waiting for another fetch into {self.folder}")
-                flock(lock, wait=True)
-            yield
 
     def _fetched(self) -> list[dict[str, Any]] | None:
         """Return the files of an earlier fetch; None if it was another one or a file has gone."""
@@ -164,7 +159,12 @@ class Fetch:
     ) -> dict[str, Any]:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        states = [_retry(address.url, partial(_state, address)) for address in addresses]
+
+        def state_of(address: _Address) -> _Opened:
+            with _open(address, 0) as opened:
+                return opened
+
+        states = [_retry(address.url, partial(state_of, address)) for address in addresses]
         for address, state in zip(addresses, states, strict=True):
             if published.size is not None and state.size not in (None, published.size):
                 raise DataError(
@@ -257,11 +257,6 @@ def _address(url: str, anonymous: bool) -> _Address:
         fix = "`pip install s3fs`" if protocol == "s3" else _MIRROR
         raise DataError(f"{url} cannot be opened here: {error}; {fix}") from error
     return _Address(url, file_system, str(path))
-
-
-def _state(address: _Address) -> _Opened:
-    with _open(address, 0) as opened:
-        return opened
 
 
 @contextlib.contextmanager

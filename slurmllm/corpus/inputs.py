@@ -51,19 +51,9 @@ class InputFile:
     size_bytes: int  # on disk
     mtime_ns: int  # since 1970
 
-    @property
-    def tabs(self) -> bool:
-        """Whether a CSV file separates its columns by tabs, by its ending."""
-        inner = Path(self.path.stem) if self.compression else self.path
-        return inner.suffix.lower() == ".tsv"
-
 
 def input_file(path: Path, format: FormatOption = "auto", name: str | None = None) -> InputFile:
-    """Describe one file; `name` is its name in the corpus, by default the path.
-
-    Raises:
-        DataError: no such file, or an unknown ending.
-    """
+    """Describe one file; `name` is its name in the corpus, by default the path."""
     try:
         info = path.stat()
     except OSError as error:
@@ -113,14 +103,9 @@ def find_inputs(
     data is not (`select_data`). A file that is found twice is read once, at its first place.
 
     Args:
-        arguments: Files, folders and glob patterns (`**` crosses folders).
         split: The split to read of each folder that has several, or `all`; None: `train`.
         exclude: Files and folders of the output, which a folder or a glob may contain.
         on_note: Called with a line on what is ignored.
-
-    Raises:
-        DataError: an argument that names nothing or the output, a broken link, or a file that
-            cannot be read in this format.
     """
     excluded = {path.resolve() for path in exclude}
     unknown: list[Path] = []
@@ -152,39 +137,32 @@ def _candidates(
     on_note: Callable[[str], None],
 ) -> list[Path]:
     """Return the files of an argument to read; those with unknown endings go to `unknown`."""
-    candidates: list[Path] = []
+    folder = Path(argument)
     saved: set[Path] = set()
-    for path in _expand(argument, split, on_note, saved):
+    paths: Iterable[Path] = [folder]
+    if folder.is_dir():
+        paths = _walk(folder, split, on_note, saved)
+    elif not folder.exists() and glob.has_magic(argument):
+        # Path.glob takes no absolute pattern.
+        matches = map(Path, sorted(glob.glob(argument, recursive=True)))  # noqa: PTH207
+        paths = (path for path in matches if _is_data(path))
+    candidates: list[Path] = []
+    for path in paths:
         resolved = path.resolve()
-        if resolved in excluded and str(path) == str(Path(argument)):
+        if resolved in excluded and path == folder:
             raise DataError(f"{argument}: input and output are the same file; choose another --out")
         if any(part in excluded for part in (resolved, *resolved.parents)):
             continue
-        if _classify(path, format) is None and Path(argument).is_dir():
+        if folder.is_dir() and _classify(path, format) is None:
             unknown.append(path)
         else:
             candidates.append(path)
-    if not Path(argument).is_dir():
+    if not folder.is_dir():
         return candidates
     kinds = [(path, _classify(path, format)) for path in candidates if path not in saved]
     texts = [(path, kind is not None and kind[0] == "text") for path, kind in kinds]
-    selected = {*select_data(Path(argument), texts, split, on_note), *saved}
+    selected = {*select_data(folder, texts, split, on_note), *saved}
     return [path for path in candidates if path in selected]
-
-
-def _expand(
-    argument: str, split: str | None, on_note: Callable[[str], None], saved: set[Path]
-) -> Iterator[Path]:
-    path = Path(argument)
-    if path.is_dir():
-        yield from _walk(path, split, on_note, saved)
-    elif path.exists() or not glob.has_magic(argument):
-        yield path
-    else:
-        # Path.glob takes no absolute pattern.
-        for match in sorted(glob.glob(argument, recursive=True)):  # noqa: PTH207
-            if _is_file(Path(match)) and not _is_metadata(Path(match)):
-                yield Path(match)
 
 
 def _walk(
@@ -215,19 +193,17 @@ def _walk(
                 entries.append((path, [Path(path)]))
     # Sorted: the order of directory entries differs between file systems.
     for _, paths in sorted(entries):
-        for candidate in paths:
-            if _is_file(candidate) and not _is_metadata(candidate):
-                yield candidate
+        yield from filter(_is_data, paths)
 
 
-def _is_file(path: Path) -> bool:
-    """Return whether a path is a regular file, or a link to one.
+def _is_data(path: Path) -> bool:
+    """Return whether a path is a regular file, or a link to one, and no JSON about other files.
 
-    Raises:
-        DataError: a broken link; a part of the corpus would be missing.
+    A broken link is a DataError: a part of the corpus would be missing.
     """
     try:
-        return stat.S_ISREG(path.stat().st_mode)
+        if not stat.S_ISREG(path.stat().st_mode):
+            return False
     except OSError as error:
         if path.is_symlink():
             raise DataError(
@@ -235,26 +211,19 @@ def _is_file(path: Path) -> bool:
                 "fix the link or remove it"
             ) from error
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _is_metadata(path: Path) -> bool:
-    """Return whether a file is JSON about other files: a corpus's manifest, a dataset's state."""
+    # A corpus's manifest, a dataset's state.
     if path.name.endswith((".arrow.json", ".bin.json")):
-        return True
-    if path.name not in (STATE, SPLITS, INFO):
         return False
-    try:
-        return dataset_files(path.parent) is not None
-    except DataError:
+    if path.name not in (STATE, SPLITS, INFO):
         return True
+    try:
+        return dataset_files(path.parent) is None
+    except DataError:
+        return False
 
 
 def read_list(path: str) -> list[str]:
-    """Return the paths of a list (`-`: standard input), without blank lines and `#` comments.
-
-    Raises:
-        DataError: the list cannot be read, or is empty.
-    """
+    """Return the paths of a list (`-`: standard input), without blank lines and `#` comments."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:

@@ -18,6 +18,8 @@ import io
 import mmap
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,111 +27,111 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from slurmllm.corpus.finished_shard import FinishedShard, mark_duplicates
-from slurmllm.corpus.options import BuildOptions, TokenDtype
-from slurmllm.corpus.shard import spans
+from slurmllm.corpus.options import TokenDtype
+from slurmllm.corpus.shard import DOCUMENTS, ShardRecord, spans
 from slurmllm.corpus.work_folder import OutputFile, WorkFolder, writing
-from slurmllm.data.sources.arrow_batches import FILE_BEGIN
+from slurmllm.data.sources.arrow_batches import FILE_BEGIN, ArrowBatches
 from slurmllm.data.sources.tokenized import (
     MEGATRON_HEADER,
     MEGATRON_MAGIC,
     MEGATRON_TYPES,
     MEGATRON_VERSION,
 )
-from slurmllm.display.progress import OnStage
 from slurmllm.errors import DataError
 
+# Digests sorted at once, about; in at most so many files, which are open at the same time.
+_BUCKET_DOCUMENTS = 1 << 20
+_MOST_BUCKETS = 256
+_DIGEST = np.dtype([("high", np.uint64), ("low", np.uint64), ("document", np.int64)])
 _AT_ONCE = 1 << 20
 # The index stores lengths as int32.
 _LONGEST = 2**31 - 1
 
 
-class JoinResult(NamedTuple):
-    """The output's counts and digests."""
+class FinishedShard:
+    """A shard, and which of its documents are kept."""
 
-    documents: int
-    text_bytes: int
-    tokens: int | None  # None for text
-    columns: tuple[str, ...]  # of an Arrow output
-    duplicates: int
-    by_input: list[int]  # documents of each input file
-    files: dict[str, tuple[int, str]]  # size in bytes and sha256, by ending
+    def __init__(self, folder: Path, record: ShardRecord) -> None:
+        self.folder, self.record = folder, record
+        self.keep: npt.NDArray[np.bool_] | None = None  # [documents]; None: all
+
+    def batches(self, *columns: str) -> Iterator[pa.RecordBatch]:
+        """Yield some columns of the kept documents; a batch is valid until the next one."""
+        file, row = ArrowBatches(self.folder / DOCUMENTS), 0
+        for index, rows in enumerate(file.rows):
+            batch = file[index].select(columns)
+            if self.keep is not None:
+                batch = batch.filter(pa.array(np.asarray(self.keep[row : row + rows])))
+            yield batch
+            row += rows
+            file.release()
+
+    def documents_by_input(self) -> list[int]:
+        """Return the number of kept documents of each input file."""
+        counts = [file.documents for file in self.record.inputs]
+        if self.keep is None:
+            return counts
+        parts = np.split(self.keep, np.cumsum(counts)[:-1])
+        return [int(np.count_nonzero(part)) for part in parts]
 
 
-def join(
-    shards: Sequence[FinishedShard],
-    inputs: Sequence[str],
-    files: Mapping[str, OutputFile],
-    options: BuildOptions,
-    work: WorkFolder,
-    on_progress: OnStage,
-) -> JoinResult:
-    """Write the documents of all shards to `files`, by ending `arrow`, or `bin` and `idx`.
+def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
+    """Set `keep` of all shards, so that the first of equal documents is kept; return the others.
 
-    Raises:
-        DataError: no input has text.
-        StorageError: the output cannot be written.
+    Digests are distributed by their value over files in the folder `scratch`, each small enough to
+    be sorted in memory.
     """
-    if not any(shard.record.documents for shard in shards):
-        # Wrong options (--text-key) are the usual cause: shards read with them are of no use.
-        work.remove_except(())
-        empty = sum(shard.record.empty for shard in shards)
-        bad = sum(shard.record.bad for shard in shards)
-        raise DataError(
-            f"no text in {len(inputs)} input file{'s' if len(inputs) != 1 else ''} ({empty} empty "
-            f"documents, {bad} unreadable); no corpus was written. The first input "
-            f"is {inputs[0]}: see --format and --text-key"
+    total = sum(shard.record.documents for shard in shards)
+    buckets = min(1 + total // _BUCKET_DOCUMENTS, _MOST_BUCKETS)
+    with ExitStack() as stack:
+        # A byte a document: on the disk, like the digests.
+        keep_file, *files = (
+            stack.enter_context(tempfile.TemporaryFile(dir=scratch)) for _ in range(buckets + 1)
         )
-    with writing(work.path):
-        duplicates = mark_duplicates(shards, work.path) if options.dedup else 0
-    by_input = [count for shard in shards for count in shard.documents_by_input()]
-    columns: tuple[str, ...] = ()
-    tokens = None
-    if options.tokenize:
-        tokens = _size(shards, "tokens")
-        text_bytes = sum(int(np.asarray(part).sum()) for part in _column(shards, "text_bytes"))
-        total = tokens * np.dtype(options.tokenize.dtype).itemsize
-        files["bin"].on_write = lambda done: on_progress("writing", done, total)
-        write_tokens(files["bin"], files["idx"], shards, sum(by_input), options.tokenize.dtype)
-    else:
-        sizes = {column: _size(shards, column) for column in options.read.columns}
-        text_bytes = sum(sizes.values())
-        # The file also holds ids, offsets and metadata: report no more than the text's bytes.
-        files["arrow"].on_write = lambda done: on_progress(
-            "writing", min(done, text_bytes), text_bytes
-        )
-        columns = write_arrow(files["arrow"], shards, sum(by_input), sizes, inputs, work)
-    return JoinResult(
-        documents=sum(by_input),
-        text_bytes=text_bytes,
-        tokens=tokens,
-        columns=columns,
-        duplicates=duplicates,
-        by_input=by_input,
-        files={ending: (file.size_bytes, file.sha256) for ending, file in files.items()},
-    )
+        keep = np.memmap(keep_file, np.bool_, "w+", shape=(total,))
+        keep[:] = True
+        first = duplicates = 0
+        for shard in shards:
+            shard.keep = keep[first : first + shard.record.documents]
+            for batch in shard.batches("digest", "id"):
+                digests = np.empty(batch.num_rows, _DIGEST)
+                digests["high"], digests["low"] = map(np.asarray, batch.columns)
+                digests["document"] = np.arange(first, first + len(digests))
+                first += len(digests)
+                bucket = digests["high"] % np.uint64(buckets)
+                for index in np.unique(bucket):
+                    files[index].write(digests[bucket == index].tobytes())
+        for file in files:
+            file.seek(0)
+            digests = np.frombuffer(file.read(), _DIGEST)
+            order = np.lexsort((digests["low"], digests["high"]))  # stable: the first stays first
+            high, low = digests["high"][order], digests["low"][order]
+            repeated = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
+            keep[digests["document"][order[1:][repeated]]] = False
+            duplicates += int(repeated.sum())
+    return duplicates
 
 
-def _column(shards: Iterable[FinishedShard], name: str) -> Iterator[pa.Array]:
+def column_size(shards: Iterable[FinishedShard], column: str) -> int:
+    """Return the bytes of a column of text, or the items of lists."""
+    return sum(int(lengths.sum()) for lengths in _lengths(shards, column))
+
+
+def column_parts(shards: Iterable[FinishedShard], name: str) -> Iterator[pa.Array]:
     for shard in shards:
         for batch in shard.batches(name):
             yield batch.column(0)
 
 
 def _lengths(shards: Iterable[FinishedShard], column: str) -> Iterator[npt.NDArray[np.int64]]:
-    for part in _column(shards, column):
+    for part in column_parts(shards, column):
         yield np.diff(spans(part)[0])
 
 
 def _contents(shards: Iterable[FinishedShard], column: str) -> Iterator[memoryview]:
-    """Yield the bytes of a column of text, or the items of lists."""
-    for part in _column(shards, column):
+    for part in column_parts(shards, column):
         offsets, items = spans(part)
         yield items[offsets[0] : offsets[-1]]
-
-
-def _size(shards: Iterable[FinishedShard], column: str) -> int:
-    return sum(int(lengths.sum()) for lengths in _lengths(shards, column))
 
 
 def write_tokens(
@@ -139,12 +141,7 @@ def write_tokens(
     documents: int,
     dtype: TokenDtype,
 ) -> None:
-    """Write the tokens of all kept documents, and the index.
-
-    Raises:
-        DataError: a document is too long for the format.
-        StorageError: the file system refused.
-    """
+    """Write the tokens of all kept documents, and the index."""
     for part in _contents(shards, "tokens"):
         bin_file.write(part)
     code = next(code for code, kind in MEGATRON_TYPES.items() if np.dtype(kind) == np.dtype(dtype))
@@ -158,11 +155,11 @@ def write_tokens(
                 f"{_LONGEST:,} a document; cut it into several"
             )
         idx_file.write(lengths.astype("<i4"))
-    begin = 0
+    begin, item = 0, np.dtype(dtype).itemsize
     for lengths in _lengths(shards, "tokens"):
-        ends = begin + np.cumsum(lengths * np.dtype(dtype).itemsize)
-        idx_file.write((ends - lengths * np.dtype(dtype).itemsize).astype("<i8"))
-        begin = int(ends[-1]) if len(ends) else begin
+        ends = begin + np.cumsum(lengths * item)
+        idx_file.write((ends - lengths * item).astype("<i8"))
+        begin += int(lengths.sum()) * item
     # A sequence is a document, so the bounds of documents are 0 … documents.
     for first in range(0, documents + 1, _AT_ONCE):
         idx_file.write(np.arange(first, min(first + _AT_ONCE, documents + 1), dtype="<i8"))
@@ -187,15 +184,12 @@ def write_arrow(
     """Write the kept documents of all shards; return the names of the columns.
 
     `sizes` are the bytes of text of each column. The sparse file in `work` takes no space.
-
-    Raises:
-        StorageError: the file system refused.
     """
     buffers: list[_Buffer] = []
     for column, size in sizes.items():
         buffers.append(_Buffer((documents + 1) * 8, _offsets(shards, column), size))
         buffers.append(_Buffer(size, _contents(shards, column)))
-    ids = (np.asarray(part) for part in _column(shards, "id"))
+    ids = map(np.asarray, column_parts(shards, "id"))
     buffers += [_Buffer(documents * 8, ids), _Buffer(documents * 4, _sources(shards))]
     with tempfile.TemporaryFile(dir=work.path) as sparse:
         with writing(work.path):
@@ -218,16 +212,15 @@ def _offsets(shards: Sequence[FinishedShard], column: str) -> Iterator[npt.NDArr
     end = 0
     yield np.zeros(1, np.int64)
     for lengths in _lengths(shards, column):
-        if len(lengths):
-            yield end + np.cumsum(lengths)
-            end += int(lengths.sum())
+        yield end + np.cumsum(lengths)
+        end += int(lengths.sum())
 
 
 def _sources(shards: Sequence[FinishedShard]) -> Iterator[npt.NDArray[np.int32]]:
     """Yield the index of each document's file among all inputs."""
     first = 0
     for shard in shards:
-        for part in _column([shard], "file"):
+        for part in column_parts([shard], "file"):
             yield np.asarray(part) + np.int32(first)
         first += len(shard.record.inputs)
 
@@ -273,10 +266,7 @@ def _stream_begin(schema: pa.Schema) -> bytes:
 
 
 class _StreamedFile(io.RawIOBase):
-    """A file without its first `skipped` bytes.
-
-    It writes `contents` instead of buffers, by the buffers' address and size.
-    """
+    """A file without its first `skipped` bytes, and with `contents` instead of buffers."""
 
     def __init__(
         self, file: OutputFile, skipped: int, contents: Mapping[tuple[int, int], Iterator[Any]]

@@ -9,8 +9,6 @@ from typing import Literal
 from slurmllm.errors import DataError
 
 ERROR_EXAMPLES = 20
-# Windows of zstd streams, as log2 of their bytes: the default limit is the `zstd` command's.
-ZSTD_LONG, MOST_ZSTD_LONG = 27, 31
 
 # What an error makes unreadable: a document, a whole file, or the rest of a file.
 Extent = Literal["document", "file", "rest"]
@@ -22,17 +20,12 @@ _SKIPPING: dict[Extent, str] = {
 
 
 class InputErrors:
-    """Raises at the first unreadable input, or with `skip_bad` counts them.
-
-    Attributes:
-        count: Documents and files skipped so far.
-        examples: The first of them: file, place, reason.
-    """
+    """Raises at the first unreadable input, or with `skip_bad` counts them."""
 
     def __init__(self, skip_bad: bool) -> None:
         self.skip_bad = skip_bad
-        self.count = 0
-        self.examples: list[str] = []
+        self.count = 0  # documents and files skipped so far
+        self.examples: list[str] = []  # the first of them: file, place, reason
 
     def add(self, error: str, extent: Extent = "document") -> None:
         """Raise a DataError, or count the error."""
@@ -61,7 +54,8 @@ class ReadOptions:
         completion_key: Field or column of the completion; set if `prompt_key` is.
         messages_key: Field or column of a conversation's messages; None for other documents.
         skip_bad: Whether unreadable input is skipped and counted instead of an error.
-        zstd_long: Largest window of zstd files that is read, as log2 of its bytes.
+        zstd_long: Largest window of zstd files that is read, as log2 of its bytes; the default is
+            the `zstd` command's.
     """
 
     text_by: TextBy = "paragraph"
@@ -70,12 +64,12 @@ class ReadOptions:
     completion_key: str | None = None
     messages_key: str | None = None
     skip_bad: bool = False
-    zstd_long: int = ZSTD_LONG
+    zstd_long: int = 27
 
     @property
     def content(self) -> ReadOptions:
         """These options without those that change no document that is read."""
-        return replace(self, skip_bad=False, zstd_long=ZSTD_LONG)
+        return replace(self, skip_bad=False, zstd_long=ReadOptions.zstd_long)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -96,28 +90,17 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """How `--tokenize` encodes documents.
-
-    Attributes:
-        tokenizer: A tokenizer.json.
-        fingerprint: Digest of its content.
-        dtype: Type of the token ids.
-    """
+    """How `--tokenize` encodes documents."""
 
     tokenizer: Path
-    fingerprint: str
-    dtype: TokenDtype
+    fingerprint: str  # of the tokenizer
+    dtype: TokenDtype  # of the token ids
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """All options that decide a shard's content.
-
-    Attributes:
-        dedup: Whether later documents with equal bytes are skipped.
-        tokenize: None if the output is text.
-    """
+    """All options that decide a shard's content."""
 
     read: ReadOptions = field(default_factory=ReadOptions)
-    dedup: bool = False
-    tokenize: TokenizeOptions | None = None
+    dedup: bool = False  # skip later documents with equal bytes
+    tokenize: TokenizeOptions | None = None  # None: the output is text

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ import pyarrow.ipc
 import xxhash
 
 from slurmllm.corpus.inputs import InputFile
-from slurmllm.corpus.options import BuildOptions, InputErrors, TokenizeOptions
+from slurmllm.corpus.options import BuildOptions, InputErrors, TokenDtype, TokenizeOptions
 from slurmllm.corpus.readers import DocumentReader, Documents
 from slurmllm.corpus.readers.base import CHUNK_BYTES, drop_blank
 from slurmllm.corpus.work_folder import WorkFolder
@@ -32,6 +32,9 @@ from slurmllm.data.sources.base import prompt_content
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.records import Record
 from slurmllm.run.safe_files import write_whole
+
+if TYPE_CHECKING:
+    from slurmllm.data.tokenizer import TokenEncoder
 
 Digests = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
@@ -68,10 +71,8 @@ class Shard:
 
 
 def plan_shards(files: Sequence[InputFile], options: BuildOptions) -> list[Shard]:
-    """Group the inputs into shards of similar cost; a file is never in two.
-
-    Paths become absolute, since the process that reads a shard may run in another folder.
-    """
+    """Group the inputs into shards of similar cost; a file is never in two."""
+    # Absolute, since the process that reads a shard may run in another folder.
     files = [replace(file, path=file.path.absolute()) for file in files]
     costs = [
         _OPEN_COST_BYTES + file.size_bytes * (_COMPRESSED_COST if file.compression else 1)
@@ -152,18 +153,15 @@ def write_shard(
 ) -> None:
     """Read a shard's files and write its documents.
 
-    Without `on_progress`, the number of bytes read is written to `work.progress`.
-
-    Raises:
-        DataError: an input cannot be read, or changed since the build began.
-        StorageError: the file system refused to write.
+    Without `on_progress`, the number of bytes read is written to `work.progress`. A DataError if an
+    input cannot be read, or changed since the build began.
     """
     folder = work.partial(shard.name)
     progress = work.progress(shard.name)
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        reader = _ShardReader(shard, on_progress or _ProgressFile(progress))
+        reader = _ShardReader(shard, on_progress or _progress_file(progress))
         with (folder / DOCUMENTS).open("xb") as file, pa.ipc.new_stream(file, reader.schema) as out:
             for batch in _joined(iter(reader)):
                 out.write_batch(batch)
@@ -196,18 +194,18 @@ def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from pa.Table.from_batches(held).combine_chunks().to_batches()
 
 
-class _ProgressFile:
-    """Writes the number of input bytes read to a file, at most twice a second."""
+def _progress_file(path: Path) -> Callable[[int], None]:
+    """Return a function that writes a number to a file, at most twice a second."""
+    written_s = 0.0
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._written_s = 0.0
-
-    def __call__(self, done_bytes: int) -> None:
+    def write(done_bytes: int) -> None:
+        nonlocal written_s
         now = time.monotonic()
-        if now - self._written_s >= _PROGRESS_S:
-            self._written_s = now
-            write_whole(self._path, str(done_bytes).encode(), durable=False)
+        if now - written_s >= _PROGRESS_S:
+            written_s = now
+            write_whole(path, str(done_bytes).encode(), durable=False)
+
+    return write
 
 
 class _ShardReader:
@@ -216,7 +214,7 @@ class _ShardReader:
     def __init__(self, shard: Shard, on_progress: Callable[[int], None]) -> None:
         self.schema = shard_schema(shard.options)
         self._shard, self._on_progress = shard, on_progress
-        self._encoder = _Encoder(shard.options.tokenize) if shard.options.tokenize else None
+        self._encoder = _open_encoder(shard.options.tokenize) if shard.options.tokenize else None
         self._errors = InputErrors(shard.options.read.skip_bad)
         self._inputs: list[ShardInput] = []
         self._empty = 0
@@ -253,14 +251,15 @@ class _ShardReader:
 
     def _batch(self, documents: Documents, file: int) -> pa.RecordBatch:
         high, low = digest(documents)
+        options = self._shard.options
         columns: dict[str, Any] = dict(
-            zip(self._shard.options.read.columns, documents, strict=True),
+            zip(options.read.columns, documents, strict=True),
             digest=high,
             id=low,
             file=np.full(len(low), file, np.int32),
         )
-        if self._encoder is not None:
-            columns["tokens"] = self._encoder.encode(documents[0])
+        if self._encoder is not None and options.tokenize is not None:
+            columns["tokens"] = _encode(self._encoder, documents[0], options.tokenize.dtype)
             columns["text_bytes"] = np.diff(spans(documents[0])[0])
         arrays = [pa.array(columns[name]) for name in self.schema.names]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
@@ -306,31 +305,29 @@ def digest(documents: Documents) -> tuple[Digests, Digests]:
     return halves[:, 0], halves[:, 1]
 
 
-class _Encoder:
-    """Texts → token ids, each with its end-of-document token."""
+def _open_encoder(options: TokenizeOptions) -> TokenEncoder:
+    from slurmllm.data.tokenizer import TokenEncoder
 
-    def __init__(self, options: TokenizeOptions) -> None:
-        from slurmllm.data.tokenizer import TokenEncoder
+    encoder = TokenEncoder(options.tokenizer)
+    if encoder.fingerprint != options.fingerprint:
+        raise DataError(
+            f"{options.tokenizer} has changed since the build began; start the build again"
+        )
+    return encoder
 
-        self._encoder = TokenEncoder(options.tokenizer)
-        self._dtype = np.dtype(options.dtype)
-        if self._encoder.fingerprint != options.fingerprint:
-            raise DataError(
-                f"{options.tokenizer} has changed since the build began; start the build again"
-            )
 
-    def encode(self, column: pa.LargeStringArray) -> pa.LargeListArray:
-        """Return the token ids of each document."""
-        offsets, _ = spans(column)
-        ids: list[npt.NDArray[Any]] = []
-        lengths: list[int] = []
-        begin = 0
-        while begin < len(column):
-            end = int(np.searchsorted(offsets, offsets[begin] + _ENCODE_BYTES, side="right")) - 1
-            end = max(end, begin + 1)
-            for document in self._encoder.encode_batch(column[begin:end].to_pylist()):
-                ids.append(np.array([*document, self._encoder.end_of_document], self._dtype))
-                lengths.append(len(ids[-1]))
-            begin = end
-        ends = np.cumsum([0, *lengths], dtype=np.int64)
-        return pa.LargeListArray.from_arrays(ends, pa.array(np.concatenate(ids)))
+def _encode(
+    encoder: TokenEncoder, column: pa.LargeStringArray, dtype: TokenDtype
+) -> pa.LargeListArray:
+    """Return the token ids of each document, with its end-of-document token."""
+    offsets, _ = spans(column)
+    ids: list[npt.NDArray[Any]] = []
+    begin = 0
+    while begin < len(column):
+        end = int(np.searchsorted(offsets, offsets[begin] + _ENCODE_BYTES, side="right")) - 1
+        end = max(end, begin + 1)
+        for document in encoder.encode_batch(column[begin:end].to_pylist()):
+            ids.append(np.array([*document, encoder.end_of_document], dtype))
+        begin = end
+    ends = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    return pa.LargeListArray.from_arrays(ends, pa.array(np.concatenate(ids)))

@@ -20,7 +20,7 @@ ALL = "all"
 DEFAULT = "train"
 _KEYWORDS = {
     "train": "train|training",
-    "validation": "validation|valid|val|dev",
+    "validation": "validation|valid|val|dev|held[-_]?out|hold[-_]?out",
     "test": "test|testing|eval|evaluation",
 }
 # A keyword alone, or with what follows it by `_` if a number of shards shows that it is a split.
@@ -46,12 +46,7 @@ def select_data(
 ) -> list[Path]:
     """Return the files of a folder to read: of one split, and without documentation.
 
-    Args:
-        files: Each file, and whether it is plain text.
-        split: `--split`; None: the split `train`, if there are several.
-
-    Raises:
-        DataError: there is no such split, or none of several is `train`.
+    `files` are each file, and whether it is plain text. Without `split`, `train` of several.
     """
     if not files:
         return []

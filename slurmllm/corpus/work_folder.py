@@ -13,7 +13,6 @@ import hashlib
 import os
 import shutil
 import socket
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +20,9 @@ from typing import Any, BinaryIO, Self
 
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.rundir import fsync_dir
-from slurmllm.run.safe_files import open_lock, untrusted_error
+from slurmllm.run.safe_files import check_private_folder, open_lock
 
 _LOCK = "lock"
-# Below this, passing data to a thread takes longer than hashing it.
-_SMALL_BYTES = 64 << 10
 
 
 class WorkFolder:
@@ -51,7 +48,6 @@ class WorkFolder:
         return self.path / f"{name}.partial-{socket.gethostname()}-{os.getpid()}"
 
     def progress(self, name: str) -> Path:
-        """Input bytes read of a shard, as a decimal number."""
         return self.path / f"{name}.progress"
 
     def scratch(self, name: str) -> Path:
@@ -93,17 +89,11 @@ class WorkFolder:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the folder with its lock; needs the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Exclude other builds of the same output.
-
-        Raises:
-            DataError: another build is running.
-            StorageError: the folder cannot be made.
-        """
+        """Exclude other builds of the same output; a DataError if one is running."""
         try:
             stream = self._lock()
         except BlockingIOError as error:
@@ -129,12 +119,7 @@ class WorkFolder:
             # Race: another build may finish now and remove the folder, with a lock that is held.
             with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
                 # Whoever may write to it could have links written through, and shards read.
-                info = self.path.lstat()
-                if reason := untrusted_error(info):
-                    text = f"{reason}; remove {self.path} if it is yours"
-                    raise PermissionError(errno.EPERM, text, str(self.path))
-                if not stat.S_ISDIR(info.st_mode):
-                    raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(self.path))
+                check_private_folder(self.path)
                 stream = stack.enter_context(open_lock(path))
                 flock(stream)
                 if os.path.samestat(path.stat(), os.fstat(stream.fileno())):
@@ -152,12 +137,7 @@ def flock(stream: BinaryIO, *, wait: bool = False) -> None:
 
 
 class OutputFile:
-    """A file open for writing, whose sha256 is computed while it is written.
-
-    Attributes:
-        size_bytes: Bytes written so far.
-        on_write: Called with `size_bytes` after each write.
-    """
+    """A file open for writing; `on_write` is called with `size_bytes` after each write."""
 
     def __init__(self, stream: BinaryIO, path: Path, hasher: ThreadPoolExecutor) -> None:
         self._stream, self._path, self._hasher = stream, path, hasher
@@ -166,28 +146,19 @@ class OutputFile:
         self.on_write: Callable[[int], None] = lambda size_bytes: None
 
     def write(self, data: Any) -> None:
-        """Write bytes; raises StorageError if the file system refuses."""
-        size = memoryview(data).nbytes
-        hashed = None
-        if size > _SMALL_BYTES:
-            # hashlib and write both release the GIL, so a large block is hashed meanwhile.
-            hashed = self._hasher.submit(self._digest.update, data)
-        else:
-            self._digest.update(data)
+        # hashlib and write both release the GIL, so a block is hashed meanwhile.
+        hashed = self._hasher.submit(self._digest.update, data)
         with writing(self._path):
             self._stream.write(data)
-        if hashed is not None:
-            hashed.result()
-        self.size_bytes += size
+        hashed.result()
+        self.size_bytes += memoryview(data).nbytes
         self.on_write(self.size_bytes)
 
     @property
     def sha256(self) -> str:
-        """Digest of the bytes written so far, in hexadecimal."""
         return self._digest.hexdigest()
 
     def finish(self) -> None:
-        """Write everything to the disk, and close the file."""
         with writing(self._path):
             self._stream.flush()
             os.fchmod(self._stream.fileno(), 0o644)
@@ -203,12 +174,7 @@ class OutputFile:
 def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[OutputFile]]:
     """Open files in the work folder, and rename them if the block ends without an error.
 
-    Args:
-        paths: The corpus first, its manifest last.
-        work: A folder on the same file system; files of a failed build stay there.
-
-    Raises:
-        StorageError: the file system refused.
+    `paths` are the corpus first, its manifest last; the files of a failed build stay in the folder.
     """
     with contextlib.ExitStack() as stack:
         hasher = stack.enter_context(ThreadPoolExecutor(1))

@@ -13,7 +13,6 @@ import os
 import pickle
 import queue
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -68,43 +67,26 @@ def run_shard(
 def peak_bytes() -> int:
     """Return the largest resident set of this process so far."""
     # Not getrusage: a child inherits the maximum of the process that forked it.
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:  # not Linux
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    peak = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(peak[1]) * 1024 if peak else 0
-
-
-def run_in_process(
-    shards: Sequence[Shard], work: WorkFolder, report: Report
-) -> Iterator[ShardResult]:
-    for shard in shards:
-        # Called before the loop advances, so the lambda sees this shard.
-        yield run_shard(shard, work.path, lambda done: report({shard.name: done}))  # noqa: B023
 
 
 def run_locally(
     shards: Sequence[Shard], work: WorkFolder, workers: int, report: Report
 ) -> Iterator[ShardResult]:
-    """Write shards in worker processes; yields their results as they end.
-
-    Raises:
-        NodeError: a worker was killed.
-        CodeError: a worker failed with an unexpected error.
-    """
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    """Write shards in worker processes; yields their results as they end."""
+    idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(workers))
         for _ in range(workers):
             # In this thread, not the pool's: PDEATHSIG is sent when the parent's thread ends.
-            idle.put(stack.enter_context(_Worker(work)))
+            idle.put(stack.enter_context(_worker()))
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
 
         def run(shard: Shard) -> ShardResult:
             worker = idle.get()
             try:
-                return worker.run(shard)
+                return _run_in(worker, shard, work)
             finally:
                 idle.put(worker)
 
@@ -116,54 +98,47 @@ def run_locally(
                 yield future.result()
 
 
-class _Worker:
-    """A worker process on this machine; the context manager starts and kills it."""
-
-    def __init__(self, work: WorkFolder) -> None:
-        self._work = work
-
-    def __enter__(self) -> _Worker:
-        self._process = subprocess.Popen(
-            # -P: not the modules of the working directory, which may be another user's.
-            [sys.executable, "-P", "-m", __name__, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+@contextlib.contextmanager
+def _worker() -> Iterator[subprocess.Popen[bytes]]:
+    """Start a worker process on this machine, and kill it at the end."""
+    # -P: not the modules of the working directory, which may be another user's.
+    command = [sys.executable, "-P", "-m", __name__, str(os.getpid())]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
-    def run(self, shard: Shard) -> ShardResult:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            pickle.dump((shard, self._work.path), self._process.stdin)
-            self._process.stdin.flush()
-            result: ShardResult = pickle.load(self._process.stdout)  # noqa: S301 (its own child)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            code = self._process.wait()
-            others = f" and {len(shard.files) - 1} more files" if len(shard.files) > 1 else ""
-            process = f"the process that read shard {shard.name} ({shard.files[0].name}{others})"
-            if code >= 0:
-                raise CodeError(f"{process} ended with exit code {code}: see above") from error
-            raise NodeError(
-                f"{process} was killed by {signal.Signals(-code).name}; the usual cause is that "
-                "the machine is out of memory: see `dmesg`, or lower --workers. Finished shards "
-                "are kept; run the same command again to continue"
-            ) from error
-        return result
+
+def _run_in(process: subprocess.Popen[bytes], shard: Shard, work: WorkFolder) -> ShardResult:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        pickle.dump((shard, work.path), process.stdin)
+        process.stdin.flush()
+        result: ShardResult = pickle.load(process.stdout)  # noqa: S301 (its own child)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+        code = process.wait()
+        others = f" and {len(shard.files) - 1} more files" if len(shard.files) > 1 else ""
+        reader = f"the process that read shard {shard.name} ({shard.files[0].name}{others})"
+        if code >= 0:
+            raise CodeError(f"{reader} ended with exit code {code}: see above") from error
+        raise NodeError(
+            f"{reader} was killed by {signal.Signals(-code).name}; the usual cause is that the "
+            "machine is out of memory: see `dmesg`, or lower --workers. Finished shards are kept; "
+            "run the same command again to continue"
+        ) from error
+    return result
 
 
 def _serve() -> None:
     """Read shards from stdin to its end, and write their results to stdout."""
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         return  # the parent died before prctl
     # Ctrl-C goes to the whole process group; the parent alone decides how to end its workers.
@@ -188,9 +163,6 @@ def run_on_slurm(
     """Write shards in the tasks of a job array, `workers` at a time; yields results as they end.
 
     The array is cancelled if this ends early. `work` is on a file system that the nodes share.
-
-    Raises:
-        SlurmError: Slurm refused the jobs, or one of them failed.
     """
     count = min(len(shards), workers * _TASKS_PER_WORKER, MOST_TASKS)
     parts = [list(shards[index::count]) for index in range(count)]

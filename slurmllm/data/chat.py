@@ -13,31 +13,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slurmllm.data.conversation import SHOWN, Span, template_error
 from slurmllm.data.sandbox import Sandbox
-from slurmllm.data.template import SHOWN, template_error
 from slurmllm.errors import DataError
 from slurmllm.run.safe_files import read_limited
 from slurmllm.run.staged_files import local_copy
 
 # A conversation as text, and the spans (begin, end) of its characters that are trained.
-Rendered = tuple[str, list[tuple[int, int]]]
+Rendered = tuple[str, list[Span]]
 
 
 class ChatFormat:
     """The chat template of a tokenizer, and prompt and completion as text with or without one.
 
-    A child process renders (`sandbox.py`), the same one for many documents.
-
-    Args:
-        tokenizer: A tokenizer.json. Only a file of exactly this name has a template.
+    A child process renders (`sandbox.py`), the same one for many documents. Only next to a file
+    named tokenizer.json are there a template and special tokens.
 
     Attributes:
         end_token: The tokenizer config's `eos_token`, None if it has none.
         fingerprint: Hex digest of template and special tokens; empty if there are none.
         source: The file of the template.
-
-    Raises:
-        DataError: a file cannot be read, or its template is invalid.
     """
 
     def __init__(self, tokenizer: Path) -> None:
@@ -68,11 +63,7 @@ class ChatFormat:
         return self._sandbox is not None
 
     def conversations(self, texts: Sequence[str]) -> Iterator[Rendered]:
-        """Render conversations, JSON as a corpus has it.
-
-        Raises:
-            DataError: there is no template, or it fails.
-        """
+        """Render conversations, JSON as a corpus has it."""
         self.require_template()
         yield from self._ask([[text] for text in texts])
 
@@ -85,21 +76,13 @@ class ChatFormat:
             )
 
     def texts(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return the texts of prompts and completions: up to the completion, and after that.
-
-        Raises:
-            DataError: the template fails, or its output for the prompt is not a prefix.
-        """
+        """Return the texts of prompts and completions: up to the completion, and after that."""
         if self._sandbox is None:
             return list(pairs)
         return [(before, after) for before, after in self._ask(pairs)]
 
     def validate(self) -> None:
-        """Check the template with an example, before anything is queued.
-
-        Raises:
-            DataError: it fails, cannot be split, or omits the prompt or the completion.
-        """
+        """Check with an example that the template can be split and omits nothing."""
         prompt, completion = "What is it?", "It is nothing."
         ((before, after),) = self.texts([(prompt, completion)])
         if prompt not in before or completion not in after:

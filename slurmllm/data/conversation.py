@@ -1,25 +1,40 @@
-"""Conversations for fine-tuning: their form in a corpus, and which parts of them are trained.
+"""Conversations for fine-tuning: their form in a corpus, as text, and what of them is trained.
 
 A record has `messages` as OpenAI, TRL and transformers write them (`role` and `content`), or
 ShareGPT's `conversations` (`from` and `value`). The tokenizer's chat template renders all of it at
-once; the assistant's turns in that text are what is trained. Run as a module, it is the child of
-`ChatFormat`.
+once, as transformers does (`utils/chat_template_utils.py`); the assistant's turns in that text are
+what is trained.
+
+CAUTION: a template is somebody's program; it is rendered in a child (`sandbox.py`). Run as a
+module, this is the child of `ChatFormat`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from datetime import datetime
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
-from slurmllm.data.sandbox import serve
-from slurmllm.data.template import SHOWN, ChatTemplate, Message, first_difference
+from slurmllm.data.sandbox import LARGEST, limited_environment, serve
 from slurmllm.errors import DataError
+
+# A turn of a conversation: `role`, `content` and what else the template reads.
+Message = dict[str, Any]
+# Begin and end of a part of a text, in characters.
+Span = tuple[int, int]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 # Names of a message's reasoning, as transformers' `_alias_reasoning_fields` has them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# The default date of Llama 3.1's template. With the current date, tokens would change every day.
+_DATE = datetime(2024, 7, 26)
+SHOWN = 40  # characters of a text in a message
 
 
 class Conversation(NamedTuple):
@@ -47,20 +62,10 @@ class Conversation(NamedTuple):
         )
 
 
-class Rendered(NamedTuple):
-    """A conversation as text; of its characters the spans (begin, end) are trained."""
-
-    text: str
-    spans: list[tuple[int, int]]
-
-
 def read_conversation(row: Mapping[str, Any], key: str) -> Conversation:
     """Read the conversation of a record with its messages in the field `key`.
 
-    Fields that are JSON in a string are parsed.
-
-    Raises:
-        ValueError: the reason why it cannot be used.
+    Fields that are JSON in a string are parsed. A ValueError says why it cannot be used.
     """
     if key not in row:
         fields = ", ".join(sorted(row)[:10]) or "none"
@@ -136,16 +141,151 @@ def _text_of(part: Any, number: int) -> str:
     return text
 
 
-def render_conversation(chat: ChatTemplate, conversation: Conversation) -> Rendered:
+class ChatTemplate:
+    """A compiled template of the file `source`; a DataError if it is invalid or fails.
+
+    Attributes:
+        mark: A text that no message has.
+    """
+
+    def __init__(self, template: str, tokens: dict[str, str], source: str) -> None:
+        self.source, self._tokens = source, tokens
+        self.mark = f"mark{secrets.token_hex(8)}"
+        self._marks_generation = False
+        self._template = self._compile(template)
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Any = None,
+        marks: tuple[str, str] = ("", ""),
+    ) -> str:
+        """Render messages; `marks` are added around what the template marks as generation."""
+        try:
+            text: str = self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                _generation=marks,
+                **self._tokens,
+            )
+            if len(text) > LARGEST:
+                raise OverflowError(f"it makes a text of more than {LARGEST:,} characters")
+            return text
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may fail in any way
+            raise template_error(self.source, error) from error
+
+    def generation_spans(
+        self, messages: list[Message], text: str, tools: Any = None
+    ) -> list[Span] | None:
+        """Locate what the template marks by `{% generation %}` in `text`, the rendered messages.
+
+        None if it has no such marks; a DataError if it changes what it marks, as filters do.
+        """
+        if not self._marks_generation:
+            return None
+        begin, end = f"{self.mark}b", f"{self.mark}e"
+        parts = re.split(f"({begin}|{end})", self.render(messages, tools=tools, marks=(begin, end)))
+        spans, begins, position = [], [], 0
+        for part in parts:
+            if part == begin:
+                begins.append(position)
+            elif part == end and begins:
+                spans.append((begins.pop(), position))
+            else:
+                position += len(part)
+        if begins or "".join(part for part in parts if part not in (begin, end)) != text:
+            raise DataError(
+                f"the chat template of {self.source} changes what it marks by "
+                "{% generation %}, so that its place in the text is unknown; mark what is "
+                "rendered without filters"
+            )
+        return spans
+
+    def texts(self, prompt: str, completion: str) -> tuple[str, str]:
+        """Return the text up to the completion, as for generation, and the text after that.
+
+        A DataError if the template's output for the prompt is not a prefix.
+        """
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        before = self.render(turns[:1], add_generation_prompt=True)
+        whole = self.render(turns)
+        if whole.startswith(before):
+            return before, whole[len(before) :]
+        differs = _first_difference(before, whole)
+        raise DataError(
+            f"the chat template of {self.source} cannot be split into prompt and completion: "
+            "its output for the prompt must be a prefix of its output for prompt and completion, "
+            f"but from character {differs} they are {before[differs : differs + SHOWN]!r} and "
+            f"{whole[differs : differs + SHOWN]!r}; change the template, or remove it"
+        )
+
+    def _compile(self, template: str) -> Any:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.parser import Parser
+
+        chat = self
+
+        class Generation(Extension):
+            """`{% generation %}`, which marks the assistant's text and renders it unchanged."""
+
+            tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
+
+            def parse(self, parser: Parser) -> nodes.Node:
+                line = next(parser.stream).lineno
+                chat._marks_generation = True
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                marks = nodes.Name("_generation", "load")
+                begin, end = (
+                    nodes.Output([nodes.Getitem(marks, nodes.Const(index), "load")])
+                    for index in (0, 1)
+                )
+                # transformers' body is a scope too.
+                return nodes.Scope([begin, *body, end], lineno=line)
+
+        def refuse(message: str) -> NoReturn:
+            raise TemplateError(message)
+
+        environment = limited_environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        # The options and functions of transformers; any difference would change the tokens.
+        # jinja2's own `tojson` escapes HTML characters.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = _DATE.strftime
+        try:
+            return environment.from_string(template)
+        # SyntaxError: Python's parser nests less deeply than jinja2's.
+        except (TemplateError, RecursionError, SyntaxError, OverflowError, ValueError) as error:
+            raise template_error(self.source, error) from error
+
+
+def _first_difference(a: str, b: str) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def template_error(source: str, error: Exception) -> DataError:
+    return DataError(
+        f"the chat template of {source} fails: {error}; fix it, or the text that it refuses, or "
+        "remove it: prompts and completions are then read as plain text"
+    )
+
+
+def render_conversation(chat: ChatTemplate, conversation: Conversation) -> tuple[str, list[Span]]:
     """Render a conversation as transformers does, and find the assistant's turns in the text.
 
     If the template marks them with `{% generation %}`, these are what it marks, as in
     transformers' `return_assistant_tokens_mask`. Otherwise a turn is what it adds to the prompt
-    for it, the generation prompt excluded and the end of the turn included.
-
-    Raises:
-        DataError: the template fails, omits tools or their calls, or its output does not show
-            where a turn begins and ends.
+    for it, the generation prompt excluded and the end of the turn included. A DataError if its
+    output does not show where that is, or omits tools or their calls.
     """
     messages = [_with_reasoning(message) for message in conversation.messages]
     tools = conversation.tools
@@ -157,7 +297,10 @@ def render_conversation(chat: ChatTemplate, conversation: Conversation) -> Rende
         )
     if any(message.get("tool_calls") for message in messages):
         plain = [{"content": "", **message, "tool_calls": []} for message in messages]
-        if _renders(chat, plain, tools) == text:
+        without_calls = None
+        with contextlib.suppress(DataError):  # it refuses them
+            without_calls = chat.render(plain, tools=tools)
+        if without_calls == text:
             raise DataError(
                 f"the chat template of {chat.source} renders no tool calls, and the conversation "
                 "has some; use a template that does, or remove the field `tool_calls`"
@@ -166,15 +309,7 @@ def render_conversation(chat: ChatTemplate, conversation: Conversation) -> Rende
     if spans is None:
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         spans = [_turn_span(chat, messages, turn, text, tools) for turn in turns]
-    return Rendered(text, spans)
-
-
-def _renders(chat: ChatTemplate, messages: list[Message], tools: Any) -> str | None:
-    """Return the text of messages, None if the template refuses them."""
-    try:
-        return chat.render(messages, tools=tools)
-    except DataError:
-        return None
+    return text, spans
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -186,8 +321,8 @@ def _with_reasoning(message: Message) -> Message:
 
 def _turn_span(
     chat: ChatTemplate, messages: list[Message], turn: int, text: str, tools: Any
-) -> tuple[int, int]:
-    """Return begin and end of an assistant's turn in `text`, the rendering of all messages."""
+) -> Span:
+    """Locate an assistant's turn in `text`, the rendering of all messages."""
     before = chat.render(messages[:turn], add_generation_prompt=True, tools=tools)
     after = chat.render(messages[: turn + 1], tools=tools)
     if text.startswith(before):
@@ -205,7 +340,7 @@ def _turn_span(
         if unchanged and tail.startswith(end) and len(before) <= len(head) + len(end):
             return len(before), len(head) + len(end)
     part = after if text.startswith(before) else before
-    differs = first_difference(part, text)
+    differs = _first_difference(part, text)
     raise DataError(
         f"the chat template of {chat.source} does not show where message {turn + 1}, the "
         "assistant's, begins and ends: rendered up to there, the conversation is "

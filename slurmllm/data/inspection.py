@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from slurmllm.data.evaluation import HELD_OUT, evaluation_texts
 from slurmllm.data.order import Integers, Permutation
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import BEGINS, UNTRAINED, Request, Source
-from slurmllm.data.spec import Split, SplitName, StreamSpec
+from slurmllm.data.spec import HELD_OUT, Split, StreamSpec, evaluation_texts
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, SlurmllmError
@@ -115,18 +114,13 @@ class PackedSequence(Record):
 def inspect_corpus(
     source: Source, *, exact: bool = False, on_progress: OnProgress = lambda _: None
 ) -> CorpusReport:
-    """Count a corpus, or estimate its tokens from a sample of its documents.
+    """Count a corpus, or estimate its tokens from a sample of its documents (never if `exact`).
 
     The estimate is the ratio estimator of survey sampling (W. Cochran, Sampling Techniques, 1977,
-    section 6.4): tokens a byte in the sample times all bytes.
-
-    With `exact` it is counted completely at any size. `on_progress` is called with the size of the
-    documents read so far.
-
-    Raises:
-        SlurmllmError: a document is damaged or cannot be trained on.
+    section 6.4): tokens a byte in the sample times all bytes. `on_progress` is called with the size
+    of the documents read so far.
     """
-    count, unit = len(source), source.size_unit
+    count = len(source)
     whole = exact or count <= SAMPLED_DOCUMENTS or source.total_size <= COUNTED_SIZE
     if whole:
         picked: Integers = np.arange(count)
@@ -140,8 +134,7 @@ def inspect_corpus(
         documents = picked[begin : begin + _AT_ONCE].tolist()
         end = begin + len(documents)
         sizes[begin:end] = [source.document_size(document) for document in documents]
-        most = None if whole else _SAMPLED_PIECES
-        counts = _count_tokens(source, documents, most)
+        counts = _count_tokens(source, documents, None if whole else _SAMPLED_PIECES)
         tokens[begin:end] = counts.lengths
         trained, answers = trained + counts.trained, answers + counts.answers
         seen += int(sizes[begin:end].sum())
@@ -159,10 +152,12 @@ def inspect_corpus(
         documents=count,
         documents_are="blocks" if source.in_blocks else "documents",
         size=source.total_size,
-        unit=unit,
+        unit=source.size_unit,
         tokens=total,
         # The number of token ids in a file is known, whatever the sample.
-        tokens_are="exact" if whole or (not error and unit == "tokens") else "estimated",
+        tokens_are="exact"
+        if whole or (not error and source.size_unit == "tokens")
+        else "estimated",
         tokens_error=error,
         documents_counted=len(picked),
         lengths=_describe_lengths(tokens),
@@ -219,7 +214,7 @@ def _count_tokens(source: Source, documents: list[int], most: int | None) -> _Co
     spans: list[tuple[int, int]] = []  # pieces read, pieces of the document
     for document in documents:
         pieces = source.num_pieces(document)
-        read = pieces if most is None else min(pieces, most)
+        read = min(pieces, most or pieces)
         requests += [(document, pieces * index // read) for index in range(read)]
         spans.append((read, pieces))
     pieces_read = source.read(requests)
@@ -257,14 +252,12 @@ def check_corpora(spec: StreamSpec) -> list[int | None]:
     """Check that a model can be trained on a stream.
 
     Reads the tokenizer, each corpus's metadata and its first documents; more only if the corpus
-    might be shorter than its part of a global batch, and no more than that.
+    might be shorter than its part of a global batch, and no more than that. A SlurmllmError says
+    what is missing, unreadable, damaged or does not fit.
 
     Returns:
         The tokens to train on of each corpus, end-of-document tokens included; None if there are
         enough without counting all of them.
-
-    Raises:
-        SlurmllmError: corpus or tokenizer are missing, unreadable, damaged or do not fit.
     """
     sources, encoder = open_all(spec)
     vocab_size = spec.vocab_size
@@ -278,9 +271,9 @@ def check_corpora(spec: StreamSpec) -> list[int | None]:
     counts = []
     for source, (_, weight) in zip(sources, spec.corpora, strict=True):
         _read_first_documents(source)
-        sides: tuple[SplitName, ...] = ("train", "validation") if spec.validation else ()
-        for side in sides:
-            Split(side, spec.validation).require_documents(source)
+        if spec.validation:
+            Split("train", spec.validation).require_documents(source)
+            Split("validation", spec.validation).require_documents(source)
         needed = math.ceil(spec.global_batch * spec.seq_len * weight / total)
         tokens = _count_enough_tokens(source, Split("train", spec.validation), needed)
         if tokens is not None and tokens < needed:
@@ -302,15 +295,12 @@ def _read_first_documents(source: Source) -> None:
 
 
 def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> list[str]:
-    """Check that the texts of `eval` can be evaluated.
+    """Check that the texts of `eval` can be evaluated; raises a SlurmllmError.
 
     Reads the first documents of each; of the training text too, to find those that are in both.
 
     Returns:
         A warning for each text that is part of the training text.
-
-    Raises:
-        SlurmllmError: a corpus is missing, unreadable, does not fit, or is shorter than a sequence.
     """
     warnings = []
     for name, spec in evaluation_texts(training, corpora).items():
@@ -321,12 +311,13 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
                 _read_first_documents(source)
         except SlurmllmError as error:
             raise type(error)(f"{setting}: {error}") from error
+        held_out, remedy = "", "name a longer corpus"
+        if name == HELD_OUT:
+            held_out, remedy = " on the held-out side", "raise data.validation"
         split, needed = Split(spec.split, spec.validation), spec.seq_len + 1
         for source in sources:
             tokens = _count_enough_tokens(source, split, needed)
             if tokens is not None and tokens < needed:
-                held_out = " on the held-out side" if name == HELD_OUT else ""
-                remedy = "raise data.validation" if name == HELD_OUT else "name a longer corpus"
                 raise DataError(
                     f"{setting}: {source.path} has {tokens} tokens{held_out}, fewer than one "
                     f"sequence takes: model.seq_len {spec.seq_len} and the token after it; "

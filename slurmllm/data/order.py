@@ -81,10 +81,8 @@ def _round_keys(key: str) -> tuple[np.uint64, ...]:
 class DocumentOrder:
     """Maps document positions 0, 1, 2, … to document indices, with a permutation for each epoch.
 
-    Args:
-        documents: Number of documents of the corpus; position p is in epoch p // documents.
-        seed: The run's seed.
-        corpus: The corpus's index in a blend, so that corpora of equal size have different orders.
+    Position p is in epoch p // documents. `corpus` is the index in a blend, so that corpora of
+    equal size have different orders.
     """
 
     def __init__(self, documents: int, seed: int, corpus: int = 0) -> None:
@@ -93,18 +91,14 @@ class DocumentOrder:
         self._corpus = [corpus] if corpus else []
 
     def take(self, positions: Integers) -> Integers:
-        """Return the documents at `positions`, which must ascend; both int64 [n]."""
+        """Return the documents at `positions`, both int64 [n]."""
         epochs, indices = np.divmod(positions, self.documents)
-        if len(positions) and epochs[0] == epochs[-1]:  # the usual case: one epoch
-            return self._permutation(int(epochs[0])).take(indices)
         documents = np.empty_like(positions)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
-            documents[in_epoch] = self._permutation(int(epoch)).take(indices[in_epoch])
+            permutation = Permutation(self.documents, self._seed, int(epoch), *self._corpus)
+            documents[in_epoch] = permutation.take(indices[in_epoch])
         return documents
-
-    def _permutation(self, epoch: int) -> Permutation:
-        return Permutation(self.documents, self._seed, epoch, *self._corpus)
 
 
 class Blend:
@@ -113,12 +107,6 @@ class Blend:
     The selections of a step are assigned to the slots (rows) of the batch in a different order in
     each step. Otherwise, with 8 slots, a corpus of weight 1/8 would always get the same slot,
     and the documents of that corpus that belong to other slots would never be read.
-
-    Args:
-        weights: Weights of the corpora, relative to each other.
-        global_batch: Selections per step.
-        seed: Seed of the slots' order.
-        counts: Selections of each corpus so far.
 
     Attributes:
         counts: Selections of each corpus so far.
@@ -138,7 +126,7 @@ class Blend:
 
     def next_step(self) -> list[int]:
         """Return the corpus of each slot in the next step, [global_batch]."""
-        if len(self.counts) == 1:
+        if len(self.counts) == 1:  # Tijdeman's bound is that of n > 1
             self.counts[0] += self._global_batch
             return [0] * self._global_batch
         step = sum(self.counts) // self._global_batch

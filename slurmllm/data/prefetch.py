@@ -5,7 +5,7 @@ interpreter instead of a fork: the parent has torch, device handles and threads,
 survive a fork. The worker does not import torch.
 
     stdin    pickled: the stream; then the positions; then nothing
-    stdout   pickled, for each batch: positions and counts after it, tokens, marks; or a failure
+    stdout   pickled, for each batch: positions and counts after it, tokens, marks; or an error
     stderr   inherited from the parent
 
 A worker exits when its parent has exited: at the end of stdin, at a broken pipe, or when its parent
@@ -31,7 +31,6 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from slurmllm import errors
 from slurmllm.data.slots import SlotGroup
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import Integers, Marks, Tokens
@@ -47,13 +46,10 @@ PREFETCH_BATCHES = 8
 
 
 class WorkerProcess:
-    """One process that tokenizes ahead for consecutive slots.
+    """One process that tokenizes ahead for consecutive slots (rows of the global batch).
 
     It starts immediately and imports its libraries while the parent does other work; it begins to
     read when `begin` sends the positions.
-
-    Args:
-        slots: The slots (rows of the global batch) that the worker reads.
     """
 
     def __init__(self, spec: StreamSpec, slots: range) -> None:
@@ -85,13 +81,10 @@ class WorkerProcess:
         assert self._process.stdin is not None
         assert isinstance(self._process.stdout, BufferedReader)
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.pid = self._process.pid
         # Kills the worker when this object is deleted or the interpreter exits.
         self._finalizer = weakref.finalize(self, _kill_worker, self._process, os.getpid())
         self._send((spec, PREFETCH_BATCHES, os.getpid()))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
         """Send the positions of the worker's slots and the draws so far; see `SlotGroup`."""
@@ -100,25 +93,16 @@ class WorkerProcess:
     def next_batch(self) -> tuple[Integers, Integers, Tokens, Marks]:
         """Return the next batch of this worker's slots.
 
-        Returns:
-            The positions after the batch, [slots, 3 * corpora]; the draws after it, [corpora];
-            tokens and marks, [slots, seq_len + 1].
-
-        Raises:
-            SlurmllmError: an error of the worker.
-            NodeError: the worker was killed.
-            StorageError: a corpus was truncated while the worker read it.
+        These are the positions after the batch, [slots, 3 * corpora]; the draws after it,
+        [corpora]; tokens and marks, [slots, seq_len + 1]. Errors of the worker are raised.
         """
         try:
             message = pickle.load(self._stdout)  # noqa: S301 (its own child)
         except (EOFError, pickle.UnpicklingError):  # the second: cut off
             self._raise_exited()
-        if isinstance(message, tuple):
-            return message
-        kind = getattr(errors, message["error"] or "none", None)
-        if isinstance(kind, type) and issubclass(kind, errors.SlurmllmError):
-            raise kind(message["message"])
-        raise CodeError(f"a data worker failed:\n{message['traceback']}")
+        if isinstance(message, BaseException):
+            raise message
+        return message
 
     def close(self) -> None:
         """Kill the process; it has no state to save."""
@@ -185,12 +169,9 @@ def main() -> NoReturn:
             counts = np.array(group.counts, dtype=np.int64)
             outgoing.put((group.positions(), counts, tokens, marks))
     except BaseException as error:
-        failure = {
-            "error": type(error).__name__ if isinstance(error, SlurmllmError) else "",
-            "message": str(error) or repr(error),
-            "traceback": traceback.format_exc(),
-        }
-        outgoing.put(failure)
+        is_ours = type(error).__module__ == SlurmllmError.__module__
+        failure = CodeError(f"a data worker failed:\n{traceback.format_exc()}")
+        outgoing.put(error if is_ours else failure)
     # The parent kills this process once it has read the failure.
     while True:
         time.sleep(_PARENT_POLL_S)

@@ -40,9 +40,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 class Sandbox:
     """A child process that renders templates, started when it is needed.
 
-    Args:
-        module: A module that calls `serve` when it is run.
-        settings: For that module, as JSON has it.
+    It runs `module`, which calls `serve`, with `settings` as JSON.
     """
 
     def __init__(self, module: str, settings: Any) -> None:
@@ -53,9 +51,7 @@ class Sandbox:
     def ask(self, requests: Sequence[Any]) -> Iterator[Any]:
         """Yield the answer to each request; after an error another child is started.
 
-        Raises:
-            ValueError: the child's error message.
-            OverflowError: it exceeds a limit.
+        A ValueError has the child's error message, an OverflowError the limit that it exceeds.
         """
         process = self._started()
         awaited = 0

@@ -33,14 +33,11 @@ def document_pieces(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the pieces of a slot's documents without end, as (number, document, piece).
 
+    The slot reads positions slot, slot + stride, …
+
     Args:
-        slot: The position of the first document.
-        stride: The slot reads positions slot, slot + stride, …
         number: Documents of the slot already read, on both sides of the split.
         piece: First piece of the current document to read.
-
-    Raises:
-        DataError: this side of the split has no document.
     """
     ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, len(source) // stride))
     searched = 0
@@ -68,11 +65,7 @@ def document_pieces(
 class SlotStream:
     """A slot's tokens of one corpus: documents joined and cut into sequences, without padding.
 
-    Args:
-        documents: From `document_pieces`.
-        number: Documents already read.
-        piece: Current piece of the current document.
-        offset: Tokens of that piece already returned.
+    `documents` are from `document_pieces`; of the current piece, `offset` tokens were returned.
 
     Attributes:
         position: Number, piece and offset of the next token.
@@ -107,9 +100,17 @@ class SlotStream:
         self._ends = np.concatenate([self._ends, ends + len(self._tokens)])
         self._tokens = np.concatenate([self._tokens, tokens])
         self._marks = np.concatenate([self._marks, marks])
-        if self.resuming:
-            self._check_position()
-            self.resuming = False
+        if not self.resuming:
+            return
+        self.resuming = False
+        number, piece, offset = self.position
+        length = int(self._ends[0]) if self._buffered[0] == (number, piece) else 0
+        if offset >= length:
+            raise DataError(
+                f"the saved data position is token {offset} of a part of a document of {length} "
+                "tokens: corpus or tokenizer changed since the checkpoint; restore the old ones "
+                "or start a new run"
+            )
 
     def take(self, tokens: Tokens, marks: Marks) -> None:
         """Fill both [seq_len + 1] with the next sequence and the token that follows it.
@@ -126,17 +127,6 @@ class SlotStream:
         self._tokens, self._marks = self._tokens[begin:], self._marks[begin:]
         self._ends, self._buffered = self._ends[piece:] - begin, self._buffered[piece:]
         self.position = (*self._buffered[0], self._head)
-
-    def _check_position(self) -> None:
-        """Raise a DataError if the token at the restored position does not exist."""
-        number, piece, offset = self.position
-        length = int(self._ends[0]) if self._buffered[0] == (number, piece) else 0
-        if offset >= length:
-            raise DataError(
-                f"the saved data position is token {offset} of a part of a document of {length} "
-                "tokens: corpus or tokenizer changed since the checkpoint; restore the old ones "
-                "or start a new run"
-            )
 
 
 class SlotGroup:
@@ -207,9 +197,6 @@ class SlotGroup:
         """Read until each stream has a sequence: for all of them at once, and hardly more.
 
         One request per slot and document would cost a call of the tokenizer each.
-
-        Raises:
-            DataError: no document on this side of the split has a token.
         """
         source, read = self._sources[corpus], self._read[corpus]
         while short := [stream for stream in streams if stream.missing(self._width)]:

@@ -1,12 +1,19 @@
-"""The description of a stream: everything that decides which token is at which place."""
+"""The description of a stream: everything that decides which token is at which place.
+
+A checkpoint has it as a state, a JSON object: the stream's `identity`, `counts` (sequences drawn
+from each corpus), and under `slots` three numbers per corpus for each slot from `first_slot` on:
+documents finished, piece of the current document, tokens of that piece returned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,45 +21,46 @@ import numpy.typing as npt
 from slurmllm.data.order import splitmix64
 from slurmllm.data.sources.base import Source
 from slurmllm.errors import DataError
+from slurmllm.plugins import absolute
 
 if TYPE_CHECKING:
     from slurmllm.config.recipe import Recipe
 
 SplitName = Literal["train", "validation"]
+State = dict[str, Any]
 
+HELD_OUT = "held_out"  # the name of the documents that `data.validation` holds out
 # The golden ratio's fraction: decorrelates the split from other uses of the same hash.
 _SALT = np.uint64(0x9E3779B97F4A7C15)
 # Documents whose hashes are computed at once.
 _AT_ONCE = 1 << 10
+_STATE_VERSION = 2
+# Must be equal for a position to mean the same tokens; with their names in error messages.
+_IDENTITY = {
+    "version": "format of the data state",
+    "seed": "train.seed",
+    "global_batch": "train.global_batch",
+    "tokenizer": "tokenizer (fingerprint)",
+    "validation": "data.validation",
+    "split": "side of the split",
+}
+_FIX = "resume with the data that the run began with, or start a new run"
 
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """A stream, the same for all ranks and workers.
+    """A stream, the same for all ranks and workers."""
 
-    Attributes:
-        corpora: Path and weight of each; the weights are relative to each other.
-        tokenizer: tokenizer.json; None if all corpora are token ids.
-        seq_len: Tokens in a sequence.
-        global_batch: Sequences in one step over all ranks.
-        seed: Seed of the order.
-        vocab_size: The model's; the ids of tokenized corpora must be below it. None: unknown.
-        mask: `document` if batches mark where documents begin.
-        validation: Fraction of the documents held out.
-        split: Side of the split to read.
-        plugins: Modules that may register data sources.
-    """
-
-    corpora: Sequence[tuple[Path, float]]
-    tokenizer: Path | None
+    corpora: Sequence[tuple[Path, float]]  # weights are relative to each other
+    tokenizer: Path | None  # tokenizer.json; None if all corpora are token ids
     seq_len: int
-    global_batch: int
-    seed: int
-    vocab_size: int | None = None
-    mask: Literal["none", "document"] = "none"
-    validation: float = 0.0
+    global_batch: int  # sequences in one step over all ranks
+    seed: int  # of the order
+    vocab_size: int | None = None  # the model's: ids of corpora must be below it. None: unknown
+    mask: Literal["none", "document"] = "none"  # document: batches mark where documents begin
+    validation: float = 0.0  # fraction of the documents held out
     split: SplitName = "train"
-    plugins: Sequence[str] = ()
+    plugins: Sequence[str] = ()  # modules that may register data sources
 
     @classmethod
     def of(cls, recipe: Recipe, global_batch: int | None = None) -> Self:
@@ -71,14 +79,20 @@ class StreamSpec:
         )
 
 
+def evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> dict[str, StreamSpec]:
+    """Return the texts of a run's evaluations, held-out documents first, one sequence a batch."""
+    texts = {}
+    if training.validation:
+        texts[HELD_OUT] = replace(training, global_batch=1, split="validation")
+    for name, path in corpora.items():
+        texts[name] = replace(training, corpora=[(Path(path), 1.0)], global_batch=1, validation=0.0)
+    return texts
+
+
 class Split:
     """One side of the split into training and validation documents.
 
-    Args:
-        validation: Fraction of the documents held out, in 0 … 0.5.
-
-    Raises:
-        DataError: the validation side of a fraction of 0.
+    `validation` is the fraction of the documents held out, in 0 … 0.5.
     """
 
     def __init__(self, name: SplitName, validation: float) -> None:
@@ -115,9 +129,110 @@ class Split:
             raise self.empty_error(source)
 
     def empty_error(self, source: Source) -> DataError:
-        """Return the error for a corpus without a document on this side."""
         return DataError(
             f"none of the {len(source)} documents of {source.path} is on the {self.name} side of "
             f"data.validation {self.validation} and holds a token; "
             "change data.validation, or add documents"
         )
+
+
+def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None) -> State:
+    """Return the part of a stream's states that identifies its data.
+
+    `tokenizer` is the fingerprint of tokenizer and chat templates, None without a tokenizer.
+    """
+    corpora = [
+        {
+            "path": absolute(path),
+            "fingerprint": source.fingerprint,
+            "weight": weight,
+            "documents": len(source),
+        }
+        for (path, weight), source in zip(spec.corpora, sources, strict=True)
+    ]
+    combined = str(corpora[0]["fingerprint"])
+    if len(corpora) > 1:
+        contents = [(corpus["fingerprint"], corpus["weight"]) for corpus in corpora]
+        combined = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
+    return {
+        "version": _STATE_VERSION,
+        "seed": spec.seed,
+        "global_batch": spec.global_batch,
+        "corpus": combined,
+        "corpora": corpora,
+        "tokenizer": tokenizer,
+        "validation": spec.validation,
+        "split": spec.split,
+    }
+
+
+def merge_states(states: Sequence[State]) -> State:
+    """Merge the states of all ranks into one.
+
+    Ranks that differ only in tensor or pipeline rank have the same slots, and equal states.
+    """
+    by_slot: dict[int, list[int]] = {}
+    for state in states:
+        check_same_stream(states[0], state)
+        for slot, position in enumerate(state["slots"], start=state["first_slot"]):
+            if by_slot.setdefault(slot, position) != position:
+                raise DataError(
+                    f"two ranks report different positions for slot {slot} of the data stream: "
+                    f"{by_slot[slot]} and {position}; merge states taken after the same step"
+                )
+        if state["counts"] != states[0]["counts"]:
+            raise DataError(
+                f"two ranks have drawn {states[0]['counts']} and {state['counts']} sequences from "
+                "the corpora; merge states taken after the same step"
+            )
+    missing = sorted(set(range(states[0]["global_batch"])) - set(by_slot))
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {states[0]['global_batch']} slots of the data stream are in no "
+            f"state, the first is {missing[0]}; pass the state of every data-parallel rank"
+        )
+    merged = {key: states[0][key] for key in (*_IDENTITY, "corpus", "corpora", "counts")}
+    return {**merged, "first_slot": 0, "slots": [by_slot[slot] for slot in sorted(by_slot)]}
+
+
+def check_same_stream(here: State, saved: State) -> None:
+    """Raise a DataError that names the difference if a state belongs to another stream."""
+    for key, name in _IDENTITY.items():
+        if saved.get(key) != here[key]:
+            raise DataError(
+                f"the data state was saved with {name} {saved.get(key)}, this stream has "
+                f"{here[key]}; {_FIX}"
+            )
+    # Contents and weights, not paths: a corpus may have been moved.
+    corpora = saved["corpora"]
+    if len(here["corpora"]) != len(corpora):
+        raise DataError(
+            f"the data state was saved with {len(corpora)} corpora, this stream has "
+            f"{len(here['corpora'])}; {_FIX}"
+        )
+    for now, then in zip(here["corpora"], corpora, strict=True):
+        if now["fingerprint"] != then["fingerprint"]:
+            raise DataError(
+                f"the data state was saved with corpus {then['path']} (fingerprint "
+                f"{then['fingerprint']}, {then['documents']} documents), this stream has "
+                f"{now['path']} ({now['fingerprint']}, {now['documents']}): changed after the run "
+                f"began, or another corpus; {_FIX}"
+            )
+        if now["weight"] != then["weight"]:
+            raise DataError(
+                f"the data state was saved with weight {then['weight']:g} of {now['path']}, this "
+                f"stream has {now['weight']:g}; {_FIX}"
+            )
+
+
+def slot_positions(state: State, slots: range) -> list[list[int]]:
+    """Return the positions of consecutive slots; a DataError if the state lacks some of them."""
+    held = range(state["first_slot"], state["first_slot"] + len(state["slots"]))
+    if slots.start not in held or slots[-1] not in held:
+        raise DataError(
+            f"the data state holds slots {held.start} to {held.stop - 1}, this rank needs "
+            f"{slots.start} to {slots[-1]}; load the merged state of all ranks"
+        )
+    begin = slots.start - held.start
+    positions: list[list[int]] = state["slots"][begin : begin + len(slots)]
+    return positions

@@ -20,7 +20,7 @@ No step depends on the number of ranks or workers, so neither does the batch at 
 
 How it resumes: a slot's position in a corpus is three numbers: documents finished, pieces of the
 current document finished (`sources.base`), tokens of the current piece returned. A checkpoint has
-those of all G slots and the draws so far (`state`). Restoring tokenizes one piece per slot, at any
+those of all G slots and the draws so far (`spec`). Restoring tokenizes one piece per slot, at any
 position; nothing is replayed.
 """
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -39,8 +39,14 @@ from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import BEGINS, UNTRAINED
-from slurmllm.data.spec import Split, StreamSpec
-from slurmllm.data.state import State, check_same_stream, identity, slot_positions
+from slurmllm.data.spec import (
+    Split,
+    State,
+    StreamSpec,
+    check_same_stream,
+    identity,
+    slot_positions,
+)
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.artifact_records import DataRecord
 from slurmllm.run.rundir import RunDir
@@ -49,14 +55,12 @@ log = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """Packed sequences, each with the token that follows it.
+    """Packed sequences, each with the token that follows it: [rows, seq_len + 1].
 
     Attributes:
-        tokens: int64 [rows, seq_len + 1].
-        begins: bool [rows, seq_len + 1], whether a token is the first of its document. None if
-            document bounds are not needed.
-        untrained: bool [rows, seq_len + 1], whether a token is read but not trained. None if all
-            are trained.
+        tokens: Ids.
+        begins: Whether a token is the first of its document; None if bounds are not needed.
+        untrained: Whether a token is read but not trained; None if all are trained.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -95,14 +99,10 @@ class PackedStream:
     """Batches of packed sequences for one data-parallel rank.
 
     Args:
-        dp_size: Number of data-parallel ranks; must divide global_batch.
         num_workers: Processes that tokenize ahead; 0 tokenizes in this process on demand.
 
     Attributes:
         trains_every_token: Whether every token is trained; otherwise batches have `untrained`.
-
-    Raises:
-        DataError: a corpus or the tokenizer cannot be used, or dp_size does not divide the batch.
     """
 
     def __init__(self, spec: StreamSpec, dp_rank: int, dp_size: int, num_workers: int = 0) -> None:
@@ -142,16 +142,11 @@ class PackedStream:
     def identity(self) -> dict[str, Any]:
         """Everything that decides which token is at which place, as JSON."""
         names = ("corpora", "tokenizer", "seed", "global_batch", "validation")
-        identity = {name: self._identity[name] for name in names}
-        return {"seq_len": self._spec.seq_len, "mask": self._spec.mask, **identity}
+        settings = {"seq_len": self._spec.seq_len, "mask": self._spec.mask}
+        return settings | {name: self._identity[name] for name in names}
 
     def next_batch(self) -> Batch:
-        """Return this rank's part of the next batch, [global_batch // dp_size, seq_len + 1].
-
-        Raises:
-            SlurmllmError: an error of a worker.
-            NodeError: a worker was killed.
-        """
+        """Return this rank's part of the next batch, [global_batch // dp_size, seq_len + 1]."""
         tokens, marks = self._draw()
         return Batch(
             tokens.astype(np.int64),
@@ -183,9 +178,7 @@ class PackedStream:
     def load_state(self, merged: State) -> None:
         """Restore a position from `merge_states`, taken at this or another dp_size.
 
-        Raises:
-            DataError: the state has another corpus, tokenizer, seed or global batch, or lacks
-                slots of this rank.
+        A DataError if the state is of other data, or lacks slots of this rank.
         """
         check_same_stream(self._identity, merged)
         self._positions = np.array(slot_positions(merged, self._slots), dtype=np.int64)
@@ -241,14 +234,32 @@ class PackedStream:
         return [WorkerProcess(self._spec, range(begin, end)) for begin, end in pairs]
 
 
+def single_sequences(spec: StreamSpec, limit: int) -> Iterator[Batch]:
+    """Yield single sequences of an evaluation's text, at most `limit` and at least one.
+
+    The sequences are those that training would have packed of the text, in the order of the seed,
+    at most once through the documents: the same ones at every step, on every mesh and for all
+    checkpoints of a run. Tokens that do not fill a last sequence are dropped.
+    """
+    with PackedStream(spec, 0, 1) as stream:
+        documents = [corpus["documents"] for corpus in stream.identity["corpora"]]
+        for number in range(limit):
+            batch = stream.next_batch()
+            (slot,) = stream.state()["slots"]
+            # Past its last document a slot starts over: such a sequence has documents that were
+            # read before.
+            if number and any(
+                slot[place * POSITION] >= count for place, count in enumerate(documents)
+            ):
+                return
+            yield batch
+
+
 def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:
     """Write `PackedStream.identity` to `data.json` in the first attempt, compare in later ones.
 
     Checkpoints record the data too; this file covers the time before the first one, and lets
-    `compare` check whether two runs read the same data.
-
-    Raises:
-        DataError: The data are not those that the run began with.
+    `compare` check whether two runs read the same data. A DataError if they have changed.
     """
     current = DataRecord.model_validate(identity)
     try:

@@ -50,9 +50,6 @@ class TokenEncoder:
         end_of_document: Id of the token that ends a document: `<|endoftext|>` or `</s>`, else the
             `eos_token` of a tokenizer_config.json in the same folder.
         fingerprint: Hex digest of the file.
-
-    Raises:
-        DataError: missing, unreadable, or without an end-of-document token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,8 +83,8 @@ class TokenEncoder:
     def splits_words(self) -> bool:
         """Whether it is known where the tokenizer splits texts: between words and lines.
 
-        False for Llama 2's, which puts a space before a text, and for all kinds that are not listed
-        here: their documents must be encoded as a whole.
+        Not known of Llama 2's, which puts a space before a text, and of all kinds that are not
+        listed here: their documents must be encoded as a whole.
         """
         splits = False
         for step in _steps(self._tokenizer.pre_tokenizer, "pretokenizers"):
@@ -102,12 +99,14 @@ class TokenEncoder:
             else:
                 return False
         normalizers = _steps(self._tokenizer.normalizer, "normalizers")
-        # Special tokens in a text are ordinary characters.
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        return splits and not (
-            any(step["type"] not in _LOCAL_NORMALIZERS for step in normalizers)
-            or any(_could_span_words(token) for token in added if not token.special)
-        )
+        if any(step["type"] not in _LOCAL_NORMALIZERS for step in normalizers):
+            return False
+        for token in self._tokenizer.get_added_tokens_decoder().values():
+            # It may take what is on both sides of a cut; special ones are ordinary characters.
+            spans_words = re.search(r"[^ ] |\n|[，。]", token.content)
+            if not token.special and (token.lstrip or token.rstrip or spans_words):
+                return False
+        return splits
 
     @property
     def num_ids(self) -> int:
@@ -126,18 +125,15 @@ class TokenEncoder:
     def encode_dialogue(self, texts: Sequence[str], *, begins: bool) -> list[list[int]]:
         """Return the token ids of texts as a program that generates text encodes them.
 
-        Special tokens spelled out in a text are special tokens. With `begins`, the tokenizer's
-        template adds its tokens around a text, such as Llama's `<s>`.
+        Special tokens spelled out are special; with `begins`, the tokenizer's template adds its
+        tokens around a text, such as Llama's `<s>`.
         """
         return [encoding.ids for encoding in self._encode(texts, special=True, template=begins)]
 
     def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], npt.NDArray[np.int64]]]:
-        """Return token ids of conversations and the characters of each token, int64 [tokens, 2].
-
-        Special tokens spelled out in a text are special tokens; none is added.
-        """
+        """Return token ids of conversations and the characters of each token, int64 [tokens, 2]."""
         # Only offsets depend on the post-processor: GPT-2's excludes white space from them.
         processor = self._tokenizer.post_processor
         self._tokenizer.post_processor = None
@@ -145,10 +141,7 @@ class TokenEncoder:
             encodings = self._encode(texts, special=True, fast=False)
         finally:
             self._tokenizer.post_processor = processor
-        return [
-            (encoding.ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2))
-            for encoding in encodings
-        ]
+        return [(e.ids, np.array(e.offsets, dtype=np.int64).reshape(-1, 2)) for e in encodings]
 
     def _encode(
         self, texts: Sequence[str], special: bool = False, template: bool = False, fast: bool = True
@@ -181,11 +174,6 @@ def _steps(component: Any, field: str) -> list[dict[str, Any]]:
         return []
     state = json.loads(component.__getstate__())
     return state[field] if state["type"] == "Sequence" else [state]
-
-
-def _could_span_words(token: Any) -> bool:
-    """Return whether an added token may take what is on both sides of a place to split at."""
-    return token.lstrip or token.rstrip or bool(re.search(r"[^ ] |\n|[，。]", token.content))
 
 
 def _byte_level(model: models.Model) -> Tokenizer:
@@ -241,12 +229,8 @@ def count_ids(tokenizer: Tokenizer) -> int:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """Train a byte-level BPE tokenizer and return its tokenizer.json; equal texts, equal bytes.
 
-    Args:
-        vocab_size: Entries, 256 bytes and the end-of-document token (id 0) included. Short texts
-            yield fewer: merging ends when no pair of tokens is left.
-
-    Raises:
-        DataError: the vocabulary is too small for all bytes.
+    `vocab_size` includes 256 bytes and the end-of-document token (id 0). Short texts yield fewer
+    entries: merging ends when no pair of tokens is left.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(

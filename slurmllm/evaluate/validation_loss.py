@@ -1,4 +1,4 @@
-"""Loss on held-out text, by our own decoder and the sequences of `data.evaluation`."""
+"""Loss on held-out text, by our own decoder and the sequences of `data.stream`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from slurmllm.checkpoint.formats.weights import weight_reader
 from slurmllm.checkpoint.state import read_origin
 from slurmllm.config.recipe import ModelConfig
-from slurmllm.data.evaluation import single_sequences
 from slurmllm.data.spec import StreamSpec
+from slurmllm.data.stream import single_sequences
 from slurmllm.errors import DataError
 from slurmllm.evaluate.validation_text import MAX_SEQUENCES
 from slurmllm.metrics.evaluations import perplexity

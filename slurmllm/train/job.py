@@ -21,8 +21,7 @@ from slurmllm.checkpoint.state import TrainState, fingerprint
 from slurmllm.config.load import load
 from slurmllm.config.resolve import RunConfig
 from slurmllm.control.plane import ControlPlane, open_control
-from slurmllm.data.spec import StreamSpec
-from slurmllm.data.state import State, merge_states
+from slurmllm.data.spec import State, StreamSpec, merge_states
 from slurmllm.data.stream import PackedStream, check_data
 from slurmllm.errors import ConfigError, StorageError
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh, one_pass_adamw

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from slurmllm.data.sources.base import document_hash, prompt_hash
-from slurmllm.data.spec import StreamSpec
-from slurmllm.data.state import State, merge_states
+from slurmllm.data.spec import State, StreamSpec, merge_states
 from slurmllm.data.stream import PackedStream
 
 Batches = npt.NDArray[np.int64]  # [steps, rows, seq_len + 1]

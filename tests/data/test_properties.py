@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from slurmllm.data.order import DocumentOrder
 from slurmllm.data.sources import text
 from slurmllm.data.sources.base import Pieces, Request, document_hash
-from slurmllm.data.spec import Split, StreamSpec
-from slurmllm.data.state import State
+from slurmllm.data.spec import Split, State, StreamSpec
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError, StorageError

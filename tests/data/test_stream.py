@@ -12,8 +12,7 @@ from amounts import sample
 from tokenizers import Tokenizer
 
 from slurmllm.data.order import DocumentOrder
-from slurmllm.data.spec import StreamSpec
-from slurmllm.data.state import merge_states
+from slurmllm.data.spec import StreamSpec, merge_states
 from slurmllm.data.stream import Batch, PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
 from slurmllm.errors import DataError

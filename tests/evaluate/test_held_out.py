@@ -16,9 +16,9 @@ from rounding import forward_terms, rounding_bound
 from evaluate.conftest import in_processes
 from slurmllm.checkpoint.state import read_origin
 from slurmllm.cli.main import cli
-from slurmllm.data.evaluation import single_sequences
 from slurmllm.data.sources import open_all
 from slurmllm.data.spec import Split
+from slurmllm.data.stream import single_sequences
 from slurmllm.evaluate.validation_loss import held_out_loss
 from slurmllm.evaluate.validation_text import stream_spec, validation_text
 from slurmllm.run.rundir import RunDir

@@ -12,8 +12,8 @@ from rounding import rounding_bound
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slurmllm.backends.base import IGNORED
-from slurmllm.data.evaluation import HELD_OUT, evaluation_texts, single_sequences
-from slurmllm.data.spec import StreamSpec
+from slurmllm.data.spec import HELD_OUT, StreamSpec, evaluation_texts
+from slurmllm.data.stream import single_sequences
 from slurmllm.errors import EXIT_REQUEUE
 from slurmllm.evaluate.request import ValidationText
 from slurmllm.evaluate.validation_loss import held_out_loss

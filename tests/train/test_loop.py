@@ -13,7 +13,7 @@ from data.corpora import write_prompts
 
 from slurmllm.backends.base import IGNORED, MicroBatch, Worker, loss_weight
 from slurmllm.control.plane import ControlPlane
-from slurmllm.data.state import merge_states
+from slurmllm.data.spec import merge_states
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.exits import StopRequest
 from slurmllm.train.job import Job, make_job, open_stream

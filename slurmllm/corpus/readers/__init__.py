@@ -9,7 +9,7 @@ from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.inputs import InputFile
 from slurmllm.corpus.options import InputErrors, ReadOptions
 from slurmllm.corpus.readers.base import Documents, OnError, drop_blank
-from slurmllm.corpus.readers.columns import read_arrow, read_parquet
+from slurmllm.corpus.readers.columns import read_table
 from slurmllm.corpus.readers.delimited import read_delimited
 from slurmllm.corpus.readers.json_lines import read_json_lines
 from slurmllm.corpus.readers.text import read_text
@@ -21,21 +21,17 @@ _READERS = {
     "text": read_text,
     "jsonl": read_json_lines,
     "csv": read_delimited,
-    "parquet": read_parquet,
-    "arrow": read_arrow,
+    "parquet": read_table,
+    "arrow": read_table,
 }
 
 
 class DocumentReader:
     """The documents of one file, in chunks; iterates once.
 
-    Args:
-        file: The file.
-        options: How it becomes documents.
-        on_error: Called with `file:place: reason` for each document that cannot be read.
+    `on_error` is called with `file:place: reason` for each document that cannot be read.
 
     Attributes:
-        documents: Documents read so far, blank ones included.
         position_bytes: Position in the file on disk.
         checksum: xxh3-128 of the file in hexadecimal, once it is read; None for Parquet and
             Arrow files, of which only the needed columns are read.
@@ -44,7 +40,6 @@ class DocumentReader:
     def __init__(self, file: InputFile, options: ReadOptions, on_error: OnError) -> None:
         self.file = file
         self.options = options
-        self.documents = 0
         self.position_bytes = 0
         self.checksum: str | None = None
         self._on_error = on_error
@@ -67,11 +62,12 @@ class DocumentReader:
             on_error(f"{self.file.name}: cannot be read: {error.strerror or error}", "file")
             return
 
+        documents = 0  # blank ones included
         with stream:
             try:
                 for chunk in _READERS[kind](stream, options, on_error):
                     self.position_bytes = max(stream.mapped_bytes, stream.offset_bytes)
-                    self.documents += len(chunk[0])
+                    documents += len(chunk[0])
                     if len(chunk[0]):
                         stream.blank_bytes = 0
                     yield chunk
@@ -80,7 +76,7 @@ class DocumentReader:
                 on_error(
                     f"{self.file.name}: cannot be read to its end: {reason} (near byte "
                     f"{stream.offset_bytes:,} of {self.file.size_bytes:,} on disk, after "
-                    f"{self.documents:,} documents)",
+                    f"{documents:,} documents)",
                     "rest",
                 )
             if stream.offset_bytes:
@@ -89,11 +85,7 @@ class DocumentReader:
 
 
 class DocumentStream:
-    """The texts of several files, without blank ones; iterates once.
-
-    Attributes:
-        documents: Documents so far.
-    """
+    """The texts of several files, without blank ones; counts the `documents`; iterates once."""
 
     def __init__(
         self,

@@ -82,8 +82,9 @@ def line_blocks(
 
 
 def too_large(what: str, limit: int | None = None) -> str:
-    limit = limit or LARGEST_DOCUMENT
-    return f"a {what} of more than {limit >> 20} MiB, the largest that is read"
+    return (
+        f"a {what} of more than {(limit or LARGEST_DOCUMENT) >> 20} MiB, the largest that is read"
+    )
 
 
 def valid_utf8(block: bytes) -> bool:
@@ -109,11 +110,8 @@ def good_rows(
 ) -> Documents:
     """Return the rows of a table that are UTF-8; others are errors. Null is an empty text.
 
-    Args:
-        columns: An array of strings of any kind per key.
-        keys: The names of the columns.
-        first_row: Number of the first row among those read; that of a file is 1.
-        on_row: Called with row and reason of each error, in the order of the rows.
+    `on_row` is called with row (that of the first is `first_row`) and reason of each error, in the
+    order of the rows.
     """
     large, binary = pa.large_string(), pa.large_binary()
     # Reinterpreted: a cast to string would check the bytes first, and raise without the row.
@@ -122,20 +120,16 @@ def good_rows(
         for column in columns
     ]
     texts = [text.fill_null("") if text.null_count else text for text in texts]
-    errors: dict[int, str] = {}
-    for key, text in zip(keys, texts, strict=True):
-        if not _is_valid(text):
-            for row in range(len(text)):
-                if not _is_valid(text.slice(row, 1)):
-                    errors.setdefault(row, f"of column {key!r} is not UTF-8")
-    for row, reason in sorted(errors.items()):
-        on_row(first_row + row, reason)
-    if errors:
-        keep = np.ones(len(texts[0]), bool)
-        keep[list(errors)] = False
-        mask = pa.array(keep)
-        texts = [reinterpret(reinterpret(text, binary).filter(mask), large) for text in texts]
-    return tuple(texts)
+    if all(map(_is_valid, texts)):
+        return tuple(texts)
+    keep = np.ones(len(texts[0]), bool)
+    for row in range(len(keep)):
+        for key, text in zip(keys, texts, strict=True):
+            if keep[row] and not _is_valid(text.slice(row, 1)):
+                on_row(first_row + row, f"of column {key!r} is not UTF-8")
+                keep[row] = False
+    mask = pa.array(keep)
+    return tuple(reinterpret(reinterpret(text, binary).filter(mask), large) for text in texts)
 
 
 def drop_blank(documents: Documents) -> Documents:
@@ -158,8 +152,7 @@ def reinterpret(column: pa.Array, kind: pa.DataType) -> pa.Array:
 def conversation_text(row: Mapping[str, Any], key: str) -> str:
     """Return a conversation as the corpus has it; empty, to be skipped, if it trains nothing.
 
-    Raises:
-        ValueError: the reason why the record cannot be used.
+    A ValueError has the reason why the record cannot be used.
     """
     if key in row and row[key] is None:
         return ""
@@ -172,22 +165,6 @@ def conversation_text(row: Mapping[str, Any], key: str) -> str:
     except (TypeError, RecursionError) as error:  # a table can have dates
         raise ValueError(f"field {key!r} cannot be written as JSON: {error}") from None
     return text
-
-
-def missing_column(keys: tuple[str, ...], schema: pa.Schema) -> str | None:
-    """Return why a table cannot be read; None if every key is a string column."""
-    for key in keys:
-        if key not in schema.names:
-            return no_column(key, schema.names)
-        kind = schema.field(key).type
-        text = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (
-            pa.types.is_string(text)
-            or pa.types.is_large_string(text)
-            or pa.types.is_string_view(text)
-        ):
-            return f"column {key!r} is {kind}, not strings; {SEE_KEYS}"
-    return None
 
 
 def no_column(key: str, names: Sequence[str]) -> str:

@@ -5,8 +5,7 @@ Rows count from 1.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +18,11 @@ from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import ReadOptions
 from slurmllm.corpus.readers.base import (
     CHUNK_BYTES,
+    SEE_KEYS,
     Documents,
     OnError,
     conversation_text,
     good_rows,
-    missing_column,
     no_column,
     reinterpret,
 )
@@ -34,97 +33,102 @@ _MOST_ROWS = 1 << 16
 _CONVERSATIONS = 1 << 8
 
 
-def read_parquet(
-    stream: OpenedInput, options: ReadOptions, on_error: OnError
-) -> Iterator[Documents]:
-    name = stream.file.name
-    row = 0
-    try:
-        # pre_buffer would hold whole row groups, often a gigabyte, in memory.
-        file = pq.ParquetFile(stream.file.path, pre_buffer=False)
-        keys, reason = _columns(options, file.schema_arrow)
-        if reason:
-            on_error(f"{name}: {reason}", "file")
+class _NoColumnError(Exception):
+    """A column is missing, or has another type."""
+
+
+def read_table(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
+    """Read the documents of a Parquet or an Arrow file."""
+    name, kind, read = stream.file.name, "Parquet", _parquet_batches
+    if stream.file.format == "arrow":
+        kind, read = "Arrow", _arrow_batches
+        if stream.file.size_bytes == 0:
+            on_error(f"{name}: an empty file, not an Arrow file", "file")
             return
-        # Rows that hold about CHUNK_BYTES, by the size of all columns.
-        groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
-        total = sum(group.total_byte_size for group in groups)
-        rows = file.metadata.num_rows * CHUNK_BYTES // max(total, 1)
-        rows = min(max(rows, 16), _CONVERSATIONS if options.messages_key else _MOST_ROWS)
-        # One thread: other processes read other shards at the same time.
-        for batch in file.iter_batches(rows, columns=list(keys), use_threads=False):
-            yield _documents(batch, keys, options, row + 1, _on_row(name, on_error))
-            row += batch.num_rows
-            stream.mapped_bytes = stream.file.size_bytes * row // file.metadata.num_rows
-    except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
-        on_error(f"{name}: not a readable Parquet file: {error}", "rest" if row else "file")
-
-
-def read_arrow(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
-    name = stream.file.name
-    if stream.file.size_bytes == 0:
-        on_error(f"{name}: an empty file, not an Arrow file", "file")
-        return
     row = 0
     try:
-        mapped = None
-        batches: Iterable[pa.RecordBatch]
-        if stream.file.compression is None:
-            # Mapped: a batch may be as large as the file.
-            mapped = ArrowBatches(stream.file.path)
-            count = len(mapped.rows)
-            batches = map(mapped.__getitem__, range(count))
-        else:
-            # The file format is the stream format between eight bytes and a footer, so a
-            # compressed file can be read as a stream.
-            magic = stream.read(len(FILE_BEGIN))
-            source = stream if magic == FILE_BEGIN else _Prefixed(magic, stream)
-            batches = pa.ipc.open_stream(pa.PythonFile(source, "r"))
-        for index, batch in enumerate(batches):
-            keys, reason = _columns(options, batch.schema)
-            if reason:
-                on_error(f"{name}: {reason}", "file")
-                return
-            columns = [batch.column(key) for key in keys]
-            for column in columns:
-                _check_bounds(column)
-            for begin, end in _slices(columns, options):
-                part = batch.slice(begin, end - begin)
-                yield _documents(part, keys, options, row + 1, _on_row(name, on_error))
-                row += end - begin
-                if mapped:
-                    mapped.release()
-                    part_of_file = (index + end / batch.num_rows) / count
-                    stream.mapped_bytes = int(part_of_file * stream.file.size_bytes)
-        if mapped and mapped.fault:
-            raise pa.ArrowInvalid(mapped.fault)
+        for batch in read(stream, options):
+            yield _documents(batch, options, row + 1, name, on_error)
+            row += batch.num_rows
+    except _NoColumnError as error:
+        on_error(f"{name}: {error}", "file")
     except (pa.ArrowException, UnicodeDecodeError) as error:  # the second: names of columns
-        on_error(f"{name}: not a readable Arrow file: {error}", "rest" if row else "file")
+        extent = "rest" if row else "file"
+        on_error(f"{name}: not a readable {kind} file: {error}", extent)
 
 
-def _columns(options: ReadOptions, schema: pa.Schema) -> tuple[tuple[str, ...], str | None]:
-    """Return the columns to read, and the reason why the table cannot be read."""
-    if options.messages_key is None:
-        return options.keys, missing_column(options.keys, schema)
-    if options.messages_key not in schema.names:
-        return (), no_column(options.messages_key, schema.names)
-    return (*options.keys, *({"tools"} & set(schema.names) - {*options.keys})), None
+def _parquet_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.RecordBatch]:
+    # pre_buffer would hold whole row groups, often a gigabyte, in memory.
+    file = pq.ParquetFile(stream.file.path, pre_buffer=False)
+    keys = _check_columns(options, file.schema_arrow)
+    # Rows that hold about CHUNK_BYTES, by the size of all columns.
+    groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
+    total = sum(group.total_byte_size for group in groups)
+    rows = file.metadata.num_rows * CHUNK_BYTES // max(total, 1)
+    rows = min(max(rows, 16), _CONVERSATIONS if options.messages_key else _MOST_ROWS)
+    done = 0
+    # One thread: other processes read other shards at the same time.
+    for batch in file.iter_batches(rows, columns=keys, use_threads=False):
+        done += batch.num_rows
+        stream.mapped_bytes = stream.file.size_bytes * done // file.metadata.num_rows
+        yield batch
+
+
+def _arrow_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.RecordBatch]:
+    mapped = None
+    batches: Iterable[pa.RecordBatch]
+    if stream.file.compression is None:
+        # Mapped: a batch may be as large as the file.
+        mapped = ArrowBatches(stream.file.path)
+        batches = map(mapped.__getitem__, range(len(mapped.rows)))
+    else:
+        # The file format is the stream format between eight bytes and a footer, so a compressed
+        # file can be read as a stream.
+        with OpenedInput(stream.file, options.zstd_long) as opened:
+            is_file = opened.read(len(FILE_BEGIN)) == FILE_BEGIN
+        if is_file:
+            stream.read(len(FILE_BEGIN))
+        batches = pa.ipc.open_stream(pa.PythonFile(stream, "r"))
+    for index, whole in enumerate(batches):
+        batch = whole.select(_check_columns(options, whole.schema))
+        for column in batch.columns:
+            _check_bounds(column)
+        for begin, end in _slices(batch.columns, options):
+            yield batch.slice(begin, end - begin)
+            if mapped:
+                mapped.release()
+                part_of_file = (index + end / batch.num_rows) / len(mapped.rows)
+                stream.mapped_bytes = int(part_of_file * stream.file.size_bytes)
+    if mapped and mapped.fault:
+        raise pa.ArrowInvalid(mapped.fault)
+
+
+def _check_columns(options: ReadOptions, schema: pa.Schema) -> list[str]:
+    """Return the columns to read; each must be of strings, unless they are messages."""
+    for key in options.keys:
+        if key not in schema.names:
+            raise _NoColumnError(no_column(key, schema.names))
+        kind = schema.field(key).type
+        text = kind.value_type if pa.types.is_dictionary(kind) else kind
+        is_text = text in (pa.string(), pa.large_string(), pa.string_view())
+        if not is_text and options.messages_key is None:
+            raise _NoColumnError(f"column {key!r} is {kind}, not strings; {SEE_KEYS}")
+    has_tools = options.messages_key is not None and "tools" in schema.names
+    return list(dict.fromkeys([*options.keys, *(["tools"] if has_tools else [])]))
 
 
 def _documents(
-    batch: pa.RecordBatch,
-    keys: tuple[str, ...],
-    options: ReadOptions,
-    first_row: int,
-    on_row: Callable[[int, str], None],
+    batch: pa.RecordBatch, options: ReadOptions, first_row: int, name: str, on_error: OnError
 ) -> Documents:
-    columns = [batch.column(key) for key in keys]
+    def on_row(row: int, reason: str) -> None:
+        on_error(f"{name}: row {row} {reason}")
+
     if options.messages_key is None:
-        return good_rows(columns, keys, first_row, on_row)
-    table = pa.RecordBatch.from_arrays(columns, list(keys))
-    table.validate(full=True)
+        columns = [batch.column(key) for key in options.keys]
+        return good_rows(columns, options.keys, first_row, on_row)
+    batch.validate(full=True)
     texts = []
-    for row, record in enumerate(table.to_pylist(), start=first_row):
+    for row, record in enumerate(batch.to_pylist(), start=first_row):
         try:
             texts.append(conversation_text(record, options.messages_key))
         except ValueError as error:
@@ -147,24 +151,6 @@ def _check_bounds(column: pa.Array) -> None:
         pa.DictionaryArray.from_arrays(column.indices, values, safe=False).validate(full=True)
     elif column.type not in (pa.string(), pa.large_string()):
         column.validate(full=True)
-
-
-def _on_row(name: str, on_error: OnError) -> Callable[[int, str], None]:
-    return lambda row, reason: on_error(f"{name}: row {row} {reason}")
-
-
-class _Prefixed(io.RawIOBase):
-    """A stream whose first bytes were read already."""
-
-    def __init__(self, begin: bytes, stream: OpenedInput) -> None:
-        self._begin, self._stream = begin, stream
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        taken, self._begin = self._begin[:size], self._begin[size:]
-        return taken + self._stream.read(size - len(taken))
 
 
 def _slices(columns: list[pa.Array], options: ReadOptions) -> Iterator[tuple[int, int]]:

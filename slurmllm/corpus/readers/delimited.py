@@ -1,27 +1,21 @@
 """CSV and TSV files: one row per document, the text in one column, or in two.
 
-Arrow reads them, several times as fast as Python's reader, up to the first row that it refuses.
-From there Python's reader continues, which reads the rows before once more: it knows the line of a
-row, takes cells of any bytes, and continues after a row that cannot be read.
+Python's reader knows the line of a row, takes cells of any bytes, and continues after a row that
+cannot be read.
 """
 
 from __future__ import annotations
 
 import csv
-import io
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 import pyarrow as pa
-import pyarrow.csv as pc
 
 from slurmllm.corpus.decompress import OpenedInput
 from slurmllm.corpus.options import Extent, ReadOptions
 from slurmllm.corpus.readers.base import CHUNK_BYTES, Documents, OnError, line_blocks, no_column
 
-# Arrow reads no cell longer than a block.
-_BLOCK_BYTES = 16 << 20
 # Bytes of a line and characters of a cell; Python's reader needs some ten times the memory.
 _LARGEST = 64 << 20
 
@@ -29,57 +23,10 @@ _LARGEST = 64 << 20
 def read_delimited(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
-    delimiter = "\t" if stream.file.tabs else ","
-    rows = 0
-    with closing(_Closable(stream)) as source:
-        try:
-            for batch in _open_csv(source, options.keys, delimiter):
-                rows += batch.num_rows
-                yield tuple(batch.columns)
-            return
-        # Rows of another length, bytes that are not UTF-8, long cells; no such column; a cut file,
-        # whose last block Arrow discards
-        except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError, OSError):
-            pass
-    with OpenedInput(stream.file, stream.zstd_long) as reopened:
-        yield from _Rows(reopened, delimiter, on_error).documents(options.keys, rows)
-
-
-class _Closable(io.RawIOBase):
-    """A stream that ends once this is closed.
-
-    CAUTION: a thread of Arrow reads ahead, also after an error, and the interpreter aborts if it
-    exits while that thread is in Python.
-    """
-
-    def __init__(self, stream: OpenedInput) -> None:
-        self._stream = stream
-        self._lock = threading.Lock()
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        with self._lock:
-            return b"" if self.closed else self._stream.read(size)
-
-    def close(self) -> None:
-        with self._lock:
-            super().close()
-
-
-def _open_csv(source: io.RawIOBase, keys: tuple[str, ...], delimiter: str) -> pc.CSVStreamingReader:
-    return pc.open_csv(
-        pa.PythonFile(source, "r"),
-        # One thread: other processes read other shards at the same time.
-        read_options=pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
-        parse_options=pc.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        convert_options=pc.ConvertOptions(
-            column_types={key: pa.large_string() for key in keys},
-            include_columns=list(keys),
-            strings_can_be_null=False,
-        ),
-    )
+    path = stream.file.path
+    name = path.stem if stream.file.compression else path.name
+    delimiter = "\t" if name.lower().endswith(".tsv") else ","
+    return _Rows(stream, delimiter, on_error).documents(options.keys)
 
 
 class _Rows:
@@ -90,8 +37,7 @@ class _Rows:
         self._hole = False  # a line of the row was too long
         self._ended = False
 
-    def documents(self, keys: tuple[str, ...], done: int) -> Iterator[Documents]:
-        """Yield the documents after the first `done` rows."""
+    def documents(self, keys: tuple[str, ...]) -> Iterator[Documents]:
         with ExitStack() as stack:
             stack.callback(csv.field_size_limit, csv.field_size_limit(_LARGEST))
             rows = self._rows()
@@ -110,9 +56,7 @@ class _Rows:
             failure: OSError | None = None
             try:
                 for number, (line, cells) in enumerate(rows, start=1):
-                    if number <= done:
-                        continue
-                    reason = self._fault(cells, header, keys)
+                    reason = self._fault(cells, header, places)
                     if reason:
                         self._on_error(f"{self._stream.file.name}:{line}: row {number} {reason}")
                         continue
@@ -129,17 +73,17 @@ class _Rows:
             if failure is not None:
                 raise failure
 
-    def _fault(self, cells: list[str], header: list[str], keys: tuple[str, ...]) -> str | None:
+    def _fault(self, cells: list[str], header: list[str], places: list[int]) -> str | None:
         if self._ended:
             return "has a quotation mark that is never closed"
         if len(cells) != len(header):
             text = self._delimiter.join(cells[:60])[:60]
             return f"has {len(cells)} columns, the header has {len(header)}: {text!r}"
-        for key in keys:
+        for place in places:
             try:
-                cells[header.index(key)].encode()
+                cells[place].encode()
             except UnicodeEncodeError:
-                return f"of column {key!r} is not UTF-8"
+                return f"of column {header[place]!r} is not UTF-8"
         return None
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:

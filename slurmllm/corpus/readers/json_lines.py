@@ -39,7 +39,7 @@ def read_json_lines(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
     begin, line = next(stream.blocks(base.CHUNK_BYTES), b""), 1
-    if _is_array(begin):
+    if begin.removeprefix(BOM).lstrip().startswith(b"["):
         try:
             yield from _read_array(stream, begin, options, on_error)
         except UnicodeDecodeError:
@@ -54,18 +54,6 @@ def read_json_lines(
             documents = _parse_lines(block, line, stream.file.name, options, on_error)
         yield documents
         line += len(feeds)
-
-
-def _is_array(begin: bytes) -> bool:
-    """Return whether a file is one array, by its first bytes; not lines of which one is a list."""
-    first, _, rest = begin.removeprefix(BOM).lstrip().partition(b"\n")
-    if not first.startswith(b"[") or not rest.strip():
-        return first.startswith(b"[")
-    try:
-        json.loads(first)
-    except (ValueError, RecursionError):
-        return True
-    return False
 
 
 def _parse_block(

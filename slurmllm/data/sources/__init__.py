@@ -32,10 +32,6 @@ def open_source(
         encoder: Tokenizes texts; not needed for token ids.
         vocab_size: Upper bound of the ids of tokenized corpora.
         modules: The recipe's `plugins`, which may register data sources.
-
-    Raises:
-        ConfigError: the data source that the prefix names cannot be used.
-        DataError: missing, unreadable, of an unknown kind, or text without a tokenizer.
     """
     # Imports here: `sources.base`, which recipes need too, must not load tokenizers and pyarrow.
     from slurmllm.data.sources.tokenized import NPY_MAGIC, MegatronSource, NumpySource, is_megatron
@@ -78,12 +74,7 @@ def open_source(
 
 
 def open_all(spec: StreamSpec) -> tuple[list[Source], TokenEncoder | None]:
-    """Open the corpora of a stream, and their tokenizer.
-
-    Raises:
-        DataError: as for `open_source` and `TokenEncoder`, or `data.mask` needs the bounds of
-            documents, which are unknown.
-    """
+    """Open the corpora of a stream, and their tokenizer."""
     encoder = None
     if spec.tokenizer is not None:
         from slurmllm.data.tokenizer import TokenEncoder

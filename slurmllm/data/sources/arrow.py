@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from slurmllm.data.sources.arrow_batches import ArrowBatches
-from slurmllm.data.sources.base import Integers, fingerprint
+from slurmllm.data.sources.base import fingerprint
 from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.sources.tokenized import Ids, TokenizedSource
 from slurmllm.data.tokenizer import TokenEncoder
@@ -33,8 +33,7 @@ _LARGEST_COPY = 256 << 20
 class ArrowFile:
     """Columns of an Arrow file or stream, or of a folder of Hugging Face datasets.
 
-    Raises:
-        DataError: missing, not an Arrow file, truncated, or empty.
+    A DataError if it is missing, truncated, empty or another file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,11 +100,17 @@ class ArrowFile:
             )
         return ValueColumn(self, name)
 
-    def ids(self) -> DocumentIds | None:
-        """Return the hashes that `data build` writes, None if the file has none."""
+    def ids(self) -> Callable[[int], int] | None:
+        """Return the function from a row to the hash that `data build` wrote, None without them."""
         if self._type("id") != pa.uint64() or self.batch(0).column("id").null_count:
             return None  # or an `id` of another tool
-        return DocumentIds(self)
+        hashes = lru_cache(self.open_batches)(lambda batch: _values(self.batch(batch).column("id")))
+
+        def hash_of(row: int) -> int:
+            batch = bisect_right(self.first, row) - 1
+            return int(hashes(batch)[row - self.first[batch]])
+
+        return hash_of
 
     def has_tokens(self) -> bool:
         """Return whether the documents are lists of token ids."""
@@ -118,10 +123,8 @@ class ArrowFile:
         index = self._schema.get_field_index(name)
         return self._schema.field(index).type if index >= 0 else pa.null()
 
-    @property
-    def layout(self) -> str:
-        """Hex digest of the size and the batches of each file."""
-        return "".join(part.layout for part in self._parts)
+    def fingerprint(self) -> str:
+        return fingerprint(self.files, "".join(part.layout for part in self._parts))
 
     def decoded(self, document: int, data: memoryview, begin: int = 0) -> str:
         """Decode bytes of a document, from the offset `begin` in it; a StorageError if damaged."""
@@ -139,7 +142,6 @@ class ArrowFile:
         )
 
     def changed_error(self, document: int) -> StorageError:
-        """Return the error for a document whose hash differs from its `id`."""
         return StorageError(
             f"document {document} of {self.path} was changed or damaged since it was built: its "
             "content does not have the hash in the column `id`; compare the file with the sha256 "
@@ -155,17 +157,12 @@ class ArrowFile:
 
 
 class _View(NamedTuple):
-    """A batch of a column: row r is `values[offsets[r] : offsets[r + 1]]`.
-
-    Attributes:
-        rows: The column, if it has nulls, whose values are empty.
-        indices: Of a dictionary, the index in `offsets` of each row.
-    """
+    """A batch of a column: row r is `values[offsets[r] : offsets[r + 1]]`."""
 
     offsets: memoryview | range
     values: Any
-    rows: pa.Array | None
-    indices: memoryview | None
+    rows: pa.Array | None  # the column, if it has nulls, whose values are empty
+    indices: memoryview | None  # of a dictionary, the index in `offsets` of each row
 
 
 class ValueColumn:
@@ -192,9 +189,6 @@ class ValueColumn:
             )
         return values[begin:end]
 
-    def size(self, row: int) -> int:
-        return len(self.data(row))
-
     @cached_property
     def total_size(self) -> int:
         """Size of all rows, from the first and last offset of each batch."""
@@ -202,7 +196,7 @@ class ValueColumn:
         for batch, (begin, end) in enumerate(pairwise(self._first)):
             view = self._view(batch)
             if view.indices is not None:
-                total += sum(self.size(row) for row in range(begin, end))
+                total += sum(len(self.data(row)) for row in range(begin, end))
             elif begin < end:
                 total += view.offsets[end - begin] - view.offsets[0]
         return total
@@ -246,41 +240,15 @@ def _values(array: pa.Array) -> npt.NDArray[Any]:
     return np.frombuffer(array.buffers()[1] or b"", array.type.to_pandas_dtype(), len(array))
 
 
-class DocumentIds:
-    """Hashes of documents, by row."""
-
-    def __init__(self, file: ArrowFile) -> None:
-        self._first = file.first
-        self._open: Callable[[int], npt.NDArray[np.uint64]] = lru_cache(file.open_batches)(
-            lambda batch: _values(file.batch(batch).column("id"))
-        )
-
-    def __getitem__(self, row: int) -> int:
-        batch = bisect_right(self._first, row) - 1
-        return int(self._open(batch)[row - self._first[batch]])
-
-    def take(self, rows: Integers) -> npt.NDArray[np.uint64]:
-        taken = np.empty(len(rows), dtype=np.uint64)
-        batches = np.searchsorted(self._first, rows, side="right") - 1
-        for batch in np.unique(batches):
-            here = batches == batch
-            taken[here] = self._open(int(batch))[rows[here] - self._first[batch]]
-        return taken
-
-
 class ArrowTokenSource(TokenizedSource):
-    """Rows of lists of token ids, as scripts write them that tokenize with Hugging Face datasets.
-
-    Raises:
-        DataError: a list has nulls.
-    """
+    """Rows of lists of token ids, as scripts write them with Hugging Face datasets."""
 
     def __init__(
         self, file: ArrowFile, encoder: TokenEncoder | None, vocab_size: int | None
     ) -> None:
-        super().__init__(None if encoder is None else encoder.end_of_document, vocab_size)
+        super().__init__(encoder, vocab_size)
         self.path = file.path
-        self.fingerprint = fingerprint(file.files, file.layout)
+        self.fingerprint = file.fingerprint()
         self._rows, self._documents = ValueColumn(file, _TOKENS), len(file)
 
     def __len__(self) -> int:

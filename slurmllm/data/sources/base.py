@@ -103,8 +103,7 @@ class Source(ABC):
         """Read one or more pieces.
 
         Raises:
-            DataError: a document cannot be used, such as a token id beyond the vocabulary, or the
-                chat template fails.
+            DataError: a document cannot be used, such as a token id beyond the vocabulary.
             StorageError: a document is damaged, or was changed after the corpus was built.
         """
 
@@ -126,7 +125,6 @@ def document_hash(text: bytes | memoryview) -> int:
 
 
 def prompt_hash(prompt: bytes | memoryview, completion: bytes | memoryview) -> int:
-    """Return the id of a prompt with its completion, both as UTF-8 bytes."""
     return document_hash(prompt_content(prompt, completion))
 
 
@@ -141,12 +139,8 @@ def fingerprint(paths: Sequence[Path], *identity: str) -> str:
     It detects another, a rewritten or a truncated file, but not a change between two samples of a
     large file. (If a corpus has hashes of its documents, each is verified when it is read.)
 
-    Args:
-        paths: The files of a corpus, in a fixed order.
-        identity: What else distinguishes it, such as the kind.
-
-    Raises:
-        StorageError: a file cannot be read.
+    `identity` is what else distinguishes them, such as the kind; a StorageError if a file cannot be
+    read.
     """
     return once_a_node(paths, "\0".join(identity), lambda: _fingerprint(paths, identity))
 

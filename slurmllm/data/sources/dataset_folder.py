@@ -22,11 +22,7 @@ INFO = "dataset_info.json"
 
 
 def corpus_files(path: Path) -> list[Path]:
-    """Return the files of an Arrow corpus: the path itself, or those of a dataset's folder.
-
-    Raises:
-        DataError: a folder without a dataset, or with several splits.
-    """
+    """Return the files of an Arrow corpus: the path itself, or those of a dataset's folder."""
     if not path.is_dir():
         return [path]
     files = dataset_files(path)
@@ -55,11 +51,7 @@ def dataset_splits(folder: Path) -> list[str]:
 def dataset_files(folder: Path, split: str | None = None) -> list[Path] | None:
     """Return the Arrow files of a dataset in their order; None if the folder is not one.
 
-    Args:
-        split: The split to read if there are several, or `all`.
-
-    Raises:
-        DataError: the folder has several splits, or lacks files that its state lists.
+    Of several splits, `split` is read, or `all`.
     """
     splits = dataset_splits(folder)
     if len(splits) > 1 and split != "all":

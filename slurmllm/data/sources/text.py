@@ -23,7 +23,6 @@ from slurmllm.data.sources.base import (
     Request,
     Source,
     document_hash,
-    fingerprint,
     joined,
     prompt_hash,
 )
@@ -47,16 +46,15 @@ _CUT_BYTES = 3  # of what follows a cut
 class _ArrowSource(Source):
     """The rows of an Arrow corpus, compared with their hashes when they are read, if it has any.
 
-    Args:
-        columns: The columns of a document's text, one or two.
+    `columns` are those of a document's text, one or two.
     """
 
     size_unit = "bytes"
 
     def __init__(self, file: ArrowFile, encoder: TokenEncoder, *columns: str) -> None:
         self.path = file.path
-        self.fingerprint = fingerprint(file.files, file.layout)
-        self._file, self._ids, self._encoder = file, file.ids(), encoder
+        self.fingerprint = file.fingerprint()
+        self._file, self._id, self._encoder = file, file.ids(), encoder
         self._columns = [file.strings(name) for name in columns]
 
     def __len__(self) -> int:
@@ -67,7 +65,7 @@ class _ArrowSource(Source):
         return sum(column.total_size for column in self._columns)
 
     def document_size(self, document: int) -> int:
-        return sum(column.size(document) for column in self._columns)
+        return sum(len(column.data(document)) for column in self._columns)
 
     def num_pieces(self, document: int) -> int:
         return 1
@@ -78,8 +76,8 @@ class _ArrowSource(Source):
 
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
         """Return the corpus's ids if it has them, else compute them from the texts."""
-        ids = self._ids
-        return super().document_hashes(documents) if ids is None else ids.take(documents)
+        ids = map(self._id or self.content_hash, documents.tolist())
+        return np.fromiter(ids, dtype=np.uint64, count=len(documents))
 
     def _texts(self, document: int) -> list[str]:
         """Decode and verify a document."""
@@ -88,7 +86,7 @@ class _ArrowSource(Source):
         return texts
 
     def _verify(self, document: int, text: memoryview | None = None) -> None:
-        if self._ids is not None and self.content_hash(document) != self._ids[document]:
+        if self._id is not None and self.content_hash(document) != self._id(document):
             if text is not None:
                 self._file.decoded(document, text)  # raises with the position if it is not UTF-8
             raise self._file.changed_error(document)
@@ -100,19 +98,14 @@ class TextSource(_ArrowSource):
     A document of more than PIECE_BYTES is tokenized in pieces, cut where every tokenizer with
     `splits_words` splits too, so that the tokens equal those of the whole. Pieces without such a
     place are part of the one before. Documents of other tokenizers are not cut.
-
-    Raises:
-        DataError: the file has no text column.
     """
 
     def __init__(self, file: ArrowFile, encoder: TokenEncoder) -> None:
         super().__init__(file, encoder, "text")
 
     def num_pieces(self, document: int) -> int:
-        return self._num_pieces(self.document_size(document))
-
-    def _num_pieces(self, size: int) -> int:
-        return -(-size // PIECE_BYTES) or 1 if self._encoder.splits_words else 1
+        size = self.document_size(document) if self._encoder.splits_words else 0
+        return max(1, -(-size // PIECE_BYTES))
 
     def read(self, requests: Sequence[Request]) -> Pieces:
         ids, ends = array("I"), []  # fromlist is four times as fast as with the type "i"
@@ -138,7 +131,7 @@ class TextSource(_ArrowSource):
         total = 0
         for document, piece in requests:
             data = self._columns[0].data(document)
-            count = self._num_pieces(len(data))
+            count = self.num_pieces(document)
             begin, end = _piece_bounds(data, piece) if count > 1 else (0, len(data))
             texts.append(self._file.decoded(document, data[begin:end], begin))
             lasts.append(piece + 1 == count)
@@ -173,9 +166,6 @@ class PromptSource(_ArrowSource):
     A document is the prompt's tokens, the completion's and the end-of-document token: the eos
     token of the tokenizer's config if it has one. They are encoded separately, the prompt as
     generation would encode it. With a chat template they are the two sides of a dialogue.
-
-    Raises:
-        DataError: a column is not text, or the template or the eos token cannot be used.
     """
 
     trains_every_token = False
@@ -222,9 +212,6 @@ class ConversationSource(_ArrowSource):
     A document is a conversation, rendered by the tokenizer's chat template and tokenized as a
     whole: the token ids are those of transformers' `apply_chat_template`, and none is added. A
     token is trained if one of its characters is the assistant's.
-
-    Raises:
-        DataError: the column is not text, or there is no chat template.
     """
 
     trains_every_token = False

@@ -51,19 +51,19 @@ class TokenizedSource(Source):
     A document begins at the corpus's own bounds, and after each end-of-document token.
 
     Args:
-        end_of_document: Id of the token that ends a document, None if unknown.
+        encoder: Determines the end-of-document token; None: unknown.
         vocab_size: The model's; ids must be below it. None: any id of 31 bits.
+
+    Attributes:
         adds_end: Whether that token is added to documents without it.
     """
 
     size_unit = "tokens"
+    adds_end = False
 
-    def __init__(
-        self, end_of_document: int | None, vocab_size: int | None, adds_end: bool = False
-    ) -> None:
-        self._end_of_document = end_of_document
+    def __init__(self, encoder: TokenEncoder | None, vocab_size: int | None) -> None:
+        self._end_of_document = None if encoder is None else encoder.end_of_document
         self._vocab_size = vocab_size
-        self._adds_end = adds_end and end_of_document is not None
 
     @abstractmethod
     def document(self, document: int) -> Ids:
@@ -97,12 +97,9 @@ class TokenizedSource(Source):
             )
         tokens = part.astype(np.int32)
         end = self._end_of_document
-        if (
-            self._adds_end
-            and begin + PIECE_TOKENS >= len(ids)
-            and (len(ids) == 0 or int(ids[-1]) != end)
-        ):
-            tokens = np.append(tokens, np.int32(end))  # type: ignore[arg-type]
+        is_last = begin + PIECE_TOKENS >= len(ids)
+        if self.adds_end and end is not None and is_last and not (len(ids) and int(ids[-1]) == end):
+            tokens = np.append(tokens, np.int32(end))
         marks = np.zeros(len(tokens), dtype=np.uint8)
         if end is not None:
             marks[1:][tokens[:-1] == end] = BEGINS
@@ -117,16 +114,10 @@ class NumpySource(TokenizedSource):
     One axis: the file has no index of documents, so blocks of BLOCK_TOKENS are shuffled (the last
     may be shorter); a mask still separates documents, at end-of-document tokens and at the edges of
     blocks. Two axes: each row is a document.
-
-    Args:
-        encoder: Determines the end-of-document token. None: only blocks and rows begin documents.
-
-    Raises:
-        DataError: missing, truncated, or not of integers in one or two axes.
     """
 
     def __init__(self, path: Path, encoder: TokenEncoder | None, vocab_size: int | None) -> None:
-        super().__init__(None if encoder is None else encoder.end_of_document, vocab_size)
+        super().__init__(encoder, vocab_size)
         self.path = path
         try:
             # Without pickle, which could run code.
@@ -183,18 +174,13 @@ def _with(path: Path, ending: str) -> Path:
 class MegatronSource(TokenizedSource):
     """The documents of Megatron-LM's token files; the sequences of a document are joined.
 
-    Args:
-        path: Either file, or their name without the ending.
-        encoder: Its end-of-document token is added to documents without it. None: documents are
-            read unchanged.
-
-    Raises:
-        DataError: missing, of another format, or the two files do not match.
+    `path` is either file, or their name without the ending.
     """
 
+    adds_end = True
+
     def __init__(self, path: Path, encoder: TokenEncoder | None, vocab_size: int | None) -> None:
-        end = None if encoder is None else encoder.end_of_document
-        super().__init__(end, vocab_size, adds_end=True)
+        super().__init__(encoder, vocab_size)
         self.path, self._index = _with(path, ".bin"), _with(path, ".idx")
         for file in (self._index, self.path):
             if not file.is_file():

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from slurmllm.backends.base import IGNORED, MicroBatch
-from slurmllm.data.evaluation import evaluation_texts, single_sequences
-from slurmllm.data.spec import StreamSpec
+from slurmllm.data.spec import StreamSpec, evaluation_texts
+from slurmllm.data.stream import single_sequences
 from slurmllm.errors import DataError
 from slurmllm.metrics.evaluations import perplexity
 from slurmllm.metrics.row_reader import read_events
