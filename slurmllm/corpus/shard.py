@@ -27,7 +27,7 @@ from slurmllm.corpus.inputs import InputFile
 from slurmllm.corpus.options import BuildOptions, InputErrors, TokenDtype, TokenizeOptions
 from slurmllm.corpus.readers import DocumentReader, Documents
 from slurmllm.corpus.readers.base import CHUNK_BYTES, drop_blank
-from slurmllm.corpus.work_folder import WorkFolder
+from slurmllm.corpus.work_folder import WorkFolder, writing
 from slurmllm.data.sources.base import prompt_content
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.records import Record
@@ -156,25 +156,19 @@ def write_shard(
     Without `on_progress`, the number of bytes read is written to `work.progress`. A DataError if an
     input cannot be read, or changed since the build began.
     """
-    folder = work.partial(shard.name)
-    progress = work.progress(shard.name)
+    folder, progress = work.partial(shard.name), work.progress(shard.name)
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        reader = _ShardReader(shard, on_progress or _progress_file(progress))
-        with (folder / DOCUMENTS).open("xb") as file, pa.ipc.new_stream(file, reader.schema) as out:
-            for batch in _joined(iter(reader)):
-                out.write_batch(batch)
-        reader.record(_file_digest(folder / DOCUMENTS)).save(folder / RECORD)
-        if work.shard(shard.name).exists():  # another process was faster
-            shutil.rmtree(folder)
-        else:
-            folder.rename(work.shard(shard.name))
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {error.filename or folder}: {error.strerror or error}; free space or "
-            "choose another --out. Finished shards are kept; run the same command again to continue"
-        ) from error
+        with writing(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            reader = _ShardReader(shard, on_progress or _progress_file(progress))
+            documents, schema = folder / DOCUMENTS, reader.schema
+            with documents.open("xb") as file, pa.ipc.new_stream(file, schema) as out:
+                for batch in _joined(iter(reader)):
+                    out.write_batch(batch)
+            reader.record(_file_digest(documents)).save(folder / RECORD)
+            if not work.shard(shard.name).exists():  # else another process was faster
+                folder.rename(work.shard(shard.name))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         progress.unlink(missing_ok=True)

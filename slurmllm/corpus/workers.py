@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from slurmllm.corpus.shard import Shard, write_shard
 from slurmllm.corpus.work_folder import WorkFolder
+from slurmllm.data.sandbox import end_child
 from slurmllm.errors import CodeError, NodeError, SlurmError, SlurmllmError
 from slurmllm.slurm.arrays import (
     MOST_TASKS,
@@ -107,12 +108,7 @@ def _worker() -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+        end_child(process, os.getpid())
 
 
 def _run_in(process: subprocess.Popen[bytes], shard: Shard, work: WorkFolder) -> ShardResult:

@@ -29,8 +29,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-import numpy as np
-
+from slurmllm.data.sandbox import end_child
 from slurmllm.data.slots import SlotGroup
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import Integers, Marks, Tokens
@@ -83,7 +82,7 @@ class WorkerProcess:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.pid = self._process.pid
         # Kills the worker when this object is deleted or the interpreter exits.
-        self._finalizer = weakref.finalize(self, _kill_worker, self._process, os.getpid())
+        self._finalizer = weakref.finalize(self, end_child, self._process, os.getpid())
         self._send((spec, PREFETCH_BATCHES, os.getpid()))
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
@@ -91,11 +90,7 @@ class WorkerProcess:
         self._send((self.slots, positions, counts))
 
     def next_batch(self) -> tuple[Integers, Integers, Tokens, Marks]:
-        """Return the next batch of this worker's slots.
-
-        These are the positions after the batch, [slots, 3 * corpora]; the draws after it,
-        [corpora]; tokens and marks, [slots, seq_len + 1]. Errors of the worker are raised.
-        """
+        """Return the next batch as `SlotGroup` does; the worker's errors are raised."""
         try:
             message = pickle.load(self._stdout)  # noqa: S301 (its own child)
         except (EOFError, pickle.UnpicklingError):  # the second: cut off
@@ -135,17 +130,6 @@ class WorkerProcess:
         raise NodeError(f"data worker (pid {self.pid}) {how}")
 
 
-def _kill_worker(process: subprocess.Popen[bytes], owner_pid: int) -> None:
-    if os.getpid() != owner_pid:
-        return  # this is a forked child of the owner
-    # SIGKILL, because workers ignore `PARENT_SIGNALS`.
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
-
-
 def main() -> NoReturn:
     """Run a data worker until its parent exits."""
     for number in PARENT_SIGNALS:
@@ -165,9 +149,7 @@ def main() -> NoReturn:
         group = SlotGroup(spec, sources, *_receive())
         threading.Thread(target=_receive, daemon=True).start()  # until the end of stdin
         while True:
-            tokens, marks = group.next_batch()
-            counts = np.array(group.counts, dtype=np.int64)
-            outgoing.put((group.positions(), counts, tokens, marks))
+            outgoing.put(group.next_batch())
     except BaseException as error:
         is_ours = type(error).__module__ == SlurmllmError.__module__
         failure = CodeError(f"a data worker failed:\n{traceback.format_exc()}")

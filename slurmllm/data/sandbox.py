@@ -4,7 +4,7 @@ A template is a program, and one operation of it (`a == b` of long lists, `a|sor
 hours, so nothing in its own process can stop it. The kernel ends a child that takes more than
 `RENDER_S` of processor time for one answer, and refuses it more than `_RENDER_BYTES`.
 
-    stdin    the settings; then lists of requests: JSON, one a line
+    stdin    the settings; then requests: JSON, one a line
     stdout   for the settings and for each request {"value": …}, {"error": "…"} or {"limit": "…"}
     stderr   inherited from the parent
 
@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ from typing import Any
 RENDER_S = 5
 _RENDER_BYTES = 1 << 29
 LARGEST = 1 << 24  # characters of a rendered text
-# Requests in one line: the parent reads no answer before it has written all of it.
-_AT_ONCE = 64
 # Signals to all processes of a job: a worker still trains after them, and ends its child itself.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -48,33 +46,29 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # process id: a fork must not use the pipes
 
-    def ask(self, requests: Sequence[Any]) -> Iterator[Any]:
+    def ask(self, requests: Iterable[Any]) -> Iterator[Any]:
         """Yield the answer to each request; after an error another child is started.
 
         A ValueError has the child's error message, an OverflowError the limit that it exceeds.
         """
-        process = self._started()
-        awaited = 0
-        try:
-            for begin in range(0, len(requests), _AT_ONCE):
-                batch = requests[begin : begin + _AT_ONCE]
-                awaited = len(batch)
-                _send(process, batch)
-                for _ in batch:
-                    answer = _receive(process)
-                    awaited -= 1
-                    yield answer
-        finally:
-            if awaited:  # an error, or the caller wants no more
+        self._started()  # without a request too: invalid settings are an error at once
+        for request in requests:
+            process = self._started()
+            try:
+                _send(process, request)
+                answer = _receive(process)
+            except BaseException:  # it may have ended, or still answer
                 self._process = None
-                _end(process, self._owner)
+                end_child(process, self._owner)
+                raise
+            yield answer
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._owner != os.getpid():
             # -P: not the modules of the working directory, which may be another user's.
             command = [sys.executable, "-P", "-m", self._module]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            weakref.finalize(self, _end, process, os.getpid())
+            weakref.finalize(self, end_child, process, os.getpid())
             _send(process, self._settings)
             _receive(process)
             self._process, self._owner = process, os.getpid()
@@ -106,7 +100,8 @@ def _receive(process: subprocess.Popen[bytes]) -> Any:
     return answer["value"]
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+def end_child(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Kill a child process and close its pipes, unless this is a fork of its owner."""
     if owner != os.getpid():
         return
     process.kill()
@@ -123,28 +118,28 @@ def serve(build: Callable[[Any], Callable[[Any], Any]]) -> None:
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside an operation
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    answer: Callable[[Any], Any] = build
-    for number, line in enumerate(sys.stdin.buffer):
-        received = json.loads(line.decode("utf-8", "surrogatepass"))
-        for request in received if number else [received]:
-            if soft == hard == resource.RLIM_INFINITY:  # else the user has a limit
-                pages = int(Path("/proc/self/statm").read_text().split()[0])
-                limit = pages * resource.getpagesize() + _RENDER_BYTES
-                resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-            signal.setitimer(signal.ITIMER_PROF, RENDER_S)
-            try:
+    answer: Callable[[Any], Any] | None = None
+    for line in sys.stdin.buffer:
+        if soft == hard == resource.RLIM_INFINITY:  # else the user has a limit
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + _RENDER_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        signal.setitimer(signal.ITIMER_PROF, RENDER_S)
+        try:
+            request, value = json.loads(line.decode("utf-8", "surrogatepass")), None
+            if answer is None:
+                answer = build(request)
+            else:
                 value = answer(request)
-                reply = json.dumps({"value": value if number else None}, ensure_ascii=False)
-            except MemoryError:
-                reason = f"its rendering exceeds the limit of {_RENDER_BYTES >> 20} MiB"
-                reply = json.dumps({"limit": reason})
-            except Exception as error:  # a template may fail in any way
-                reply = json.dumps({"error": str(error) or type(error).__name__})
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
-            sys.stdout.buffer.flush()
-        if not number:
-            answer = value
+            reply = json.dumps({"value": value}, ensure_ascii=False)
+        except MemoryError:
+            reason = f"its rendering exceeds the limit of {_RENDER_BYTES >> 20} MiB"
+            reply = json.dumps({"limit": reason})
+        except Exception as error:  # a template may fail in any way
+            reply = json.dumps({"error": str(error) or type(error).__name__})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")
+        sys.stdout.buffer.flush()
 
 
 def task_templates(settings: dict[str, Any]) -> Callable[[tuple[str, Any]], str]:

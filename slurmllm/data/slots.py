@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from slurmllm.data.order import Blend, DocumentOrder
-from slurmllm.data.sources.base import Marks, Request, Source, Tokens
+from slurmllm.data.sources.base import Integers, Marks, Request, Source, Tokens
 from slurmllm.data.spec import Split, StreamSpec
 from slurmllm.errors import DataError
 
@@ -95,7 +94,7 @@ class SlotStream:
         self._buffered += [(number, piece) for number, _, piece in pieces]
         return [(document, piece) for _, document, piece in pieces]
 
-    def append(self, tokens: Tokens, marks: Marks, ends: npt.NDArray[np.int64]) -> None:
+    def append(self, tokens: Tokens, marks: Marks, ends: Integers) -> None:
         """Add the pieces that were read; a DataError if the restored position does not exist."""
         self._ends = np.concatenate([self._ends, ends + len(self._tokens)])
         self._tokens = np.concatenate([self._tokens, tokens])
@@ -170,8 +169,12 @@ class SlotGroup:
         # Pieces read since the last one with a token.
         self._empty_pieces = [0 for _ in sources]
 
-    def next_batch(self) -> tuple[Tokens, Marks]:
-        """Return the next sequence of each slot and its marks, both [slots, seq_len + 1]."""
+    def next_batch(self) -> tuple[Integers, Integers, Tokens, Marks]:
+        """Return the next sequence of each slot.
+
+        These are the positions after the batch, [slots, 3 * corpora]; the sequences drawn so far
+        from each corpus by all slots, [corpora]; tokens and marks, both [slots, seq_len + 1].
+        """
         tokens = np.empty((len(self._slots), self._width), dtype=np.int32)
         marks = np.empty((len(self._slots), self._width), dtype=np.uint8)
         corpora = self._blend.next_step()[self._slots.start : self._slots.stop]
@@ -180,18 +183,10 @@ class SlotGroup:
             self._fill(corpus, [s for s, c in zip(streams, corpora, strict=True) if c == corpus])
         for row, stream in enumerate(streams):
             stream.take(tokens[row], marks[row])
-        return tokens, marks
-
-    def positions(self) -> npt.NDArray[np.int64]:
-        """Return the positions after the last batch, int64 [slots, 3 * corpora]."""
         by_slot = zip(*self._streams, strict=True)
-        rows = [[n for stream in streams for n in stream.position] for streams in by_slot]
-        return np.array(rows, dtype=np.int64)
-
-    @property
-    def counts(self) -> list[int]:
-        """Sequences drawn from each corpus so far, by all slots."""
-        return self._blend.counts
+        positions = [[n for stream in slot for n in stream.position] for slot in by_slot]
+        counts = np.array(self._blend.counts, dtype=np.int64)
+        return np.array(positions, dtype=np.int64), counts, tokens, marks
 
     def _fill(self, corpus: int, streams: list[SlotStream]) -> None:
         """Read until each stream has a sequence: for all of them at once, and hardly more.

@@ -223,16 +223,3 @@ def check_same_stream(here: State, saved: State) -> None:
                 f"the data state was saved with weight {then['weight']:g} of {now['path']}, this "
                 f"stream has {now['weight']:g}; {_FIX}"
             )
-
-
-def slot_positions(state: State, slots: range) -> list[list[int]]:
-    """Return the positions of consecutive slots; a DataError if the state lacks some of them."""
-    held = range(state["first_slot"], state["first_slot"] + len(state["slots"]))
-    if slots.start not in held or slots[-1] not in held:
-        raise DataError(
-            f"the data state holds slots {held.start} to {held.stop - 1}, this rank needs "
-            f"{slots.start} to {slots[-1]}; load the merged state of all ranks"
-        )
-    begin = slots.start - held.start
-    positions: list[list[int]] = state["slots"][begin : begin + len(slots)]
-    return positions

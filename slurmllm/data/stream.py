@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -45,7 +45,6 @@ from slurmllm.data.spec import (
     StreamSpec,
     check_same_stream,
     identity,
-    slot_positions,
 )
 from slurmllm.errors import DataError, StorageError
 from slurmllm.run.artifact_records import DataRecord
@@ -135,8 +134,7 @@ class PackedStream:
         # Positions after the batches returned, not after those tokenized ahead.
         self._positions = np.zeros((rows, POSITION * len(self._sources)), dtype=np.int64)
         self._counts = [0] * len(self._sources)
-        self._group: SlotGroup | None = None
-        self._begun = False
+        self._readers: Sequence[SlotGroup | WorkerProcess] = ()  # once a batch was drawn
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -181,13 +179,20 @@ class PackedStream:
         A DataError if the state is of other data, or lacks slots of this rank.
         """
         check_same_stream(self._identity, merged)
-        self._positions = np.array(slot_positions(merged, self._slots), dtype=np.int64)
+        slots, first = self._slots, merged["first_slot"]
+        held = range(first, first + len(merged["slots"]))
+        if slots.start not in held or slots[-1] not in held:
+            raise DataError(
+                f"the data state holds slots {held.start} to {held.stop - 1}, this rank needs "
+                f"{slots.start} to {slots[-1]}; load the merged state of all ranks"
+            )
+        positions = merged["slots"][slots.start - first : slots.stop - first]
+        self._positions = np.array(positions, dtype=np.int64)
         self._counts = list(merged["counts"])
-        if self._begun:  # workers cannot go back: start new ones
+        if self._readers:  # workers cannot go back: start new ones
             self.close()
             self._workers = self._start_workers()
-        self._group = None
-        self._begun = False
+        self._readers = ()
         if self._workers:
             self._begin()
 
@@ -204,27 +209,21 @@ class PackedStream:
 
     def _draw(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         self._begin()
-        if self._group is not None:
-            drawn = self._group.next_batch()
-            self._positions, self._counts = self._group.positions(), list(self._group.counts)
-            return drawn
-        batches = [worker.next_batch() for worker in self._workers]
+        batches = [reader.next_batch() for reader in self._readers]
         positions, counts, tokens, marks = zip(*batches, strict=True)
         self._positions, self._counts = np.concatenate(positions), counts[0].tolist()
         return np.concatenate(tokens), np.concatenate(marks)
 
     def _begin(self) -> None:
-        if self._begun:
+        if self._readers:
             return
-        self._begun = True
-        first = self._slots.start
+        positions, first = self._positions.tolist(), self._slots.start
         for worker in self._workers:
             rows = slice(worker.slots.start - first, worker.slots.stop - first)
-            worker.begin(self._positions[rows].tolist(), self._counts)
-        if not self._workers:
-            self._group = SlotGroup(
-                self._spec, self._sources, self._slots, self._positions.tolist(), self._counts
-            )
+            worker.begin(positions[rows], self._counts)
+        self._readers = self._workers or [
+            SlotGroup(self._spec, self._sources, self._slots, positions, self._counts)
+        ]
 
     def _start_workers(self) -> list[WorkerProcess]:
         # Consecutive slots each, whose numbers differ by one at most.

@@ -113,7 +113,7 @@ def test_blank_documents_and_duplicates(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slurmllm.corpus.shard._LEAST_BYTES", 1)  # a shard a file
         patch.setattr("slurmllm.corpus.shard.CHUNK_BYTES", 20)
-        patch.setattr("slurmllm.corpus.finished_shard._BUCKET_DOCUMENTS", 2)
+        patch.setattr("slurmllm.corpus.join._BUCKET_DOCUMENTS", 2)
         if not expected:
             with pytest.raises(DataError, match="no text in"):
                 build(tmp_path, *names, dedup=dedup)

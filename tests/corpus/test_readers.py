@@ -400,7 +400,6 @@ def test_errors_of_csv_name_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path.write_bytes(b"id,text\n1," + b"x" * 200_000 + b"\n2\n")
     with pytest.raises(DataError, match=r"a.csv:3: row 2 has 1 columns"):
         texts(path)
-    monkeypatch.setattr("slurmllm.corpus.readers.delimited._BLOCK_BYTES", 1 << 20)
     path.write_bytes(b'text\na\n"' + b"never closed\n" * 200_000)
     with pytest.raises(DataError, match="a quotation mark that is never closed"):
         texts(path)
@@ -421,7 +420,6 @@ def test_a_csv_is_read_on_after_rows_of_every_fault(
         "3: row 2 has 3 columns, the header has 2: '2,a,\\udcff'",
         "5: row 4 of column 'text' is not UTF-8",
     ]
-    monkeypatch.setattr("slurmllm.corpus.readers.delimited._BLOCK_BYTES", 1 << 16)
     monkeypatch.setattr("slurmllm.corpus.readers.delimited._LARGEST", 1 << 20)
     for long, reason in (
         (b"x" * (4 << 20), "3: a line of more than 1 MiB, the largest that is read"),

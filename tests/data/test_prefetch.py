@@ -135,7 +135,7 @@ def test_errors_of_the_worker_reach_the_parent(corpus: Path, tokenizer: Path) ->
 def test_faults_of_the_code_come_with_their_traceback(stream: PackedStream) -> None:
     (worker,) = stream._workers
     worker.begin([[0]], [0])  # a third of a position
-    stream._begun = True
+    stream._readers = stream._workers
     with pytest.raises(CodeError, match=r"data worker failed:\nTraceback(.|\n)*Error"):
         stream.next_batch()
 

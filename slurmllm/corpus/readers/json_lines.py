@@ -8,6 +8,7 @@ error.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import itertools
 import json
 import re
@@ -39,7 +40,7 @@ def read_json_lines(
     stream: OpenedInput, options: ReadOptions, on_error: OnError
 ) -> Iterator[Documents]:
     begin, line = next(stream.blocks(base.CHUNK_BYTES), b""), 1
-    if begin.removeprefix(BOM).lstrip().startswith(b"["):
+    if _is_array(begin):
         try:
             yield from _read_array(stream, begin, options, on_error)
         except UnicodeDecodeError:
@@ -54,6 +55,14 @@ def read_json_lines(
             documents = _parse_lines(block, line, stream.file.name, options, on_error)
         yield documents
         line += len(feeds)
+
+
+def _is_array(begin: bytes) -> bool:
+    """Return whether a file is one array, by its first bytes; not lines of which one is a list."""
+    first, _, rest = begin.removeprefix(BOM).lstrip().partition(b"\n")
+    with contextlib.suppress(ValueError, RecursionError):
+        return first.startswith(b"[") and not (rest.strip() and json.loads(first))
+    return first.startswith(b"[")
 
 
 def _parse_block(
