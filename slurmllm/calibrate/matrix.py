@@ -29,12 +29,7 @@ def is_device_here(config: RunConfig, root: Path = Path("/")) -> bool:
 
 
 def product_rows(config: RunConfig, show: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return what products reach: measured if this machine has the device, else as predicted.
-
-    Raises:
-        ConfigError: the profile has no hardware figures.
-        NodeError: the measurement failed.
-    """
+    """Return what products reach: measured if this machine has the device, else as predicted."""
     hardware = known_hardware(config)
     if not is_device_here(config):
         return predicted_products(hardware, config.cluster.device)

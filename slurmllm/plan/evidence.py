@@ -33,7 +33,6 @@ from slurmllm.plan.parameters import parameters
 from slurmllm.plan.step import StepTime, step_time
 
 FILE = Path(__file__).parent / "published_runs.csv"
-_QUANTILE = 0.9
 _SAME = 0.05  # devices of one make differ by less in peak and memory, also as measured
 _COPIES = 1.0  # octaves that copies of shards count for: a guess, as no published run has them
 _FAR = 2.0  # octaves outside from which a prediction is beyond the published runs
@@ -191,7 +190,7 @@ def outside(point: Mapping[str, int], runs: Iterable[MeasuredRun]) -> dict[str, 
 def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
     """Return half the interval's width, as a logarithm, from the errors of left-out runs."""
     errors = sorted(abs(math.log(run.left_out)) for run in runs)
-    return errors[math.ceil(_QUANTILE * len(errors)) - 1] * (1 + octaves / 2)
+    return errors[math.ceil(0.9 * len(errors)) - 1] * (1 + octaves / 2)
 
 
 def evidence(candidate: LayoutEstimate) -> RunEvidence:
@@ -225,7 +224,11 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
             f"{of}, {100 * highest:.1f} %"
         )
     factor = math.exp(half_width(same_hardware or of_kind, octaves))
-    near = min(same_hardware, key=lambda run: _octaves_apart(point, run), default=None)
+
+    def octaves_apart(run: MeasuredRun) -> float:
+        return sum(abs(math.log2(point[axis] / value)) for axis, value in run.point.items())
+
+    near = min(same_hardware, key=octaves_apart, default=None)
     far = octaves >= _FAR or candidate.mfu / factor > highest
     status: Status = "beyond" if far else "extrapolated" if reasons else "interpolated"
     speed = candidate.seq_per_s
@@ -300,10 +303,6 @@ def _peaks_of(profile: str) -> tuple[float, float]:
     """Return peak, TFLOP/s, and memory, GiB, of a shipped profile's devices."""
     values, _ = read_profile(clusters_dir() / f"{profile}.yaml", clusters_dir())
     return values["hardware"]["bf16_tflops"], values["hardware"]["memory_gib"]
-
-
-def _octaves_apart(point: Mapping[str, int], run: MeasuredRun) -> float:
-    return sum(abs(math.log2(point[axis] / value)) for axis, value in run.point.items())
 
 
 def _reasons(

@@ -9,8 +9,7 @@ from click.testing import CliRunner
 
 from slurmllm.cli.main import cli
 from slurmllm.config.profiles import available
-from slurmllm.config.resolve import recipes_dir, resolve
-from slurmllm.config.smoke import shorten
+from slurmllm.config.resolve import recipes_dir, resolve, shorten
 from slurmllm.errors import ConfigError
 
 

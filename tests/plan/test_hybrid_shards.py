@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from slurmllm.backends.environment import load_environment
-from slurmllm.config.resolve import PLANNER, resolve
+from slurmllm.config.resolve import resolve
+from slurmllm.config.validate import PLANNER
 from slurmllm.errors import ConfigError
 from slurmllm.plan.estimate import LayoutEstimate, predict
 from slurmllm.plan.evidence import evidence
