@@ -144,20 +144,24 @@ def evidence_lines(candidate: LayoutEstimate) -> Iterator[str]:
             f"sequence {near.sequence:,}, TP {near.tensor} × PP {near.pipeline}: "
             f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %{similar * (len(same) > 1)}"
         )
-    if newer := _newer_runs(candidate):
+    cluster = candidate.config.cluster
+    peers = runs_on(cluster.device, cluster.hardware)
+    newest = max((run.generation for run in peers), default="")
+    peaks = {_peaks_of(run.profile)[0] for run in peers}
+    alike = (run for run in _of_kind(cluster.device) if _peaks_of(run.profile)[0] in peaks)
+    if newer := [run for run in alike if run.generation > newest]:
         mfu = [100 * run.mfu for run in newer]
         yield (
             f"newer runs     software of {newer[0].generation} on {_size(newer[0])} of "
             f"{newer[0].profile}: MFU {min(mfu):.1f}–{max(mfu):.1f} %"
         )
     if (span := network_range(candidate)) is not None:
-        hardware = candidate.config.cluster.hardware
-        assert hardware is not None
-        assert hardware.network_efficiency_range is not None
-        low, high = hardware.network_efficiency_range
+        assert cluster.hardware is not None
+        assert cluster.hardware.network_efficiency_range is not None
+        low, high = cluster.hardware.network_efficiency_range
         yield (
             f"network        {format_number(span[0])}–{format_number(span[1])} seq/s if {low:g} to "
-            f"{high:g} of its rate is reached; assumed: {hardware.network_efficiency:g}"
+            f"{high:g} of its rate is reached; assumed: {cluster.hardware.network_efficiency:g}"
         )
 
 
@@ -286,16 +290,6 @@ def runs_on(device: str, hardware: Hardware | None) -> tuple[MeasuredRun, ...]:
 
 def generations(runs: Iterable[MeasuredRun]) -> str:
     return ", ".join(sorted({run.generation for run in runs}))
-
-
-def _newer_runs(candidate: LayoutEstimate) -> list[MeasuredRun]:
-    """Return runs at the same peak whose software is newer than that of the runs on this device."""
-    cluster = candidate.config.cluster
-    peers = runs_on(cluster.device, cluster.hardware)
-    newest = max((run.generation for run in peers), default="")
-    peaks = {_peaks_of(run.profile)[0] for run in peers}
-    alike = (run for run in _of_kind(cluster.device) if _peaks_of(run.profile)[0] in peaks)
-    return [run for run in alike if run.generation > newest]
 
 
 @lru_cache

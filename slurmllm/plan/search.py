@@ -80,10 +80,9 @@ def search(
     fitting: list[LayoutEstimate] = []
     too_large: list[LayoutEstimate] = []
     for layout in _layouts(config, nodes, fixed):
-        reason = _refusal(layout, nodes, unsupported)
-        sizes = [] if reason else _micro_batches(layout, nodes, fixed)
-        if reason or not sizes:
-            refused[reason or _no_micro_batch(layout)] += 1
+        sizes = _micro_batches(layout, nodes, unsupported, fixed)
+        if isinstance(sizes, str):
+            refused[sizes] += 1
             continue
         overflows = False
         for size in sizes:
@@ -146,8 +145,8 @@ def smallest_layouts(
 ) -> Iterator[LayoutEstimate]:
     """Yield the layout of each mesh that needs the least memory; arguments as for `search`."""
     for layout in _layouts(config, nodes, fixed, smallest=True):
-        if _refusal(layout, nodes, unsupported) is None:
-            sizes = _micro_batches(layout, nodes, fixed)
+        sizes = _micro_batches(layout, nodes, unsupported, fixed)
+        if not isinstance(sizes, str):
             # The largest may fit although smaller ones do not: it accumulates no gradients.
             ends = sizes[:1] if measures_micro_batch(config) else {*sizes[:1], *sizes[-1:]}
             for size in ends:
@@ -237,24 +236,25 @@ def _refusal(layout: RunConfig, nodes: int, unsupported: Unsupported) -> str | N
     return next(iter(unsupported(layout)), None)
 
 
-def _no_micro_batch(layout: RunConfig) -> str:
-    """Return why a layout has no micro batch."""
-    train, parallel = layout.recipe.train, layout.recipe.parallel
-    if train.micro_batch != "auto" and parallel.virtual_pipeline == 1:
-        return (
-            f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
-            f"train.global_batch {train.global_batch}"
-        )
-    return f"no micro batch makes whole rounds over {parallel.pipeline} stages"
-
-
-def _micro_batches(layout: RunConfig, nodes: int, fixed: Collection[str]) -> list[int]:
+def _micro_batches(
+    layout: RunConfig, nodes: int, unsupported: Unsupported, fixed: Collection[str]
+) -> list[int] | str:
+    """Return the micro batches that a layout may have, or why it is not considered."""
+    if reason := _refusal(layout, nodes, unsupported):
+        return reason
     train, parallel = layout.recipe.train, layout.recipe.parallel
     world = nodes * layout.cluster.devices_per_node
     sequences = train.global_batch * parallel.tensor * parallel.pipeline // world
     sizes = micro_batches(sequences, parallel.pipeline, parallel.virtual_pipeline)
-    if "train.micro_batch" not in fixed or train.micro_batch == "auto":
-        return [size for size in sizes if size <= _LARGEST_MICRO_BATCH]
-    size = train.micro_batch
-    rounds = parallel.virtual_pipeline == 1 or size in sizes  # else it leaves stages idle
-    return [size] if sequences % size == 0 and rounds else []
+    if "train.micro_batch" in fixed and train.micro_batch != "auto":
+        size = train.micro_batch
+        rounds = parallel.virtual_pipeline == 1 or size in sizes  # else it leaves stages idle
+        sizes = [size] if sequences % size == 0 and rounds else []
+    else:
+        sizes = [size for size in sizes if size <= _LARGEST_MICRO_BATCH]
+    if not sizes and train.micro_batch != "auto" and parallel.virtual_pipeline == 1:
+        return (
+            f"train.micro_batch {train.micro_batch} does not divide a worker's share of "
+            f"train.global_batch {train.global_batch}"
+        )
+    return sizes or f"no micro batch makes whole rounds over {parallel.pipeline} stages"
